@@ -1,0 +1,74 @@
+# Everything is built into .venv. Run `make help` for what there is.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONFIG ?= etc/appliance.toml
+COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test test-unit test-coverage test-engine test-system lint format generate clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.dev ## Install everything into .venv
+
+# One stamp for each step, so that a second run has nothing to do.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.cpu: requirements/cpu.txt $(VENV)/.created
+	$(PIP) install -qq --no-deps -r requirements/cpu.txt
+	@touch $@
+
+$(VENV)/.appliance: pyproject.toml $(VENV)/.cpu
+	$(PIP) install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.appliance
+	$(PIP) install -qq --no-deps -r requirements/dev.txt
+	@touch $@
+
+demo: $(VENV)/.appliance ## Six models served from memory for two, outputs checked token by token
+	$(BIN)/appliance demo
+
+serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
+	$(BIN)/appliance serve --config $(CONFIG)
+
+test: lint test-unit test-coverage test-engine test-system ## Lint and all tests
+
+test-unit: $(VENV)/.dev ## Fast tests, no engine
+	$(BIN)/python -m pytest -q tests/unit
+
+test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every branch of it
+	$(BIN)/python -m pytest -q $(COVERED) \
+		--cov=appliance.scheduling --cov-branch --cov-fail-under=100
+
+test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
+	$(BIN)/python -m pytest -q tests/engine
+
+test-system: $(VENV)/.dev ## The whole appliance
+	$(BIN)/python -m pytest -q tests/system
+
+lint: $(VENV)/.dev ## Style, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## Rewrite the sources in the house's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+generate: $(VENV)/.appliance ## Write the files that come from the configuration schema
+	$(BIN)/appliance config sample > etc/appliance.toml
+	$(BIN)/appliance config docs > docs/configuration.md
+
+clean: ## Remove .venv and everything built
+	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

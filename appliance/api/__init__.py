@@ -1,0 +1,1 @@
+"""The HTTP API: OpenAI's dialect in front of an `appliance.api.service.Service`."""

@@ -1,0 +1,201 @@
+"""What the appliance counts, in Prometheus' terms: one registry per daemon, no globals.
+
+Names that vLLM has are vLLM's (``vllm:…``, label ``model_name``), so that its dashboards work here.
+The daemon calls the methods; label values are checked by nobody, so they stay few.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from appliance.vocabulary import Direction, FinishReason, InstanceId, ModelName
+
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_INTER_TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+
+
+class Metrics:
+    """All metrics of one appliance. Sizes are bytes, times are seconds."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._add_appliance()
+        self._add_vllm()
+
+    def exposition(self) -> bytes:
+        """The text format that a scraper reads."""
+        return generate_latest(self._registry)
+
+    # --- the appliance's own ---------------------------------------------------------------------
+
+    def switch(self, instance: InstanceId, model: ModelName, reason: str) -> None:
+        self._switches.labels(instance, model, reason).inc()
+
+    def preemption(self, model: ModelName) -> None:
+        self._preemptions.labels(model).inc()
+
+    def kv_swapped(self, direction: Direction, model: ModelName, moved_bytes: int) -> None:
+        self._kv_swapped.labels(direction.value, model).inc(moved_bytes)
+
+    def prefill(self, model: ModelName) -> None:
+        """A prompt was computed: once for each request, again only after its worker was lost."""
+        self._prefills.labels(model).inc()
+
+    def pool(self, instance: InstanceId, owners: dict[str, int], high_water_bytes: int) -> None:
+        """What the pool of an instance holds now, by owner; an owner not named holds nothing."""
+        for owner in self._pool_owners.get(instance, set()) - owners.keys():
+            self._pool.remove(str(instance), owner)
+        self._pool_owners[instance] = set(owners)
+        for owner, size in owners.items():
+            self._pool.labels(instance, owner).set(size)
+        self._pool_high_water.labels(instance).set(high_water_bytes)
+
+    def host(self, owner: str, held_bytes: int) -> None:
+        self._host.labels(owner).set(held_bytes)
+
+    def request_ended(self, model: ModelName, outcome: str) -> None:
+        """`outcome` is a finish reason, or the code of the rejection."""
+        self._requests.labels(model, outcome).inc()
+
+    def prefetch(self, outcome: str) -> None:
+        self._prefetches.labels(outcome).inc()
+
+    def recovery(self, model: ModelName) -> None:
+        """A request went on after its worker was lost."""
+        self._recoveries.labels(model).inc()
+
+    def worker_restart(self, instance: InstanceId) -> None:
+        self._worker_restarts.labels(instance).inc()
+
+    def policy_error(self, policy: str) -> None:
+        self._policy_errors.labels(policy).inc()
+
+    # --- vLLM's ----------------------------------------------------------------------------------
+
+    def queues(self, model: ModelName, running: int, waiting: int) -> None:
+        self._running.labels(model).set(running)
+        self._waiting.labels(model).set(waiting)
+
+    def first_token(self, model: ModelName, prompt_tokens: int, seconds: float) -> None:
+        """The first token of a request came `seconds` after the request."""
+        self._prompt_tokens.labels(model).inc(prompt_tokens)
+        self._generation_tokens.labels(model).inc()
+        self._ttft.labels(model).observe(seconds)
+
+    def tokens(self, model: ModelName, count: int, seconds: float) -> None:
+        """`count` further tokens of a request came, each `seconds` after the one before."""
+        self._generation_tokens.labels(model).inc(count)
+        self._inter_token.observe(model, seconds, count)
+
+    def finished(self, model: ModelName, reason: FinishReason, seconds: float) -> None:
+        """A request that was not rejected ended `seconds` after it arrived."""
+        self._latency.labels(model).observe(seconds)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._success.labels(model, reason.value).inc()
+
+    def _add_appliance(self) -> None:
+        counter, gauge = self._counter, self._gauge
+        self._switches = counter(
+            "appliance_switches", "Model switches.", "instance", "model", "reason"
+        )
+        self._preemptions = counter(
+            "appliance_preemptions", "Requests preempted in mid-generation.", "model"
+        )
+        self._kv_swapped = counter(
+            "appliance_kv_swapped_bytes", "KV moved between device and host.", "direction", "model"
+        )
+        self._prefills = counter("appliance_prefills", "Prompts computed.", "model")
+        self._pool = gauge("appliance_pool_bytes", "Device pool by owner.", "instance", "owner")
+        self._pool_owners: dict[InstanceId, set[str]] = {}
+        self._pool_high_water = gauge(
+            "appliance_pool_high_water_bytes", "Most of the pool ever mapped.", "instance"
+        )
+        self._host = gauge("appliance_host_bytes", "Host tier by owner.", "owner")
+        self._requests = counter("appliance_requests", "Requests ended.", "model", "outcome")
+        self._prefetches = counter("appliance_prefetches", "Weight prefetches.", "outcome")
+        self._recoveries = counter(
+            "appliance_recoveries", "Requests that outlived their worker.", "model"
+        )
+        self._worker_restarts = counter(
+            "appliance_worker_restarts", "Worker processes restarted.", "instance"
+        )
+        self._policy_errors = counter(
+            "appliance_policy_errors", "Policy answers that could not be used.", "policy"
+        )
+
+    def _add_vllm(self) -> None:
+        name = "model_name"
+        self._running = self._gauge("vllm:num_requests_running", "Requests running.", name)
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting.", name)
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed.", name)
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.", name)
+        self._success = self._counter(
+            "vllm:request_success", "Requests that ran to their end.", name, "finished_reason"
+        )
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS
+        )
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time to the last token.", _LATENCY_BUCKETS
+        )
+        self._inter_token = WeightedHistogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_BUCKETS
+        )
+        self._registry.register(self._inter_token)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, labels, registry=self._registry)
+
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(name, about, labels, registry=self._registry)
+
+    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(
+            name, about, ("model_name",), registry=self._registry, buckets=tuple(buckets)
+        )
+
+
+class WeightedHistogram(Collector):
+    """A histogram by model that takes several equal observations at once, in one list update.
+
+    The library's own takes one at a time, under a lock; this one is fed per token.
+    """
+
+    def __init__(self, name: str, about: str, buckets: Sequence[float]) -> None:
+        self._name = name
+        self._about = about
+        self._bounds = tuple(buckets)
+        self._counts: dict[ModelName, list[int]] = {}
+        self._sums: dict[ModelName, float] = {}
+
+    def observe(self, model: ModelName, value: float, count: int = 1) -> None:
+        counts = self._counts.get(model)
+        if counts is None:
+            counts = self._counts[model] = [0] * (len(self._bounds) + 1)
+            self._sums[model] = 0.0
+        counts[bisect_left(self._bounds, value)] += count
+        self._sums[model] += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._about, labels=("model_name",))
+        bounds = [*map(str, self._bounds), "+Inf"]
+        for model, counts in self._counts.items():
+            cumulated = zip(bounds, map(float, accumulate(counts)), strict=True)
+            family.add_metric((model,), list(cumulated), self._sums[model])
+        yield family

@@ -1,0 +1,135 @@
+"""OpenAI's endpoints, and the ones operators and probes ask."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+from litestar import Request, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
+from litestar.response.base import ASGIResponse
+
+import appliance
+from appliance.api.choices import Choices
+from appliance.api.plan import Plan, plan_chat, plan_completion
+from appliance.api.replies import ChatDialect, CompletionDialect, Dialect
+from appliance.api.schemas import ChatRequest, CompletionRequest, decode
+from appliance.api.service import ModelCard, Service
+from appliance.api.stream import EventStream, events, unless_hung_up, whole_answer
+
+
+def generation_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
+    """The endpoints that generate text."""
+
+    @post("/v1/chat/completions", status_code=200, operation_id="createChatCompletion")
+    async def chat(request: Request[Any, Any, Any]) -> ASGIResponse:
+        asked = decode(await request.body(), ChatRequest)
+        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        plan = await plan_chat(asked, service, completion_id)
+        dialect = ChatDialect(completion_id, int(time.time()), plan.model, plan.include_usage)
+        return await answer(request, plan, dialect)
+
+    @post("/v1/completions", status_code=200, operation_id="createCompletion")
+    async def completion(request: Request[Any, Any, Any]) -> ASGIResponse:
+        asked = decode(await request.body(), CompletionRequest)
+        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        plan = await plan_completion(asked, service, completion_id)
+        dialect = CompletionDialect(completion_id, int(time.time()), plan.model, plan.include_usage)
+        return await answer(request, plan, dialect)
+
+    async def answer(request: Request[Any, Any, Any], plan: Plan, dialect: Dialect) -> ASGIResponse:
+        choices = Choices.submit(plan, service)
+        if not plan.stream:
+            try:
+                body = await unless_hung_up(request.receive, whole_answer(choices, dialect))
+            finally:
+                choices.cancel()  # also when the answer was never begun
+            return _json(body)
+        return EventStream(
+            choices,
+            events(
+                choices,
+                dialect,
+                include_usage=plan.include_usage,
+                keep_alive_seconds=keep_alive_seconds,
+            ),
+        )
+
+    return [chat, completion]
+
+
+def model_routes(service: Service) -> list[HTTPRouteHandler]:
+    """The endpoints that list models."""
+
+    @get("/v1/models", operation_id="listModels")
+    async def models() -> ASGIResponse:
+        return _encoded(_ModelList(data=[_model(card) for card in service.models()]))
+
+    @get("/v1/models/{name:path}", operation_id="retrieveModel")
+    async def model(name: FromPath[str]) -> ASGIResponse:
+        return _encoded(_model(service.model(name.removeprefix("/"))))
+
+    return [models, model]
+
+
+def operator_routes(service: Service) -> list[HTTPRouteHandler]:
+    """Probes, metrics and status."""
+
+    @get(["/livez", "/health"], operation_id="live")
+    async def live() -> ASGIResponse:
+        return _encoded({"status": "ok"})
+
+    @get("/readyz", operation_id="ready")
+    async def ready() -> ASGIResponse:
+        readiness = service.readiness()
+        return _encoded(readiness, 200 if readiness.ok else 503)
+
+    @get("/version", operation_id="version")
+    async def version() -> ASGIResponse:
+        return _encoded({"version": appliance.__version__})
+
+    @get("/metrics", operation_id="metrics")
+    async def metrics() -> ASGIResponse:
+        return ASGIResponse(body=service.metrics(), media_type="text/plain; version=0.0.4")
+
+    @get("/api/status", operation_id="status")
+    async def status() -> ASGIResponse:
+        return _encoded(service.activity())
+
+    return [live, ready, version, metrics, status]
+
+
+class _Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+    """vLLM's name for it."""
+    state: str
+
+
+class _ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[_Model]
+
+
+def _model(card: ModelCard) -> _Model:
+    return _Model(
+        id=card.id,
+        created=card.created,
+        owned_by=card.owned_by,
+        max_model_len=card.max_context_tokens,
+        state=card.state,
+    )
+
+
+def _encoded(body: object, status: int = 200) -> ASGIResponse:
+    return _json(msgspec.json.encode(body), status)
+
+
+def _json(body: bytes, status: int = 200) -> ASGIResponse:
+    return ASGIResponse(body=body, status_code=status, media_type="application/json")

@@ -1,0 +1,170 @@
+"""What a checkpoint directory holds, read from headers alone: sizes, shapes and limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from appliance.errors import CheckpointError
+
+BYTES_PER_ELEMENT: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The types a model can be computed in."""
+
+_BITS: Final = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+_CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""Stored types that are converted to the type computed in; the others stay as they are."""
+
+_MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogEntry:
+    """A model as its checkpoint describes it. Sizes are bytes in `dtype`, for the whole model."""
+
+    name: str
+    path: Path
+    architecture: str
+    dtype: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_positions: int
+    weight_bytes: int
+    created: int
+    """When the weights were written (Unix seconds)."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Keys and values of `tokens` tokens, without what blocks and slabs round up."""
+        return tokens * self.kv_bytes_per_token
+
+
+def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
+    """Describe the checkpoint in `path` as it will be served.
+
+    `dtype` "auto" is the stored type, but bfloat16 for float32.
+
+    Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
+    missing or damaged, or says something that cannot be served.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+    config = _read_config(path / "config.json")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} has no *.safetensors file")
+    resolved = _resolve_dtype(config, dtype, path)
+    heads = _integer(config, "num_attention_heads", path)
+    hidden = _integer(config, "hidden_size", path)
+    architectures = config.get("architectures") or ["unknown"]
+    return CatalogEntry(
+        name=name,
+        path=path,
+        architecture=str(architectures[0]),
+        dtype=resolved,
+        layers=_integer(config, "num_hidden_layers", path),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_integer(config, "num_key_value_heads", path, default=heads),
+        head_dim=_integer(config, "head_dim", path, default=hidden // heads),
+        vocabulary=_integer(config, "vocab_size", path),
+        max_positions=_integer(config, "max_position_embeddings", path),
+        weight_bytes=sum(tensor_bytes(file, resolved) for file in files),
+        created=int(max(file.stat().st_mtime for file in files)),
+    )
+
+
+def tensor_bytes(file: Path, dtype: str) -> int:
+    """Bytes that the tensors of a safetensors file take once floats are converted to `dtype`.
+
+    Raises `CheckpointError` when the header is damaged or the file is shorter than it says.
+    """
+    return sum(_served_bytes(entry, dtype, file) for entry in _read_header(file).values())
+
+
+def _served_bytes(entry: Any, dtype: str, file: Path) -> int:
+    try:
+        stored, elements = str(entry["dtype"]), int(math.prod(entry["shape"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is corrupt: a tensor has no dtype or shape") from error
+    if stored in _CONVERTED:
+        return elements * BYTES_PER_ELEMENT[dtype]
+    if stored not in _BITS:
+        raise CheckpointError(f"{file} has tensors of the unknown type {stored}")
+    return -(-elements * _BITS[stored] // 8)
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """The JSON after an 8-byte little-endian length: name -> dtype, shape, data_offsets."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{file} is truncated: {size} bytes hold no header")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(
+                f"{file} is truncated or corrupt: its header wants {length} bytes"
+            )
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{file} is corrupt: its header cannot be read") from error
+    if 8 + length + end != size:
+        raise CheckpointError(
+            f"{file} is truncated or corrupt: {size} bytes, its header wants {8 + length + end}"
+        )
+    return dict(header)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} has no config.json") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    # Models with several modalities keep the language model's numbers one level down.
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _resolve_dtype(config: dict[str, Any], wanted: str, path: Path) -> str:
+    if wanted != "auto":
+        dtype = wanted
+    else:
+        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        # What vLLM makes of "auto": weights stored in full are served in half the bytes.
+        dtype = "bfloat16" if stored == "float32" else str(stored)
+    if dtype not in BYTES_PER_ELEMENT:
+        known = ", ".join(BYTES_PER_ELEMENT)
+        raise CheckpointError(f"{path} cannot be served as {dtype}; there are {known}")
+    return dtype
+
+
+def _integer(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{path / 'config.json'}: {key} must be a positive integer")
+    return value

@@ -1,0 +1,321 @@
+"""The command line: starts the daemon, or talks to a running one over HTTP. Names as in Ollama.
+
+Exit status: 0 done, 1 it went wrong, 2 the command line or the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+import appliance
+from appliance import configdoc
+from appliance.catalog import read_checkpoint
+from appliance.config import Config, load_config, warnings
+from appliance.errors import CheckpointError, ConfigError, PolicyError
+from appliance.units import human
+
+DEFAULT_URL = "http://127.0.0.1:11500"
+CONNECT_SECONDS = 5.0
+
+url_option = click.option(
+    "--url", default=DEFAULT_URL, show_default=True, help="Where the daemon listens."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, not a table.")
+file_type = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Serve many language models from the memory of a few."""
+
+
+@cli.command()
+@click.option(
+    "--config", "path", type=file_type, default=Path("etc/appliance.toml"), show_default=True
+)
+def serve(path: Path) -> None:
+    """Run the daemon in the foreground."""
+    config = _load(path)
+    from appliance.serve import serve as run_daemon  # loads the API; others need it not
+    from appliance.tokens import TokenizerError
+
+    try:
+        status = run_daemon(config)
+    except (CheckpointError, PolicyError, TokenizerError) as error:
+        _fail(str(error))
+    sys.exit(status)
+
+
+@cli.command()
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--temperature", type=float, help="0 for the most likely tokens.")
+@url_option
+def run(
+    model: str, prompt: str | None, max_tokens: int | None, temperature: float | None, url: str
+) -> None:
+    """Chat with MODEL: one PROMPT, standard input, or a conversation on a terminal."""
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    body = {"model": model, **{key: v for key, v in options.items() if v is not None}}
+    if prompt is None and sys.stdin.isatty():
+        _converse(url, body)
+        return
+    text = prompt if prompt is not None else sys.stdin.read()
+    if not text.strip():
+        raise click.UsageError("the prompt is empty")
+    _answer(url, body, [{"role": "user", "content": text}])
+
+
+@cli.command(name="list")
+@url_option
+@json_option
+def list_models(url: str, as_json: bool) -> None:
+    """List the models of the catalogue, cold ones too."""
+    models = _get(url, "/v1/models")["data"]
+    if as_json:
+        _print_json(models)
+        return
+    states = {row["model"]: row["state"] for row in _get(url, "/api/status")["models"]}
+    rows = [[row["id"], str(row["max_model_len"]), states.get(row["id"], "")] for row in models]
+    _print_table(["NAME", "CONTEXT", "STATE"], rows)
+
+
+@cli.command()
+@url_option
+@json_option
+def ps(url: str, as_json: bool) -> None:
+    """Show what the models and instances do now."""
+    status = _get(url, "/api/status")
+    if as_json:
+        _print_json(status)
+        return
+    rows = [
+        [row["model"], row["state"], _places(row["residency"]), row["running"], row["waiting"]]
+        for row in status["models"]
+    ]
+    _print_table(["NAME", "STATE", "INSTANCES", "RUNNING", "WAITING"], rows)
+    click.echo()
+    instances = [
+        [
+            row["instance"], row["role"], row["state"], row["pid"] or "", row["model"] or "",
+            human(sum(row["pool_bytes"].values()) - row["pool_bytes"].get("free", 0)),
+            human(sum(row["pool_bytes"].values())),
+        ]
+        for row in status["instances"]
+    ]  # fmt: skip
+    _print_table(["INSTANCE", "ROLE", "STATE", "PID", "RUNS", "USED", "POOL"], instances)
+
+
+@cli.group()
+def config() -> None:
+    """Check a configuration, or print what its schema says."""
+
+
+@config.command()
+@click.argument("file", type=file_type)
+@json_option
+def check(file: Path, as_json: bool) -> None:
+    """Read FILE as the daemon would, and list its models."""
+    loaded = _load(file)
+    for warning in warnings(loaded):
+        click.echo(f"warning: {warning}", err=True)
+    entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in loaded.models]
+    contexts = [model.max_context for model in loaded.models]
+    if as_json:
+        _print_json([
+            {
+                "name": entry.name, "architecture": entry.architecture, "dtype": entry.dtype,
+                "weight_bytes": entry.weight_bytes,
+                "kv_bytes_per_token": entry.kv_bytes_per_token, "max_context": context,
+            }
+            for entry, context in zip(entries, contexts, strict=True)
+        ])  # fmt: skip
+        return
+    rows = [
+        [
+            entry.name, entry.architecture, entry.dtype, human(entry.weight_bytes),
+            human(entry.kv_bytes_per_token), context,
+        ]
+        for entry, context in zip(entries, contexts, strict=True)
+    ]  # fmt: skip
+    _print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
+    click.echo(f"{file}: fine")
+
+
+@config.command()
+def sample() -> None:
+    """Print a configuration with every key and what it means."""
+    click.echo(configdoc.generate_sample(), nl=False)
+
+
+@config.command()
+def docs() -> None:
+    """Print the documentation of every key, as Markdown."""
+    click.echo(configdoc.generate_docs(), nl=False)
+
+
+@cli.command()
+@click.option("--keep", is_flag=True, help="Leave the daemon running and print how to reach it.")
+@click.option(
+    "--dir", "directory", type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the checkpoints there (default: a temporary directory).",
+)  # fmt: skip
+@click.option("--instances", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--policy", default="aegaeon", show_default=True)
+@json_option
+def demo(keep: bool, directory: Path | None, instances: int, policy: str, as_json: bool) -> None:
+    """Serve six small models from memory for two, and check every token."""
+    from appliance.demo.run import main  # loads the daemon's parts
+
+    sys.exit(
+        main(keep=keep, directory=directory, instances=instances, policy=policy, as_json=as_json)
+    )
+
+
+@cli.command()
+@json_option
+def version(as_json: bool) -> None:
+    """Print the versions of the appliance and of Python."""
+    versions = {"appliance": appliance.__version__, "python": platform.python_version()}
+    if as_json:
+        _print_json(versions)
+    else:
+        click.echo(f"appliance {versions['appliance']} (Python {versions['python']})")
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> Config:
+    """The configuration; when there is none, every problem is printed and the status is 2."""
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        for problem in error.problems:
+            click.echo(str(problem), err=True)
+        sys.exit(2)
+
+
+# --- the daemon, over HTTP -----------------------------------------------------------------------
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"error: {message}", err=True)
+    sys.exit(1)
+
+
+def _client(url: str) -> httpx.Client:
+    # Between tokens a request may wait for other models' turns: the server bounds that, not we.
+    return httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+
+
+def _unreachable(url: str, error: httpx.TransportError) -> NoReturn:
+    _fail(f"no daemon answers at {url} ({error}); start one with `appliance serve`, or give --url")
+
+
+def _get(url: str, path: str) -> Any:
+    try:
+        with _client(url) as client:
+            response = client.get(path, timeout=CONNECT_SECONDS)
+            return _checked(response).json()
+    except httpx.TransportError as error:
+        _unreachable(url, error)
+    except json.JSONDecodeError:
+        _fail(f"what answers at {url} is not the appliance")
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_success:
+        return response
+    response.read()
+    try:
+        message = response.json()["error"]["message"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        message = f"{response.request.url} answered {response.status_code}"
+    _fail(message)
+
+
+def _answer(url: str, body: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    """Print an answer as it comes; returns it whole."""
+    pieces = []
+    try:
+        with (
+            _client(url) as client,
+            client.stream(
+                "POST", "/v1/chat/completions", json={**body, "messages": messages, "stream": True}
+            ) as response,
+        ):
+            for piece in _pieces(_checked(response)):
+                pieces.append(piece)
+                click.echo(piece, nl=False)
+    except httpx.TransportError as error:
+        if pieces:
+            click.echo()
+            _fail(f"the answer broke off ({error})")
+        _unreachable(url, error)
+    click.echo()
+    return "".join(pieces)
+
+
+def _pieces(response: httpx.Response) -> Iterator[str]:
+    """The text in a stream of server-sent events."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue  # a comment that keeps the connection alive, or an empty line
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            click.echo()
+            _fail(event["error"]["message"])
+        for choice in event["choices"]:
+            yield choice["delta"].get("content") or ""
+
+
+def _converse(url: str, body: dict[str, Any]) -> None:
+    click.echo("Type a message; /bye or end of file ends the conversation.", err=True)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            text = input(">>> ")
+        except EOFError:
+            return
+        if text.strip() == "/bye":
+            return
+        if text.strip():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _answer(url, body, messages)})
+
+
+# --- printing ------------------------------------------------------------------------------------
+
+
+def _places(residency: dict[str, str]) -> str:
+    return ", ".join(f"{instance}:{state}" for instance, state in sorted(residency.items()))
+
+
+def _print_table(columns: list[str], rows: list[list[Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    # Cut to the width of a terminal, but never in a pipe.
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
+    console.print(table)
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2))

@@ -1,0 +1,512 @@
+"""The configuration: one strict schema, from which sample, documentation and checks all come.
+
+A TOML file becomes a frozen `Config` with resolved units (bytes, seconds, absolute paths), or a
+`ConfigError` that lists every problem with its line and its remedy. `appliance config check` and
+the daemon read a file with the same `load_config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    dataclass_transform,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+from appliance import policies
+from appliance.catalog import CatalogEntry, read_checkpoint
+from appliance.errors import CheckpointError, ConfigError, PolicyError, Problem
+from appliance.tomllines import KeyPath, LineMap, dotted
+from appliance.units import Address, Bytes, Seconds, human, toml
+
+PAGE_BYTES: Final = 4096
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+
+Scalar: TypeAlias = str | int | float | bool
+S = TypeVar("S", bound="Section")
+
+
+# --- the schema ----------------------------------------------------------------------------------
+# A field's description is its documentation, and `examples` the value it has in the sample file.
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of the file."""
+
+
+class Api(Section, kw_only=True):
+    """The HTTP server."""
+
+    bind: Annotated[
+        Address,
+        Meta(description="Address to listen on. There is no authentication yet: keep it local."),
+    ] = Address("127.0.0.1:11500")
+    keep_alive_seconds: Annotated[
+        Seconds,
+        Meta(description="Longest silence on an open stream; a comment is sent when it is over."),
+    ] = msgspec.field(default=Seconds(5), name="keep_alive")
+    max_body_bytes: Annotated[Bytes, Meta(description="Largest request body that is accepted.")] = (
+        msgspec.field(default=Bytes(8 << 20), name="max_body")
+    )
+    max_queue: Annotated[
+        int,
+        Meta(ge=1, description="Requests in the appliance at once; one more is answered 429."),
+    ] = 1024
+    progress_deadline_seconds: Annotated[
+        Seconds,
+        Meta(description="`/readyz` fails when a request made no progress for this long."),
+    ] = msgspec.field(default=Seconds(60), name="progress_deadline")
+
+
+class Devices(Section, kw_only=True):
+    """What models run on, and the memory they may have there."""
+
+    kind: Annotated[
+        Literal["auto", "cuda", "cpu"],
+        Meta(description="`cpu`, or `auto` for what is there. `cuda` is not in this version yet."),
+    ] = "auto"
+    instances: Annotated[
+        int, Meta(ge=1, description="Worker processes; each serves every model.", examples=[2])
+    ] = 1
+    memory_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Physical pool of each instance for weights and KV cache. Enforced.",
+            examples=["192MiB"],
+        ),
+    ] = msgspec.field(name="memory")
+    slab_bytes: Annotated[
+        Bytes,
+        Meta(description="Unit in which the pool changes hands: a power of two, at least 4KiB."),
+    ] = msgspec.field(default=Bytes(2 << 20), name="slab")
+    host_cache_bytes: Annotated[
+        Bytes,
+        Meta(description="Host memory for one copy of all weights and for swapped-out KV cache."),
+    ] = msgspec.field(default=Bytes(4 << 30), name="host_cache")
+
+    @property
+    def slabs(self) -> int:
+        """Whole slabs in the pool of one instance."""
+        return self.memory_bytes // self.slab_bytes
+
+
+class PolicyChoice(Section, kw_only=True):
+    """Who decides. `[policy.NAME]` holds the parameters of the policy NAME."""
+
+    use: Annotated[
+        tuple[str, ...],
+        Meta(min_length=1, description="Policies in the order they are asked."),
+    ] = ("aegaeon",)
+    parameters: dict[str, dict[str, Scalar]] = {}
+
+
+class JournalFile(Section, kw_only=True):
+    """A record of every event and every decision, for replay."""
+
+    path: Annotated[
+        str, Meta(description='File to write, relative to this one; "" for no journal.')
+    ] = ""
+
+
+class Slo(Section, kw_only=True):
+    """The service level that a model's requests are promised."""
+
+    ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
+        default=Seconds(10), name="ttft"
+    )
+    tbt_seconds: Annotated[Seconds, Meta(description="Time between tokens.")] = msgspec.field(
+        default=Seconds(0.1), name="tbt"
+    )
+
+
+class Model(Section, kw_only=True):
+    """A model of the catalogue; repeat the table for each."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$",
+            description="What clients call it: letters, digits and any of `._:/-`.",
+            examples=["llama-a"],
+        ),
+    ]
+    path: Annotated[
+        str,
+        Meta(
+            description="Checkpoint directory (config.json, *.safetensors, tokenizer.json), "
+            "relative to this file.",
+            examples=["/srv/models/llama-a"],
+        ),
+    ]
+    max_context: Annotated[
+        int, Meta(ge=1, description="Longest prompt and answer together, tokens.", examples=[2048])
+    ]
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Meta(description="Type to compute in; `auto` is the stored one, bfloat16 for float32."),
+    ] = "auto"
+    slo: Annotated[Slo, Meta(description="Service level: `ttft` and `tbt`, both durations.")] = (
+        Slo()
+    )
+    max_batch: Annotated[
+        int, Meta(ge=1, description="Most requests that are decoded in one step.")
+    ] = 32
+
+
+class Config(Section, kw_only=True):
+    """A whole configuration. `api.bind.host`, `devices.slabs` and the like are derived."""
+
+    api: Api = Api()
+    devices: Devices
+    policy: PolicyChoice = PolicyChoice()
+    journal: JournalFile = JournalFile()
+    models: Annotated[tuple[Model, ...], Meta(min_length=1)] = msgspec.field(name="model")
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def load_config(path: Path, *, check_files: bool = True) -> Config:
+    """Read and check a configuration file; relative paths in it are relative to it.
+
+    Without `check_files` the checkpoints, and what depends on their sizes, are not looked at.
+    Raises `ConfigError` with every problem found.
+    """
+    report = _Report(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            [report.at((), f"cannot be read ({error})", "give the path of a TOML file")]
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        number = int(line[1]) if line else len(text.splitlines())
+        raise ConfigError(
+            [Problem(str(path), number, "(file)", f"not TOML: {error}", "correct the syntax")]
+        ) from error
+    report.lines = LineMap(text)
+    config = _read_document(document, report)
+    if config is not None:
+        config = _with_absolute_paths(config, path.absolute().parent)
+        _check(config, report, check_files)
+    if report.problems:
+        raise ConfigError(sorted(report.problems, key=lambda problem: problem.line))
+    assert config is not None  # a document that cannot be read has problems
+    return config
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed but worth knowing, one sentence each."""
+    found = []
+    if config.api.bind.host not in LOOPBACK:
+        found.append(
+            f"api.bind: {config.api.bind} can be reached from outside this machine, "
+            "and there is no authentication"
+        )
+    if rest := config.devices.memory_bytes % config.devices.slab_bytes:
+        found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")
+    return found
+
+
+class _Report:
+    """Collects the problems of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = LineMap("")
+        self.problems: list[Problem] = []
+
+    def at(self, key: KeyPath, wrong: str, remedy: str) -> Problem:
+        name = dotted(key) or "(file)"
+        return Problem(str(self.path), self.lines.line(key), name, wrong, remedy)
+
+    def add(self, key: KeyPath, wrong: str, remedy: str) -> None:
+        self.problems.append(self.at(key, wrong, remedy))
+
+
+def _read_document(document: dict[str, Any], report: _Report) -> Config | None:
+    document = dict(document)
+    policy = document.get("policy")
+    parameters: dict[str, dict[str, Scalar]] = {}
+    if isinstance(policy, dict):
+        parameters = {key: table for key, table in policy.items() if isinstance(table, dict)}
+        document["policy"] = {k: v for k, v in policy.items() if k not in parameters}
+    config = _read_section(Config, document, (), report)
+    if config is None:
+        return None
+    choice = msgspec.structs.replace(config.policy, parameters=parameters)
+    return msgspec.structs.replace(config, policy=choice)
+
+
+def _read_section(kind: type[S], table: object, at: KeyPath, report: _Report) -> S | None:
+    """The section, or None when it has problems; all of them are reported."""
+    if not isinstance(table, dict):
+        report.add(at, f"expected a table, got {_shown(table)}", f"write [{dotted(at)}]")
+        return None
+    before = len(report.problems)
+    known = fields(kind)
+    for key in table:
+        if key not in known:
+            report.add((*at, key), "unknown key", _nearest(key, known))
+    values: dict[str, Any] = {}
+    for key, field in known.items():
+        if key in table:
+            values[field.name] = _read_value(field.type, table[key], (*at, key), report)
+        elif field.required:
+            report.add((*at, key), "is missing", _remedy_for_missing(kind, field))
+    return kind(**values) if len(report.problems) == before else None
+
+
+def _read_value(kind: Any, value: object, at: KeyPath, report: _Report) -> Any:
+    plain = _plain(kind)
+    if plain == tuple[Model, ...]:
+        if not isinstance(value, list) or not value:
+            report.add(at, "expected at least one table", "write [[model]] for each model")
+            return ()
+        return tuple(_read_section(Model, row, (*at, i), report) for i, row in enumerate(value))
+    if isinstance(plain, type) and issubclass(plain, Section):
+        return _read_section(plain, value, at, report)
+    try:
+        return msgspec.convert(value, kind, dec_hook=_read_unit)
+    except msgspec.ValidationError as error:
+        reason = str(error)
+        remedy = f"got {_shown(value)}"
+        if words := choices(kind):
+            reason, remedy = f"{_shown(value)} is not a choice", f"use {_alternatives(words)}"
+        report.add(at, reason[:1].lower() + reason[1:], remedy)
+        return None
+
+
+def _read_unit(kind: type, value: object) -> object:
+    reader: Callable[[object], object] = kind.read  # type: ignore[attr-defined]
+    return reader(value)
+
+
+def _remedy_for_missing(kind: type[Section], field: SchemaField) -> str:
+    if kind is Config:
+        header = "[[model]] for each model" if field.key == "model" else f"[{field.key}]"
+        return f"add {header}"
+    return f"add {field.key} = {toml(field.sample)}"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"use {_alternatives(known)}" if known else "remove it"
+
+
+def _alternatives(words: Iterable[object]) -> str:
+    *rest, last = [str(word) for word in words]
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _with_absolute_paths(config: Config, base: Path) -> Config:
+    replace = msgspec.structs.replace
+    journal = config.journal
+    if journal.path:
+        journal = replace(journal, path=str(base / journal.path))
+    models = tuple(replace(model, path=str(base / model.path)) for model in config.models)
+    return replace(config, journal=journal, models=models)
+
+
+# --- checks across keys --------------------------------------------------------------------------
+
+
+def _check(config: Config, report: _Report, check_files: bool) -> None:
+    _check_devices(config.devices, report)
+    _check_policies(config.policy, report)
+    _check_names(config.models, report)
+    if config.journal.path and not Path(config.journal.path).parent.is_dir() and check_files:
+        directory = Path(config.journal.path).parent
+        report.add(("journal", "path"), f"{directory} is not a directory", "create it")
+    if check_files:
+        entries = _read_checkpoints(config.models, report)
+        _check_sizes(config, entries, report)
+
+
+def _check_devices(devices: Devices, report: _Report) -> None:
+    slab = devices.slab_bytes
+    if slab % PAGE_BYTES or slab & (slab - 1):
+        report.add(
+            ("devices", "slab"),
+            f"{human(slab)} is not a power of two of at least {human(PAGE_BYTES)}",
+            'use a size such as "2MiB"',
+        )
+    elif not devices.slabs:
+        report.add(
+            ("devices", "memory"), f"is smaller than a slab of {human(slab)}", "make it larger"
+        )
+    if devices.kind == "cuda":
+        report.add(
+            ("devices", "kind"),
+            "GPUs are not driven by this version",
+            'use "cpu", or "auto" for what is there',
+        )
+
+
+def _check_policies(choice: PolicyChoice, report: _Report) -> None:
+    available = policies.available()
+    at: KeyPath = ("policy", "use")
+    unknown = [name for name in choice.use if name not in available]
+    for name in unknown:
+        report.add(at, f"no policy {name!r} is installed", _nearest(name, available))
+    for name in sorted({name for name in choice.use if choice.use.count(name) > 1}):
+        report.add(at, f"{name} is listed twice", "list it once")
+    for name, table in choice.parameters.items():
+        if name not in available:
+            report.add(
+                ("policy", name), f"no policy {name!r} is installed", _nearest(name, available)
+            )
+            continue
+        try:
+            policies.load_stack([name], {name: table})
+        except PolicyError as error:
+            key = next((key for key in table if f"`{key}`" in str(error)
+                        or f"`$.{key}`" in str(error)), None)  # fmt: skip
+            where: KeyPath = ("policy", name) if key is None else ("policy", name, key)
+            report.add(where, str(error), f"correct it or remove it from [policy.{name}]")
+
+
+def _check_names(models: tuple[Model, ...], report: _Report) -> None:
+    first: dict[str, int] = {}
+    for index, model in enumerate(models):
+        if model.name in first:
+            line = report.lines.line(("model", first[model.name], "name"))
+            report.add(
+                ("model", index, "name"),
+                f"{model.name} is the name of the model at line {line} already",
+                "give each model a name of its own",
+            )
+        first.setdefault(model.name, index)
+
+
+def _read_checkpoints(models: tuple[Model, ...], report: _Report) -> list[CatalogEntry | None]:
+    entries: list[CatalogEntry | None] = []
+    for index, model in enumerate(models):
+        entry = None
+        try:
+            entry = read_checkpoint(model.name, Path(model.path), model.dtype)
+        except CheckpointError as error:
+            remedy = "give the directory of a whole checkpoint in safetensors format"
+            report.add(("model", index, "path"), str(error), remedy)
+        except OSError as error:
+            report.add(("model", index, "path"), str(error), "make it readable")
+        if entry is not None and not (entry.path / "tokenizer.json").is_file():
+            report.add(
+                ("model", index, "path"),
+                f"{entry.path} has no tokenizer.json",
+                "add the model's tokenizer in that format",
+            )
+        if entry is not None and model.max_context > entry.max_positions:
+            report.add(
+                ("model", index, "max_context"),
+                f"{model.max_context} tokens are more than the model's {entry.max_positions}",
+                f"use {entry.max_positions} or less",
+            )
+        entries.append(entry)
+    return entries
+
+
+def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Report) -> None:
+    """Lower bounds: what they refuse can never work, what they let pass may still be tight."""
+    devices = config.devices
+    total = longest = 0
+    for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
+        if entry is None:
+            continue
+        weights, kv = entry.weight_bytes, entry.kv_bytes(model.max_context)
+        total, longest = total + weights, max(longest, kv)
+        if weights + kv > devices.memory_bytes:
+            report.add(
+                ("model", index),
+                f"{model.name} needs {human(weights)} for its weights and {human(kv)} for the KV "
+                f"cache of one request, more than devices.memory ({human(devices.memory_bytes)})",
+                f"set devices.memory above {human(weights + kv)}, or a smaller max_context",
+            )
+    if total + longest > devices.host_cache_bytes:
+        report.add(
+            ("devices", "host_cache"),
+            f"{human(devices.host_cache_bytes)} do not hold the weights of all models "
+            f"({human(total)}) and the KV cache of one request ({human(longest)})",
+            f"set it above {human(total + longest)}",
+        )
+
+
+# --- the schema as data --------------------------------------------------------------------------
+
+
+class SchemaField(msgspec.Struct, frozen=True, kw_only=True):
+    """A key of a table: `name` in Python, `key` in the file."""
+
+    name: str
+    key: str
+    type: Any
+    required: bool
+    default: Any
+    description: str
+    sample: Any
+
+
+def _plain(kind: Any) -> Any:
+    return getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words that a field of a `Literal` type may have; none for other types."""
+    literal = _plain(kind)
+    return literal.__args__ if getattr(literal, "__origin__", None) is Literal else ()
+
+
+def fields(kind: type[Section]) -> dict[str, SchemaField]:
+    """The keys of a table, as the file has them, in order."""
+    hints = get_type_hints(kind, include_extras=True)
+    found: dict[str, SchemaField] = {}
+    for info in msgspec.structs.fields(kind):
+        if (kind, info.name) == (PolicyChoice, "parameters"):
+            continue
+        meta: Meta | None = next(iter(getattr(hints[info.name], "__metadata__", ())), None)
+        examples = (meta.examples if meta else None) or [info.default]
+        found[info.encode_name] = SchemaField(
+            name=info.name,
+            key=info.encode_name,
+            type=hints[info.name],
+            required=info.required,
+            default=info.default,
+            description=(meta.description if meta else None) or "",
+            sample=examples[0],
+        )
+    return found
+
+
+def schema() -> dict[str, tuple[type[Section], dict[str, SchemaField]]]:
+    """Every table of the file by its header, with its keys."""
+    return {
+        "[api]": (Api, fields(Api)),
+        "[devices]": (Devices, fields(Devices)),
+        "[policy]": (PolicyChoice, fields(PolicyChoice)),
+        "[journal]": (JournalFile, fields(JournalFile)),
+        "[[model]]": (Model, fields(Model)),
+    }

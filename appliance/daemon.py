@@ -1,0 +1,471 @@
+"""The composition root: one machine, its workers, the API's requests. One event loop, one writer.
+
+Events come from workers and from the API; each goes through the machine at once, and the commands
+that follow are performed before the next event is taken. Nothing here waits, so order is total.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import singledispatchmethod
+
+import msgspec
+
+import appliance
+from appliance import wire
+from appliance.api.metrics import Metrics
+from appliance.api.service import (
+    Activity,
+    Generation,
+    GenerationFailed,
+    InstanceActivity,
+    ModelActivity,
+    ModelCard,
+    ModelNotFound,
+    QueueFull,
+    Readiness,
+    SubmitRequest,
+)
+from appliance.generation import RequestStream
+from appliance.journal import Journal, Setup
+from appliance.memory.hosttier import HostTier
+from appliance.processes import WorkerProcess
+from appliance.scheduling.lifecycle import Engine, Stage
+from appliance.scheduling.machine import Machine
+from appliance.scheduling.state import InstanceState
+from appliance.tokens import Tokenizer
+from appliance.vocabulary import (
+    Command,
+    Direction,
+    Event,
+    EvictModel,
+    Finish,
+    FinishReason,
+    InstanceId,
+    InstanceLost,
+    InstanceUp,
+    KvMoved,
+    ModelFailed,
+    ModelName,
+    ModelSpec,
+    MoveKv,
+    PrefetchModel,
+    PrefillDone,
+    Reject,
+    Release,
+    RequestArrived,
+    RequestCancelled,
+    RequestId,
+    RequestSpec,
+    RunPrefill,
+    RunTurn,
+    TokenCount,
+    TokensProduced,
+)
+
+RETRY_AFTER_SECONDS = 1.0
+REJECTION_STATUS = {
+    "model_not_found": 404,
+    "context_length_exceeded": 400,
+    "kv_too_large": 400,
+    "request_failed": 400,
+}
+
+log = logging.getLogger("appliance.daemon")
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A catalogued model, from all sides."""
+
+    spec: ModelSpec
+    worker: wire.WorkerModel
+    tokenizer: Tokenizer
+    created: int
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """`queue`: live requests at most. A request without a new token for `progress_seconds` makes
+    the daemon not ready."""
+
+    queue: int
+    progress_seconds: float
+
+
+class Daemon:
+    """Owns the box. Implements `appliance.api.service.Service`; used on one event loop."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        models: Sequence[ServedModel],
+        pool_slabs: int,
+        cpus: Sequence[str],
+        limits: Limits,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pool_slabs` is the pool of each instance, `cpus[i]` the processors of instance i.
+
+        Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
+        """
+        self.machine: Machine = setup.machine()
+        self.metrics_of_run = Metrics()
+        self.host = HostTier.create(setup.host_bytes)
+        self.on_failure: Callable[[BaseException], None] = _log_failure
+        """Called when the daemon cannot go on: its books are no longer true."""
+        self._setup = setup
+        self._served: Mapping[ModelName, ServedModel] = {m.spec.name: m for m in models}
+        self._limits = limits
+        self._journal = journal
+        self._clock = clock
+        self._started = clock()
+        self._streams: dict[RequestId, RequestStream] = {}
+        self._inbox: deque[Event] = deque()
+        self._handling = False
+        self._known: dict[InstanceId, set[RequestId]] = {}
+        self._running: dict[InstanceId, ModelName] = {}
+        self._prefetched: dict[InstanceId, set[ModelName]] = {}
+        self._pools: dict[InstanceId, wire.PoolReport] = {}
+        self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
+        self.workers = {
+            number: WorkerProcess(
+                wire.Configure(
+                    version=wire.PROTOCOL_VERSION,
+                    instance=number,
+                    cpus=cpus[number],
+                    slabs=pool_slabs,
+                    slab_bytes=setup.slab_bytes,
+                    host_bytes=setup.host_bytes,
+                    models=[model.worker for model in models],
+                ),
+                self.host.fd,
+                self._on_message,
+                self._on_lost,
+                self._on_failure,
+            )
+            for number in self.machine.instances
+        }
+
+    def start(self) -> None:
+        """Start the workers; requests are taken at once."""
+        for worker in self.workers.values():
+            worker.start()
+
+    async def stop(self) -> None:
+        """End the workers and give all memory back."""
+        for worker in self.workers.values():
+            await worker.stop()
+        for stream in list(self._streams.values()):
+            stream.end(GenerationFailed("shutting_down", "the appliance is shutting down", 503))
+        self._streams.clear()
+        self.host.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    # --- the service the API sees ----------------------------------------------------------------
+
+    def models(self) -> list[ModelCard]:
+        return [self.model(name) for name in self._served]
+
+    def model(self, name: ModelName) -> ModelCard:
+        served = self._find(name)
+        return ModelCard(
+            id=name,
+            created=served.created,
+            max_context_tokens=served.spec.max_context_tokens,
+            state=self._state(name),
+        )
+
+    def tokenizer(self, name: ModelName) -> Tokenizer:
+        return self._find(name).tokenizer
+
+    def submit(self, request: SubmitRequest) -> Generation:
+        spec = self._find(request.model).spec
+        if len(self._streams) >= self._limits.queue:
+            raise QueueFull(RETRY_AFTER_SECONDS)
+        stream = RequestStream(request, self._clock(), self._cancel)
+        self._streams[request.id] = stream
+        self._tell(
+            RequestArrived(
+                request=RequestSpec(
+                    id=request.id,
+                    model=request.model,
+                    prompt_tokens=len(request.prompt),
+                    max_tokens=request.sampling.max_tokens,
+                    slo=spec.slo,
+                    request_class=request.request_class,
+                )
+            )
+        )
+        return stream
+
+    def readiness(self) -> Readiness:
+        reasons = []
+        if not any(instance.up for instance in self.machine.instances.values()):
+            reasons.append("no worker is up")
+        oldest = self.machine.oldest_progress()
+        if oldest is not None and self._clock() - oldest > self._limits.progress_seconds:
+            reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
+        return Readiness(ok=not reasons, reasons=tuple(reasons))
+
+    def activity(self) -> Activity:
+        return Activity(
+            version=appliance.__version__,
+            uptime_seconds=self._clock() - self._started,
+            instances=tuple(self._instance_activity(i) for i in self.machine.instances.values()),
+            models=tuple(self._model_activity(name) for name in self._served),
+        )
+
+    def metrics(self) -> bytes:
+        self._refresh_metrics()
+        return self.metrics_of_run.exposition()
+
+    # --- events in, commands out -----------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        """Have the machine handle an event, after those that wait, and do what follows."""
+        self._inbox.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._handling = False
+
+    def _handle(self, event: Event) -> None:
+        now = self._clock()
+        commands = self.machine.handle(event, now)
+        if self._journal is not None:
+            self._journal.record(now, event, commands)
+        for command in commands:
+            self._perform(command)
+
+    def _on_message(self, message: wire.Up) -> None:
+        match message:
+            case wire.Hello():
+                log.info("instance %d is up (pid %d)", message.instance, message.pid)
+                self._known[message.instance] = set()
+                self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
+            case wire.Tokens():
+                self._on_tokens(message)
+            case wire.PoolReport():
+                self._pools[message.instance] = message
+            case _:
+                self._observe(message)
+                self._tell(message)
+
+    def _on_lost(self, instance: InstanceId) -> None:
+        self._running.pop(instance, None)
+        self._pools.pop(instance, None)
+        self._prefetched.pop(instance, None)
+        self._known[instance] = set()
+        self.metrics_of_run.worker_restart(instance)
+        self._tell(InstanceLost(instance=instance))
+
+    def _on_failure(self, error: BaseException) -> None:
+        self.on_failure(error)
+
+    def _on_tokens(self, message: wire.Tokens) -> None:
+        now = self._clock()
+        counts = []
+        for produced in message.produced:
+            stream = self._streams.get(produced.request)
+            if produced.finished is not None:
+                self._known[message.instance].discard(produced.request)
+            if stream is None:
+                continue
+            self._measure(stream, now)
+            stream.push(produced)
+            counts.append(TokenCount(request=produced.request, count=1, finished=produced.finished))
+        if counts:
+            self._tell(
+                TokensProduced(instance=message.instance, model=message.model, tokens=tuple(counts))
+            )
+
+    def _measure(self, stream: RequestStream, now: float) -> None:
+        model = stream.request.model
+        if stream.output:
+            self.metrics_of_run.tokens(model, 1, now - stream.newest)
+        else:
+            prompt = len(stream.request.prompt)
+            self.metrics_of_run.first_token(model, prompt, now - stream.arrived)
+        stream.newest = now
+
+    def _observe(self, event: Event) -> None:
+        """What a worker reports beside what the machine needs to know."""
+        if isinstance(event, KvMoved):
+            self.metrics_of_run.kv_swapped(event.direction, event.model, event.moved_bytes)
+        elif isinstance(event, PrefillDone):
+            self.metrics_of_run.prefill(event.model)
+        elif isinstance(event, ModelFailed):
+            log.error("model %s cannot be served: %s", event.model, event.reason)
+
+    def _cancel(self, request: RequestId) -> None:
+        if request in self._streams:
+            self._tell(RequestCancelled(request=request))
+
+    # --- performing commands ---------------------------------------------------------------------
+
+    @singledispatchmethod
+    def _perform(self, command: Command) -> None:
+        """Whatever needs nothing from here goes to its worker as it is."""
+        self._send(command)
+
+    @_perform.register
+    def _(self, command: Finish) -> None:
+        stream = self._streams.pop(command.request)
+        cancelled = command.reason is FinishReason.CANCELLED
+        reason = stream.cancel_reason if cancelled else command.reason
+        model = stream.request.model
+        self.metrics_of_run.request_ended(model, reason)
+        self.metrics_of_run.finished(model, reason, self._clock() - stream.arrived)
+        log.info(
+            "request=%s model=%s outcome=%s prompt_tokens=%d output_tokens=%d seconds=%.3f",
+            stream.id,
+            model,
+            reason,
+            len(stream.request.prompt),
+            len(stream.output),
+            self._clock() - stream.arrived,
+        )
+        stream.end()
+
+    @_perform.register
+    def _(self, command: Reject) -> None:
+        stream = self._streams.pop(command.request)
+        self.metrics_of_run.request_ended(stream.request.model, command.code)
+        log.info("request=%s rejected=%s: %s", stream.id, command.code, command.message)
+        status = REJECTION_STATUS.get(command.code, 500)
+        stream.end(GenerationFailed(command.code, command.message, status))
+
+    @_perform.register
+    def _(self, command: RunPrefill) -> None:
+        self._introduce(command.instance, command.request)
+        if self._streams[command.request].output:
+            self.metrics_of_run.recovery(command.model)
+        self._note_switch(command.instance, command.model, "prefill")
+        self._send(command)
+
+    @_perform.register
+    def _(self, command: RunTurn) -> None:
+        self._note_switch(command.instance, command.model, "turn")
+        self._send(command)
+
+    @_perform.register
+    def _(self, command: MoveKv) -> None:
+        if command.direction is Direction.IN:
+            for kv_move in command.moves:
+                self._introduce(command.instance, kv_move.request)
+        self._send(command)
+
+    @_perform.register
+    def _(self, command: Release) -> None:
+        self._known[command.instance].discard(command.request)
+        self._send(command)
+
+    @_perform.register
+    def _(self, command: PrefetchModel) -> None:
+        self._prefetched.setdefault(command.instance, set()).add(command.model)
+        self.metrics_of_run.prefetch("started")
+        self._send(command)
+
+    @_perform.register
+    def _(self, command: EvictModel) -> None:
+        if command.model in self._prefetched.get(command.instance, ()):
+            self._prefetched[command.instance].remove(command.model)
+            self.metrics_of_run.prefetch("wasted")
+        self._send(command)
+
+    def _send(self, command: Command) -> None:
+        self.workers[command.instance].send(command)  # type: ignore[attr-defined,arg-type]
+
+    def _introduce(self, instance: InstanceId, request: RequestId) -> None:
+        """Make sure the worker knows the request, with every token it has so far."""
+        if request not in self._known[instance]:
+            self._known[instance].add(request)
+            sequence = self._streams[request].sequence()
+            self.workers[instance].send(wire.AddSequence(sequence))
+
+    def _note_switch(self, instance: InstanceId, model: ModelName, reason: str) -> None:
+        if model in self._prefetched.get(instance, ()):
+            self._prefetched[instance].remove(model)
+            self.metrics_of_run.prefetch("used")
+        if self._running.get(instance) != model:
+            self._running[instance] = model
+            self.metrics_of_run.switch(instance, model, reason)
+
+    # --- what is shown ---------------------------------------------------------------------------
+
+    def _find(self, name: ModelName) -> ServedModel:
+        served = self._served.get(name)
+        if served is None:
+            raise ModelNotFound(name)
+        return served
+
+    def _residency(self, name: ModelName) -> dict[str, str]:
+        return {
+            str(instance.id): instance.engines[name].stage.value
+            for instance in self.machine.instances.values()
+            if instance.up
+        }
+
+    def _state(self, name: ModelName) -> str:
+        """Where the model stands on the instance where it stands best."""
+        if name in self.machine.failed:
+            return Engine.FAILED.value
+        order = [Engine.ABSENT, Engine.BUILDING, Engine.STORED, Engine.LOADING, Engine.LOADED]
+        stages = [Engine(stage) for stage in self._residency(name).values()]
+        best = max((order.index(stage) for stage in stages if stage in order), default=0)
+        return "cold" if best == 0 else order[best].value
+
+    def _instance_activity(self, instance: InstanceState) -> InstanceActivity:
+        worker = self.workers[instance.id]
+        report = self._pools.get(instance.id)
+        state = "up" if instance.up else "lost" if worker.restarts else "starting"
+        size = self._setup.slab_bytes
+        return InstanceActivity(
+            instance=instance.id,
+            role=self.machine.floor.roles[instance.id].value,
+            state=state,
+            pid=worker.pid,
+            model=self._running.get(instance.id),
+            pool_bytes={} if report is None else {k: n * size for k, n in report.slabs.items()},
+            pool_high_water_bytes=0 if report is None else report.high_water_slabs * size,
+        )
+
+    def _model_activity(self, name: ModelName) -> ModelActivity:
+        mine = [r for r in self.machine.requests.values() if r.model == name]
+        running = sum(r.stage in (Stage.RUNNING, Stage.PREFILLING) for r in mine)
+        return ModelActivity(
+            model=name,
+            state=self._state(name),
+            residency=self._residency(name),
+            running=running,
+            waiting=len(mine) - running,
+        )
+
+    def _refresh_metrics(self) -> None:
+        """Bring what is counted elsewhere into the registry."""
+        metrics = self.metrics_of_run
+        for instance in self.machine.instances.values():
+            shown = self._instance_activity(instance)
+            metrics.pool(instance.id, shown.pool_bytes, shown.pool_high_water_bytes)
+        host, slab = self.machine.host, self._setup.slab_bytes
+        metrics.host("weights", host.weight_slabs * slab)
+        metrics.host("kv", host.kv_slabs * slab)
+        metrics.host("free", host.free_slabs * slab)
+        for name in self._served:
+            activity = self._model_activity(name)
+            metrics.queues(name, activity.running, activity.waiting)
+            for _ in range(self.machine.preemptions[name] - self._preemptions_counted[name]):
+                metrics.preemption(name)
+            self._preemptions_counted[name] = self.machine.preemptions[name]
+
+
+def _log_failure(error: BaseException) -> None:
+    log.critical("the daemon cannot go on", exc_info=error)

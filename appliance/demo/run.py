@@ -1,0 +1,315 @@
+"""The demonstration: six models served from memory for two, every token checked.
+
+Makes the checkpoints, runs them on plain vLLM for reference, starts a daemon whose pools hold about
+a third of the weights, sends it a burst of chats for all models at once, and compares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from appliance.config import Config, load_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.traffic import Answer, Chat, burst, send
+from appliance.tokens import Tokenizer
+from appliance.units import human
+
+CHATS_PER_MODEL: Final = 8
+START_SECONDS: Final = 120
+STOP_SECONDS: Final = 20
+
+
+@dataclass(slots=True)
+class Row:
+    """A model in the table. Times are seconds."""
+
+    model: str
+    requests: int
+    ttft_p50: float
+    ttft_p99: float
+    tbt_p50: float
+    tbt_p99: float
+    switches: int
+    preemptions: int
+    kv_swapped_bytes: int
+    prefills: int
+    identical: int
+
+
+def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_json: bool) -> int:
+    """Run the demonstration; returns the exit status, 0 if every output is identical."""
+    console = Console(stderr=as_json)
+    with _directory(directory, keep) as place:
+        console.print(f"making six checkpoints in {place}")
+        make_checkpoints(place)
+        file = write_config(
+            place, instances=instances, policy=policy, bind=f"127.0.0.1:{_free_port()}"
+        )
+        config = load_config(file)
+        chats = burst([model.name for model in config.models], CHATS_PER_MODEL)
+        console.print(f"running {len(chats)} chats on plain vLLM, undisturbed, for reference")
+        reference = _reference(config, chats)
+        with _daemon(file, config, keep) as url:
+            _describe(console, config, url)
+            answers = asyncio.run(_send(console, url, chats))
+            rows = _rows(config, answers, reference, _metrics(url))
+            complaints = _complaints(rows, answers)
+            _report(console, rows, complaints, as_json)
+            if keep:
+                console.print(f"\nthe daemon goes on at {url}; stop it with Ctrl-C. Try:")
+                console.print(_curl(url, config), soft_wrap=True, highlight=False)
+                _wait_for_interrupt()
+    return 1 if complaints else 0
+
+
+@contextmanager
+def _directory(directory: Path | None, keep: bool) -> Iterator[Path]:
+    if directory is not None:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="appliance-demo-") as temporary:
+        yield Path(temporary)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
+    """The tokens of every chat on plain vLLM, one process for all models."""
+    mine = {m.name: [chat for chat in chats if chat.model == m.name] for m in config.models}
+    task = {
+        "checkpoints": [
+            {
+                "path": model.path,
+                "max_context": model.max_context,
+                "prompts": [
+                    {"tokens": prompt, "max_tokens": chat.max_tokens}
+                    for chat, prompt in zip(
+                        mine[model.name], _prompts(model.path, mine[model.name]), strict=True
+                    )
+                ],
+            }
+            for model in config.models
+        ]
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.engines.vllm.reference"],
+        input=msgspec.json.encode(task),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"plain vLLM failed:\n{done.stderr.decode(errors='replace')[-4000:]}")
+    outputs = msgspec.json.decode(done.stdout, type=list[list[list[int]]])
+    return {
+        chat: tokens
+        for model, answers in zip(config.models, outputs, strict=True)
+        for chat, tokens in zip(mine[model.name], answers, strict=True)
+    }
+
+
+def _prompts(path: str, chats: Sequence[Chat]) -> list[list[int]]:
+    tokenizer = Tokenizer.load(Path(path))
+    return [
+        list(tokenizer.render_chat([{"role": "user", "content": chat.prompt}])) for chat in chats
+    ]
+
+
+@contextmanager
+def _daemon(file: Path, config: Config, keep: bool) -> Iterator[str]:
+    """A running daemon, ready for requests; its log goes to a file beside the configuration."""
+    url = f"http://{config.api.bind}"
+    log = file.with_name("daemon.log")
+    with log.open("wb") as stream:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "appliance", "serve", "--config", str(file)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        _wait_until_ready(url, daemon, log)
+        yield url
+    finally:
+        daemon.send_signal(signal.SIGTERM)
+        try:
+            daemon.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+
+def _wait_until_ready(url: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if daemon.poll() is not None:
+            break
+        try:
+            if httpx.get(f"{url}/readyz", timeout=5).is_success:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(0.1)
+    raise SystemExit(f"the daemon did not get ready:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def _describe(console: Console, config: Config, url: str) -> None:
+    devices = config.devices
+    console.print(
+        f"daemon at {url}: {len(config.models)} models, {devices.instances} instance(s) of"
+        f" {human(devices.memory_bytes)}, policy {', '.join(config.policy.use)}"
+    )
+
+
+async def _send(console: Console, url: str, chats: Sequence[Chat]) -> list[Answer]:
+    total = sum(chat.max_tokens for chat in chats)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"{len(chats)} chats at once", total=total)
+        shown = 0
+
+        def on_token(_: Answer) -> None:
+            nonlocal shown
+            shown += 1
+            progress.update(task, completed=shown)
+
+        return await send(url, chats, on_token)
+
+
+def _metrics(url: str) -> dict[tuple[str, str], float]:
+    """(metric, model) -> value, summed over the other labels."""
+    text = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+    sums: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, sample.labels.get("model", ""))
+            sums[key] = sums.get(key, 0.0) + sample.value
+    return sums
+
+
+def _rows(
+    config: Config,
+    answers: Sequence[Answer],
+    reference: dict[Chat, list[int]],
+    metrics: dict[tuple[str, str], float],
+) -> list[Row]:
+    rows = []
+    for name in [model.name for model in config.models]:
+        mine = [answer for answer in answers if answer.chat.model == name]
+        gaps = [gap for answer in mine for gap in answer.gaps_seconds]
+        ttfts = [answer.ttft_seconds for answer in mine]
+
+        def count(metric: str, model: str = name) -> int:
+            return int(metrics.get((metric, model), 0))
+
+        rows.append(
+            Row(
+                model=name,
+                requests=len(mine),
+                ttft_p50=_percentile(ttfts, 50),
+                ttft_p99=_percentile(ttfts, 99),
+                tbt_p50=_percentile(gaps, 50),
+                tbt_p99=_percentile(gaps, 99),
+                switches=count("appliance_switches_total"),
+                preemptions=count("appliance_preemptions_total"),
+                kv_swapped_bytes=count("appliance_kv_swapped_bytes_total"),
+                prefills=count("appliance_prefills_total"),
+                identical=sum(answer.tokens == reference[answer.chat] for answer in mine),
+            )
+        )
+    return rows
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    """The nearest-rank percentile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
+
+
+def _complaints(rows: Sequence[Row], answers: Sequence[Answer]) -> list[str]:
+    """What is not as it has to be."""
+    found = [f"{a.chat.model}: {a.error}" for a in answers if a.error is not None]
+    for row in rows:
+        if row.identical < row.requests:
+            found.append(f"{row.model}: {row.requests - row.identical} outputs differ from vLLM's")
+        if row.prefills != row.requests:
+            found.append(f"{row.model}: {row.prefills} prefills for {row.requests} requests")
+    return found
+
+
+def _report(
+    console: Console, rows: Sequence[Row], complaints: Sequence[str], as_json: bool
+) -> None:
+    if as_json:
+        result = {"models": [msgspec.to_builtins(row) for row in rows], "complaints": complaints}
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        return
+    table = Table("model", title="what happened")
+    for column in (
+        "requests", "TTFT p50", "p99", "TBT p50", "p99", "switches", "preempted", "KV swapped",
+        "identical",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.model,
+            str(row.requests),
+            f"{row.ttft_p50:.2f} s",
+            f"{row.ttft_p99:.2f} s",
+            f"{row.tbt_p50 * 1000:.0f} ms",
+            f"{row.tbt_p99 * 1000:.0f} ms",
+            str(row.switches),
+            str(row.preemptions),
+            f"{row.kv_swapped_bytes / 1e6:.1f} MB",
+            f"{row.identical}/{row.requests}",
+        )
+    console.print(table)
+    for complaint in complaints:
+        console.print(f"[red]{complaint}[/red]")
+    total = sum(row.requests for row in rows)
+    same = sum(row.identical for row in rows)
+    preempted = sum(row.preemptions for row in rows)
+    console.print(
+        f"{same} of {total} outputs are token for token those of plain vLLM;"
+        f" {preempted} preemptions in mid-generation, no preempted request was computed again"
+        if not complaints
+        else f"{same} of {total} outputs are identical"
+    )
+
+
+def _curl(url: str, config: Config) -> str:
+    body = {
+        "model": config.models[0].name,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 32,
+    }
+    return f"curl {url}/v1/chat/completions -d '{json.dumps(body)}'"
+
+
+def _wait_for_interrupt() -> None:
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        pass

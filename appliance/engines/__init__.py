@@ -1,0 +1,1 @@
+"""Executors of models, each behind `appliance.engines.protocol`."""

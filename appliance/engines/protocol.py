@@ -1,0 +1,126 @@
+"""What a worker asks of an engine: the seam behind which vLLM (or another executor) stands.
+
+Owners of memory: a worker has one `appliance.memory.arena.Arena` (the device pool of its instance)
+and one `appliance.memory.hosttier.HostTier` (the box's shared host memory). An engine reserves
+address ranges in the arena once, when it is built, and from then on only maps, unmaps and copies.
+
+An engine is driven from one thread, except `load_weights`, which may run in a transfer thread
+while *another* engine of the same worker steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens of a request are drawn; OpenAI's names and meanings, vLLM's for the rest."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine needs to start or to continue a request.
+
+    `output` holds the tokens already produced (and sent) elsewhere: by another instance, or by
+    this one before its worker was lost. Penalties and the seeded generator resume behind them.
+    """
+
+    request: RequestId
+    model: ModelName
+    prompt: tuple[int, ...]
+    output: tuple[int, ...] = ()
+    sampling: Sampling
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token: int
+    logprob: float
+    rank: int
+
+
+class Produced(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of one request. `logprobs`: the sampled token first, then the top ones."""
+
+    request: RequestId
+    token: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finished: FinishReason | None = None
+
+
+class KvExhausted(Exception):
+    """The step needs more KV than the slabs allowed; nothing was computed, nothing changed."""
+
+
+class Engine(Protocol):
+    """One model on one instance. All sizes in bytes or slabs, as named."""
+
+    model: ModelName
+    weight_slabs: int
+    """Device slabs that the weights need."""
+    weight_host_bytes: int
+    """Bytes of the master image in the host tier (a whole number of slabs)."""
+    layout_digest: str
+    """Identifies the layout of the master image; equal on all instances that may share one."""
+    kv: KvShape
+
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+        """Adopt the master image at these host slabs (write it there first if `fill`), and let go
+        of the private copy made while the engine was built. Called once, right after building."""
+
+    def load_weights(self) -> int:
+        """Map slabs under the weights and copy the master image in; returns bytes copied.
+
+        Idempotent while loaded (returns 0). Raises `PoolExhausted` with nothing mapped.
+        """
+
+    def evict_weights(self) -> None:
+        """Unmap the weights; idempotent."""
+
+    def add(self, sequence: SequenceSpec) -> None:
+        """Make a request known. It has no KV yet: `prefill` computes it or `swap_in` brings it."""
+
+    def knows(self, request: RequestId) -> bool:
+        """Whether the request was added, and neither ended nor was forgotten."""
+
+    def forget(self, request: RequestId) -> None:
+        """Free everything of a request; unknown ids are fine."""
+
+    def prefill(self, request: RequestId, kv_slabs: int) -> list[Produced]:
+        """Compute prompt and output so far, in chunks, and produce one token.
+
+        Raises `KvExhausted` (and keeps nothing of the request's KV) if `kv_slabs` are not enough.
+        """
+
+    def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
+        """Decode one token of each of these requests, which must have their KV on the device.
+
+        Raises `KvExhausted` before computing anything when the step needs more than `kv_slabs`.
+        """
+
+    def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> int:
+        """Copy the request's KV blocks to these places of the host tier and free them; bytes."""
+
+    def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> int:
+        """Bring KV blocks in from the host tier; bytes. `KvExhausted` leaves nothing changed."""
+
+    def trim(self) -> int:
+        """Give slabs without any used block back to the pool; returns KV slabs still mapped."""

@@ -1,0 +1,351 @@
+"""`VllmEngine`: one vLLM engine core in this process, on memory that comes and goes.
+
+A request is known in two places: vLLM's scheduler (`Request`: tokens, blocks) and its model
+runner (`CachedRequestState`: the same, as the computation sees them). Both are made by `add` and
+removed by `forget`, and in between a request is in one of three states:
+
+    added     no blocks, nothing computed      -> `prefill`, or `swap_in`
+    resident  blocks for all computed tokens   -> `step`, `swap_out`
+    swapped   no blocks, tokens computed       -> `swap_in`
+
+All tokens but the last are computed once a request has produced one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from appliance.engines.protocol import KvExhausted, Produced, SequenceSpec, TokenLogprob
+from appliance.engines.vllm import parameters
+from appliance.engines.vllm.placement import KvPlacement, placing
+from appliance.engines.vllm.sampling import sampling_params, seeded_generator
+from appliance.engines.vllm.scheduler import ParkedScheduler
+from appliance.engines.vllm.seams import check_seams
+from appliance.engines.vllm.tensors import bytes_at
+from appliance.memory.arena import Arena, PoolExhausted
+from appliance.memory.hosttier import HostTier
+from appliance.memory.weights import DeviceWeights
+from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
+
+BLOCK_TOKENS: Final = 32
+BATCHED_TOKENS: Final = 2048
+
+_FINISH: Final = {
+    VllmFinishReason.STOP: FinishReason.STOP,
+    VllmFinishReason.LENGTH: FinishReason.LENGTH,
+    VllmFinishReason.ABORT: FinishReason.CANCELLED,
+    VllmFinishReason.ERROR: FinishReason.ERROR,
+    VllmFinishReason.REPETITION: FinishReason.STOP,
+}
+
+
+class VllmEngine:
+    """Implements `appliance.engines.protocol.Engine`.
+
+    Engines of one process share vLLM's process-global state, so none is ever shut down by itself:
+    they end with their worker.
+    """
+
+    def __init__(
+        self,
+        model: ModelName,
+        core: EngineCore,
+        placement: KvPlacement,
+        arena: Arena,
+        host: HostTier,
+    ) -> None:
+        """Use `build`."""
+        self.model = model
+        self._core = core
+        self._scheduler: ParkedScheduler = core.scheduler
+        self._runner: CPUModelRunner = core.model_executor.driver_worker.worker.model_runner
+        self._host = host
+        self._pool = placement.pool
+        geometry = placement.geometry
+        self.kv = KvShape(
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=geometry.block_bytes,
+            group_blocks=geometry.group_blocks,
+            group_slabs=geometry.group_slabs,
+        )
+        self._kv_addresses = range(
+            placement.region.address,
+            placement.region.address + geometry.layers * geometry.layer_bytes,
+        )
+        # [layers, blocks, bytes]: only ever indexed at blocks in use.
+        self._kv_bytes = bytes_at(self._kv_addresses.start, len(self._kv_addresses)).view(
+            geometry.layers, geometry.blocks, geometry.layer_block_bytes
+        )
+        layout = parameters.plan(self._runner.get_model())
+        self._weights = DeviceWeights(f"weights:{model}", layout, arena, host)
+        self.weight_slabs = layout.slabs(arena.slab_bytes)
+        self.weight_host_bytes = self.weight_slabs * arena.slab_bytes
+        self.layout_digest = layout.digest
+        config = core.vllm_config.model_config
+        self._generation_config = config.try_get_generation_config()
+        self._eos_token_id = _first_eos(config.hf_text_config.eos_token_id)
+
+    @classmethod
+    def build(
+        cls,
+        model: ModelName,
+        path: str,
+        *,
+        dtype: str,
+        max_context: int,
+        max_batch: int,
+        arena: Arena,
+        host: HostTier,
+    ) -> VllmEngine:
+        """Load a checkpoint of safetensors into private memory and reserve its addresses.
+
+        `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
+        of a request in tokens; `max_batch` bounds the requests of a step. Raises `SeamMoved` for
+        another vLLM, `UnsupportedKvCache` for a model whose KV cache has several shapes, and
+        whatever vLLM raises for a checkpoint that it cannot load.
+        """
+        check_seams()
+        parameters.forbid_packing()
+        placement = KvPlacement(arena, f"kv:{model}", -(-max_context // BLOCK_TOKENS))
+        config = EngineArgs(
+            model=path,
+            dtype=dtype,
+            max_model_len=max_context,
+            max_num_seqs=max_batch,
+            max_num_batched_tokens=max(BATCHED_TOKENS, max_batch),
+            block_size=BLOCK_TOKENS,
+            load_format="safetensors",
+            trust_remote_code=False,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            disable_hybrid_kv_cache_manager=True,
+            async_scheduling=False,
+            # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
+            kv_cache_memory_bytes=1,
+            worker_cls="appliance.engines.vllm.worker.ArenaWorker",
+            scheduler_cls=ParkedScheduler,
+        ).create_engine_config()
+        try:
+            with placing(placement):
+                core = EngineCore(config, UniProcExecutor, log_stats=False)
+            return cls(model, core, placement, arena, host)
+        except BaseException:
+            placement.discard()
+            raise
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+        model = self._runner.get_model()
+        self._weights.attach(host_offsets)
+        if fill:
+            parameters.fill(model, self._weights)
+        parameters.rehome(model, self._weights)
+        parameters.check_unpacked(model, self._weights, self._kv_addresses)
+
+    def load_weights(self) -> int:
+        return self._weights.load()
+
+    def evict_weights(self) -> None:
+        self._weights.evict()
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def add(self, sequence: SequenceSpec) -> None:
+        """Raises `ValueError` for a known id, a context too long, or bad sampling values."""
+        name = sequence.request
+        if name in self._scheduler.requests:
+            raise ValueError(f"request {name} is known already")
+        tokens = len(sequence.prompt) + len(sequence.output)
+        if not sequence.prompt or tokens >= self._scheduler.max_model_len:
+            raise ValueError(f"{tokens} tokens leave no room in {self._scheduler.max_model_len}")
+        params = sampling_params(sequence.sampling, self._generation_config, self._eos_token_id)
+        request = Request(name, list(sequence.prompt), params, None)
+        request.append_output_token_ids(list(sequence.output))
+        request.status = RequestStatus.RUNNING
+        request.prefill_stats = None
+        self._scheduler.requests[name] = request
+        self._runner.requests[name] = CachedRequestState(
+            req_id=name,
+            prompt_token_ids=list(sequence.prompt),
+            mm_features=[],
+            sampling_params=params,
+            generator=seeded_generator(params, len(sequence.output)),
+            block_ids=([],),
+            num_computed_tokens=0,
+            output_token_ids=list(sequence.output),
+        )
+
+    def knows(self, request: RequestId) -> bool:
+        return request in self._scheduler.requests
+
+    def forget(self, request: RequestId) -> None:
+        self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
+        self._forget_state(request)
+
+    def prefill(self, request: RequestId, kv_slabs: int) -> list[Produced]:
+        known = self._known(request)
+        if known.num_computed_tokens:
+            raise ValueError(f"request {request} is computed already")
+        self._ensure(self.kv.blocks(known.num_tokens), kv_slabs)
+        state = self._runner.requests[request]
+        # A chunk that is not the last draws a token too, which vLLM throws away. It must not
+        # come from the request's own generator: vLLM cannot wind that back on a CPU.
+        generator, state.generator = state.generator, None
+        while True:
+            if known.num_tokens - known.num_computed_tokens <= self._chunk_tokens:
+                self._runner.input_batch.remove_request(request)
+                state.generator = generator
+            if produced := self._execute([known]):
+                return produced
+
+    def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
+        """Raises `ValueError` when there are too many, or one does not have its KV in place."""
+        batch = [self._resident(request) for request in requests]
+        if len(batch) > self._scheduler.max_num_running_reqs:
+            raise ValueError(
+                f"{len(batch)} requests in a batch of at most "
+                f"{self._scheduler.max_num_running_reqs}"
+            )
+        if not batch:
+            return []
+        needed = sum(self.kv.blocks(r.num_tokens) - len(self._blocks(r)) for r in batch)
+        self._ensure(needed, kv_slabs)
+        return self._execute(batch)
+
+    # --- KV --------------------------------------------------------------------------------------
+
+    def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> int:
+        """Each place takes one block of ``kv.block_bytes``; places beyond the last are not used."""
+        known = self._resident(request)
+        blocks = self._blocks(known)
+        for block, place in zip(blocks, self._places(host_offsets, len(blocks)), strict=True):
+            place.copy_(self._kv_bytes[:, block])
+        self._scheduler.kv_cache_manager.free(known)
+        self._place(known, [])
+        return len(blocks) * self.kv.block_bytes
+
+    def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> int:
+        """The places are those of `swap_out`, of this engine or of another one of the model."""
+        known = self._known(request)
+        computed = known.num_tokens - 1
+        if self._blocks(known) or not known.num_output_tokens:
+            raise ValueError(f"request {request} has no KV elsewhere")
+        places = self._places(host_offsets, self.kv.blocks(computed))
+        self._ensure(len(places), kv_slabs)
+        manager = self._scheduler.kv_cache_manager
+        manager.coordinator.allocate_new_blocks(request, computed, computed)
+        blocks = self._blocks(known)
+        for block, place in zip(blocks, places, strict=True):
+            self._kv_bytes[:, block].copy_(place)
+        known.num_computed_tokens = computed
+        self._place(known, blocks)
+        return len(blocks) * self.kv.block_bytes
+
+    def trim(self) -> int:
+        return self._pool.trim()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    @property
+    def _chunk_tokens(self) -> int:
+        chunk: int = self._scheduler.max_num_scheduled_tokens
+        return chunk
+
+    def _known(self, request: RequestId) -> Request:
+        try:
+            return self._scheduler.requests[request]
+        except KeyError:
+            raise ValueError(f"request {request} is not known") from None
+
+    def _resident(self, request: RequestId) -> Request:
+        known = self._known(request)
+        if known.num_computed_tokens != known.num_tokens - 1:
+            raise ValueError(f"request {request} is not computed")
+        if len(self._blocks(known)) != self.kv.blocks(known.num_computed_tokens):
+            raise ValueError(f"request {request} does not have its KV on the device")
+        return known
+
+    def _blocks(self, request: Request) -> list[int]:
+        """The request's blocks, in token order."""
+        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return list(blocks)
+
+    def _places(self, host_offsets: Sequence[int], blocks: int) -> list[torch.Tensor]:
+        """The first `blocks` places in the host tier, each ``[layers, bytes of a layer-block]``."""
+        if len(host_offsets) < blocks:
+            raise ValueError(f"{blocks} blocks in {len(host_offsets)} places")
+        shape = (self._kv_bytes.shape[0], self._kv_bytes.shape[2])
+        size = self.kv.block_bytes
+        return [
+            bytes_at(self._host.address(offset, size), size).view(shape)
+            for offset in host_offsets[:blocks]
+        ]
+
+    def _place(self, request: Request, blocks: list[int]) -> None:
+        """Tell the runner that the request's blocks are others now."""
+        self._runner.input_batch.remove_request(request.request_id)
+        self._runner.requests[request.request_id].block_ids = (list(blocks),)
+
+    def _ensure(self, blocks: int, kv_slabs: int) -> None:
+        try:
+            self._pool.ensure(blocks, kv_slabs)
+        except PoolExhausted as exhausted:
+            raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
+
+    def _execute(self, batch: Sequence[Request]) -> list[Produced]:
+        if not self._weights.loaded:
+            raise RuntimeError(f"the weights of {self.model} are not on the device")
+        with self._scheduler.step_only(batch):
+            outputs, _ = self._core.step()
+        produced = [_produced(o) for o in outputs[0].outputs] if 0 in outputs else []
+        for token in produced:
+            if token.finished is not None:
+                self._forget_state(token.request)
+        return produced
+
+    def _forget_state(self, request: RequestId) -> None:
+        """Remove what the runner knows of a finished request now, not with the next step.
+
+        Until then the id could have come back, and the step would remove the newcomer.
+        """
+        self._runner.requests.pop(request, None)
+        self._runner.input_batch.remove_request(request)
+        self._scheduler.finished_req_ids.discard(request)
+
+
+def _produced(output: EngineCoreOutput) -> Produced:
+    (token,) = output.new_token_ids
+    return Produced(
+        request=output.request_id,
+        token=token,
+        logprobs=_logprobs(output),
+        finished=None if output.finish_reason is None else _FINISH[output.finish_reason],
+    )
+
+
+def _logprobs(output: EngineCoreOutput) -> tuple[TokenLogprob, ...]:
+    """The sampled token with its rank, then the most likely ones in order."""
+    found = output.new_logprobs
+    if found is None:
+        return ()
+    ranks = (int(found.sampled_token_ranks[0]), *range(1, found.logprob_token_ids.shape[1]))
+    columns = (found.logprob_token_ids[0].tolist(), found.logprobs[0].tolist(), ranks)
+    return tuple(TokenLogprob(*column) for column in zip(*columns, strict=True))
+
+
+def _first_eos(eos: int | list[int] | None) -> int | None:
+    """The model's primary end token; others come from its generation config."""
+    return eos[0] if isinstance(eos, list) else eos

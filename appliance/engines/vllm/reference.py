@@ -1,0 +1,78 @@
+"""Plain vLLM on a checkpoint, undisturbed: the reference that the appliance's outputs must equal.
+
+``python -m appliance.engines.vllm.reference`` reads one `Task` as JSON from standard input, runs it
+on stock `vllm.LLM`, with nothing of the appliance in the way, and prints the tokens as JSON. It is
+a process of its own because the adapter changes process-wide settings of vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from appliance.engines.vllm.environment import prepare_environment
+
+
+class Prompt(msgspec.Struct):
+    """One prompt, and how many tokens may follow it."""
+
+    tokens: list[int]
+    max_tokens: int
+
+
+class Checkpoint(msgspec.Struct):
+    """One model with its prompts; `max_context` in tokens."""
+
+    path: str
+    max_context: int
+    prompts: list[Prompt]
+    dtype: str = "float32"
+
+
+class Task(msgspec.Struct):
+    """What to compute, greedily."""
+
+    checkpoints: list[Checkpoint]
+
+
+def main() -> None:
+    """Answer the task on standard input: for each checkpoint, for each prompt, the tokens."""
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    prepare_environment("auto")
+    # vLLM and its libraries write to standard output; it is kept for the answer.
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    outputs = [_generate(checkpoint) for checkpoint in task.checkpoints]
+    os.write(answer, msgspec.json.encode(outputs))
+    # vLLM's threads may outlast its engines; there is nothing left to do for them.
+    os._exit(0)
+
+
+def _generate(checkpoint: Checkpoint) -> list[list[int]]:
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        checkpoint.path,
+        dtype=checkpoint.dtype,
+        max_model_len=checkpoint.max_context,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=256 << 20,
+        max_num_seqs=8,
+    )
+    answers = llm.generate(
+        [TokensPrompt(prompt_token_ids=prompt.tokens) for prompt in checkpoint.prompts],
+        [
+            SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, detokenize=False)
+            for prompt in checkpoint.prompts
+        ],
+        use_tqdm=False,
+    )
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""vLLM's CPU worker, with its KV cache in the arena instead of in memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from appliance.engines.vllm.placement import current_placement
+from appliance.engines.vllm.tensors import bytes_at
+
+
+class UnsupportedKvCache(ValueError):
+    """The model's KV cache is not one uniform group of full attention layers."""
+
+
+class ArenaWorker(CPUWorker):  # type: ignore[misc]
+    """Takes the KV cache's size and place from the placement of the engine being built."""
+
+    def determine_available_memory(self) -> int:
+        """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
+        specs = list(self.model_runner.get_kv_cache_spec().values())
+        if not specs or any(spec != specs[0] for spec in specs):
+            raise UnsupportedKvCache("the model's layers differ in their KV cache")
+        if type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window is not None:
+            raise UnsupportedKvCache(f"layers keep their KV as {specs[0]}, not full attention")
+        geometry = current_placement().plan(len(specs), specs[0].page_size_bytes)
+        return geometry.layers * geometry.layer_bytes
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        _check_layout(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if tag != "kv_cache":
+            context: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
+            return context
+        placement = current_placement()
+        size = placement.geometry.layers * placement.geometry.layer_bytes
+        return _PlaceOneAllocation(placement.region.address, size)
+
+
+def _check_layout(config: KVCacheConfig) -> None:
+    """Raise `UnsupportedKvCache` unless the cache lies as `KvGeometry` says."""
+    geometry = current_placement().geometry
+    if len(config.kv_cache_groups) != 1 or len(config.kv_cache_tensors) != 1:
+        raise UnsupportedKvCache(
+            f"{len(config.kv_cache_groups)} KV cache groups in "
+            f"{len(config.kv_cache_tensors)} tensors, where one of one is supported"
+        )
+    tensor = config.kv_cache_tensors[0]
+    found = (tensor.offset, tensor.layer_stride, tensor.block_stride, config.num_blocks)
+    wanted = (0, geometry.layer_bytes, geometry.layer_block_bytes, geometry.blocks)
+    if found != wanted or len(tensor.layers) != geometry.layers:
+        raise UnsupportedKvCache(f"offset, strides and blocks are {found}, not {wanted}")
+
+
+class _PlaceOneAllocation(TorchFunctionMode):
+    """Answers the one ``torch.zeros`` of the KV cache with a tensor over reserved addresses.
+
+    The memory behind them is whatever the slabs held before: a uniform full-attention cache is
+    written before it is read, so it needs no zeros.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        super().__init__()
+        self._address = address
+        self._nbytes = nbytes
+        self._placed = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.zeros and tuple(args) == (self._nbytes,):
+            self._placed += 1
+            return bytes_at(self._address, self._nbytes).view(torch.int8)
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
+        if exc_type is None and self._placed != 1:
+            raise UnsupportedKvCache(f"the KV cache was allocated {self._placed} times, not once")

@@ -1,0 +1,58 @@
+"""Everything the appliance raises on purpose.
+
+    ApplianceError
+    +-- ConfigError          a configuration cannot be used; lists every problem
+    +-- CheckpointError      a checkpoint directory cannot be served
+    +-- PolicyError          a policy cannot be loaded
+    +-- LedgerError          the books of a memory tier do not balance: a defect, never a shortage
+    +-- IllegalTransition    something tried to live a life that is not in its table: a defect
+
+The process that meets a defect stops; everything else is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ApplianceError(Exception):
+    """Base of the appliance's own errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration file: where it is, and what to do about it."""
+
+    file: str
+    line: int
+    key: str
+    wrong: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.key}: {self.wrong}; {self.remedy}"
+
+
+class ConfigError(ApplianceError):
+    """A configuration cannot be used. `problems` is everything wrong with it, in file order."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
+
+class CheckpointError(ApplianceError):
+    """A checkpoint directory cannot be served; the message names the file and what is wrong."""
+
+
+class PolicyError(ApplianceError):
+    """A policy cannot be loaded, or none answers a question."""
+
+
+class LedgerError(ApplianceError):
+    """The books of a memory tier do not balance."""
+
+
+class IllegalTransition(ApplianceError):
+    """A lifecycle was to take a step that its table does not have."""

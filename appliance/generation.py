@@ -1,0 +1,75 @@
+"""One request on its way: what came of it so far, and the stream its client reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from appliance.api.service import GenerationFailed, SubmitRequest
+from appliance.engines.protocol import Produced, SequenceSpec
+from appliance.vocabulary import FinishReason, RequestId
+
+
+class RequestStream:
+    """The daemon pushes, one client iterates. Implements `appliance.api.service.Generation`.
+
+    It also keeps every token produced, so that the request can be continued on another worker.
+    """
+
+    def __init__(
+        self, request: SubmitRequest, arrived: float, on_cancel: Callable[[RequestId], None]
+    ) -> None:
+        self.request = request
+        self.arrived = arrived
+        self.newest = arrived
+        """When the last token came, or the request."""
+        self.output: list[int] = []
+        self.cancel_reason = FinishReason.CANCELLED
+        self._on_cancel = on_cancel
+        self._pending: list[Produced] = []
+        self._failure: GenerationFailed | None = None
+        self._ended = False
+        self._news = asyncio.Event()
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    async def __aiter__(self) -> AsyncIterator[list[Produced]]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            batch, self._pending = self._pending, []
+            if batch:
+                yield batch
+            if self._failure is not None:
+                raise self._failure
+            if self._ended:
+                return
+
+    def cancel(self, reason: FinishReason) -> None:
+        if not self._ended:
+            self.cancel_reason = reason
+            self._on_cancel(self.id)
+
+    def push(self, produced: Produced) -> None:
+        """A token came."""
+        self.output.append(produced.token)
+        self._pending.append(produced)
+        self._news.set()
+
+    def end(self, failure: GenerationFailed | None = None) -> None:
+        """Nothing more will come."""
+        self._failure = failure
+        self._ended = True
+        self._news.set()
+
+    def sequence(self) -> SequenceSpec:
+        """All that a worker needs to start the request, or to go on with it."""
+        return SequenceSpec(
+            request=self.id,
+            model=self.request.model,
+            prompt=self.request.prompt,
+            output=tuple(self.output),
+            sampling=self.request.sampling,
+        )

@@ -1,0 +1,113 @@
+"""The record of a run: what the machine was told, when, and what it ordered. One JSON line each.
+
+The first line describes the machine. Replaying the rest through a fresh one must give the same
+commands; where it does not, policy, time or randomness leaked into the decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import msgspec
+
+from appliance.memory.ledger import HostLedger
+from appliance.policies import load_stack
+from appliance.scheduling.machine import Machine
+from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
+
+
+class Setup(Word, frozen=True):
+    """What a machine is made of."""
+
+    models: tuple[ModelSpec, ...]
+    instances: int
+    host_bytes: int
+    slab_bytes: int
+    policies: tuple[str, ...]
+    parameters: Mapping[str, Mapping[str, object]] = {}
+
+    def machine(self) -> Machine:
+        """A fresh machine. Raises `PolicyError` if its policies cannot be loaded."""
+        return Machine(
+            self.models,
+            self.instances,
+            HostLedger(self.host_bytes, self.slab_bytes),
+            load_stack(self.policies, self.parameters),
+        )
+
+
+class Entry(Word, frozen=True):
+    """One event, when it was handled, and the commands that followed."""
+
+    now: float
+    event: AnyEvent
+    commands: list[AnyCommand]
+
+
+class Difference(Word, frozen=True):
+    """Line `line` of the journal (from 1) was answered otherwise in the replay."""
+
+    line: int
+    recorded: list[AnyCommand]
+    replayed: list[AnyCommand]
+
+
+class Journal:
+    """Writes a run to a file, buffered; a context manager that closes it."""
+
+    def __init__(self, path: Path, setup: Setup) -> None:
+        self._encoder = msgspec.json.Encoder()
+        self._file: BinaryIO = path.open("wb")
+        self._write(setup)
+
+    def record(self, now: float, event: Event, commands: list[Command]) -> None:
+        self._write({"now": now, "event": event, "commands": commands})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write(self, line: object) -> None:
+        self._file.write(self._encoder.encode(line) + b"\n")
+
+
+def read(path: Path) -> tuple[Setup, Iterator[Entry]]:
+    """What a journal says. Raises `msgspec.DecodeError` for a line of another form."""
+    file = path.open("rb")
+    setup = msgspec.json.decode(file.readline(), type=Setup)
+    decoder = msgspec.json.Decoder(Entry)
+
+    def entries() -> Iterator[Entry]:
+        with file:
+            for line in file:
+                yield decoder.decode(line)
+
+    return setup, entries()
+
+
+def replay(path: Path) -> tuple[int, list[Difference]]:
+    """Number of events replayed, and every line where the commands differ from the recorded."""
+    setup, entries = read(path)
+    machine = setup.machine()
+    count, differences = 0, []
+    for line, entry in enumerate(entries, start=2):
+        count += 1
+        replayed: list[Command] = machine.handle(entry.event, entry.now)
+        if replayed != entry.commands:
+            differences.append(
+                Difference(line=line, recorded=entry.commands, replayed=replayed)  # type: ignore[arg-type]
+            )
+    return count, differences

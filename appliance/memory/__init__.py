@@ -1,0 +1,1 @@
+"""Memory mechanisms: physical slabs, address ranges, the host tier. No torch, no vllm."""

@@ -1,0 +1,147 @@
+"""Who has which slab: the device pool of one instance, and the address ranges it is mapped into.
+
+    region "weights:a"  |s3|s7|s1|        address ranges, reserved once per engine,
+    region "kv:a"       |  |  |s0|  |  |  cut in slots of one slab each
+    region "kv:b"       |s2|  |  |  |
+    free                 s4 s5 s6
+
+Every slab is in exactly one place: free, or under one slot of one region.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from appliance.memory.vmm import Vmm
+
+
+class PoolExhausted(Exception):
+    """Not enough free slabs; nothing was mapped. The answer is to free some, not to fail."""
+
+
+class Region:
+    """One reserved address range of `slots` slots, made by `Arena.reserve`."""
+
+    def __init__(self, arena: Arena, owner: str, slots: int, address: int) -> None:
+        self.owner = owner
+        self.slots = slots
+        self.address = address
+        self._arena = arena
+        self._slabs: dict[int, int] = {}  # slot -> slab; guarded by the arena's lock
+
+    @property
+    def mapped(self) -> int:
+        """Slots that have a slab."""
+        return len(self._slabs)
+
+    def slot_address(self, slot: int) -> int:
+        return self.address + slot * self._arena.slab_bytes
+
+    def map(self, slots: Sequence[int]) -> None:
+        """Put free slabs under these slots: all of them, or none.
+
+        Raises `PoolExhausted` when too few slabs are free, `ValueError` for a slot that is
+        mapped already or is no slot, `OSError` when the system refuses.
+        """
+        self._arena._map(self, slots)
+
+    def unmap(self, slots: Iterable[int]) -> None:
+        """Give the slabs under these slots back. Raises `ValueError` for a slot without one."""
+        self._arena._unmap(self, list(slots))
+
+    def release(self) -> None:
+        """Give back the slabs and the address range; the region must not be used afterwards."""
+        self._arena._release(self)
+
+
+class Arena:
+    """The slabs of one `Vmm`, and every region reserved over them. Safe to use from threads."""
+
+    def __init__(self, vmm: Vmm) -> None:
+        self.vmm = vmm
+        self.slabs = vmm.slabs
+        self.slab_bytes = vmm.slab_bytes
+        self._lock = threading.Lock()
+        # A stack: the slab given back last is handed out first, its pages being warm.
+        self._free = list(reversed(range(vmm.slabs)))
+        self._regions: list[Region] = []
+        self._high_water = 0
+
+    @property
+    def free(self) -> int:
+        """Slabs that nobody has."""
+        return len(self._free)
+
+    @property
+    def high_water(self) -> int:
+        """The most slabs that were ever mapped at the same time."""
+        return self._high_water
+
+    def reserve(self, owner: str, slots: int) -> Region:
+        """Reserve addresses for `slots` slabs. Raises `OSError` if the system refuses."""
+        if slots < 1:
+            raise ValueError(f"{owner} asks for {slots} slots")
+        region = Region(self, owner, slots, self.vmm.reserve(slots * self.slab_bytes))
+        with self._lock:
+            self._regions.append(region)
+        return region
+
+    def usage(self) -> dict[str, int]:
+        """Mapped slabs by owner, and ``free``; they sum to `slabs`."""
+        with self._lock:
+            usage: dict[str, int] = {}
+            for region in self._regions:
+                usage[region.owner] = usage.get(region.owner, 0) + region.mapped
+            return usage | {"free": len(self._free)}
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every slab is in exactly one place."""
+        with self._lock:
+            seen = list(self._free)
+            for region in self._regions:
+                seen.extend(region._slabs.values())
+        if sorted(seen) != list(range(self.slabs)):
+            raise AssertionError(f"slabs lost or in two places: {sorted(seen)} of {self.slabs}")
+
+    def _map(self, region: Region, slots: Sequence[int]) -> None:
+        with self._lock:
+            if len(set(slots)) != len(slots):
+                raise ValueError(f"{region.owner} names a slot twice")
+            for slot in slots:
+                if not 0 <= slot < region.slots or slot in region._slabs:
+                    raise ValueError(f"slot {slot} of {region.owner} cannot be mapped")
+            if len(slots) > len(self._free):
+                raise PoolExhausted(
+                    f"{region.owner} needs {len(slots)} slabs, {len(self._free)} are free"
+                )
+            done: list[int] = []
+            try:
+                for slot in slots:
+                    self.vmm.map(region.slot_address(slot), self._free[-1])
+                    region._slabs[slot] = self._free.pop()
+                    done.append(slot)
+            except OSError:
+                self._give_back(region, done)
+                raise
+            self._high_water = max(self._high_water, self.slabs - len(self._free))
+
+    def _unmap(self, region: Region, slots: list[int]) -> None:
+        with self._lock:
+            if len(set(slots)) != len(slots):
+                raise ValueError(f"{region.owner} names a slot twice")
+            for slot in slots:
+                if slot not in region._slabs:
+                    raise ValueError(f"slot {slot} of {region.owner} has no slab")
+            self._give_back(region, slots)
+
+    def _give_back(self, region: Region, slots: list[int]) -> None:
+        for slot in slots:
+            self.vmm.unmap(region.slot_address(slot))
+            self._free.append(region._slabs.pop(slot))
+
+    def _release(self, region: Region) -> None:
+        with self._lock:
+            self._regions.remove(region)
+            self._give_back(region, list(region._slabs))
+            self.vmm.release(region.address, region.slots * self.slab_bytes)

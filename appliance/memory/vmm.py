@@ -1,0 +1,40 @@
+"""Virtual memory management: one pool of physical slabs, mapped under reserved addresses.
+
+The interface is the same for host memory (``memfd`` + ``mmap``) and for a GPU's VMM calls.
+A slab may lie under one address at a time; the arena keeps that promise, a backend need not.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Vmm(Protocol):
+    """`slabs` physical slabs of `slab_bytes` each, numbered from 0."""
+
+    slabs: int
+    slab_bytes: int
+
+    def reserve(self, nbytes: int) -> int:
+        """Address of a range with nothing behind it; touching it is a fault. Raises `OSError`."""
+
+    def map(self, address: int, slab: int) -> None:
+        """Put a slab under `address` (a slab's place in a reserved range), readable and writable.
+
+        What the slab held before shows through. Raises `OSError` with nothing mapped.
+        """
+
+    def unmap(self, address: int) -> None:
+        """Take away the slab under `address`; the range stays reserved."""
+
+    def release(self, address: int, nbytes: int) -> None:
+        """Give a reserved range back, with whatever is mapped in it."""
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy between two addresses, each of this memory or of the host tier; returns when done.
+
+        Other Python threads run meanwhile.
+        """
+
+    def close(self) -> None:
+        """Let go of the physical memory; mappings still in place keep theirs."""

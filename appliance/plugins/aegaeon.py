@@ -1,0 +1,128 @@
+"""Aegaeon (SOSP'25): grouped prefill, weighted round-robin decoding with quotas, prefetch.
+
+Alg. 1 (§4.2) dispatches prompts into groups of one model; Alg. 2 and Eq. 2-3 (§4.3) give each model
+of a round a quota so that all keep the same share of their token deadlines. Printed slips are
+corrected: c counts the switches of the round's models, a lone model needs none and runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from appliance.hookspecs import hookimpl
+from appliance.scheduling.questions import (
+    GroupView,
+    InstanceView,
+    Phase,
+    PlannedTurn,
+    PrefillChoice,
+    RequestView,
+)
+from appliance.vocabulary import InstanceId, ModelName, Role
+
+
+def quotas(
+    deadline_seconds: Sequence[float],
+    step_seconds: Sequence[float],
+    switch_seconds: float,
+    q_max_seconds: float,
+    alpha_floor: float,
+) -> list[float]:
+    """Quotas q_i = c / (n_i (alpha - S)) of a round (Eq. 2-3), in seconds of decoding.
+
+    n_i = d_i / t_i, S = sum of 1/n_i, c = all switches of the round,
+    alpha = max(c / (min n * Q_MAX) + S, floor). Without a switch every quota is Q_MAX.
+    """
+    if switch_seconds <= 0:
+        return [q_max_seconds] * len(step_seconds)
+    ratios = [d / t for d, t in zip(deadline_seconds, step_seconds, strict=True)]
+    share = sum(1 / n for n in ratios)
+    alpha = max(switch_seconds / (min(ratios) * q_max_seconds) + share, alpha_floor)
+    return [switch_seconds / (n * (alpha - share)) for n in ratios]
+
+
+class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters as in the paper's evaluation (§7.2)."""
+
+    max_group: int = 8
+    """MAX_GPSIZE: requests of one model prefilled back to back."""
+    q_max_seconds: float = 4.0
+    """Q_MAX: the longest turn."""
+    alpha_floor: float = 0.5
+    """Smallest alpha of Eq. 3; caps how far ahead of its deadlines a model may run."""
+    prefill_share: float = 0.375
+    """Share of the instances that prefill (6 of 16)."""
+
+    @hookimpl
+    def assign_roles(self, instances: int) -> Sequence[Role]:
+        if instances == 1:
+            return [Role.MIXED]
+        prefill = min(instances - 1, max(1, round(instances * self.prefill_share)))
+        return [Role.PREFILL] * prefill + [Role.DECODE] * (instances - prefill)
+
+    @hookimpl
+    def choose_prefill(
+        self, request: RequestView, instances: Sequence[InstanceView]
+    ) -> PrefillChoice:
+        """Alg. 1: the first open group of the model, else a new one where least time waits."""
+        for view in instances:
+            for index, group in enumerate(view.groups):
+                if group.model == request.model and group.admitted < self.max_group:
+                    return PrefillChoice(instance=view.id, group=index)
+        best = min(instances, key=lambda view: (_queued_seconds(view.groups), view.load, view.id))
+        return PrefillChoice(instance=best.id)
+
+    @hookimpl
+    def choose_decode(
+        self, request: RequestView, prefilled_on: InstanceId, instances: Sequence[InstanceView]
+    ) -> InstanceId:
+        """Alg. 2: where the model decodes already, else where the fewest batches are."""
+        best = min(
+            instances,
+            key=lambda view: (
+                all(batch.model != request.model for batch in view.batches),
+                len(view.batches),
+                view.id,
+            ),
+        )
+        return best.id
+
+    @hookimpl
+    def choose_phase(self, instance: InstanceView) -> Phase:
+        """On a mixed instance: a prompt joins the model that runs at once; prompts of others come
+        between turns, one group's worth at most before the next turn."""
+        if instance.turn is not None:
+            joins = instance.groups[0].model == instance.turn
+            return Phase.PREFILL if joins else Phase.DECODE
+        owed = instance.prefills_since_turn >= self.max_group
+        return Phase.DECODE if owed else Phase.PREFILL
+
+    @hookimpl
+    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
+        """Alg. 2: one turn for each model, with the quotas of Eq. 2-3."""
+        batches = [batch for batch in instance.batches if batch.runnable]
+        switching = sum(batch.switch_seconds for batch in batches) if len(batches) > 1 else 0.0
+        lengths = quotas(
+            [batch.slo.tbt_seconds for batch in batches],
+            [batch.step_seconds for batch in batches],
+            switching,
+            self.q_max_seconds,
+            self.alpha_floor,
+        )
+        return [
+            PlannedTurn(model=batch.model, quota_seconds=length)
+            for batch, length in zip(batches, lengths, strict=True)
+        ]
+
+    @hookimpl
+    def choose_prefetch(
+        self, instance: InstanceView, upcoming: Sequence[ModelName]
+    ) -> Sequence[ModelName]:
+        """The very next model (§5.3)."""
+        return upcoming[:1]
+
+
+def _queued_seconds(groups: Sequence[GroupView]) -> float:
+    return sum(group.seconds for group in groups)

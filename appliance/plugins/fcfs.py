@@ -1,0 +1,70 @@
+"""Request-level first come, first served: what everybody does today, and our baseline.
+
+A model keeps its instance until the requests it took on are done. Requests of the same model join
+it only while no other model waits, so every switch is paid between requests, never within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from appliance.hookspecs import hookimpl
+from appliance.scheduling.questions import (
+    InstanceView,
+    Phase,
+    PlannedTurn,
+    PrefillChoice,
+    RequestView,
+)
+from appliance.vocabulary import InstanceId, ModelName, Role
+
+UNTIL_DONE_SECONDS = 86400.0
+
+
+class Fcfs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Has no parameters."""
+
+    @hookimpl
+    def assign_roles(self, instances: int) -> Sequence[Role]:
+        return [Role.MIXED] * instances
+
+    @hookimpl
+    def choose_prefill(
+        self, request: RequestView, instances: Sequence[InstanceView]
+    ) -> PrefillChoice:
+        """The instance with the least to do; at equal load one that runs the model already."""
+        best = min(
+            instances, key=lambda view: (view.load, view.current_model != request.model, view.id)
+        )
+        last = len(best.groups) - 1
+        if best.groups and best.groups[last].model == request.model:
+            return PrefillChoice(instance=best.id, group=last)
+        return PrefillChoice(instance=best.id)
+
+    @hookimpl
+    def choose_decode(
+        self, request: RequestView, prefilled_on: InstanceId, instances: Sequence[InstanceView]
+    ) -> InstanceId:
+        offered = [view.id for view in instances]
+        return prefilled_on if prefilled_on in offered else offered[0]
+
+    @hookimpl
+    def choose_phase(self, instance: InstanceView) -> Phase:
+        joins = instance.groups[0].model == instance.current_model
+        return Phase.PREFILL if joins else Phase.DECODE
+
+    @hookimpl
+    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
+        runnable = [batch.model for batch in instance.batches if batch.runnable]
+        current = instance.current_model
+        model = current if current in runnable else runnable[0]
+        return [PlannedTurn(model=model, quota_seconds=UNTIL_DONE_SECONDS)]
+
+    @hookimpl
+    def choose_prefetch(
+        self, instance: InstanceView, upcoming: Sequence[ModelName]
+    ) -> Sequence[ModelName]:
+        """Nothing: a swap begins when the last request is done."""
+        return []

@@ -1,0 +1,140 @@
+"""Worker processes as the daemon sees them: started, fed with frames, listened to, restarted.
+
+A worker talks over one end of a socket pair it inherits, so there is no path to leave behind. Its
+death is the end of the stream; a new one is started after a pause that grows while workers die
+without having done anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from appliance import wire
+from appliance.vocabulary import InstanceId
+
+READ_BYTES = 1 << 18
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 10.0
+SHUTDOWN_SECONDS = 5.0
+
+log = logging.getLogger("appliance.processes")
+
+
+class WorkerProcess:
+    """Keeps one instance's worker alive. Callbacks run on the event loop.
+
+    `on_message` gets every frame, `on_lost` is called once for each death after a `Hello`, and
+    `on_failure` when keeping the worker alive itself failed (a callback raised).
+    """
+
+    def __init__(
+        self,
+        configuration: wire.Configure,
+        host_fd: int,
+        on_message: Callable[[wire.Up], None],
+        on_lost: Callable[[InstanceId], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.instance = configuration.instance
+        self.pid: int | None = None
+        self.restarts = 0
+        self._configuration = configuration
+        self._host_fd = host_fd
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_failure = on_failure
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._worked = False
+        self._greeted = False
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._keep_alive())
+        self._task.add_done_callback(self._ended)
+
+    def send(self, message: wire.Down) -> None:
+        """Order something; lost without a trace if the worker is dead, as its death is told."""
+        if self._writer is not None:
+            self._writer.write(wire.encode(message))
+
+    async def stop(self) -> None:
+        """End the worker, by force if it does not end by itself."""
+        self._stopping = True
+        self.send(wire.Shutdown())
+        if self._task is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(self._task), SHUTDOWN_SECONDS)
+        except TimeoutError:
+            if self.pid is not None:
+                os.kill(self.pid, signal.SIGKILL)
+            await self._task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)
+
+    async def _keep_alive(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._stopping:
+            self._worked = False
+            await self._run_once()
+            if self._stopping:
+                return
+            pause = FIRST_PAUSE_SECONDS if self._worked else min(pause * 2, LONGEST_PAUSE_SECONDS)
+            log.warning("worker of instance %d died; next in %.2f s", self.instance, pause)
+            self.restarts += 1
+            await asyncio.sleep(pause)
+
+    async def _run_once(self) -> None:
+        """One life of the worker."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "appliance.worker",
+                str(theirs.fileno()),
+                str(self._host_fd),
+                pass_fds=(theirs.fileno(), self._host_fd),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        self.pid = process.pid
+        self._greeted = False
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self.send(self._configuration)
+        try:
+            await self._listen(reader)
+        finally:
+            self._writer.close()
+            self._writer = None
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            self.pid = None
+            if self._greeted:
+                self._on_lost(self.instance)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        decoder = wire.decoder_of_reports()
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(READ_BYTES):
+                try:
+                    messages = decoder.feed(data)
+                except (msgspec.DecodeError, ValueError):
+                    log.exception("instance %d sent a bad frame", self.instance)
+                    return
+                for message in messages:
+                    self._greeted = self._greeted or isinstance(message, wire.Hello)
+                    self._worked = self._worked or isinstance(message, wire.Tokens)
+                    self._on_message(message)

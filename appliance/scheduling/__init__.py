@@ -1,0 +1,1 @@
+"""Pure decisions: events in, commands out. No clock, sockets, tasks, torch, randomness or logging."""

@@ -1,0 +1,86 @@
+"""The lives of a request, of its KV, and of an engine, as transition tables.
+
+A transition that is not in its table raises `IllegalTransition` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+from appliance.errors import IllegalTransition
+
+
+class Stage(StrEnum):
+    """Where a request is on its way."""
+
+    UNPLACED = "unplaced"
+    """No instance can take it now."""
+    QUEUED = "queued"
+    """In a prefill group."""
+    PREFILLING = "prefilling"
+    READY = "ready"
+    """In a decode batch, between turns."""
+    RUNNING = "running"
+    """In the turn that runs."""
+    DONE = "done"
+
+
+class KvPlace(StrEnum):
+    """Where a request's KV cache is."""
+
+    NONE = "none"
+    DEVICE = "device"
+    LEAVING = "leaving"
+    HOST = "host"
+    ARRIVING = "arriving"
+
+
+class Engine(StrEnum):
+    """What exists of a model on an instance."""
+
+    ABSENT = "absent"
+    BUILDING = "building"
+    STORED = "stored"
+    """Built; weights in the host tier only."""
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+
+
+STAGES: Mapping[Stage, frozenset[Stage]] = {
+    Stage.UNPLACED: frozenset({Stage.QUEUED, Stage.READY, Stage.DONE}),
+    Stage.QUEUED: frozenset({Stage.PREFILLING, Stage.UNPLACED, Stage.DONE}),
+    Stage.PREFILLING: frozenset({Stage.READY, Stage.QUEUED, Stage.UNPLACED, Stage.DONE}),
+    Stage.READY: frozenset({Stage.RUNNING, Stage.UNPLACED, Stage.DONE}),
+    Stage.RUNNING: frozenset({Stage.READY, Stage.UNPLACED, Stage.DONE}),
+    Stage.DONE: frozenset(),
+}
+
+# The loss of an instance takes KV from any place on its device to NONE: not a transition but a fact.
+KV_PLACES: Mapping[KvPlace, frozenset[KvPlace]] = {
+    KvPlace.NONE: frozenset({KvPlace.DEVICE}),
+    KvPlace.DEVICE: frozenset({KvPlace.LEAVING}),
+    KvPlace.LEAVING: frozenset({KvPlace.HOST}),
+    KvPlace.HOST: frozenset({KvPlace.ARRIVING}),
+    KvPlace.ARRIVING: frozenset({KvPlace.DEVICE, KvPlace.HOST}),
+}
+
+ENGINES: Mapping[Engine, frozenset[Engine]] = {
+    Engine.ABSENT: frozenset({Engine.BUILDING}),
+    Engine.BUILDING: frozenset({Engine.STORED, Engine.FAILED}),
+    Engine.STORED: frozenset({Engine.LOADING}),
+    Engine.LOADING: frozenset({Engine.LOADED, Engine.STORED}),
+    Engine.LOADED: frozenset({Engine.STORED}),
+    Engine.FAILED: frozenset(),
+}
+
+S = TypeVar("S", bound=StrEnum)
+
+
+def move(table: Mapping[S, frozenset[S]], current: S, target: S, who: str) -> S:
+    """`target`, if the table allows it from `current`; raises `IllegalTransition` otherwise."""
+    if target not in table[current]:
+        raise IllegalTransition(f"{who}: {type(current).__name__} {current} -> {target}")
+    return target

@@ -1,0 +1,143 @@
+"""From a configuration to a running appliance: the daemon, its HTTP server, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from appliance.api.app import create_app
+from appliance.catalog import read_checkpoint
+from appliance.config import Config, Model, warnings
+from appliance.daemon import Daemon, Limits, ServedModel
+from appliance.journal import Journal, Setup
+from appliance.tokens import Tokenizer
+from appliance.vocabulary import ModelSpec, Slo
+from appliance.wire import WorkerModel
+
+DRAIN_SECONDS = 3
+
+log = logging.getLogger("appliance.serve")
+
+
+def serve(config: Config) -> int:
+    """Run until told to stop; returns the exit status. Raises what `make_daemon` raises."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for warning in warnings(config):
+        log.warning("%s", warning)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config))
+
+
+async def _serve(config: Config) -> int:
+    daemon = make_daemon(config)
+    server = make_server(daemon, config)
+    failures: list[BaseException] = []
+
+    def fail(error: BaseException) -> None:
+        log.critical("the daemon cannot go on", exc_info=error)
+        failures.append(error)
+        server.should_exit = True
+
+    daemon.on_failure = fail
+    daemon.start()
+    try:
+        await server.serve()
+    finally:
+        await daemon.stop()
+    return 1 if failures or not server.started else 0
+
+
+def make_daemon(config: Config) -> Daemon:
+    """The daemon that a configuration describes, not started yet.
+
+    Raises `PolicyError`, `CheckpointError`, `TokenizerError` or `OSError` for what cannot be had.
+    """
+    devices = config.devices
+    models = [_served(model) for model in config.models]
+    setup = Setup(
+        models=tuple(model.spec for model in models),
+        instances=devices.instances,
+        host_bytes=int(devices.host_cache_bytes // devices.slab_bytes * devices.slab_bytes),
+        slab_bytes=int(devices.slab_bytes),
+        policies=config.policy.use,
+        parameters=config.policy.parameters,
+    )
+    return Daemon(
+        setup,
+        models,
+        devices.slabs,
+        share_cpus(sorted(os.sched_getaffinity(0)), devices.instances),
+        Limits(config.api.max_queue, float(config.api.progress_deadline_seconds)),
+        Journal(Path(config.journal.path), setup) if config.journal.path else None,
+    )
+
+
+def make_server(daemon: Daemon, config: Config) -> uvicorn.Server:
+    """The HTTP server in front of a daemon. It handles SIGINT and SIGTERM while it serves."""
+    app = create_app(
+        daemon,
+        keep_alive_seconds=config.api.keep_alive_seconds,
+        max_body_bytes=config.api.max_body_bytes,
+    )
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=config.api.bind.host,
+            port=config.api.bind.port,
+            log_level=logging.WARNING,
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+            lifespan="off",
+        )
+    )
+
+
+def share_cpus(allowed: Sequence[int], instances: int) -> list[str]:
+    """The processors of each instance, in vLLM's notation.
+
+    They are dealt out evenly; one is left to the daemon if there are more than instances. With
+    fewer processors than instances they are shared.
+    """
+    usable = allowed[:-1] if len(allowed) > instances else allowed
+    size = max(1, len(usable) // instances)
+    starts = [(number * size) % len(usable) for number in range(instances)]
+    return [",".join(map(str, usable[start : start + size])) for start in starts]
+
+
+def _served(model: Model) -> ServedModel:
+    path = Path(model.path)
+    entry = read_checkpoint(model.name, path, model.dtype)
+    return ServedModel(
+        spec=ModelSpec(
+            name=model.name,
+            weight_bytes=entry.weight_bytes,
+            max_context_tokens=model.max_context,
+            max_batch=model.max_batch,
+            slo=Slo(
+                ttft_seconds=float(model.slo.ttft_seconds),
+                tbt_seconds=float(model.slo.tbt_seconds),
+            ),
+        ),
+        worker=WorkerModel(
+            name=model.name,
+            path=model.path,
+            dtype=model.dtype,
+            max_context=model.max_context,
+            max_batch=model.max_batch,
+        ),
+        tokenizer=Tokenizer.load(path),
+        created=entry.created,
+    )
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop

@@ -1,0 +1,402 @@
+"""The words of the appliance: frozen nouns, the facts that happen, the orders that are given.
+
+One word per thing:
+
+* model     -- a catalogue entry; served by name, built once per instance into an engine.
+* instance  -- one GPU, one tensor-parallel group, or one slice of the CPU; one worker process.
+* role      -- what an instance does for requests: prefill, decode, or both (mixed).
+* slab      -- the unit of physical memory on a tier (``devices.slab`` bytes).
+* block     -- the KV cache of ``block_tokens`` consecutive tokens of one request, all layers.
+* group     -- the blocks that become usable together when their slabs are mapped on a device.
+* turn      -- a stretch of decoding steps that one model gets on one instance; its quota is seconds.
+* round     -- the turns of an instance, one per model with work, until every one had its own.
+* switch    -- another model becomes the one that runs on an instance.
+
+Events are facts in the past tense, commands are imperatives. Both are ``msgspec`` structs, so the
+same object goes through the machine, over the wire to a worker, and into the journal.
+Sizes are bytes unless the name says slabs, blocks or tokens; times are seconds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+RequestId: TypeAlias = str
+ModelName: TypeAlias = str
+InstanceId: TypeAlias = int
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """A frozen noun."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A fact that the scheduling machine is told."""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An order that the scheduling machine gives."""
+
+
+# --- nouns ---------------------------------------------------------------------------------------
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class RequestClass(StrEnum):
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended: the model stopped, the length limit, the client left, or an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class TurnEnd(StrEnum):
+    """Why a turn ended."""
+
+    QUOTA = "quota"
+    DRAINED = "drained"
+    PREEMPTED = "preempted"
+    KV_FULL = "kv_full"
+
+
+class Direction(StrEnum):
+    """Where swapped KV moves: ``out`` of a device to the host tier, or ``in`` to a device."""
+
+    OUT = "out"
+    IN = "in"
+
+
+class Slo(Word, frozen=True):
+    """Service level: seconds to the first token, seconds between tokens."""
+
+    ttft_seconds: float
+    tbt_seconds: float
+
+
+class KvShape(Word, frozen=True):
+    """The KV cache geometry of one model on one kind of instance.
+
+    ``block_bytes`` holds ``block_tokens`` tokens of every layer. On a device, mapping
+    ``group_slabs`` slabs makes at least ``group_blocks`` blocks usable.
+    """
+
+    block_tokens: int
+    block_bytes: int
+    group_blocks: int
+    group_slabs: int
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def slabs(self, blocks: int) -> int:
+        """Device slabs that are enough for `blocks` blocks when none is mapped yet."""
+        return -(-blocks // self.group_blocks) * self.group_slabs
+
+
+class ModelSpec(Word, frozen=True):
+    """What the machine knows of a catalogued model before any engine is built."""
+
+    name: ModelName
+    weight_bytes: int
+    max_context_tokens: int
+    max_batch: int
+    slo: Slo
+
+
+class RequestSpec(Word, frozen=True):
+    """A request as the machine sees it: sizes and promises, never the text or the true length."""
+
+    id: RequestId
+    model: ModelName
+    prompt_tokens: int
+    max_tokens: int
+    slo: Slo
+    request_class: RequestClass = RequestClass.INTERACTIVE
+
+
+class KvMove(Word, frozen=True):
+    """One request's KV on its way: where its blocks lie (or will lie) in the host tier, in bytes."""
+
+    request: RequestId
+    host_offsets: tuple[int, ...]
+
+
+class TokenCount(Word, frozen=True):
+    """How many tokens a request got in a step, and whether that ended it."""
+
+    request: RequestId
+    count: int
+    finished: FinishReason | None = None
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+class InstanceUp(Event, frozen=True):
+    """A worker connected; its pool holds `slabs` slabs."""
+
+    instance: InstanceId
+    slabs: int
+
+
+class InstanceLost(Event, frozen=True):
+    """A worker died; nothing on its device survives. The host tier does."""
+
+    instance: InstanceId
+
+
+class ModelBuilt(Event, frozen=True):
+    """An engine exists on the instance. Its weights need `weight_slabs` slabs on the device."""
+
+    instance: InstanceId
+    model: ModelName
+    weight_slabs: int
+    kv: KvShape
+
+
+class ModelFailed(Event, frozen=True):
+    """An engine could not be built; the model is not served by this instance."""
+
+    instance: InstanceId
+    model: ModelName
+    reason: str
+
+
+class WeightsStored(Event, frozen=True):
+    """The instance can load the model from the master image in the host tier."""
+
+    instance: InstanceId
+    model: ModelName
+
+
+class ModelLoaded(Event, frozen=True):
+    """The model's weights are in place on the device."""
+
+    instance: InstanceId
+    model: ModelName
+    moved_bytes: int
+    seconds: float
+    prefetched: bool = False
+
+
+class RequestArrived(Event, frozen=True):
+    request: RequestSpec
+
+
+class RequestCancelled(Event, frozen=True):
+    """Nobody waits for the request any more."""
+
+    request: RequestId
+
+
+class RequestFailed(Event, frozen=True):
+    """The engine refuses the request, and why."""
+
+    instance: InstanceId
+    model: ModelName
+    request: RequestId
+    reason: str
+
+
+class PrefillDone(Event, frozen=True):
+    """The prompt is computed (its first token was reported as produced). `kv_slabs` are mapped."""
+
+    instance: InstanceId
+    model: ModelName
+    request: RequestId
+    kv_slabs: int
+    seconds: float
+
+
+class PrefillDeferred(Event, frozen=True):
+    """The prompt did not fit the slabs it was allowed; nothing of it is kept."""
+
+    instance: InstanceId
+    model: ModelName
+    request: RequestId
+    kv_slabs: int
+
+
+class TokensProduced(Event, frozen=True):
+    instance: InstanceId
+    model: ModelName
+    tokens: tuple[TokenCount, ...]
+
+
+class TurnEnded(Event, frozen=True):
+    """A turn is over after `seconds` of decoding in `steps` steps. `kv_slabs` stay mapped."""
+
+    instance: InstanceId
+    model: ModelName
+    turn: int
+    reason: TurnEnd
+    steps: int
+    seconds: float
+    kv_slabs: int
+
+
+class KvMoved(Event, frozen=True):
+    """A `MoveKv` ended. Requests in `missing` had nothing to move (they ended before)."""
+
+    instance: InstanceId
+    model: ModelName
+    direction: Direction
+    moved: tuple[RequestId, ...]
+    missing: tuple[RequestId, ...]
+    moved_bytes: int
+    seconds: float
+    kv_slabs: int
+
+
+# --- commands ------------------------------------------------------------------------------------
+# A worker carries the commands of an instance out in the order given, except `Preempt` and
+# `Release`, which take effect at the next step boundary, and `PrefetchModel`, which goes on in the
+# background until `LoadModel` or `EvictModel` of the same model joins it.
+
+
+class BuildModel(Command, frozen=True):
+    """Make the engine of a model (once per worker)."""
+
+    instance: InstanceId
+    model: ModelName
+
+
+class StoreWeights(Command, frozen=True):
+    """Keep the master image in these host slabs (byte offsets); write it there first if `fill`."""
+
+    instance: InstanceId
+    model: ModelName
+    host_offsets: tuple[int, ...]
+    fill: bool
+
+
+class LoadModel(Command, frozen=True):
+    """Put the weights in place on the device; a switch to `model` begins."""
+
+    instance: InstanceId
+    model: ModelName
+
+
+class PrefetchModel(Command, frozen=True):
+    """As `LoadModel`, beside whatever runs."""
+
+    instance: InstanceId
+    model: ModelName
+
+
+class EvictModel(Command, frozen=True):
+    """Unmap the weights. They are never copied out."""
+
+    instance: InstanceId
+    model: ModelName
+
+
+class RunPrefill(Command, frozen=True):
+    """Compute a prompt and produce one token; the model may map at most `kv_slabs` slabs of KV."""
+
+    instance: InstanceId
+    model: ModelName
+    request: RequestId
+    kv_slabs: int
+
+
+class RunTurn(Command, frozen=True):
+    """Decode `requests` for `quota_seconds`; the model may map at most `kv_slabs` slabs of KV."""
+
+    instance: InstanceId
+    model: ModelName
+    turn: int
+    requests: tuple[RequestId, ...]
+    quota_seconds: float
+    kv_slabs: int
+
+
+class Preempt(Command, frozen=True):
+    """End the turn at the next step; its requests keep their KV."""
+
+    instance: InstanceId
+    turn: int
+
+
+class MoveKv(Command, frozen=True):
+    """Move KV between the device and the host tier; an outward move frees the device blocks.
+
+    An inward move may map slabs until the model holds `kv_slabs`.
+    """
+
+    instance: InstanceId
+    model: ModelName
+    direction: Direction
+    moves: tuple[KvMove, ...]
+    kv_slabs: int
+
+
+class Release(Command, frozen=True):
+    """Forget a request and free its device blocks."""
+
+    instance: InstanceId
+    model: ModelName
+    request: RequestId
+
+
+class Finish(Command, frozen=True):
+    """The request ended; the client is told why."""
+
+    request: RequestId
+    reason: FinishReason
+
+
+class Reject(Command, frozen=True):
+    """The request cannot be served, and why; `code` is a stable word for programs."""
+
+    request: RequestId
+    code: str
+    message: str
+
+
+AnyEvent: TypeAlias = (
+    InstanceUp
+    | InstanceLost
+    | ModelBuilt
+    | ModelFailed
+    | WeightsStored
+    | ModelLoaded
+    | RequestArrived
+    | RequestCancelled
+    | RequestFailed
+    | PrefillDone
+    | PrefillDeferred
+    | TokensProduced
+    | TurnEnded
+    | KvMoved
+)
+
+AnyCommand: TypeAlias = (
+    BuildModel
+    | StoreWeights
+    | LoadModel
+    | PrefetchModel
+    | EvictModel
+    | RunPrefill
+    | RunTurn
+    | Preempt
+    | MoveKv
+    | Release
+    | Finish
+    | Reject
+)

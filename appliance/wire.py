@@ -1,0 +1,158 @@
+"""Frames between the daemon and a worker: a length, then one msgpack object. No pickle.
+
+Down go the machine's commands for that instance, and `AddSequence` before the first command that
+names a request the worker does not know. Up come the machine's events, and `Tokens`, which carries
+what the machine must not see. Frames of one direction keep their order.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from appliance import vocabulary as v
+from appliance.engines.protocol import Produced, SequenceSpec
+
+PROTOCOL_VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+HEADER: Final = struct.Struct("<I")
+
+
+class WorkerModel(msgspec.Struct, frozen=True):
+    """A model as a worker needs it to build its engine."""
+
+    name: str
+    path: str
+    dtype: str
+    max_context: int
+    max_batch: int
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    """The first frame down: what the worker is. `host_bytes` sizes the inherited host tier;
+    `cpus` are the processors of a CPU instance, as in ``0-3,8``."""
+
+    version: int
+    instance: int
+    cpus: str
+    slabs: int
+    slab_bytes: int
+    host_bytes: int
+    models: list[WorkerModel]
+
+
+class AddSequence(msgspec.Struct, frozen=True, tag=True):
+    """Make a request known to the worker, with all it needs to compute it."""
+
+    sequence: SequenceSpec
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the worker after what was ordered before."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first frame up: the worker is ready for commands, its pool holds `slabs` slabs."""
+
+    version: int
+    instance: int
+    pid: int
+    slabs: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """Tokens of one step of one model."""
+
+    instance: int
+    model: str
+    produced: list[Produced]
+
+
+class PoolReport(msgspec.Struct, frozen=True, tag=True):
+    """Slabs by owner (``weights:<model>``, ``kv:<model>``, ``free``) and the most ever mapped."""
+
+    instance: int
+    slabs: dict[str, int]
+    high_water_slabs: int
+
+
+Down: TypeAlias = (
+    Configure
+    | AddSequence
+    | Shutdown
+    | v.BuildModel
+    | v.StoreWeights
+    | v.LoadModel
+    | v.PrefetchModel
+    | v.EvictModel
+    | v.RunPrefill
+    | v.RunTurn
+    | v.Preempt
+    | v.MoveKv
+    | v.Release
+)
+Up: TypeAlias = (
+    Hello
+    | Tokens
+    | PoolReport
+    | v.ModelBuilt
+    | v.ModelFailed
+    | v.WeightsStored
+    | v.ModelLoaded
+    | v.RequestFailed
+    | v.PrefillDone
+    | v.PrefillDeferred
+    | v.TurnEnded
+    | v.KvMoved
+)
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def encode(message: Down | Up) -> bytes:
+    """A whole frame."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+M = TypeVar("M")
+
+
+class Decoder(Generic[M]):
+    """Turns received bytes into messages of one direction (`Down` or `Up`).
+
+    Raises `msgspec.DecodeError` on a frame of the wrong form and `ValueError` on one too long.
+    """
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[M]:
+        """Messages completed by `data`; a partial frame waits for the next call."""
+        self._buffer += data
+        messages: list[M] = []
+        start = 0
+        while len(self._buffer) - start >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"frame of {length} bytes exceeds {MAX_FRAME_BYTES}")
+            end = start + HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decoder.decode(self._buffer[start + HEADER.size : end]))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+
+def decoder_of_commands() -> Decoder[Down]:
+    """For a worker."""
+    return Decoder(msgspec.msgpack.Decoder(Down))
+
+
+def decoder_of_reports() -> Decoder[Up]:
+    """For the daemon."""
+    return Decoder(msgspec.msgpack.Decoder(Up))

@@ -1,0 +1,151 @@
+"""What the engine tests share: tiny checkpoints, and engines over one small pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from appliance.engines.protocol import Produced, Sampling, SequenceSpec
+
+SLAB = 256 * 1024
+POOL_SLABS = 64
+VOCAB = 512
+EOS = 2
+
+# name -> (configuration class, its arguments): four KV shapes, three architectures.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": (
+        "LlamaConfig",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen2-gqa": (
+        "Qwen2Config",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-128": (
+        "Qwen3Config",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "llama-96": (
+        "LlamaConfig",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 96,
+            "num_hidden_layers": 2,
+        },
+    ),
+}
+
+
+def make_checkpoint(folder: Path, name: str) -> str:
+    """A random float32 checkpoint whose greedy output does not end early by chance."""
+    import torch
+    import transformers
+
+    kind, special = MODELS[name]
+    config = getattr(transformers, kind)(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+        torch_dtype="float32",
+        **special,
+    )
+    torch.manual_seed(sum(name.encode()))
+    path = folder / name
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(path)
+    return str(path)
+
+
+Baseline = Callable[[str, list[tuple[int, ...]], list[Sampling]], list[list[int]]]
+
+
+@dataclass
+class House:
+    """Engines over one arena and one host tier, with the places that the ledger would hand out."""
+
+    arena: Any
+    host: Any
+    engines: dict[str, Any] = field(default_factory=dict)
+    images: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _next: int = 0
+
+    def places(self, count: int, nbytes: int) -> tuple[int, ...]:
+        """New places in the host tier, in descending order, so that none continues another."""
+        first = self._next
+        self._next += count * nbytes
+        assert self._next <= self.host.nbytes, "the test's host tier is too small"
+        return tuple(reversed(range(first, self._next, nbytes)))
+
+    def swap_places(self, engine: Any, tokens: int) -> tuple[int, ...]:
+        return self.places(engine.kv.blocks(tokens), engine.kv.block_bytes)
+
+    def build(self, model: str, path: str, *, image: tuple[int, ...] = ()) -> Any:
+        """Build an engine and store its weights (in the image of another engine, if given)."""
+        from appliance.engines.vllm.engine import VllmEngine
+
+        engine = VllmEngine.build(
+            model,
+            path,
+            dtype="float32",
+            max_context=1024,
+            max_batch=16,
+            arena=self.arena,
+            host=self.host,
+        )
+        self.images[model] = image or self.places(engine.weight_slabs, self.arena.slab_bytes)
+        engine.store_weights(self.images[model], fill=not image)
+        self.engines[model] = engine
+        return engine
+
+    def idle(self) -> None:
+        """Nobody has anything: every slab is free again."""
+        for engine in self.engines.values():
+            engine.evict_weights()
+            assert engine.trim() == 0
+            assert not engine._scheduler.requests
+            assert not engine._runner.requests
+            engine._pool.check_integrity()
+        self.arena.check_integrity()
+        assert self.arena.free == self.arena.slabs
+        assert self.arena.high_water <= self.arena.slabs
+        self._next = max((max(i) + self.arena.slab_bytes for i in self.images.values()), default=0)
+
+
+def make_house() -> House:
+    from appliance.memory.arena import Arena
+    from appliance.memory.hosttier import HostTier
+    from appliance.memory.vmm_host import HostVmm
+
+    return House(Arena(HostVmm(POOL_SLABS, SLAB)), HostTier.create(256 << 20))
+
+
+def sequence(
+    model: str, name: str, prompt: tuple[int, ...], sampling: Sampling, output: tuple[int, ...] = ()
+) -> SequenceSpec:
+    return SequenceSpec(request=name, model=model, prompt=prompt, output=output, sampling=sampling)
+
+
+def tokens(produced: list[Produced]) -> list[int]:
+    return [one.token for one in produced]

@@ -1,0 +1,98 @@
+"""Interleaved models in a pool far smaller than their sum answer as plain vLLM does alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appliance.engines.protocol import Produced, Sampling
+from tests.engine.house import Baseline, House, sequence, tokens
+
+LENGTH = 24
+
+
+def prompts(model: str) -> list[tuple[int, ...]]:
+    """Three prompts: shorter than a block, ending on one, and over several."""
+    start = 3 + sum(model.encode()) % 50
+    return [tuple(start + i * 7 % 400 for i in range(n)) for n in (5, 64, 90)]
+
+
+class Player:
+    """One model's requests, of which nothing but the host tier survives between two turns."""
+
+    def __init__(self, house: House, model: str, sampling: Sampling) -> None:
+        self.engine: Any = house.engines[model]
+        self.outputs: dict[str, list[int]] = {}
+        self.places: dict[str, tuple[int, ...]] = {}
+        self.live: list[str] = []
+        for number, prompt in enumerate(prompts(model)):
+            name = f"{model}/{number}"
+            self.engine.add(sequence(model, name, prompt, sampling))
+            self.outputs[name] = []
+            self.places[name] = house.swap_places(self.engine, len(prompt) + sampling.max_tokens)
+            self.live.append(name)
+
+    def turn(self, steps: int, slabs: int) -> None:
+        """Weights and KV in, a few steps, everything out."""
+        self.engine.load_weights()
+        for name in self.live:
+            if self.outputs[name]:
+                self.engine.swap_in(name, self.places[name], slabs)
+            else:
+                self.take(self.engine.prefill(name, slabs))
+        for _ in range(steps):
+            self.take(self.engine.step(self.live, slabs))
+        for name in self.live:
+            self.engine.swap_out(name, self.places[name])
+        assert self.engine.trim() == 0
+        self.engine.evict_weights()
+
+    def take(self, produced: list[Produced]) -> None:
+        for one in produced:
+            self.outputs[one.request].append(one.token)
+            if one.finished:
+                self.live.remove(one.request)
+
+
+@pytest.mark.parametrize("models", [["llama-mha", "qwen2-gqa", "qwen3-128"], ["llama-96"]])
+def test_outputs_equal_plain_vllm(house: House, plain_vllm: Baseline, models: list[str]) -> None:
+    """Weights reloaded and KV swapped between every three tokens change no token."""
+    sampling = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+    players = {model: Player(house, model, sampling) for model in models}
+
+    while any(player.live for player in players.values()):
+        for player in players.values():
+            player.turn(3, 40)
+            house.arena.check_integrity()
+
+    for model, player in players.items():
+        expected = plain_vllm(model, prompts(model), [sampling] * 3)
+        assert list(player.outputs.values()) == expected
+        assert all(len(output) == LENGTH for output in expected)
+
+
+def test_pool_is_smaller_than_the_models(house: House) -> None:
+    """The test above would prove nothing in a pool with room for all."""
+    weights = sum(engine.weight_slabs for engine in house.engines.values())
+    longest = sum(engine.kv.slabs(engine.kv.blocks(1024)) for engine in house.engines.values())
+    assert weights + longest > house.arena.slabs
+
+
+def test_two_models_resident_at_once(house: House, plain_vllm: Baseline) -> None:
+    """Stepping two engines in turn, token by token, mixes nothing up."""
+    sampling = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+    models = ["qwen2-gqa", "llama-96"]
+    outputs: dict[str, list[int]] = {}
+    for model in models:
+        engine = house.engines[model]
+        engine.load_weights()
+        engine.add(sequence(model, "same-id", prompts(model)[2], sampling))
+        outputs[model] = tokens(engine.prefill("same-id", 40))
+
+    for _ in range(11):
+        for model in models:
+            outputs[model] += tokens(house.engines[model].step(["same-id"], 40))
+
+    for model in models:
+        assert [outputs[model]] == plain_vllm(model, [prompts(model)[2]], [sampling])

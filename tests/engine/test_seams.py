@@ -1,0 +1,136 @@
+"""What the adapter takes for granted inside vLLM; each fails loudly when vLLM moves."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from tests.engine.house import House
+
+
+def test_version_and_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pinned version passes, another one is refused."""
+    import vllm
+
+    from appliance.engines.vllm.seams import SeamMoved, check_seams
+
+    check_seams()
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    with pytest.raises(SeamMoved, match=r"0\.33\.0"):
+        check_seams()
+
+
+def test_every_manager_uses_the_elastic_pool(house: House) -> None:
+    """No part of vLLM's scheduler still holds the block pool that it made itself."""
+    import gc
+
+    from vllm.v1.core.block_pool import BlockPool
+
+    from appliance.engines.vllm.scheduler import ElasticBlockPool
+
+    for engine in house.engines.values():
+        manager = engine._scheduler.kv_cache_manager
+        pool = manager.block_pool
+        assert isinstance(pool, ElasticBlockPool)
+        assert manager.coordinator.block_pool is pool
+        for single in manager.coordinator.single_type_managers:
+            assert single.block_pool is pool
+            assert single._null_block is pool.null_block
+    stock = [o for o in gc.get_objects() if type(o) is BlockPool]
+    assert not stock
+
+
+def test_kv_cache_lies_in_the_reserved_range(house: House) -> None:
+    """Every layer's cache is a view of the region, with the strides the geometry says."""
+    for engine in house.engines.values():
+        geometry = engine._pool.geometry
+        caches = engine._runner.kv_caches
+        assert len(caches) == geometry.layers
+        for layer, cache in enumerate(caches):
+            assert cache.data_ptr() == engine._kv_addresses.start + layer * geometry.layer_bytes
+            assert cache.stride(0) * cache.element_size() == geometry.layer_block_bytes
+            assert cache.shape[0] == geometry.blocks
+
+
+def test_parameters_lie_in_the_region(house: House) -> None:
+    """No parameter keeps memory of its own, and tied weights are stored once."""
+    for name, engine in house.engines.items():
+        region = engine._weights.region
+        end = region.address + region.slots * house.arena.slab_bytes
+        parameters = dict(engine._runner.get_model().named_parameters())
+        assert all(region.address <= p.data_ptr() < end for p in parameters.values())
+        embeddings = [p for n, p in parameters.items() if "embed_tokens" in n or "lm_head" in n]
+        assert len(embeddings) == (1 if name == "qwen2-gqa" else 2)
+
+
+def test_packed_weights_are_found(house: House) -> None:
+    """A layer that kept a packed copy would be noticed when the weights are stored."""
+    import torch
+
+    from appliance.engines.vllm.parameters import PackedWeights, check_unpacked
+
+    engine = house.engines["llama-mha"]
+    model = engine._runner.get_model()
+    check_unpacked(model, engine._weights, engine._kv_addresses)
+    linear = next(m for m in model.modules() if hasattr(m, "cpu_linear"))
+    plain, packed = linear.cpu_linear, torch.zeros(4, 4)
+    try:
+        linear.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+        with pytest.raises(PackedWeights, match="packed copy"):
+            check_unpacked(model, engine._weights, engine._kv_addresses)
+    finally:
+        linear.cpu_linear = plain
+    linear.own_copy = packed
+    try:
+        with pytest.raises(PackedWeights, match="own_copy"):
+            check_unpacked(model, engine._weights, engine._kv_addresses)
+    finally:
+        del linear.own_copy
+
+
+def test_preemption_is_impossible(house: House) -> None:
+    """vLLM's way out of too few blocks would recompute a request; it must never be taken."""
+    engine = house.engines["llama-mha"]
+    request = type("R", (), {"request_id": "r"})()
+    with pytest.raises(AssertionError, match="blocks were promised"):
+        engine._scheduler._preempt_request(request, 0.0)
+
+
+def test_sampler_draws_one_integer_per_token() -> None:
+    """`seeded_generator` replays what vLLM's CPU sampler takes from a request's generator."""
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    source = inspect.getsource(TopKTopPSampler.forward_cpu)
+    assert "seeds[i] = torch.randint(\n                0, 2**31, (1,), generator=gen" in source
+    sampler = TopKTopPSampler()
+    used, replayed = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+    for _ in range(3):
+        sampler(torch.zeros(1, 64), {0: used}, None, None)
+        torch.randint(0, 2**31, (1,), generator=replayed, dtype=torch.long)
+    assert torch.equal(used.get_state(), replayed.get_state())
+
+
+def test_mixed_kv_shapes_are_refused() -> None:
+    """A model whose layers keep their KV differently is named, not served wrongly."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    from appliance.engines.vllm.worker import ArenaWorker, UnsupportedKvCache
+
+    def worker(*specs: object) -> ArenaWorker:
+        made = object.__new__(ArenaWorker)
+        layers = {f"layer.{i}": spec for i, spec in enumerate(specs)}
+        made.model_runner = type("Runner", (), {"get_kv_cache_spec": lambda self: layers})()
+        return made
+
+    common = {"block_size": 32, "num_kv_heads": 2, "dtype": torch.float32}
+    full = FullAttentionSpec(head_size=32, **common)
+    window = SlidingWindowSpec(head_size=32, sliding_window=64, **common)
+    with pytest.raises(UnsupportedKvCache, match="differ"):
+        worker(full, window).determine_available_memory()
+    with pytest.raises(UnsupportedKvCache, match="full attention"):
+        worker(window, window).determine_available_memory()
+    with pytest.raises(UnsupportedKvCache, match="differ"):
+        worker().determine_available_memory()

@@ -1,0 +1,170 @@
+"""An appliance in memory for tests of the API: its tokenizer is real, its models are scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import lru_cache
+
+import msgspec
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from appliance.api.service import (
+    Activity,
+    GenerationFailed,
+    InstanceActivity,
+    ModelActivity,
+    ModelCard,
+    ModelNotFound,
+    QueueFull,
+    Readiness,
+    SubmitRequest,
+)
+from appliance.engines.protocol import Produced, TokenLogprob
+from appliance.tokens import ChatTemplate, Tokenizer
+from appliance.vocabulary import FinishReason
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "héllo wörld",
+    "hello world, one two three",
+]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+EOS = "<eos>"
+
+
+@lru_cache
+def byte_level_encoder() -> tokenizers.Tokenizer:
+    """A byte-level BPE of 300 tokens; id 0 is the special end-of-text token."""
+    encoder = tokenizers.Tokenizer(models.BPE())
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(CORPUS * 5, trainer)
+    return encoder
+
+
+@lru_cache
+def small_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_encoder(), ChatTemplate(TEMPLATE, {"eos_token": EOS}))
+
+
+class FakeGeneration:
+    """A sequence whose tokens the test feeds."""
+
+    def __init__(self, request: SubmitRequest) -> None:
+        self.request = request
+        self.id = request.id
+        self.cancelled = asyncio.Event()
+        self.drained = asyncio.Event()
+        """The first batch was taken, and the next one was asked for."""
+        self.reason: FinishReason | None = None
+        self._batches: asyncio.Queue[list[Produced] | GenerationFailed | None] = asyncio.Queue()
+
+    def feed(self, tokens: Sequence[int], end: FinishReason | None = None) -> None:
+        """One batch; `end` goes with its last token."""
+        self._put([self._produced(token, self._logprobs(token)) for token in tokens], end)
+
+    def feed_bare(self, tokens: Sequence[int], end: FinishReason | None = None) -> None:
+        """The same without the log probabilities, whether asked for or not."""
+        self._put([self._produced(token, ()) for token in tokens], end)
+
+    def _produced(self, token: int, logprobs: tuple[TokenLogprob, ...]) -> Produced:
+        return Produced(request=self.id, token=token, logprobs=logprobs)
+
+    def _put(self, batch: list[Produced], end: FinishReason | None) -> None:
+        batch[-1] = msgspec.structs.replace(batch[-1], finished=end)
+        self._batches.put_nowait(batch)
+
+    def say(self, text: str, end: FinishReason | None = FinishReason.LENGTH) -> None:
+        """Every token of `text` as a batch of its own."""
+        tokens = small_tokenizer().encode(text)
+        for token in tokens[:-1]:
+            self.feed([token])
+        self.feed(tokens[-1:], end)
+
+    def fail(self, error: GenerationFailed) -> None:
+        self._batches.put_nowait(error)
+
+    def _logprobs(self, token: int) -> tuple[TokenLogprob, ...]:
+        wanted = self.request.sampling.logprobs
+        if wanted is None:
+            return ()
+        ranked = [TokenLogprob(1 + i, -float(i + 1), i + 1) for i in range(wanted)]
+        return (TokenLogprob(token, float("-inf"), 7), *ranked)
+
+    async def __aiter__(self) -> AsyncIterator[list[Produced]]:
+        while (batch := await self._batches.get()) is not None:
+            if isinstance(batch, GenerationFailed):
+                raise batch
+            yield batch
+            self.drained.set()
+            if batch[-1].finished is not None:
+                return
+
+    def cancel(self, reason: FinishReason) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self.cancelled.set()
+            self._batches.put_nowait(None)
+
+
+class FakeService:
+    """Two models, one with a slash in its name. `script` runs for every request as it comes."""
+
+    def __init__(self, script: Callable[[FakeGeneration], None] | None = None) -> None:
+        self.script = script
+        self.submitted: list[FakeGeneration] = []
+        self.arrivals: asyncio.Queue[FakeGeneration] = asyncio.Queue()
+        self.room = 1000
+        self.reasons: tuple[str, ...] = ()
+        self.text = small_tokenizer()
+        self._cards = {
+            name: ModelCard(id=name, created=1_700_000_000, max_context_tokens=200)
+            for name in ("small", "org/small")
+        }
+
+    def models(self) -> list[ModelCard]:
+        return list(self._cards.values())
+
+    def model(self, name: str) -> ModelCard:
+        if name not in self._cards:
+            raise ModelNotFound(name)
+        return self._cards[name]
+
+    def tokenizer(self, name: str) -> Tokenizer:
+        self.model(name)
+        return self.text
+
+    def submit(self, request: SubmitRequest) -> FakeGeneration:
+        if len(self.submitted) >= self.room:
+            raise QueueFull(2.4)
+        generation = FakeGeneration(request)
+        self.submitted.append(generation)
+        self.arrivals.put_nowait(generation)
+        if self.script is not None:
+            self.script(generation)
+        return generation
+
+    def readiness(self) -> Readiness:
+        return Readiness(ok=not self.reasons, reasons=self.reasons)
+
+    def activity(self) -> Activity:
+        return Activity(
+            version="1",
+            uptime_seconds=1.5,
+            instances=(InstanceActivity(instance=0, role="mixed", state="up"),),
+            models=(ModelActivity(model="small", state="device", residency={"0": "device"}),),
+        )
+
+    def metrics(self) -> bytes:
+        return b"some_metric 1\n"

@@ -1,0 +1,134 @@
+"""A whole box of doubles around a real machine: feeds events in, carries commands out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.memory.ledger import HostLedger
+from appliance.policies import load_stack
+from appliance.scheduling.machine import Machine
+from appliance.vocabulary import (
+    Command,
+    Event,
+    Finish,
+    InstanceLost,
+    InstanceUp,
+    KvShape,
+    ModelSpec,
+    Reject,
+    RequestArrived,
+    RequestCancelled,
+    RequestSpec,
+    Slo,
+)
+from tests.unit.instance_double import InstanceDouble, Life, ModelDouble, World
+
+SLO = Slo(ttft_seconds=10.0, tbt_seconds=0.1)
+SLAB = 1000
+
+
+def shape(group_blocks: int = 4, group_slabs: int = 2, block_bytes: int = 300) -> KvShape:
+    return KvShape(
+        block_tokens=16,
+        block_bytes=block_bytes,
+        group_blocks=group_blocks,
+        group_slabs=group_slabs,
+    )
+
+
+class FloorDouble:
+    """`models` on `instances` instances of `slabs` slabs each, and a host tier of `host_slabs`.
+
+    Time advances by a millisecond per event. Every command and event is kept, in order.
+    """
+
+    def __init__(
+        self,
+        models: dict[str, ModelDouble],
+        *,
+        policy: str = "aegaeon",
+        instances: int = 1,
+        slabs: int = 20,
+        host_slabs: int = 200,
+        max_context: int = 256,
+        max_batch: int = 64,
+        use: Sequence[str] | None = None,
+    ) -> None:
+        self.world = World(models)
+        self.slabs = slabs
+        self.machine = Machine(
+            [
+                ModelSpec(
+                    name=name,
+                    weight_bytes=model.weight_slabs * SLAB,
+                    max_context_tokens=max_context,
+                    max_batch=max_batch,
+                    slo=SLO,
+                )
+                for name, model in models.items()
+            ],
+            instances,
+            HostLedger(host_slabs * SLAB, SLAB),
+            load_stack(use or [policy], {}),
+        )
+        self.now = 0.0
+        self.journal: list[tuple[float, Event, list[Command]]] = []
+        self.up: dict[int, InstanceDouble] = {}
+
+    def tell(self, event: Event) -> list[Command]:
+        """One event into the machine; its commands reach the instances and the requests."""
+        self.now += 0.001
+        commands = self.machine.handle(event, self.now)
+        self.journal.append((self.now, event, commands))
+        self.machine.check_integrity()
+        for command in commands:
+            if isinstance(command, Finish | Reject):
+                life = self.world.lives[command.request]
+                assert life.outcome is None, "a request has one outcome"
+                life.outcome = command.reason if isinstance(command, Finish) else command.code
+            elif command.instance in self.up:
+                self.up[command.instance].order(command)
+        return commands
+
+    def start(self, *instances: int) -> None:
+        for number in instances or self.machine.instances:
+            self.up[number] = InstanceDouble(number, self.slabs, self.world)
+            self.tell(InstanceUp(instance=number, slabs=self.slabs))
+
+    def lose(self, number: int) -> None:
+        del self.up[number]
+        self.tell(InstanceLost(instance=number))
+
+    def ask(
+        self, name: str, model: str, *, prompt: int = 20, output: int = 5, limit: int | None = None
+    ) -> Life:
+        """A request arrives that will produce `output` tokens."""
+        limit = output if limit is None else limit
+        life = self.world.lives[name] = Life(model, prompt, output, limit)
+        spec = RequestSpec(id=name, model=model, prompt_tokens=prompt, max_tokens=limit, slo=SLO)
+        self.tell(RequestArrived(request=spec))
+        return life
+
+    def cancel(self, name: str) -> None:
+        self.tell(RequestCancelled(request=name))
+
+    def work(self, number: int) -> bool:
+        """One instance does its next piece of work; False if it had none."""
+        instance = self.up.get(number)
+        if instance is None or not instance.busy:
+            return False
+        for event in instance.work():
+            if number in self.up:
+                self.tell(event)
+        return True
+
+    def settle(self, limit: int = 100_000) -> int:
+        """Everybody works in turn until nobody has anything to do; returns pieces of work done."""
+        done = 0
+        while any([self.work(number) for number in list(self.up)]):
+            done += 1
+            assert done < limit, "the floor never comes to rest"
+        return done
+
+    def commands(self, kind: type[Command]) -> list[Command]:
+        return [c for _, _, commands in self.journal for c in commands if isinstance(c, kind)]

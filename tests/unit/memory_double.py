@@ -1,0 +1,42 @@
+"""A `Vmm` without memory, for tests of the bookkeeping above it."""
+
+from __future__ import annotations
+
+import errno
+
+
+class RecordingVmm:
+    """Remembers what lies where; can be told to fail after some mappings."""
+
+    def __init__(self, slabs: int, fail_after: int | None = None) -> None:
+        self.slabs = slabs
+        self.slab_bytes = 10
+        self.placed: dict[int, int] = {}
+        self.fail_after = fail_after
+        self._next = 1000
+
+    def reserve(self, nbytes: int) -> int:
+        address = self._next
+        self._next += nbytes
+        return address
+
+    def map(self, address: int, slab: int) -> None:
+        if self.fail_after is not None:
+            if not self.fail_after:
+                raise OSError(errno.ENOMEM, "ENOMEM")
+            self.fail_after -= 1
+        assert address not in self.placed
+        assert slab not in self.placed.values()
+        self.placed[address] = slab
+
+    def unmap(self, address: int) -> None:
+        del self.placed[address]
+
+    def release(self, address: int, nbytes: int) -> None:
+        assert not any(address <= place < address + nbytes for place in self.placed)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        raise AssertionError("the arena copies nothing")
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,250 @@
+"""A configuration is read whole or refused with every problem, its line and its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance import configdoc
+from appliance.config import Config, Slo, load_config, warnings
+from appliance.errors import ConfigError, Problem
+from appliance.units import Seconds
+
+ROOT = Path(__file__).parents[2]
+Make = Callable[..., Path]
+
+GOOD = """\
+[devices]
+memory = "8MiB"
+slab = "64KiB"
+host_cache = "16MiB"
+
+[[model]]
+name = "tiny"
+path = "tiny"
+max_context = 1024
+dtype = "float32"
+"""
+
+
+def write(directory: Path, text: str = GOOD) -> Path:
+    """The text as a file beside the checkpoints."""
+    path = directory / "appliance.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(directory: Path, text: str) -> list[Problem]:
+    """Everything wrong with the text."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(directory, text))
+    assert str(caught.value).splitlines() == [str(problem) for problem in caught.value.problems]
+    return list(caught.value.problems)
+
+
+def only_problem(directory: Path, text: str) -> Problem:
+    """The one thing wrong with the text."""
+    (problem,) = problems(directory, text)
+    return problem
+
+
+@pytest.fixture
+def models(tmp_path: Path, fake_checkpoint: Make) -> Path:
+    """A directory with the checkpoint `tiny`: weights of 1 MiB, 512 bytes of KV per token."""
+    fake_checkpoint()
+    return tmp_path
+
+
+def test_units_and_paths_are_resolved(models: Path) -> None:
+    """Sizes become bytes, durations seconds, and paths absolute; what is not said has a default."""
+    text = GOOD + 'slo = { ttft = "2m", tbt = "50ms" }\n[journal]\npath = "run.journal"\n'
+    config = load_config(write(models, '[api]\nbind = "[::1]:80"\nkeep_alive = "1.5s"\n' + text))
+
+    assert (config.api.bind.host, config.api.bind.port) == ("::1", 80)
+    assert config.api.keep_alive_seconds == 1.5
+    assert config.devices.memory_bytes == 8 << 20
+    assert (config.devices.slab_bytes, config.devices.slabs) == (64 << 10, 128)
+    assert config.policy.use == ("aegaeon",)
+    assert config.journal.path == str(models / "run.journal")
+    (model,) = config.models
+    assert model.path == str(models / "tiny")
+    assert model.slo == Slo(ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05))
+    assert model.max_batch == 32
+    assert warnings(config) == []
+
+
+def test_policy_parameters_reach_the_policy(models: Path) -> None:
+    """A table below [policy] is kept as it is, and checked by the policy itself."""
+    config = load_config(write(models, GOOD + "[policy.aegaeon]\nmax_group = 4\n"))
+
+    assert config.policy.parameters == {"aegaeon": {"max_group": 4}}
+
+    problem = only_problem(models, GOOD + "[policy.aegaeon]\nmax_group = 4\nmax_grop = 4\n")
+
+    assert (problem.line, problem.key) == (13, "policy.aegaeon.max_grop")
+    assert "max_grop" in problem.wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "key", "wrong", "remedy"),
+    [
+        (("slab =", "slap ="), 3, "devices.slap", "unknown key", "did you mean slab?"),
+        (("dtype =", "zzz ="), 10, "model[0].zzz", "unknown key", "use name, path, max_context"),
+        (("[devices]", "[device]\n[devices]"), 1, "device", "unknown key", "mean devices?"),
+        (('"8MiB"', "true"), 2, "devices.memory", "expected a size", "got True"),
+        (('"8MiB"', '"8 monkeys"'), 2, "devices.memory", "expected a size", "got '8 monkeys'"),
+        (('"8MiB"', '"90%"'), 2, "devices.memory", "a share is of a GPU's memory", "got '90%'"),
+        (('"8MiB"', '"0.5B"'), 2, "devices.memory", "whole number of bytes", "got '0.5B'"),
+        (('"8MiB"', "0"), 2, "devices.memory", "expected a size", "got 0"),
+        (('memory = "8MiB"\n', ""), 1, "devices.memory", "is missing", 'add memory = "192MiB"'),
+        (('"64KiB"', '"96KiB"'), 3, "devices.slab", "96KiB is not a power of two", '"2MiB"'),
+        (('"64KiB"', '"1KiB"'), 3, "devices.slab", "power of two of at least 4KiB", '"2MiB"'),
+        (('"64KiB"', '"64KiB"\ninstances = 0'), 4, "devices.instances", ">= 1", "got 0"),
+        (('"64KiB"', '"64KiB"\nkind = "gpu"'), 4, "devices.kind", "not a choice", "cuda or cpu"),
+        (('"64KiB"', '"64KiB"\nkind = "cuda"'), 4, "devices.kind", "not driven", 'use "cpu"'),
+        (("1024", '"1k"'), 9, "model[0].max_context", "expected `int`", "got '1k'"),
+        (("1024", "4096"), 9, "model[0].max_context", "more than the model's 2048", "2048 or less"),
+        (('"float32"', '"int4"'), 10, "model[0].dtype", "'int4' is not a choice", "use auto"),
+        (('"tiny"', '"a b"'), 7, "model[0].name", "match", "got 'a b'"),
+        (('path = "tiny"', 'path = "nowhere"'), 8, "model[0].path", "nowhere is not a dir", "give"),
+        (('"8MiB"', '"1MiB"'), 6, "model[0]", "tiny needs 1MiB for its weights and", "1.5MiB"),
+        (('"16MiB"', '"1MiB"'), 4, "devices.host_cache", "do not hold the weights", "above 1.5MiB"),
+    ],
+)  # fmt: skip
+def test_each_problem_says_where_what_and_how(
+    models: Path, change: tuple[str, str], line: int, key: str, wrong: str, remedy: str
+) -> None:
+    """One wrong thing is one problem: file, line, key, what is wrong, and the remedy."""
+    problem = only_problem(models, GOOD.replace(*change, 1))
+
+    assert (problem.file, problem.line, problem.key) == (
+        str(models / "appliance.toml"), line, key,
+    )  # fmt: skip
+    assert wrong in problem.wrong
+    assert remedy in problem.remedy
+    assert str(problem).startswith(f"{problem.file}:{line}: {key}: ")
+
+
+@pytest.mark.parametrize(
+    "bind", ['"nowhere"', '"localhost:http"', '"::1:80"', '":80"', '"h:65536"', "80"]
+)
+def test_addresses_are_host_and_port(models: Path, bind: str) -> None:
+    """Anything that is not host:port is refused, also an IPv6 address without brackets."""
+    problem = only_problem(models, f"[api]\nbind = {bind}\n{GOOD}")
+
+    assert (problem.line, problem.key) == (2, "api.bind")
+    assert "host:port" in problem.wrong
+
+
+@pytest.mark.parametrize("slo", ['{ ttft = "0s" }', "{ ttft = 10 }", '{ ttft = "10 years" }'])
+def test_durations_need_a_unit_and_a_length(models: Path, slo: str) -> None:
+    """A bare number, zero, and an unknown unit are refused at the inner key."""
+    problem = only_problem(models, f"{GOOD}slo = {slo}\n")
+
+    assert (problem.line, problem.key) == (11, "model[0].slo.ttft")
+    assert "duration" in problem.wrong
+
+
+def test_all_problems_are_reported_together(models: Path) -> None:
+    """Problems of several tables come in the order of the file."""
+    text = GOOD.replace('"8MiB"', '"x"').replace("dtype", "dtipe") + "[api]\nbnd = 3\n"
+
+    found = problems(models, text)
+
+    assert [(problem.line, problem.key) for problem in found] == [
+        (2, "devices.memory"), (10, "model[0].dtipe"), (11 + 1, "api.bnd"),
+    ]  # fmt: skip
+
+
+def test_names_and_policies_are_compared(models: Path) -> None:
+    """Duplicate models, and policies that are not installed or listed twice."""
+    second = GOOD[GOOD.index("[[model]]") :]
+    policy = '[policy]\nuse = ["fcsf", "aegaeon", "aegaeon"]\n[policy.prism]\nx = 1\n'
+
+    found = problems(models, policy + GOOD + second)
+
+    assert [(problem.line, problem.key) for problem in found] == [
+        (2, "policy.use"), (2, "policy.use"), (3, "policy.prism"), (16, "model[1].name"),
+    ]  # fmt: skip
+    assert "fcsf" in found[0].wrong
+    assert found[0].remedy == "did you mean fcfs?"
+    assert "twice" in found[1].wrong
+    assert "line 11 already" in found[3].wrong
+
+
+def test_what_is_no_table_is_said(models: Path) -> None:
+    """Tables given as values, a missing [devices], and a file without models."""
+    found = problems(models, "api = 3\nmodel = []\n")
+
+    assert {(problem.key, problem.wrong) for problem in found} == {
+        ("api", "expected a table, got 3"),
+        ("devices", "is missing"),
+        ("model", "expected at least one table"),
+    }
+    assert only_problem(models, GOOD[: GOOD.index("[[")]).remedy == "add [[model]] for each model"
+
+
+def test_files_that_are_not_toml_are_refused(tmp_path: Path) -> None:
+    """A file that is absent, is not text, or breaks off is one problem at its line."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "absent.toml")
+    assert only_problem(tmp_path, "[api]\nbind = \n").line == 2
+    assert "not TOML" in only_problem(tmp_path, "[api").wrong
+    path = write(tmp_path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(path)
+
+
+def test_a_tokenizer_is_needed(models: Path) -> None:
+    """A checkpoint without tokenizer.json is refused before anything starts."""
+    (models / "tiny" / "tokenizer.json").unlink()
+    problem = only_problem(models, GOOD)
+
+    assert (problem.line, problem.key) == (8, "model[0].path")
+    assert "no tokenizer.json" in problem.wrong
+
+
+def test_a_journal_needs_its_directory(models: Path) -> None:
+    """The journal's directory must be there when the appliance starts."""
+    problem = only_problem(models, GOOD + '[journal]\npath = "logs/run.journal"\n')
+
+    assert (problem.line, problem.key) == (12, "journal.path")
+
+
+def test_warnings_name_what_is_allowed_but_odd(models: Path) -> None:
+    """A public address, and memory that is not a whole number of slabs."""
+    text = GOOD.replace('"8MiB"', '"8200KiB"') + '[api]\nbind = "0.0.0.0:80"\n'
+
+    public, rest = warnings(load_config(write(models, text)))
+
+    assert "no authentication" in public
+    assert "8KiB" in rest
+
+
+def test_sample_is_generated_and_valid() -> None:
+    """etc/appliance.toml is what the schema says, and the daemon's own reader accepts it."""
+    sample = ROOT / "etc" / "appliance.toml"
+
+    assert sample.read_text(encoding="utf-8") == configdoc.generate_sample()
+    assert load_config(sample, check_files=False).devices.memory_bytes == 192 << 20
+
+
+def test_documentation_is_generated_and_complete() -> None:
+    """docs/configuration.md is what the schema says; every key has a meaning."""
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+    assert text == configdoc.generate_docs()
+    for line in text.splitlines():
+        assert not line.endswith("|  |"), f"no meaning: {line}"
+    assert "`progress_deadline`" in text
+
+
+def test_config_is_frozen(models: Path) -> None:
+    """Nobody changes the configuration of a running appliance by accident."""
+    config: Config = load_config(write(models))
+
+    with pytest.raises(AttributeError):
+        config.devices.instances = 3  # type: ignore[misc]

@@ -1,0 +1,194 @@
+"""The machine under random loads, cancellations and losses, against instances that check it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from appliance.scheduling.machine import MAX_BUILD_LOSSES
+from appliance.vocabulary import RunTurn, TurnEnded
+from tests.unit.floor_double import FloorDouble, shape
+from tests.unit.instance_double import ModelDouble
+
+POLICIES = ["fcfs", "aegaeon"]
+
+
+def models(count: int) -> dict[str, ModelDouble]:
+    """Models of different weights and KV shapes; about three of them fit 24 slabs."""
+    return {
+        f"m{index}": ModelDouble(
+            4 + index % 3, shape(3 + index % 3, 1 + index % 2, 300 + 450 * (index % 3))
+        )
+        for index in range(count)
+    }
+
+
+class BusyFloor(RuleBasedStateMachine):
+    """Anything may happen at any time; books balance, promises hold, and in the end all end."""
+
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        instances=st.integers(1, 3),
+        count=st.integers(1, 5),
+        host_slabs=st.integers(60, 160),
+        fragmentation=st.integers(0, 2),
+        steps=st.integers(1, 6),
+        max_batch=st.integers(1, 8),
+    )
+    def open(
+        self,
+        policy: str,
+        instances: int,
+        count: int,
+        host_slabs: int,
+        fragmentation: int,
+        steps: int,
+        max_batch: int,
+    ) -> None:
+        self.floor = FloorDouble(
+            models(count),
+            policy=policy,
+            instances=instances,
+            slabs=24,
+            host_slabs=host_slabs,
+            max_batch=max_batch,
+        )
+        self.fragmentation = fragmentation
+        self.steps = steps
+        self.asked = 0
+        self.losses = 0
+        self.floor.start()
+        self.tune()
+
+    def tune(self) -> None:
+        for instance in self.floor.up.values():
+            instance.fragmentation = self.fragmentation
+            instance.steps_per_turn = self.steps
+
+    @rule(data=st.data(), prompt=st.integers(1, 120), output=st.integers(1, 60))
+    def ask(self, data: st.DataObject, prompt: int, output: int) -> None:
+        model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
+        limit = data.draw(st.integers(output, 100))
+        self.floor.ask(f"r{self.asked}", model, prompt=prompt, output=output, limit=limit)
+        self.asked += 1
+
+    @rule(number=st.integers(0, 2), pieces=st.integers(1, 30))
+    def work(self, number: int, pieces: int) -> None:
+        for _ in range(pieces):
+            self.floor.work(number)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.floor.cancel(f"r{data.draw(st.integers(0, self.asked - 1))}")
+
+    @precondition(lambda self: self.floor.up)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.floor.lose(data.draw(st.sampled_from(sorted(self.floor.up))))
+        self.losses += 1
+
+    @rule(number=st.integers(0, 2))
+    def come_back(self, number: int) -> None:
+        if number in self.floor.machine.instances and number not in self.floor.up:
+            self.floor.start(number)
+            self.tune()
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        """The machine knows exactly the requests that have no outcome."""
+        open_lives = {n for n, life in self.floor.world.lives.items() if life.outcome is None}
+        assert set(self.floor.machine.requests) == open_lives
+
+    @invariant()
+    def preempted_is_not_recomputed(self) -> None:
+        """Without losses a prompt is computed once, however often its request is preempted."""
+        if not self.losses:
+            assert all(life.prefills <= 1 for life in self.floor.world.lives.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "floor"):
+            return
+        for number in self.floor.machine.instances:
+            self.come_back(number)
+        self.floor.settle()
+        assert not self.floor.machine.requests
+        ended = {"stop", "length"}
+        allowed = ended | {"cancelled"}
+        if self.losses >= MAX_BUILD_LOSSES:
+            allowed.add("model_failed")
+        for life in self.floor.world.lives.values():
+            assert life.outcome in allowed
+            assert (life.outcome in ended) == (life.produced == life.output_tokens)
+        assert self.floor.machine.host.kv_slabs == 0
+        assert not self.floor.machine._zombies
+
+
+def test_anything_may_happen() -> None:
+    """Random arrivals, work, cancellations, losses and returns break no promise."""
+    run_state_machine_as_test(
+        BusyFloor,
+        settings=settings(
+            max_examples=int(__import__("os").environ.get("EX", "60")),
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(seed=st.integers(0, 2**32), instances=st.integers(1, 3))
+@settings(max_examples=15, deadline=None)
+def test_no_request_starves(policy: str, seed: int, instances: int) -> None:
+    """Between two steps of a request that could run, no more happens than one round: at most one
+    turn and one group of prompts of every model on its instance (fcfs: until the others are done).
+    """
+    floor = FloorDouble(models(5), policy=policy, instances=instances, slabs=24, host_slabs=300)
+    floor.start()
+    for index in range(30):
+        pick = (seed >> (index % 24)) + index
+        floor.ask(f"r{index}", f"m{pick % 5}", prompt=1 + pick % 60, output=5 + pick % 30)
+    floor.settle()
+    assert not floor.machine.requests
+    if policy == "fcfs":
+        return
+    waits: dict[str, int] = {}
+    for _, event, commands in floor.journal:
+        if isinstance(event, TurnEnded):
+            for name in waits:
+                waits[name] += 1
+        for command in commands:
+            if isinstance(command, RunTurn):
+                for name in command.requests:
+                    assert waits.pop(name, 0) <= 3 * 5 * instances
+                    waits[name] = 0
+        waits = {n: w for n, w in waits.items() if n in floor.world.lives}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_gives_the_same_commands(policy: str) -> None:
+    """The machine depends on nothing but events and their times."""
+    floor = FloorDouble(models(5), policy=policy, instances=2, slabs=24)
+    floor.start()
+    for index in range(40):
+        floor.ask(f"r{index}", f"m{index % 5}", prompt=index + 1, output=1 + index * 7 % 50)
+        floor.work(index % 2)
+        if index == 20:
+            floor.lose(1)
+            floor.start(1)
+    floor.settle()
+    again = FloorDouble(models(5), policy=policy, instances=2, slabs=24).machine
+
+    replayed = [again.handle(event, now) for now, event, _ in floor.journal]
+
+    assert replayed == [commands for _, _, commands in floor.journal]

@@ -1,0 +1,1 @@
+"""The terminal interface: a client of the daemon's admin API, which it knows only over HTTP."""
