@@ -39,8 +39,9 @@ class RequestStream:
         while True:
             await self._news.wait()
             self._news.clear()
-            batch, self._pending = self._pending, []
-            if batch:
+            # More may come, or the end, while the client is busy with a batch.
+            while self._pending:
+                batch, self._pending = self._pending, []
                 yield batch
             if self._failure is not None:
                 raise self._failure

@@ -38,7 +38,7 @@ class PolicySpec:
     def choose_prefill(
         self, request: RequestView, instances: Sequence[InstanceView]
     ) -> PrefillChoice | None:
-        """When a request arrives (or must be prefilled again after a loss): which queue it joins."""
+        """When a request arrives (or is prefilled again after a loss): which queue it joins."""
 
     @hookspec(firstresult=True)
     def choose_decode(

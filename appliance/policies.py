@@ -7,7 +7,8 @@ bad parameter is an error when the stack is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar
 
@@ -134,8 +135,8 @@ class PolicyStack:
             models = [turn.model for turn in turns]
             if not models or len(set(models)) < len(models) or not runnable.issuperset(models):
                 return f"a round takes some of {sorted(runnable)} once each, not {models}"
-            if not all(turn.quota_seconds > 0 for turn in turns):
-                return "a quota is more than 0 seconds"
+            if not all(0 < turn.quota_seconds < math.inf for turn in turns):
+                return "a quota is a finite number of seconds above 0"
             return None
 
         return self._ask("plan_round", check, instance=instance)
@@ -159,6 +160,8 @@ class PolicyStack:
             # A policy is a stranger's code: whatever it raises must not reach the machine.
             try:
                 answer = getattr(manager.hook, hook)(**views)
+                if isinstance(answer, Iterable) and not isinstance(answer, str):
+                    answer = tuple(answer)  # a generator could be looked at only once
                 reason = None if answer is None else check(answer)
             except Exception as error:
                 self.faults.append(PolicyFault(policy=name, hook=hook, reason=repr(error)))
@@ -174,8 +177,8 @@ def _manager(name: str, policy: object) -> pluggy.PluginManager:
     """One manager per policy, so that an answer has an author."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(PolicySpec)
-    manager.register(policy, name=name)
     try:
+        manager.register(policy, name=name)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         raise PolicyError(f"policy {name}: {error}") from error

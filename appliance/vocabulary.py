@@ -8,7 +8,7 @@ One word per thing:
 * slab      -- the unit of physical memory on a tier (``devices.slab`` bytes).
 * block     -- the KV cache of ``block_tokens`` consecutive tokens of one request, all layers.
 * group     -- the blocks that become usable together when their slabs are mapped on a device.
-* turn      -- a stretch of decoding steps that one model gets on one instance; its quota is seconds.
+* turn      -- a stretch of decoding that one model gets on one instance; its quota is seconds.
 * round     -- the turns of an instance, one per model with work, until every one had its own.
 * switch    -- another model becomes the one that runs on an instance.
 
@@ -130,7 +130,7 @@ class RequestSpec(Word, frozen=True):
 
 
 class KvMove(Word, frozen=True):
-    """One request's KV on its way: where its blocks lie (or will lie) in the host tier, in bytes."""
+    """One request's KV on its way: the places of its blocks in the host tier, byte offsets."""
 
     request: RequestId
     host_offsets: tuple[int, ...]

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import singledispatchmethod
@@ -128,7 +129,12 @@ class Worker:
 
     @_carry_out.register
     def _(self, message: Release) -> None:
-        """It took effect already; in the queue it only wakes an idle worker up."""
+        """It took effect when it came; again here, in its place among the commands, for a request
+        that was added since."""
+        engine = self._engines.get(message.model)
+        if engine is not None:
+            engine.forget(message.request)
+            engine.trim()
         self._report_pool()
 
     @_carry_out.register
@@ -359,6 +365,9 @@ def main(arguments: list[str]) -> None:
         level=logging.WARNING,
         format=f"%(levelname)s instance={configuration.instance} %(name)s: %(message)s",
     )
+    # At every engine vLLM warns of what is chosen here on purpose; its errors are news.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
     host = HostTier.attach(int(arguments[1]), configuration.host_bytes)
     build, arena = _engines(configuration, host)
     sending = threading.Lock()

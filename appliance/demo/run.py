@@ -67,11 +67,11 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         config = load_config(file)
         chats = burst([model.name for model in config.models], CHATS_PER_MODEL)
         console.print(f"running {len(chats)} chats on plain vLLM, undisturbed, for reference")
-        reference = _reference(config, chats)
-        with _daemon(file, config, keep) as url:
+        expected = reference(config, chats)
+        with running_daemon(file, config) as (url, _):
             _describe(console, config, url)
             answers = asyncio.run(_send(console, url, chats))
-            rows = _rows(config, answers, reference, _metrics(url))
+            rows = _rows(config, answers, expected, metrics_by_model(url))
             complaints = _complaints(rows, answers)
             _report(console, rows, complaints, as_json)
             if keep:
@@ -97,7 +97,7 @@ def _free_port() -> int:
         return port
 
 
-def _reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
+def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
     """The tokens of every chat on plain vLLM, one process for all models."""
     mine = {m.name: [chat for chat in chats if chat.model == m.name] for m in config.models}
     task = {
@@ -118,8 +118,7 @@ def _reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
     done = subprocess.run(
         [sys.executable, "-m", "appliance.engines.vllm.reference"],
         input=msgspec.json.encode(task),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         check=False,
     )
     if done.returncode:
@@ -140,8 +139,9 @@ def _prompts(path: str, chats: Sequence[Chat]) -> list[list[int]]:
 
 
 @contextmanager
-def _daemon(file: Path, config: Config, keep: bool) -> Iterator[str]:
-    """A running daemon, ready for requests; its log goes to a file beside the configuration."""
+def running_daemon(file: Path, config: Config) -> Iterator[tuple[str, int]]:
+    """A running daemon with all instances up: its address and process id. It logs to
+    ``daemon.log`` beside the configuration."""
     url = f"http://{config.api.bind}"
     log = file.with_name("daemon.log")
     with log.open("wb") as stream:
@@ -152,7 +152,7 @@ def _daemon(file: Path, config: Config, keep: bool) -> Iterator[str]:
         )
     try:
         _wait_until_ready(url, daemon, log)
-        yield url
+        yield url, daemon.pid
     finally:
         daemon.send_signal(signal.SIGTERM)
         try:
@@ -163,12 +163,14 @@ def _daemon(file: Path, config: Config, keep: bool) -> Iterator[str]:
 
 
 def _wait_until_ready(url: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
+    """Until every instance is up: with fewer, the roles would not be the ones to show."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if daemon.poll() is not None:
             break
         try:
-            if httpx.get(f"{url}/readyz", timeout=5).is_success:
+            status = httpx.get(f"{url}/api/status", timeout=5).raise_for_status().json()
+            if all(instance["state"] == "up" for instance in status["instances"]):
                 return
         except httpx.TransportError:
             pass  # not listening yet
@@ -198,7 +200,7 @@ async def _send(console: Console, url: str, chats: Sequence[Chat]) -> list[Answe
         return await send(url, chats, on_token)
 
 
-def _metrics(url: str) -> dict[tuple[str, str], float]:
+def metrics_by_model(url: str) -> dict[tuple[str, str], float]:
     """(metric, model) -> value, summed over the other labels."""
     text = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
     sums: dict[tuple[str, str], float] = {}
@@ -212,7 +214,7 @@ def _metrics(url: str) -> dict[tuple[str, str], float]:
 def _rows(
     config: Config,
     answers: Sequence[Answer],
-    reference: dict[Chat, list[int]],
+    expected: dict[Chat, list[int]],
     metrics: dict[tuple[str, str], float],
 ) -> list[Row]:
     rows = []
@@ -236,7 +238,7 @@ def _rows(
                 preemptions=count("appliance_preemptions_total"),
                 kv_swapped_bytes=count("appliance_kv_swapped_bytes_total"),
                 prefills=count("appliance_prefills_total"),
-                identical=sum(answer.tokens == reference[answer.chat] for answer in mine),
+                identical=sum(answer.tokens == expected[answer.chat] for answer in mine),
             )
         )
     return rows
@@ -266,23 +268,20 @@ def _report(
         result = {"models": [msgspec.to_builtins(row) for row in rows], "complaints": complaints}
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
-    table = Table("model", title="what happened")
+    table = Table("model", title="what happened (TTFT and TBT: p50/p99)")
     for column in (
-        "requests", "TTFT p50", "p99", "TBT p50", "p99", "switches", "preempted", "KV swapped",
-        "identical",
+        "req", "TTFT s", "TBT ms", "switches", "preempted", "KV MB", "identical",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             row.model,
             str(row.requests),
-            f"{row.ttft_p50:.2f} s",
-            f"{row.ttft_p99:.2f} s",
-            f"{row.tbt_p50 * 1000:.0f} ms",
-            f"{row.tbt_p99 * 1000:.0f} ms",
+            f"{row.ttft_p50:.1f}/{row.ttft_p99:.1f}",
+            f"{row.tbt_p50 * 1000:.0f}/{row.tbt_p99 * 1000:.0f}",
             str(row.switches),
             str(row.preemptions),
-            f"{row.kv_swapped_bytes / 1e6:.1f} MB",
+            f"{row.kv_swapped_bytes / 1e6:.1f}",
             f"{row.identical}/{row.requests}",
         )
     console.print(table)

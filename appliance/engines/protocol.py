@@ -52,13 +52,16 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural log of a token's probability, and its rank among all tokens (from 1)."""
+
     token: int
     logprob: float
     rank: int
 
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of one request. `logprobs`: the sampled token first, then the top ones."""
+    """One token of one request. `logprobs`: the sampled token first, then the top ones asked for,
+    in the order of their ranks, the sampled one again if it is among them."""
 
     request: RequestId
     token: int

@@ -154,13 +154,6 @@ class HostLedger:
                 raise LedgerError(f"host block at {offset} is not in use")
             self._settle(self._run_of[offset][0], [offset])
 
-    def capacity_blocks(self, block_bytes: int) -> int:
-        """Blocks of this size that fit when no KV at all is held."""
-        run_slabs = self._run_slabs(block_bytes)
-        weights = self.weight_slabs + sum(self._held_back.values())
-        runs = (self.total_slabs - weights) // run_slabs
-        return runs * (run_slabs * self.slab_bytes // block_bytes)
-
     def check_integrity(self) -> None:
         """Raises `LedgerError` if the books do not balance."""
         held = self.weight_slabs + self.kv_slabs

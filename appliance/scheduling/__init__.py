@@ -1,1 +1,1 @@
-"""Pure decisions: events in, commands out. No clock, sockets, tasks, torch, randomness or logging."""
+"""Pure decisions: events in, commands out. No clock, no sockets, no torch, no randomness, no log."""

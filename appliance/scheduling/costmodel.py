@@ -10,7 +10,7 @@ from appliance.vocabulary import ModelName
 SMOOTHING = 0.25
 """Weight of the newest observation."""
 
-FIRST_GUESS_STEP_SECONDS = 0.025
+FIRST_GUESS_STEP_SECONDS = 0.005
 FIRST_GUESS_PREFILL_SECONDS_PER_TOKEN = 0.0005
 FIRST_GUESS_LOAD_BYTES_PER_SECOND = 5e9
 
@@ -21,6 +21,7 @@ class CostModel:
     def __init__(self) -> None:
         self._step: dict[ModelName, float] = {}
         self._prefill_per_token: dict[ModelName, float] = {}
+        self._switch: dict[ModelName, float] = {}
         self._load_bytes_per_second = FIRST_GUESS_LOAD_BYTES_PER_SECOND
 
     def observe_turn(self, model: ModelName, steps: int, seconds: float) -> None:
@@ -35,6 +36,10 @@ class CostModel:
             rate = moved_bytes / seconds
             self._load_bytes_per_second += SMOOTHING * (rate - self._load_bytes_per_second)
 
+    def observe_switch(self, model: ModelName, seconds: float) -> None:
+        """All that came between ordering a turn of another model and its first step."""
+        _smooth(self._switch, model, seconds)
+
     def step_seconds(self, model: ModelName) -> float:
         return self._step.get(model, FIRST_GUESS_STEP_SECONDS)
 
@@ -42,8 +47,9 @@ class CostModel:
         rate = self._prefill_per_token.get(model, FIRST_GUESS_PREFILL_SECONDS_PER_TOKEN)
         return rate * tokens
 
-    def load_seconds(self, weight_bytes: int) -> float:
-        return weight_bytes / self._load_bytes_per_second
+    def switch_seconds(self, model: ModelName, weight_bytes: int) -> float:
+        """As observed; before that, the time its weights take to load."""
+        return self._switch.get(model, weight_bytes / self._load_bytes_per_second)
 
 
 def _smooth(table: dict[ModelName, float], model: ModelName, value: float) -> None:

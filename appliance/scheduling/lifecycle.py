@@ -58,7 +58,7 @@ STAGES: Mapping[Stage, frozenset[Stage]] = {
     Stage.DONE: frozenset(),
 }
 
-# The loss of an instance takes KV from any place on its device to NONE: not a transition but a fact.
+# The loss of an instance takes KV from any place on its device to NONE: a fact, no transition.
 KV_PLACES: Mapping[KvPlace, frozenset[KvPlace]] = {
     KvPlace.NONE: frozenset({KvPlace.DEVICE}),
     KvPlace.DEVICE: frozenset({KvPlace.LEAVING}),

@@ -108,6 +108,8 @@ class Machine:
         """Ended requests whose places in the host tier an instance is still writing."""
         self._out: list[Command] = []
         self._now = 0.0
+        self._again = False
+        """Whether free instances have to be asked (again) for what they can do."""
 
     # --- the seam --------------------------------------------------------------------------------
 
@@ -123,7 +125,9 @@ class Machine:
         """
         self._now = now
         self._out = []
-        if self._on(event):
+        self._again = self._on(event)
+        while self._again:
+            self._again = False
             for instance in self.instances.values():
                 self._advance(instance)
         return self._out
@@ -317,12 +321,13 @@ class Machine:
         engine.weight_slabs, engine.kv = event.weight_slabs, event.kv
         self._build_losses.pop(event.model, None)
         reason = self._why_never(event.model, instance, event.kv)
-        offsets = self.host.take_weights(event.model, event.weight_slabs)
-        if offsets is None:
+        offsets = None
+        if reason is None:
+            offsets = self.host.take_weights(event.model, event.weight_slabs)
             reason = "the host cache has no room for its weights: raise devices.host_cache"
-        if reason is not None or offsets is None:
+        if offsets is None:
             self._close_build(instance, event.model, Engine.FAILED)
-            self._fail(event.model, str(reason))
+            self._fail(event.model, reason)
             return True
         self._out.append(
             StoreWeights(
@@ -423,6 +428,8 @@ class Machine:
         assert isinstance(job, TurnJob)
         self._close_job(instance, event.model, event.kv_slabs)
         self.costs.observe_turn(event.model, event.steps, event.seconds)
+        if job.switches:
+            self.costs.observe_switch(event.model, self._now - job.ordered - event.seconds)
         alive = [self.requests[name] for name in job.requests if name in self.requests]
         for request in alive:
             request.to_stage(Stage.READY)
@@ -506,11 +513,7 @@ class Machine:
             self._build(instance, model)
             return True
         if not self._reserve_host(request, engine.shape):
-            return (
-                request.stage is Stage.DONE
-                and bool(instance.groups)
-                and self._start_prefill(instance)
-            )
+            return False
         blocks = engine.shape.blocks(request.tokens)
         if not residency.fits(instance, model, blocks, self.requests):
             self._out.append(residency.clear_kv(instance, model, self.requests))
@@ -539,7 +542,8 @@ class Machine:
     def _reserve_host(self, request: RequestState, shape: KvShape) -> bool:
         """Room in the host tier for the request's KV at full length. Who asked first gets it first.
 
-        False if there is none now, or never will be: the request is rejected then.
+        False if there is none now. If nobody holds any and there is still too little, there never
+        will be enough: the request is rejected.
         """
         self._host_queue.setdefault(request.id)
         if next(iter(self._host_queue)) != request.id:
@@ -547,9 +551,10 @@ class Machine:
         blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
         offsets = self.host.take_blocks(shape.block_bytes, blocks)
         if offsets is None:
-            if blocks > self.host.capacity_blocks(shape.block_bytes):
+            if not self.host.kv_slabs:
                 message = f"its KV at full length ({blocks} blocks) exceeds the host cache"
                 self._abandon(request, _reject(request.id, "kv_too_large", message))
+                self._again = True
             return False
         del self._host_queue[request.id]
         request.host_offsets = offsets
@@ -585,7 +590,9 @@ class Machine:
         instance.turns += 1
         instance.prefills_since_turn = 0
         names = tuple(request.id for request in batch)
-        self._begin(instance, TurnJob(model, instance.turns, names), grant.commands)
+        switches = model != instance.current_model
+        job = TurnJob(model, instance.turns, names, self._now, switches)
+        self._begin(instance, job, grant.commands)
         arriving = [request for request in batch if request.kv is KvPlace.HOST]
         if arriving:
             self._out.append(residency.swap_in(instance, model, arriving, grant.kv_slabs))
@@ -636,8 +643,7 @@ class Machine:
         preparation: list[Command],
     ) -> None:
         """A job is out: order what prepares it, and a prefetch to go on beside it."""
-        continued = isinstance(job, TurnJob) and job.model == instance.current_model
-        if not continued:
+        if not isinstance(job, TurnJob) or job.switches:
             for name in instance.suspended:
                 if name in self.requests:
                     self.requests[name].preemptions += 1

@@ -41,7 +41,7 @@ class Floor:
         self._costs = costs
 
     def candidates(self, wanted: Role) -> list[InstanceState]:
-        """Live instances whose role is `wanted` or mixed; any live one if there is none of those."""
+        """Live instances whose role is `wanted` or mixed; all live ones if there is none."""
         live = [instance for instance in self.instances.values() if instance.up]
         fitting = [i for i in live if self.roles[i.id] in (wanted, Role.MIXED)]
         return fitting or live
@@ -91,5 +91,5 @@ class Floor:
                 tbt_seconds=min(request.spec.slo.tbt_seconds for request in members),
             ),
             step_seconds=self._costs.step_seconds(model),
-            switch_seconds=self._costs.load_seconds(self._models[model].weight_bytes),
+            switch_seconds=self._costs.switch_seconds(model, self._models[model].weight_bytes),
         )

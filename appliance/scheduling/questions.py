@@ -100,7 +100,7 @@ class PrefillChoice(Word, frozen=True):
 
 
 class PlannedTurn(Word, frozen=True):
-    """A turn of a round: the model decodes for `quota_seconds` (may be infinite)."""
+    """A turn of a round: the model decodes for `quota_seconds` (finite, above 0)."""
 
     model: ModelName
     quota_seconds: float

@@ -116,7 +116,7 @@ def evict(instance: InstanceState, model: ModelName) -> Command:
 
 
 def clear_kv(instance: InstanceState, model: ModelName, requests: Requests) -> Command:
-    """Swap out every request of the model that is still on the device; its KV slabs are free then."""
+    """Swap out every request of the model that is on the device; its KV slabs are free then."""
     residents = (requests[request] for request in instance.engines[model].residents)
     leaving = [request for request in residents if request.kv is KvPlace.DEVICE]
     instance.ledger.set_kv(model, 0)

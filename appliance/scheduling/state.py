@@ -1,4 +1,4 @@
-"""What the machine remembers: requests, prefill groups, engines, instances. Mutable, machine-only."""
+"""What the machine remembers: requests, prefill groups, engines, instances. Mutable, its own."""
 
 from __future__ import annotations
 
@@ -120,20 +120,29 @@ class EngineState:
 
 @dataclass(slots=True)
 class BuildJob:
+    """An engine is being built."""
+
     model: ModelName
 
 
 @dataclass(slots=True)
 class PrefillJob:
+    """A prompt is being computed."""
+
     model: ModelName
     request: RequestId
 
 
 @dataclass(slots=True)
 class TurnJob:
+    """A turn runs; `ordered` is when it was ordered."""
+
     model: ModelName
     turn: int
     requests: tuple[RequestId, ...]
+    ordered: float
+    switches: bool
+    """Whether another model ran before."""
     preempting: bool = False
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from appliance.memory.ledger import HostLedger
 from appliance.policies import load_stack
@@ -25,6 +26,8 @@ from tests.unit.instance_double import InstanceDouble, Life, ModelDouble, World
 
 SLO = Slo(ttft_seconds=10.0, tbt_seconds=0.1)
 SLAB = 1000
+
+C = TypeVar("C", bound=Command)
 
 
 def shape(group_blocks: int = 4, group_slabs: int = 2, block_bytes: int = 300) -> KvShape:
@@ -122,6 +125,14 @@ class FloorDouble:
                 self.tell(event)
         return True
 
+    def work_until(self, number: int, done: Callable[[], bool], limit: int = 1000) -> None:
+        """One instance works until `done()`, which has to come true."""
+        for _ in range(limit):
+            if done():
+                return
+            assert self.work(number), "nothing left to do before what was waited for"
+        raise AssertionError("it never happened")
+
     def settle(self, limit: int = 100_000) -> int:
         """Everybody works in turn until nobody has anything to do; returns pieces of work done."""
         done = 0
@@ -130,5 +141,6 @@ class FloorDouble:
             assert done < limit, "the floor never comes to rest"
         return done
 
-    def commands(self, kind: type[Command]) -> list[Command]:
+    def commands(self, kind: type[C]) -> list[C]:
+        """Every command of this kind so far, in order."""
         return [c for _, _, commands in self.journal for c in commands if isinstance(c, kind)]

@@ -126,6 +126,7 @@ class VllmEngine:
             max_num_batched_tokens=max(BATCHED_TOKENS, max_batch),
             block_size=BLOCK_TOKENS,
             load_format="safetensors",
+            use_tqdm_on_load=False,
             trust_remote_code=False,
             skip_tokenizer_init=True,
             enforce_eager=True,

@@ -26,7 +26,8 @@ def prepare_environment(threads_bind: str) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": threads_bind,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose states the adapter writes
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

@@ -1,0 +1,108 @@
+"""A real daemon on real vLLM, six small models, and what plain vLLM says to the same prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from appliance.config import Config, load_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.run import metrics_by_model, reference, running_daemon
+from appliance.demo.traffic import Chat, burst
+
+CHATS_PER_MODEL = 8
+MEMORY_BYTES = 48 << 20
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/system" in str(item.path):
+            item.add_marker(pytest.mark.system)
+
+
+@dataclass(frozen=True)
+class Appliance:
+    """A running daemon, from outside."""
+
+    url: str
+    pid: int
+    config: Config
+    journal: Path
+
+    def status(self) -> dict:
+        return httpx.get(f"{self.url}/api/status", timeout=10).raise_for_status().json()
+
+    def metrics(self) -> dict[tuple[str, str], float]:
+        return metrics_by_model(self.url)
+
+    def worker_pids(self) -> list[int]:
+        return [instance["pid"] for instance in self.status()["instances"] if instance["pid"]]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    make_checkpoints(directory)
+    return directory
+
+
+@contextmanager
+def start(checkpoints: Path, policy: str, instances: int = 2) -> Iterator[Appliance]:
+    """A daemon of its own, on a free port, with a journal; gone afterwards."""
+    file = write_config(
+        checkpoints, policy=policy, instances=instances, bind=f"127.0.0.1:{free_port()}"
+    )
+    journal = checkpoints / f"journal-{policy}-{instances}.jsonl"
+    file.write_text(f"{file.read_text()}\n[journal]\npath = {str(journal)!r}\n")
+    config = load_config(file)
+    with running_daemon(file, config) as (url, pid):
+        yield Appliance(url, pid, config, journal)
+
+
+def free_port() -> int:
+    from appliance.demo.run import _free_port
+
+    return _free_port()
+
+
+@pytest.fixture(scope="session")
+def chats(checkpoints: Path) -> list[Chat]:
+    names = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+    return burst(names, CHATS_PER_MODEL)
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoints: Path, chats: list[Chat]) -> dict[Chat, list[int]]:
+    """Tokens of every chat on plain vLLM, undisturbed."""
+    return reference(load_config(write_config(checkpoints)), chats)
+
+
+def memfds(pid: int, name: str) -> list[os.stat_result]:
+    """The memfds of a process with this name, each file once."""
+    found = {}
+    directory = Path(f"/proc/{pid}/fd")
+    for entry in directory.iterdir():
+        try:
+            if os.readlink(entry).startswith(f"/memfd:{name}"):
+                stat = entry.stat()
+                found[stat.st_ino] = stat
+        except FileNotFoundError:
+            continue  # closed since it was listed
+    return list(found.values())
+
+
+def mapped_bytes(pid: int, name: str) -> int:
+    """Resident bytes of the process's mappings of memfds with this name."""
+    total, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = f"/memfd:{name}" in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total

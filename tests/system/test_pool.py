@@ -1,0 +1,71 @@
+"""48 concurrent requests over six models on two small pools, under every built-in policy."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from appliance import journal
+from appliance.demo.traffic import Answer, Chat, send
+from appliance.vocabulary import RunPrefill
+from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, start
+
+
+@pytest.mark.parametrize("policy", ["aegaeon", "fcfs"])
+def test_48_requests(
+    policy: str, checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]]
+) -> None:
+    """All finish, token for token as on plain vLLM; no pool ever exceeds its memory, by /proc, by
+    the workers' count and by the ledger; and the journal replays to the same commands."""
+    with start(checkpoints, policy) as appliance:
+        resident: list[int] = []
+        seen = 0
+
+        def look(_: Answer) -> None:
+            nonlocal seen
+            seen += 1
+            if seen % 200 == 0:
+                resident.extend(mapped_bytes(pid, "appliance-pool") for pid in pids)
+
+        pids = appliance.worker_pids()
+        answers = asyncio.run(send(appliance.url, chats, look))
+
+        assert [answer.error for answer in answers] == [None] * len(chats)
+        assert {answer.chat: answer.tokens for answer in answers} == expected
+        pools = [pool for pid in pids for pool in memfds(pid, "appliance-pool")]
+        assert len(pools) == len(pids) == 2
+        assert all(pool.st_size == MEMORY_BYTES for pool in pools)
+        assert all(pool.st_blocks * 512 <= MEMORY_BYTES for pool in pools)
+        assert resident
+        assert max(resident) <= MEMORY_BYTES
+        instances = appliance.status()["instances"]
+        assert all(0 < i["pool_high_water_bytes"] <= MEMORY_BYTES for i in instances)
+        preemptions = sum(
+            value
+            for (name, _), value in appliance.metrics().items()
+            if name == "appliance_preemptions_total"
+        )
+        assert (preemptions > 0) == (policy == "aegaeon")
+        status = appliance.status()
+        assert all(model["running"] == model["waiting"] == 0 for model in status["models"])
+    _check_journal(appliance.journal, len(chats))
+
+
+def _check_journal(path: Path, requests: int) -> None:
+    events, differences = journal.replay(path)
+    assert differences == []
+    assert events > requests
+    setup, entries = journal.read(path)
+    machine = setup.machine()
+    prefills = 0
+    for entry in entries:
+        machine.handle(entry.event, entry.now)
+        machine.check_integrity()
+        prefills += sum(isinstance(command, RunPrefill) for command in entry.commands)
+    assert prefills == requests, "a preempted request is never computed again"
+    assert not machine.requests
+    for instance in machine.instances.values():
+        assert 0 < instance.ledger.high_water_slabs <= instance.ledger.total_slabs
+        assert instance.ledger.total_slabs * setup.slab_bytes == MEMORY_BYTES
