@@ -6,6 +6,7 @@ that follow are performed before the next event is taken. Nothing here waits, so
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -156,8 +157,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """End the workers and give all memory back."""
-        for worker in self.workers.values():
-            await worker.stop()
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
         for stream in list(self._streams.values()):
             stream.end(GenerationFailed("shutting_down", "the appliance is shutting down", 503))
         self._streams.clear()

@@ -24,7 +24,7 @@ from appliance.vocabulary import InstanceId
 READ_BYTES = 1 << 18
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 10.0
-SHUTDOWN_SECONDS = 5.0
+SHUTDOWN_SECONDS = 2.0
 
 log = logging.getLogger("appliance.processes")
 

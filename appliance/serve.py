@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -43,7 +45,12 @@ async def _serve(config: Config) -> int:
         failures.append(error)
         server.should_exit = True
 
+    def stop() -> None:
+        server.should_exit = True
+
     daemon.on_failure = fail
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     daemon.start()
     try:
         await server.serve()
@@ -77,14 +84,24 @@ def make_daemon(config: Config) -> Daemon:
     )
 
 
-def make_server(daemon: Daemon, config: Config) -> uvicorn.Server:
-    """The HTTP server in front of a daemon. It handles SIGINT and SIGTERM while it serves."""
+class Server(uvicorn.Server):
+    """Leaves signals alone: uvicorn would raise them again when it is done, and end the process
+    before the workers are."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture nothing."""
+        yield
+
+
+def make_server(daemon: Daemon, config: Config) -> Server:
+    """The HTTP server in front of a daemon; `should_exit` ends it."""
     app = create_app(
         daemon,
         keep_alive_seconds=config.api.keep_alive_seconds,
         max_body_bytes=config.api.max_body_bytes,
     )
-    return uvicorn.Server(
+    return Server(
         uvicorn.Config(
             app,
             host=config.api.bind.host,

@@ -62,7 +62,7 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         console.print(f"making six checkpoints in {place}")
         make_checkpoints(place)
         file = write_config(
-            place, instances=instances, policy=policy, bind=f"127.0.0.1:{_free_port()}"
+            place, instances=instances, policy=policy, bind=f"127.0.0.1:{free_port()}"
         )
         config = load_config(file)
         chats = burst([model.name for model in config.models], CHATS_PER_MODEL)
@@ -90,7 +90,7 @@ def _directory(directory: Path | None, keep: bool) -> Iterator[Path]:
         yield Path(temporary)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

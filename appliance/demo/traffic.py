@@ -30,6 +30,7 @@ class Chat:
     model: str
     prompt: str
     max_tokens: int
+    ignore_eos: bool = False
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ async def _one(client: httpx.AsyncClient, chat: Chat, on_token: Callable[[Answer
         "messages": [{"role": "user", "content": chat.prompt}],
         "max_tokens": chat.max_tokens,
         "temperature": 0,
+        "ignore_eos": chat.ignore_eos,
         "stream": True,
         "return_token_ids": True,
     }

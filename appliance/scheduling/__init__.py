@@ -1,1 +1,1 @@
-"""Pure decisions: events in, commands out. No clock, no sockets, no torch, no randomness, no log."""
+"""Pure decisions: events in, commands out. No clock, no socket, no torch, no randomness, no log."""

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.config import Config, load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
-from appliance.demo.run import metrics_by_model, reference, running_daemon
+from appliance.demo.run import free_port, metrics_by_model, reference, running_daemon
 from appliance.demo.traffic import Chat, burst
 
 CHATS_PER_MODEL = 8
@@ -65,12 +65,6 @@ def start(checkpoints: Path, policy: str, instances: int = 2) -> Iterator[Applia
         yield Appliance(url, pid, config, journal)
 
 
-def free_port() -> int:
-    from appliance.demo.run import _free_port
-
-    return _free_port()
-
-
 @pytest.fixture(scope="session")
 def chats(checkpoints: Path) -> list[Chat]:
     names = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
@@ -89,7 +83,7 @@ def memfds(pid: int, name: str) -> list[os.stat_result]:
     directory = Path(f"/proc/{pid}/fd")
     for entry in directory.iterdir():
         try:
-            if os.readlink(entry).startswith(f"/memfd:{name}"):
+            if str(entry.readlink()).startswith(f"/memfd:{name}"):
                 stat = entry.stat()
                 found[stat.st_ino] = stat
         except FileNotFoundError:

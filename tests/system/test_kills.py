@@ -80,7 +80,7 @@ def _descriptors(pid: int) -> int:
     count = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            count += not os.readlink(entry).startswith("socket:")
+            count += not str(entry.readlink()).startswith("socket:")
         except FileNotFoundError:
             continue
     return count

@@ -81,10 +81,11 @@ def test_a_lone_prefiller_decodes_too() -> None:
 
 
 def test_kv_in_the_host_tier_survives_its_decoder() -> None:
-    """KV that waits in the host tier for an instance that dies is decoded by another one."""
+    """KV that waits in the host tier for an instance that dies is decoded by another one, even one
+    that has yet to build the engine."""
     floor = partitions(3, built=False)
     floor.work_until(0, lambda: not floor.up[0].busy)
-    life = floor.ask("r", "a")
+    life = floor.ask("r", "b")
     until_kv(floor, 0, "r", KvPlace.HOST)
     assert floor.machine.requests["r"].instance == 1
 
@@ -214,18 +215,38 @@ def test_moves_of_ended_requests_settle_nothing() -> None:
 
 
 def test_a_rejection_lets_everybody_else_go_on() -> None:
-    """A prompt that turns out too long for the host tier was first in line; the next in line, on
-    another instance, is tried at once: nothing else may ever happen."""
-    models = {name: ModelDouble(4, shape()) for name in "abcd"}
-    floor = FloorDouble(models, policy="fcfs", instances=3, host_slabs=16 + 6)
+    """When the first in line for the host tier is rejected, the next one is tried at once, on
+    whichever instance it waits: nothing else may ever happen."""
+    models = {name: ModelDouble(4, shape()) for name in "abc"}
+    floor = FloorDouble(models, policy="fcfs", instances=3, host_slabs=12 + 5)
     floor.start()
     floor.settle()
-    assert floor.commands(BuildModel)
-    floor.ask("r0", "a", prompt=200, output=40)
-    floor.ask("r1", "b", prompt=200, output=40)
-    floor.ask("r2", "c", prompt=250, output=5)
-    floor.settle()
-    floor.ask("r3", "d", prompt=30, output=5)
+    lives = [
+        floor.ask("holder", "a", prompt=150, output=30),
+        floor.ask("b1", "b", prompt=150, output=30),
+        floor.ask("too long", "c", prompt=200, output=50),
+        floor.ask("b2", "b", prompt=20, output=5),
+    ]
+
     floor.settle()
 
-    assert floor.machine.requests == {}
+    assert [life.outcome for life in lives] == ["length", "length", "kv_too_large", "length"]
+
+
+def test_places_scattered_by_weights() -> None:
+    """Blocks larger than a slab need slabs in a row; a request that finds too few of them in a tier
+    without any KV never will, and is rejected instead of keeping everybody waiting."""
+    models = {"a": ModelDouble(1, shape()), "b": ModelDouble(1, shape(block_bytes=1500))}
+    floor = FloorDouble(models, host_slabs=10)
+    floor.start()
+    floor.work_until(0, lambda: len(floor.commands(BuildModel)) == 2)
+    floor.ask("holds the second slab", "a", prompt=10, output=30)
+    floor.up[0].queue.rotate()
+    floor.settle()
+
+    wide = floor.ask("wide", "b", prompt=60, output=4)
+    narrow = floor.ask("narrow", "a")
+    floor.settle()
+
+    assert wide.outcome in (FinishReason.LENGTH, "kv_too_large")
+    assert narrow.outcome == FinishReason.LENGTH

@@ -218,3 +218,16 @@ def test_nothing_waits_for_the_clock() -> None:
     until_turn(floor)
 
     assert floor.machine.next_deadline() is None
+
+
+def test_a_planned_turn_without_requests_is_skipped() -> None:
+    """A model whose requests left since the round was planned costs no turn."""
+    floor = built("aegaeon")
+    for name in "abc":
+        floor.ask(f"{name}1", name, output=40)
+    floor.work_until(0, lambda: turns(floor) == ["a"])
+
+    floor.cancel("b1")
+    floor.work_until(0, lambda: len(turns(floor)) == 3)
+
+    assert turns(floor) == ["a", "c", "a"]

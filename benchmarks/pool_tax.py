@@ -1,0 +1,201 @@
+"""What the pool costs one model that is alone: decode throughput of the daemon over plain vLLM's.
+
+    python benchmarks/pool_tax.py [--model llama-b] [--batch 16] [--tokens 200] [--pairs 7]
+
+Both run the same checkpoint with the same engine arguments on the same processor, in turns, within
+one run: the daemon with a client that streams over HTTP, vLLM in-process with `LLMEngine.step`.
+Throughput counts the tokens that come between the moment when every request has its first and the
+moment when the first request ends. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from appliance.config import load_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.run import free_port, running_daemon
+from appliance.demo.traffic import Answer, Chat, send
+from appliance.serve import share_cpus
+
+PROMPT_TOKENS = 16
+MAX_CONTEXT = 512
+
+
+class Window:
+    """Counts tokens while a full batch decodes."""
+
+    def __init__(self, batch: int) -> None:
+        self._waiting = batch
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._tokens = 0
+
+    def first(self) -> None:
+        """A request got its first token."""
+        self._waiting -= 1
+        if not self._waiting:
+            self._began = time.perf_counter()
+
+    def tokens(self, count: int) -> None:
+        if self._began is not None and self._ended is None:
+            self._tokens += count
+
+    def last(self) -> None:
+        """A request ended."""
+        if self._ended is None:
+            self._ended = time.perf_counter()
+
+    def throughput(self) -> float:
+        """Tokens per second."""
+        assert self._began is not None
+        assert self._ended is not None
+        return self._tokens / (self._ended - self._began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-b")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plain", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.plain:
+        serve_plain(options.plain, options)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        make_checkpoints(Path(directory), [options.model])
+        pairs = measure(Path(directory), options)
+    ratios = [ours / plain for ours, plain in pairs]
+    result = {
+        "what": "decode throughput, daemon / plain vLLM",
+        "model": options.model,
+        "dtype": options.dtype,
+        "batch": options.batch,
+        "cpus": os.cpu_count(),
+        "daemon_tokens_per_second": statistics.median(ours for ours, _ in pairs),
+        "plain_tokens_per_second": statistics.median(plain for _, plain in pairs),
+        "ratio_median": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "pairs": len(pairs),
+    }
+    print(json.dumps(result, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(directory: Path, options: argparse.Namespace) -> list[tuple[float, float]]:
+    """(daemon, plain) tokens per second, in turns; the first pair warms up and is left out."""
+    file = write_config(
+        directory,
+        [options.model],
+        bind=f"127.0.0.1:{free_port()}",
+        instances=1,
+        memory="256MiB",
+        slab="2MiB",
+        max_context=MAX_CONTEXT,
+        dtype=options.dtype,
+    )
+    plain = subprocess.Popen(
+        [sys.executable, __file__, "--plain", str(directory / options.model), *sys.argv[1:]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert plain.stdin is not None
+    assert plain.stdout is not None
+    pairs = []
+    with plain, running_daemon(file, load_config(file)) as (url, _):
+        for number in range(options.pairs + 1):
+            ours = asyncio.run(through_daemon(url, options))
+            plain.stdin.write("go\n")
+            plain.stdin.flush()
+            theirs = float(plain.stdout.readline())
+            print(f"{number}: daemon {ours:.0f}, plain {theirs:.0f} tokens/s", file=sys.stderr)
+            pairs.append((ours, theirs))
+        plain.stdin.close()
+    return pairs[1:]
+
+
+async def through_daemon(url: str, options: argparse.Namespace) -> float:
+    window = Window(options.batch)
+    known: dict[int, int] = {}
+
+    def on_token(answer: Answer) -> None:
+        before = known.get(id(answer), 0)
+        known[id(answer)] = len(answer.tokens)
+        window.tokens(len(answer.tokens) - before)
+        if not before and answer.tokens:
+            window.first()
+        if answer.finish:
+            window.last()
+
+    chats = [
+        Chat(options.model, f"{number} ", options.tokens, ignore_eos=True)
+        for number in range(options.batch)
+    ]
+    answers = await send(url, chats, on_token)
+    assert not any(answer.error for answer in answers)
+    return window.throughput()
+
+
+def serve_plain(path: str, options: argparse.Namespace) -> None:
+    """Plain vLLM in this process: a throughput for every line read."""
+    from appliance.engines.vllm.environment import prepare_environment
+
+    # What the only instance of a daemon gets.
+    prepare_environment(share_cpus(sorted(os.sched_getaffinity(0)), 1)[0])
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        path,
+        dtype=options.dtype,
+        max_model_len=MAX_CONTEXT,
+        max_num_seqs=max(32, options.batch),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=192 << 20,
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False
+    )
+    engine = llm.llm_engine
+    for turn, _ in enumerate(sys.stdin):
+        window = Window(options.batch)
+        lengths: dict[str, int] = {}
+        for number in range(options.batch):
+            prompt = [3 + (number * 31 + k) % 1000 for k in range(PROMPT_TOKENS)]
+            engine.add_request(f"{turn}-{number}", TokensPrompt(prompt_token_ids=prompt), params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                length = len(output.outputs[0].token_ids)
+                before = lengths.get(output.request_id, 0)
+                lengths[output.request_id] = length
+                window.tokens(length - before)
+                if not before and length:
+                    window.first()
+                if output.finished:
+                    window.last()
+        answer.write(f"{window.throughput()}\n")
+        answer.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""The official client against the real daemon: what an application sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.system.conftest import Appliance, start
+
+
+@pytest.fixture(scope="module")
+def appliance(checkpoints: Path) -> Iterator[Appliance]:
+    with start(checkpoints, "aegaeon", instances=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+HELLO = [{"role": "user", "content": "Hello, river"}]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    """Every configured model is listed, the cold ones too."""
+    names = {model.id for model in client.models.list()}
+
+    assert names == {"llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a"}
+    assert client.models.retrieve("qwen3-a").owned_by == "appliance"
+
+
+def test_chat_streamed_or_not_says_the_same(client: openai.OpenAI) -> None:
+    """A chat gives one text, whole or in pieces, and counts its tokens."""
+    whole = client.chat.completions.create(
+        model="qwen3-a", messages=HELLO, max_tokens=24, temperature=0
+    )
+    chunks = list(
+        client.chat.completions.create(
+            model="qwen3-a",
+            messages=HELLO,
+            max_completion_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+
+    text = whole.choices[0].message.content
+    assert text
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert whole.usage is not None
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 24
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    """A plain completion continues its prompt; several choices differ by their seeds only."""
+    first = client.completions.create(
+        model="llama-a", prompt="The bridge", max_tokens=12, n=3, seed=7, temperature=1.0
+    )
+    again = client.completions.create(
+        model="llama-a", prompt="The bridge", max_tokens=12, seed=8, temperature=1.0
+    )
+
+    texts = [choice.text for choice in first.choices]
+    assert len(set(texts)) == 3
+    assert again.choices[0].text == texts[1]
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    """Greedy sampling takes the most likely token, and says how likely it was."""
+    answer = client.chat.completions.create(
+        model="qwen2-b",
+        messages=HELLO,
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 6
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == max(top.logprob for top in token.top_logprobs) <= 0
+
+
+def test_stop_string(client: openai.OpenAI) -> None:
+    """Text ends before a stop string, though tokens cut across it, and the model stops."""
+    whole = client.completions.create(
+        model="llama-c", prompt="Once", max_tokens=40, temperature=0
+    ).choices[0]
+    stop = whole.text[9:13]
+
+    cut = client.completions.create(
+        model="llama-c", prompt="Once", max_tokens=40, temperature=0, stop=[stop]
+    ).choices[0]
+
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+
+
+def test_penalties_change_the_answer(client: openai.OpenAI) -> None:
+    """A repetition penalty below one draws the answer back to the tokens of the prompt."""
+
+    def text(**options: object) -> str:
+        return (
+            client.completions.create(
+                model="qwen2-a", prompt="a b a b a b", max_tokens=40, temperature=0, **options
+            )
+            .choices[0]
+            .text
+        )
+
+    assert text() == text()
+    drawn_back = text(extra_body={"repetition_penalty": 0.2})
+    assert drawn_back != text()
+
+
+def test_unknown_model(client: openai.OpenAI) -> None:
+    """404, with the code that programs look for."""
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-9", messages=HELLO)
+
+    assert caught.value.code == "model_not_found"
+
+
+def test_prompt_too_long(client: openai.OpenAI) -> None:
+    """400, with the code that programs look for."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="llama-a", prompt=[5] * 1025, max_tokens=1)
+
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", "hot"), ("max_tokens", 0), ("stop", [1]), ("tools", [{"type": "function"}])],
+)
+def test_bad_values_are_named(client: openai.OpenAI, field: str, value: object) -> None:
+    """400, naming the field at fault; nothing is ignored."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="llama-a", messages=HELLO, extra_body={field: value})
+
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(field)
+
+
+def test_hanging_up_cancels(appliance: Appliance) -> None:
+    """A client that leaves takes its request with it, streaming or waiting for the whole."""
+    for stream in (True, False):
+        body = json.dumps(
+            {"model": "llama-b", "messages": HELLO, "max_tokens": 900, "stream": stream}
+        ).encode()
+        host, port = appliance.config.api.bind.host, appliance.config.api.bind.port
+        with socket.create_connection((host, port)) as connection:
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            asyncio.run(_until(appliance, busy=True))
+        asyncio.run(_until(appliance, busy=False))
+    ended = appliance.metrics()
+    assert ended["appliance_requests_total", "llama-b"] >= 2
+
+
+async def _until(appliance: Appliance, *, busy: bool) -> None:
+    """Ask again and again whether llama-b has requests; 900 tokens take far longer than this."""
+    async with asyncio.timeout(30), httpx.AsyncClient(base_url=appliance.url) as client:
+        while True:
+            models = (await client.get("/api/status")).json()["models"]
+            mine = next(model for model in models if model["model"] == "llama-b")
+            if bool(mine["running"] + mine["waiting"]) == busy:
+                return
+
+
+def test_probes_and_metrics(appliance: Appliance, client: openai.OpenAI) -> None:
+    """Probes answer; metrics have what dashboards need."""
+    client.completions.create(model="llama-a", prompt="x", max_tokens=2)
+
+    assert httpx.get(f"{appliance.url}/livez").status_code == 200
+    assert httpx.get(f"{appliance.url}/readyz").status_code == 200
+    text = httpx.get(f"{appliance.url}/metrics").text
+    for name in (
+        "appliance_switches_total{",
+        "appliance_preemptions_total",
+        "appliance_kv_swapped_bytes_total",
+        "appliance_pool_bytes{",
+        "appliance_pool_high_water_bytes{",
+        "vllm:time_to_first_token_seconds_bucket{",
+    ):
+        assert name in text
+
+
+def test_command_line(appliance: Appliance) -> None:
+    """`list`, `ps` and `run` talk to the daemon."""
+
+    def appliance_cli(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "appliance", *arguments, "--url", appliance.url],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return done.stdout
+
+    listed = json.loads(appliance_cli("list", "--json"))
+    assert {model["id"] for model in listed} >= {"llama-a", "qwen3-a"}
+    status = json.loads(appliance_cli("ps", "--json"))
+    assert [instance["state"] for instance in status["instances"]] == ["up"]
+    said = appliance_cli("run", "llama-a", "Hello", "--max-tokens", "8", "--temperature", "0")
+    assert said.strip()
