@@ -6,13 +6,14 @@ commands; where it does not, policy, time or randomness leaked into the decision
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
 
+from appliance.errors import IllegalTransition, LedgerError
 from appliance.memory.ledger import HostLedger
 from appliance.policies import load_stack
 from appliance.scheduling.machine import Machine
@@ -51,8 +52,8 @@ class Difference(Word, frozen=True):
     """Line `line` of the journal (from 1) was answered otherwise in the replay."""
 
     line: int
-    recorded: list[AnyCommand]
-    replayed: list[AnyCommand]
+    recorded: Sequence[Command]
+    replayed: Sequence[Command]
 
 
 class Journal:
@@ -86,28 +87,36 @@ class Journal:
 
 def read(path: Path) -> tuple[Setup, Iterator[Entry]]:
     """What a journal says. Raises `msgspec.DecodeError` for a line of another form."""
-    file = path.open("rb")
-    setup = msgspec.json.decode(file.readline(), type=Setup)
+    with path.open("rb") as file:
+        setup = msgspec.json.decode(file.readline(), type=Setup)
+    return setup, _entries(path)
+
+
+def _entries(path: Path) -> Iterator[Entry]:
     decoder = msgspec.json.Decoder(Entry)
-
-    def entries() -> Iterator[Entry]:
-        with file:
-            for line in file:
-                yield decoder.decode(line)
-
-    return setup, entries()
+    with path.open("rb") as file:
+        file.readline()
+        for line in file:
+            yield decoder.decode(line)
 
 
 def replay(path: Path) -> tuple[int, list[Difference]]:
-    """Number of events replayed, and every line where the commands differ from the recorded."""
+    """Number of events replayed, and every line where the commands differ from the recorded.
+
+    After a difference the recorded events may contradict the machine; the replay ends there.
+    """
     setup, entries = read(path)
     machine = setup.machine()
-    count, differences = 0, []
+    count = 0
+    differences: list[Difference] = []
     for line, entry in enumerate(entries, start=2):
+        try:
+            replayed = machine.handle(entry.event, entry.now)
+        except (IllegalTransition, LedgerError):
+            if not differences:
+                raise
+            break
         count += 1
-        replayed: list[Command] = machine.handle(entry.event, entry.now)
         if replayed != entry.commands:
-            differences.append(
-                Difference(line=line, recorded=entry.commands, replayed=replayed)  # type: ignore[arg-type]
-            )
+            differences.append(Difference(line=line, recorded=entry.commands, replayed=replayed))
     return count, differences

@@ -13,6 +13,7 @@ import msgspec
 
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import (
+    BatchView,
     GroupView,
     InstanceView,
     Phase,
@@ -33,14 +34,15 @@ def quotas(
     """Quotas q_i = c / (n_i (alpha - S)) of a round (Eq. 2-3), in seconds of decoding.
 
     n_i = d_i / t_i, S = sum of 1/n_i, c = all switches of the round,
-    alpha = max(c / (min n * Q_MAX) + S, floor). Without a switch every quota is Q_MAX.
+    alpha = max(c / (min n * Q_MAX) + S, floor). Without a switch every quota is Q_MAX. Computed
+    with alpha - S at once, which is exact for a small c where alpha and S nearly cancel.
     """
     if switch_seconds <= 0:
         return [q_max_seconds] * len(step_seconds)
     ratios = [d / t for d, t in zip(deadline_seconds, step_seconds, strict=True)]
     share = sum(1 / n for n in ratios)
-    alpha = max(switch_seconds / (min(ratios) * q_max_seconds) + share, alpha_floor)
-    return [switch_seconds / (n * (alpha - share)) for n in ratios]
+    gap = max(switch_seconds / (min(ratios) * q_max_seconds), alpha_floor - share)
+    return [switch_seconds / (n * gap) for n in ratios]
 
 
 class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +56,9 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Smallest alpha of Eq. 3; caps how far ahead of its deadlines a model may run."""
     prefill_share: float = 0.375
     """Share of the instances that prefill (6 of 16)."""
+    interleave_seconds: float = 0.25
+    """On an instance that also prefills: the longest turn while prompts wait. (The paper has no
+    such instances.)"""
 
     @hookimpl
     def assign_roles(self, instances: int) -> Sequence[Role]:
@@ -101,7 +106,8 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @hookimpl
     def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
-        """Alg. 2: one turn for each model, with the quotas of Eq. 2-3."""
+        """Alg. 2: one turn for each model, with the quotas of Eq. 2-3; shorter while prompts wait
+        here, and a single step for the model that the next prompt is for, which costs no switch."""
         batches = [batch for batch in instance.batches if batch.runnable]
         switching = sum(batch.switch_seconds for batch in batches) if len(batches) > 1 else 0.0
         lengths = quotas(
@@ -112,9 +118,17 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             self.alpha_floor,
         )
         return [
-            PlannedTurn(model=batch.model, quota_seconds=length)
+            PlannedTurn(
+                model=batch.model, quota_seconds=min(length, self._longest(instance, batch))
+            )
             for batch, length in zip(batches, lengths, strict=True)
         ]
+
+    def _longest(self, instance: InstanceView, batch: BatchView) -> float:
+        if not instance.groups:
+            return self.q_max_seconds
+        joins = instance.groups[0].model == batch.model
+        return batch.step_seconds if joins else self.interleave_seconds
 
     @hookimpl
     def choose_prefetch(

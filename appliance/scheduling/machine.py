@@ -294,8 +294,8 @@ class Machine:
         elif request.kv_instance == lost.id:
             request.kv, request.kv_instance = KvPlace.NONE, None
             self._give_up_host(request)
-        if request.instance is not None:
-            self.instances[request.instance].leave(request)
+        assert request.instance is not None, "who has KV on a device, or waits for one, is placed"
+        self.instances[request.instance].leave(request)
         request.instance = None
         request.to_stage(Stage.UNPLACED)
 

@@ -18,7 +18,9 @@ def request_view(model: str = "a") -> RequestView:
     )
 
 
-def group_view(model: str, waiting: int = 1, *, admitted: int = 0, seconds: float = 1.0) -> GroupView:
+def group_view(
+    model: str, waiting: int = 1, *, admitted: int = 0, seconds: float = 1.0
+) -> GroupView:
     admitted = admitted or waiting
     return GroupView(model=model, admitted=admitted, waiting=waiting, seconds=seconds)
 

@@ -26,7 +26,7 @@ def test_what_the_appliance_counts() -> None:
     metrics = Metrics()
     metrics.switch(0, "m", "quota")
     metrics.preemption("m")
-    metrics.kv_swapped(Direction.OUT, 64)
+    metrics.kv_swapped(Direction.OUT, "m", 64)
     metrics.host("weights:m", 128)
     metrics.request_ended("m", "stop")
     metrics.prefetch("hit")
@@ -37,7 +37,7 @@ def test_what_the_appliance_counts() -> None:
 
     assert found["appliance_switches_total{instance=0,model=m,reason=quota}"] == 1
     assert found["appliance_preemptions_total{model=m}"] == 1
-    assert found["appliance_kv_swapped_bytes_total{direction=out}"] == 64
+    assert found["appliance_kv_swapped_bytes_total{direction=out,model=m}"] == 64
     assert found["appliance_host_bytes{owner=weights:m}"] == 128
     assert found["appliance_requests_total{model=m,outcome=stop}"] == 1
     assert found["appliance_prefetches_total{outcome=hit}"] == 1

@@ -385,3 +385,26 @@ async def test_the_synchronous_client(service: FakeService) -> None:
 
     async with served(create_app(service)) as port:
         assert await asyncio.to_thread(ask, port) == "hello world, one two"
+
+
+async def test_token_ids(client: openai.AsyncOpenAI, service: FakeService) -> None:
+    """vLLM's `return_token_ids`: every token of the answer, streamed or not, in both dialects."""
+    asked: Any = {"model": "small", "extra_body": {"return_token_ids": True}}
+    chat = await client.chat.completions.create(messages=HELLO, **asked)
+    plain = await client.completions.create(prompt="hello", **asked)
+    stream = await client.chat.completions.create(messages=HELLO, stream=True, **asked)
+    streamed = [t async for c in stream for t in getattr(c.choices[0], "token_ids", None) or ()]
+
+    spoken = list(small_tokenizer().encode("hello world, one two"))
+    said: Any = (chat.choices[0], plain.choices[0])
+    assert [choice.token_ids for choice in said] == [spoken, spoken]
+    assert streamed == spoken
+
+
+async def test_a_plain_completion_is_short_unless_asked(
+    client: openai.AsyncOpenAI, service: FakeService
+) -> None:
+    """As with OpenAI: 16 tokens if nothing is said."""
+    await client.completions.create(model="small", prompt="hello")
+
+    assert service.submitted[0].request.sampling.max_tokens == 16

@@ -20,7 +20,7 @@ from tests.unit.policy_views import batch_view, group_view, instance_view, reque
 VIEW = instance_view(
     0, groups=(group_view("b"), group_view("a")), batches=(batch_view("a"), batch_view("b"))
 )
-ELSEWHERE = instance_view(1)
+ELSEWHERE = instance_view(1, batches=(batch_view("c", 9),))
 
 QUESTIONS: dict[str, dict[str, Any]] = {
     "assign_roles": {"instances": 2},

@@ -38,9 +38,7 @@ def test_without_a_switch_everybody_gets_q_max(switch: float) -> None:
     assert quotas([0.1, 0.1], [0.02, 0.05], switch, Q_MAX, FLOOR) == [Q_MAX, Q_MAX]
 
 
-BATCHES = st.lists(
-    st.tuples(st.floats(0.01, 10.0), st.floats(0.001, 1.0)), min_size=1, max_size=8
-)
+BATCHES = st.lists(st.tuples(st.floats(0.01, 10.0), st.floats(0.001, 1.0)), min_size=1, max_size=8)
 
 
 @given(batches=BATCHES, switch=st.floats(0.01, 100.0))
@@ -141,9 +139,7 @@ def test_a_request_decodes_where_its_model_does() -> None:
         instance_view(2, batches=(batch_view("a"), batch_view("b"), batch_view("c"))),
     ]
 
-    chosen = Aegaeon().choose_decode(
-        request=request_view("a"), prefilled_on=0, instances=instances
-    )
+    chosen = Aegaeon().choose_decode(request=request_view("a"), prefilled_on=0, instances=instances)
 
     assert chosen == 1
 
@@ -155,9 +151,7 @@ def test_a_new_batch_goes_where_the_fewest_are() -> None:
         instance_view(1, batches=(batch_view("b", 50),)),
     ]
 
-    chosen = Aegaeon().choose_decode(
-        request=request_view("a"), prefilled_on=0, instances=instances
-    )
+    chosen = Aegaeon().choose_decode(request=request_view("a"), prefilled_on=0, instances=instances)
 
     assert chosen == 1
 

@@ -1,0 +1,148 @@
+"""The journal: a run that was written can be read, and replayed to the same commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.errors import PolicyError
+from appliance.journal import Entry, Journal, Setup, read, replay
+from appliance.vocabulary import Finish, FinishReason, InstanceUp, ModelSpec
+from tests.unit.floor_double import SLAB, SLO, FloorDouble, shape
+from tests.unit.instance_double import ModelDouble
+
+MODELS = {name: ModelDouble(4, shape()) for name in "abc"}
+
+
+def setup_of(policies: Sequence[str], parameters: dict[str, dict[str, object]]) -> Setup:
+    """What `FloorDouble` makes its machine of."""
+    return Setup(
+        models=tuple(
+            ModelSpec(
+                name=name,
+                weight_bytes=model.weight_slabs * SLAB,
+                max_context_tokens=256,
+                max_batch=64,
+                slo=SLO,
+            )
+            for name, model in MODELS.items()
+        ),
+        instances=2,
+        host_bytes=200 * SLAB,
+        slab_bytes=SLAB,
+        policies=tuple(policies),
+        parameters=parameters,
+    )
+
+
+def record(path: Path, policy: str = "aegaeon") -> None:
+    """A run with everything in it, played under `policy`."""
+    floor = FloorDouble(MODELS, policy=policy, instances=2)
+    floor.start()
+    for index in range(12):
+        floor.ask(f"r{index}", "abc"[index % 3], prompt=10 + 20 * index, output=20)
+        floor.work(index % 2)
+    floor.cancel("r5")
+    floor.lose(1)
+    floor.start(1)
+    floor.settle()
+    with Journal(path, setup_of([policy], {})) as journal:
+        for now, event, commands in floor.journal:
+            journal.record(now, event, commands)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+def test_a_replay_gives_no_difference(tmp_path: Path, policy: str) -> None:
+    """What was written, read back and handled by a fresh machine gives the same commands."""
+    path = tmp_path / "journal"
+    record(path, policy)
+
+    count, differences = replay(path)
+
+    assert count == len(path.read_bytes().splitlines()) - 1
+    assert count > 100
+    assert differences == []
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    """The first line is the setup, every other one an event with its time and commands."""
+    path = tmp_path / "journal"
+    setup = setup_of(["fcfs"], {"aegaeon": {"q_max_seconds": 2.5}})
+    up = InstanceUp(instance=0, slabs=7)
+    ended = Finish(request="r", reason=FinishReason.STOP)
+    with Journal(path, setup) as journal:
+        journal.record(0.1, up, [ended])
+        journal.record(1 / 3, up, [])
+
+    again, entries = read(path)
+
+    assert again == setup
+    assert list(entries) == [
+        Entry(now=0.1, event=up, commands=[ended]),
+        Entry(now=1 / 3, event=up, commands=[]),
+    ]
+
+
+def test_a_tampered_line_is_reported(tmp_path: Path) -> None:
+    """A line with other commands than the machine gives is named by its number, with both."""
+    path = tmp_path / "journal"
+    record(path)
+    lines = path.read_bytes().splitlines()
+    index = next(index for index, line in enumerate(lines) if b'"RunTurn"' in line)
+    entry = msgspec.json.decode(lines[index], type=Entry)
+    lines[index] = msgspec.json.encode(msgspec.structs.replace(entry, commands=[]))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+    _, differences = replay(path)
+
+    assert [difference.line for difference in differences] == [index + 1]
+    assert differences[0].recorded == []
+    assert differences[0].replayed == entry.commands
+
+
+def change_setup(path: Path, **changes: object) -> None:
+    first, rest = path.read_bytes().split(b"\n", 1)
+    setup = msgspec.structs.replace(msgspec.json.decode(first, type=Setup), **changes)
+    path.write_bytes(msgspec.json.encode(setup) + b"\n" + rest)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"policies": ("fcfs",)}, {"parameters": {"aegaeon": {"max_group": 1}}}]
+)
+def test_a_replay_under_another_setup_says_where_it_parts(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    """Under another policy or other parameters the machine decides otherwise; the first line where
+    it does is told even if what was recorded makes no sense to it later."""
+    path = tmp_path / "journal"
+    record(path)
+    change_setup(path, **changes)
+
+    _, differences = replay(path)
+
+    first = differences[0]
+    assert first.replayed != first.recorded
+    assert all(difference.line >= first.line for difference in differences)
+
+
+def test_a_setup_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """A run under a policy that is not installed here cannot be replayed."""
+    path = tmp_path / "journal"
+    record(path)
+    change_setup(path, policies=("none such",))
+
+    with pytest.raises(PolicyError, match="none such"):
+        replay(path)
+
+
+def test_a_line_of_another_form_is_an_error(tmp_path: Path) -> None:
+    """A journal that was cut in the middle of a line is not taken for a shorter run."""
+    path = tmp_path / "journal"
+    record(path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+    with pytest.raises(msgspec.DecodeError):
+        replay(path)

@@ -1,0 +1,194 @@
+"""The keeper of a worker process, on a worker of a few lines that needs no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance import processes, wire
+from appliance.processes import WorkerProcess
+
+HELLO = wire.Hello(wire.PROTOCOL_VERSION, 3, 42, 20)
+CONFIGURATION = wire.Configure(
+    version=wire.PROTOCOL_VERSION,
+    instance=3,
+    cpus="",
+    slabs=20,
+    slab_bytes=10,
+    host_bytes=1000,
+    models=[],
+)
+
+SCRIPT = """#!{python} -IS
+import socket, sys
+daemon = socket.socket(fileno=int(sys.argv[3]))
+configuration = daemon.recv(65536)
+{body}
+"""
+GREET = f"daemon.sendall({wire.encode(HELLO)!r})\n"
+WAIT_FOR_ONE_MORE = "daemon.recv(65536)\n"
+IGNORE_EVERYTHING = "while daemon.recv(65536):\n    pass\n"
+
+
+class Keeper:
+    """A `WorkerProcess` and what it told."""
+
+    def __init__(self, host_fd: int) -> None:
+        self.messages: list[wire.Up] = []
+        self.lost: list[int] = []
+        self.failures: list[BaseException] = []
+        self.news = asyncio.Event()
+        self.process = WorkerProcess(
+            CONFIGURATION, host_fd, self.on_message, self.on_lost, self.on_failure
+        )
+
+    def on_message(self, message: wire.Up) -> None:
+        self.messages.append(message)
+        self.news.set()
+
+    def on_lost(self, instance: int) -> None:
+        self.lost.append(instance)
+        self.news.set()
+
+    def on_failure(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self.news.set()
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not done():
+                self.news.clear()
+                await self.news.wait()
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Keeper]:
+    """Makes a keeper of workers that do what this piece of Python says."""
+    script = tmp_path / "worker"
+
+    def make(body: str) -> Keeper:
+        script.write_text(SCRIPT.format(python=sys.executable, body=body), encoding="utf-8")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        return Keeper(os.open("/dev/null", os.O_RDONLY))
+
+    return make
+
+
+async def test_a_worker_is_greeted_and_ended(keep: Callable[[str], Keeper]) -> None:
+    """It gets its configuration, its frames are passed on, and `stop` ends it for good."""
+    keeper = keep(GREET + WAIT_FOR_ONE_MORE)
+    keeper.process.start()
+    await keeper.until(lambda: bool(keeper.messages))
+    pid = keeper.process.pid
+    assert pid is not None
+
+    await keeper.process.stop()
+
+    assert keeper.messages == [HELLO]
+    assert keeper.lost == [3]
+    assert keeper.process.pid is None
+    assert keeper.process.restarts == 0
+    assert keeper.failures == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_worker_that_dies_is_started_again(keep: Callable[[str], Keeper]) -> None:
+    """Every death after a greeting is told once, and another worker greets."""
+    keeper = keep(GREET)
+    keeper.process.start()
+
+    await keeper.until(lambda: len(keeper.lost) == 2)
+    await keeper.process.stop()
+
+    assert keeper.process.restarts >= 1
+    assert len(keeper.messages) == len(keeper.lost)
+
+
+async def test_a_worker_that_never_greeted_is_not_lost(
+    keep: Callable[[str], Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told of the death of somebody they never heard of; the pauses between such
+    deaths grow to their limit."""
+    keeper = keep("")
+    pauses: list[float] = []
+
+    async def note(pause: float) -> None:
+        pauses.append(pause)
+        if len(pauses) == 6:
+            keeper.process._stopping = True
+            keeper.news.set()
+
+    monkeypatch.setattr(processes, "LONGEST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(processes.asyncio, "sleep", note)
+    keeper.process.start()
+    await keeper.until(lambda: len(pauses) == 6)
+    await keeper.process.stop()
+
+    assert (keeper.messages, keeper.lost) == ([], [])
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1"])
+async def test_a_worker_that_sends_garbage_is_ended(
+    keep: Callable[[str], Keeper], garbage: bytes
+) -> None:
+    """After a frame that is none nothing else can be believed; the next worker starts anew."""
+    keeper = keep(GREET + f"daemon.sendall({garbage!r})\n" + IGNORE_EVERYTHING)
+    keeper.process.start()
+
+    await keeper.until(lambda: bool(keeper.lost))
+    await keeper.process.stop()
+
+    assert keeper.messages[0] == HELLO
+    assert keeper.failures == []
+
+
+async def test_a_worker_that_does_not_end_is_killed(
+    keep: Callable[[str], Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`stop` asks first, and then does not ask."""
+    monkeypatch.setattr(processes, "SHUTDOWN_SECONDS", 0.05)
+    keeper = keep(GREET + IGNORE_EVERYTHING)
+    keeper.process.start()
+    await keeper.until(lambda: bool(keeper.messages))
+
+    await keeper.process.stop()
+
+    assert keeper.lost == [3]
+    assert keeper.process.pid is None
+
+
+async def test_a_callback_that_raises_is_a_failure(
+    keep: Callable[[str], Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes wrong in the daemon's own code is told, and the worker does not outlive it."""
+    keeper = keep(GREET + IGNORE_EVERYTHING)
+
+    def refuse(message: Any) -> None:
+        raise LookupError("no such instance")
+
+    keeper.process._on_message = refuse
+    keeper.process.start()
+
+    await keeper.until(lambda: bool(keeper.failures))
+
+    assert [str(error) for error in keeper.failures] == ["no such instance"]
+    assert keeper.process.pid is None
+
+
+async def test_what_is_sent_to_a_dead_worker_is_lost(keep: Callable[[str], Keeper]) -> None:
+    """Nobody is listening, and its death is told anyway; so there is nothing to raise."""
+    keeper = keep(GREET)
+
+    keeper.process.send(wire.Shutdown())
+    await keeper.process.stop()
+
+    assert keeper.messages == []

@@ -1,0 +1,584 @@
+"""What a worker does with commands, in which order it reports, and what takes effect at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from appliance import wire
+from appliance.engines.protocol import KvExhausted, Produced, Sampling, SequenceSpec
+from appliance.memory.arena import Arena
+from appliance.vocabulary import (
+    BuildModel,
+    Direction,
+    EvictModel,
+    FinishReason,
+    KvMove,
+    KvMoved,
+    KvShape,
+    LoadModel,
+    ModelBuilt,
+    ModelFailed,
+    ModelLoaded,
+    MoveKv,
+    Preempt,
+    PrefetchModel,
+    PrefillDeferred,
+    PrefillDone,
+    Release,
+    RequestArrived,
+    RequestFailed,
+    RequestSpec,
+    RunPrefill,
+    RunTurn,
+    Slo,
+    StoreWeights,
+    TurnEnd,
+    TurnEnded,
+    WeightsStored,
+)
+from appliance.worker import Mailbox, Worker
+from tests.unit.memory_double import RecordingVmm
+
+SHAPE = KvShape(block_tokens=16, block_bytes=300, group_blocks=4, group_slabs=2)
+WEIGHT_BYTES = 4000
+BLOCK_BYTES = 300
+
+
+@dataclass
+class EngineDouble:
+    """An engine that counts: one slab of KV per request on the device, one token per step."""
+
+    model: str
+    weight_slabs: int = 4
+    weight_host_bytes: int = 4000
+    layout_digest: str = "layout"
+    kv: KvShape = SHAPE
+    loaded: bool = False
+    stored: tuple[tuple[int, ...], bool] | None = None
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Requests it knows, and how many tokens each has yet to produce."""
+    on_device: set[str] = field(default_factory=set)
+    refuses: set[str] = field(default_factory=set)
+    on_step: Callable[[int], None] = lambda step: None
+    """Called in each step with its number, while the worker is in the middle of it."""
+    steps: int = 0
+    steps_before_full: int = 1_000_000
+
+    def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+        self.stored = (tuple(host_offsets), fill)
+
+    def load_weights(self) -> int:
+        moved = 0 if self.loaded else WEIGHT_BYTES
+        self.loaded = True
+        return moved
+
+    def evict_weights(self) -> None:
+        self.loaded = False
+
+    def add(self, sequence: SequenceSpec) -> None:
+        if sequence.request in self.refuses:
+            raise ValueError("its prompt is empty")
+        self.lengths[sequence.request] = sequence.sampling.max_tokens - len(sequence.output)
+
+    def knows(self, request: str) -> bool:
+        return request in self.lengths
+
+    def forget(self, request: str) -> None:
+        self.lengths.pop(request, None)
+        self.on_device.discard(request)
+
+    def prefill(self, request: str, kv_slabs: int) -> list[Produced]:
+        assert self.loaded
+        if len(self.on_device) >= kv_slabs:
+            raise KvExhausted
+        self.on_device.add(request)
+        return self._produce([request])
+
+    def step(self, requests: Sequence[str], kv_slabs: int) -> list[Produced]:
+        assert self.loaded
+        assert set(requests) <= self.on_device
+        if self.steps == self.steps_before_full:
+            raise KvExhausted
+        self.steps += 1
+        self.on_step(self.steps)
+        return self._produce(requests)
+
+    def swap_out(self, request: str, host_offsets: Sequence[int]) -> int:
+        self.on_device.remove(request)
+        return len(host_offsets) * BLOCK_BYTES
+
+    def swap_in(self, request: str, host_offsets: Sequence[int], kv_slabs: int) -> int:
+        self.on_device.add(request)
+        assert len(self.on_device) <= kv_slabs
+        return len(host_offsets) * BLOCK_BYTES
+
+    def trim(self) -> int:
+        return len(self.on_device)
+
+    def _produce(self, requests: Sequence[str]) -> list[Produced]:
+        produced = []
+        for request in requests:
+            self.lengths[request] -= 1
+            finished = FinishReason.LENGTH if not self.lengths[request] else None
+            produced.append(Produced(request=request, token=7, finished=finished))
+        for token in produced:
+            if token.finished is not None:
+                self.forget(token.request)
+        return produced
+
+
+class Bench:
+    """A worker on doubles: all commands go in first, then it runs to the end."""
+
+    def __init__(self, *names: str) -> None:
+        self.engines = {name: EngineDouble(name) for name in names or ("a",)}
+        self.reports: list[Any] = []
+        self.mailbox = Mailbox()
+        models = [wire.WorkerModel(name, f"/{name}", "bfloat16", 256, 8) for name in self.engines]
+        configuration = wire.Configure(
+            version=wire.PROTOCOL_VERSION,
+            instance=3,
+            cpus="",
+            slabs=20,
+            slab_bytes=10,
+            host_bytes=1000,
+            models=models,
+        )
+        self.worker = Worker(
+            configuration,
+            Arena(RecordingVmm(20)),
+            self.mailbox,
+            self._build,
+            self.reports.append,
+        )
+
+    def _build(self, model: wire.WorkerModel) -> EngineDouble:
+        return self.engines[model.name]
+
+    def carry_out(self, *commands: wire.Down) -> list[Any]:
+        """What the worker reports of these commands, but for the state of its pool."""
+        self.reports.clear()
+        for command in (*commands, wire.Shutdown()):
+            self.mailbox.put(command)
+        self.worker.run()
+        return [report for report in self.reports if not isinstance(report, wire.PoolReport)]
+
+    def ready(self, *requests: str, output: int = 10) -> None:
+        """The engine of `a` is loaded and has these requests on the device, one token each."""
+        self.carry_out(
+            build("a"),
+            load("a"),
+            *(command for name in requests for command in (add(name, output), prefill(name))),
+        )
+
+
+def build(model: str) -> BuildModel:
+    return BuildModel(instance=3, model=model)
+
+
+def load(model: str) -> LoadModel:
+    return LoadModel(instance=3, model=model)
+
+
+def add(request: str, output: int = 10) -> wire.AddSequence:
+    sampling = Sampling(max_tokens=output)
+    return wire.AddSequence(
+        SequenceSpec(request=request, model="a", prompt=(1, 2), sampling=sampling)
+    )
+
+
+def prefill(request: str, kv_slabs: int = 8) -> RunPrefill:
+    return RunPrefill(instance=3, model="a", request=request, kv_slabs=kv_slabs)
+
+
+def turn(*requests: str, quota: float = 1e6, number: int = 1) -> RunTurn:
+    return RunTurn(
+        instance=3, model="a", turn=number, requests=requests, quota_seconds=quota, kv_slabs=8
+    )
+
+
+def release(request: str) -> Release:
+    return Release(instance=3, model="a", request=request)
+
+
+def move(direction: Direction, *requests: str) -> MoveKv:
+    moves = tuple(KvMove(request=request, host_offsets=(0, 300)) for request in requests)
+    return MoveKv(instance=3, model="a", direction=direction, moves=moves, kv_slabs=8)
+
+
+def tokens(*requests: str, ended: Sequence[str] = ()) -> wire.Tokens:
+    produced = [
+        Produced(
+            request=request, token=7, finished=FinishReason.LENGTH if request in ended else None
+        )
+        for request in requests
+    ]
+    return wire.Tokens(3, "a", produced)
+
+
+def only(reports: list[Any], kind: type) -> Any:
+    (report,) = [report for report in reports if isinstance(report, kind)]
+    return report
+
+
+# --- engines and weights -------------------------------------------------------------------------
+
+
+def test_an_engine_is_built_and_its_weights_stored() -> None:
+    """The worker tells the engine's sizes, then that the machine may load it."""
+    bench = Bench()
+
+    reports = bench.carry_out(
+        build("a"), StoreWeights(instance=3, model="a", host_offsets=(0, 10), fill=True)
+    )
+
+    assert reports == [
+        ModelBuilt(instance=3, model="a", weight_slabs=4, kv=SHAPE),
+        WeightsStored(instance=3, model="a"),
+    ]
+    assert bench.engines["a"].stored == ((0, 10), True)
+
+
+def test_an_engine_that_cannot_be_built() -> None:
+    """Whatever goes wrong in building one engine is reported, and the next one is built."""
+    bench = Bench("a", "b")
+    working = bench._build
+
+    def build_or_fail(model: wire.WorkerModel) -> EngineDouble:
+        if model.name == "a":
+            raise KeyError("rope_theta")
+        return working(model)
+
+    bench.worker._build = build_or_fail
+
+    reports = bench.carry_out(build("a"), build("b"))
+
+    assert reports[0] == ModelFailed(instance=3, model="a", reason="KeyError: 'rope_theta'")
+    assert isinstance(reports[1], ModelBuilt)
+
+
+def test_a_load_is_reported_once() -> None:
+    """Weights that are in place already are not reported as loaded again."""
+    bench = Bench()
+
+    reports = bench.carry_out(build("a"), load("a"), load("a"))
+
+    loaded = only(reports, ModelLoaded)
+    assert (loaded.moved_bytes, loaded.prefetched) == (WEIGHT_BYTES, False)
+    assert loaded.seconds >= 0
+
+
+def test_a_load_joins_its_prefetch() -> None:
+    """A model that is on its way in is waited for, not loaded twice."""
+    bench = Bench()
+
+    reports = bench.carry_out(build("a"), PrefetchModel(instance=3, model="a"), load("a"))
+
+    assert only(reports, ModelLoaded).prefetched
+    assert bench.engines["a"].loaded
+
+
+def test_an_eviction_waits_for_the_prefetch() -> None:
+    """Weights on their way in are gone after an eviction, and can be loaded again."""
+    bench = Bench()
+    evict = EvictModel(instance=3, model="a")
+
+    bench.carry_out(build("a"), PrefetchModel(instance=3, model="a"), evict)
+    assert not bench.engines["a"].loaded
+
+    reports = bench.carry_out(load("a"))
+    assert not only(reports, ModelLoaded).prefetched
+
+
+def test_a_prefetch_that_fails_ends_the_worker() -> None:
+    """What goes wrong in the background comes out where its result is needed."""
+    bench = Bench()
+    bench.carry_out(build("a"))
+
+    def fail() -> int:
+        raise OSError("cannot map")
+
+    bench.engines["a"].load_weights = fail  # type: ignore[method-assign]
+
+    with pytest.raises(OSError, match="cannot map"):
+        bench.carry_out(PrefetchModel(instance=3, model="a"), load("a"))
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_reported_after_its_token() -> None:
+    """First the token for the client, then the end of the job, then the pool."""
+    bench = Bench()
+    bench.carry_out(build("a"), load("a"))
+
+    reports = bench.carry_out(add("r"), prefill("r"))
+
+    assert reports[0] == tokens("r")
+    done = reports[1]
+    assert isinstance(done, PrefillDone)
+    assert (done.instance, done.request, done.kv_slabs) == (3, "r", 1)
+    assert bench.reports[-1] == wire.PoolReport(3, {"free": 20}, 0)
+
+
+def test_a_prompt_that_does_not_fit_is_deferred() -> None:
+    """No token, and not the end of the worker: the machine makes room and asks again."""
+    bench = Bench()
+    bench.carry_out(build("a"), load("a"))
+
+    reports = bench.carry_out(add("r"), prefill("r", kv_slabs=0))
+
+    assert reports == [PrefillDeferred(instance=3, model="a", request="r", kv_slabs=0)]
+
+
+def test_a_request_that_the_engine_refuses() -> None:
+    """The refusal is told with its reason, and the job that was ordered for it still ends."""
+    bench = Bench()
+    bench.carry_out(build("a"), load("a"))
+    bench.engines["a"].refuses.add("r")
+
+    reports = bench.carry_out(add("r"), prefill("r"))
+
+    assert reports[0] == RequestFailed(
+        instance=3, model="a", request="r", reason="its prompt is empty"
+    )
+    assert [type(report) for report in reports] == [RequestFailed, PrefillDone]
+
+
+def test_a_released_request_is_not_prefilled() -> None:
+    """A release goes before what is queued: the prompt of a known request is not computed."""
+    bench = Bench()
+    bench.carry_out(build("a"), load("a"), add("r"))
+
+    reports = bench.carry_out(prefill("r"), release("r"))
+
+    assert [type(report) for report in reports] == [PrefillDone]
+
+
+def test_a_release_that_overtakes_its_request() -> None:
+    """A request that was released before the worker came to know it leaves nothing behind."""
+    bench = Bench()
+    bench.carry_out(build("a"))
+
+    bench.carry_out(load("a"), add("r"), prefill("r"), release("r"))
+
+    assert not bench.engines["a"].knows("r")
+    assert bench.engines["a"].trim() == 0
+
+
+def test_a_release_for_a_model_without_an_engine() -> None:
+    """A release may come before its engine was built; there is nothing to forget."""
+    assert Bench().carry_out(release("r")) == []
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+def test_a_turn_runs_until_its_requests_are_done() -> None:
+    """Requests leave the batch as they end; the turn ends with the last."""
+    bench = Bench()
+    bench.ready("r", output=2)
+    bench.carry_out(add("s", 4), prefill("s"))
+
+    reports = bench.carry_out(turn("r", "s"))
+
+    assert reports[:-1] == [tokens("r", "s", ended=["r"]), tokens("s"), tokens("s", ended=["s"])]
+    ended = reports[-1]
+    assert isinstance(ended, TurnEnded)
+    assert (ended.turn, ended.reason, ended.steps, ended.kv_slabs) == (1, TurnEnd.DRAINED, 3, 0)
+    assert ended.seconds >= 0
+
+
+def test_a_quota_ends_a_turn() -> None:
+    """A turn whose time is over ends after the step it is in."""
+    bench = Bench()
+    bench.ready("r")
+
+    ended = only(bench.carry_out(turn("r", quota=0.0)), TurnEnded)
+
+    assert (ended.reason, ended.steps, ended.kv_slabs) == (TurnEnd.QUOTA, 1, 1)
+
+
+def test_a_preempted_turn_has_a_step() -> None:
+    """Even a turn that was preempted before it began is progress."""
+    bench = Bench()
+    bench.ready("r")
+
+    ended = only(bench.carry_out(turn("r"), Preempt(instance=3, turn=1)), TurnEnded)
+
+    assert (ended.reason, ended.steps) == (TurnEnd.PREEMPTED, 1)
+
+
+def test_preempting_takes_effect_at_the_next_step() -> None:
+    """A turn goes no further than the step in which it was preempted."""
+    bench = Bench()
+    bench.ready("r")
+
+    def preempt_in_third(step: int) -> None:
+        if step == 3:
+            bench.mailbox.put(Preempt(instance=3, turn=1))
+
+    bench.engines["a"].on_step = preempt_in_third
+
+    ended = only(bench.carry_out(turn("r")), TurnEnded)
+
+    assert (ended.reason, ended.steps) == (TurnEnd.PREEMPTED, 3)
+
+
+def test_preempting_a_turn_that_is_over_spares_the_next() -> None:
+    """A preemption is for one turn; a later one runs on."""
+    bench = Bench()
+    bench.ready("r", output=4)
+
+    ended = only(bench.carry_out(Preempt(instance=3, turn=1), turn("r", number=2)), TurnEnded)
+
+    assert (ended.turn, ended.reason, ended.steps) == (2, TurnEnd.DRAINED, 3)
+
+
+def test_a_turn_ends_when_its_kv_is_full() -> None:
+    """A step that needs more KV than allowed ends the turn, as long as there was one before."""
+    bench = Bench()
+    bench.ready("r")
+    bench.engines["a"].steps_before_full = 2
+
+    ended = only(bench.carry_out(turn("r")), TurnEnded)
+
+    assert (ended.reason, ended.steps) == (TurnEnd.KV_FULL, 2)
+
+
+def test_a_turn_without_room_for_one_step_is_a_defect() -> None:
+    """The machine grants room for a step at least; a worker that has none must not go on."""
+    bench = Bench()
+    bench.ready("r")
+    bench.engines["a"].steps_before_full = 0
+
+    with pytest.raises(KvExhausted):
+        bench.carry_out(turn("r"))
+
+
+def test_a_release_in_a_turn() -> None:
+    """A released request gets no more steps; the others go on in the same turn."""
+    bench = Bench()
+    bench.ready("r", "s", output=5)
+
+    def release_in_second(step: int) -> None:
+        if step == 2:
+            bench.mailbox.put(release("r"))
+
+    bench.engines["a"].on_step = release_in_second
+
+    reports = bench.carry_out(turn("r", "s"))
+
+    assert reports[:-1] == [
+        tokens("r", "s"),
+        tokens("r", "s"),
+        tokens("s"),
+        tokens("s", ended=["s"]),
+    ]
+    assert only(reports, TurnEnded).reason is TurnEnd.DRAINED
+    assert not bench.engines["a"].knows("r")
+
+
+def test_a_turn_of_nobody() -> None:
+    """A turn whose requests were all released ends without a step."""
+    bench = Bench()
+    bench.ready("r")
+
+    ended = only(bench.carry_out(turn("r"), release("r")), TurnEnded)
+
+    assert (ended.reason, ended.steps) == (TurnEnd.DRAINED, 0)
+
+
+# --- swaps ---------------------------------------------------------------------------------------
+
+
+def test_kv_moves_out_and_in() -> None:
+    """A move tells who moved, how much that was, and what stays mapped."""
+    bench = Bench()
+    bench.ready("r", "s")
+
+    out = only(bench.carry_out(move(Direction.OUT, "r")), KvMoved)
+    assert (out.direction, out.moved, out.missing) == (Direction.OUT, ("r",), ())
+    assert (out.moved_bytes, out.kv_slabs) == (600, 1)
+
+    back = only(bench.carry_out(move(Direction.IN, "r")), KvMoved)
+    assert (back.direction, back.moved, back.moved_bytes) == (Direction.IN, ("r",), 600)
+    assert back.kv_slabs == 2
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_kv_of_a_released_request_is_missing(direction: Direction) -> None:
+    """Who was released before the move is told apart from who moved."""
+    bench = Bench()
+    bench.ready("r", "s")
+    if direction is Direction.IN:
+        bench.carry_out(move(Direction.OUT, "r", "s"))
+
+    moved = only(bench.carry_out(move(direction, "r", "s"), release("r")), KvMoved)
+
+    assert (moved.moved, moved.missing, moved.moved_bytes) == (("s",), ("r",), 600)
+
+
+# --- the mailbox ---------------------------------------------------------------------------------
+
+
+def test_commands_are_carried_out_in_order() -> None:
+    """Reports of jobs come in the order in which they were given."""
+    bench = Bench()
+
+    reports = bench.carry_out(
+        build("a"),
+        load("a"),
+        add("r", 3),
+        prefill("r"),
+        move(Direction.OUT, "r"),
+        move(Direction.IN, "r"),
+        turn("r"),
+    )
+
+    assert [type(report) for report in reports] == [
+        ModelBuilt,
+        ModelLoaded,
+        wire.Tokens,
+        PrefillDone,
+        KvMoved,
+        KvMoved,
+        wire.Tokens,
+        wire.Tokens,
+        TurnEnded,
+    ]
+
+
+def test_nothing_is_done_after_the_shutdown() -> None:
+    """What was ordered before it is done, and nothing that came later."""
+    bench = Bench("a", "b")
+    bench.mailbox.put(build("a"))
+    bench.mailbox.put(wire.Shutdown())
+    bench.mailbox.put(build("b"))
+
+    bench.worker.run()
+
+    assert [report.model for report in bench.reports] == ["a"]
+
+
+def test_an_idle_worker_reports_its_pool_after_a_release() -> None:
+    """A release wakes the worker up, so that the freed slabs are known."""
+    bench = Bench()
+    bench.ready("r")
+
+    bench.carry_out(release("r"))
+
+    assert bench.reports == [wire.PoolReport(3, {"free": 20}, 0)]
+
+
+def test_what_is_no_command_is_an_error() -> None:
+    """A worker does not guess."""
+    slo = Slo(ttft_seconds=1.0, tbt_seconds=0.1)
+    spec = RequestSpec(id="r", model="a", prompt_tokens=1, max_tokens=1, slo=slo)
+
+    with pytest.raises(TypeError, match="RequestArrived"):
+        Bench().carry_out(RequestArrived(request=spec))  # type: ignore[arg-type]
