@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 
 import msgspec
@@ -97,7 +98,11 @@ class WorkerProcess:
             await asyncio.sleep(pause)
 
     async def _run_once(self) -> None:
-        """One life of the worker."""
+        """One life of the worker. What it leaves in its temporary directory goes with it."""
+        with tempfile.TemporaryDirectory(prefix="appliance-worker-") as scratch:
+            await self._run_in(scratch)
+
+    async def _run_in(self, scratch: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -108,6 +113,7 @@ class WorkerProcess:
                 str(self._host_fd),
                 pass_fds=(theirs.fileno(), self._host_fd),
                 stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "TMPDIR": scratch},
             )
         self.pid = process.pid
         self._greeted = False

@@ -1,7 +1,7 @@
 """Request-level first come, first served: what everybody does today, and our baseline.
 
-A model keeps its instance until the requests it took on are done. Requests of the same model join
-it only while no other model waits, so every switch is paid between requests, never within one.
+A model keeps its instance until its requests are done: those that waited together, and those that
+come while no other model waits. Every switch is paid between requests, never within one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from appliance.vocabulary import InstanceId, ModelName, Role
 UNTIL_DONE_SECONDS = 86400.0
 
 
-class Fcfs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Has no parameters."""
+class Fcfs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What can be set."""
+
+    max_group: int = 64
+    """Requests of one model that are taken on together at most; others wait behind the rest, or a
+    busy model could keep everybody waiting for ever."""
 
     @hookimpl
     def assign_roles(self, instances: int) -> Sequence[Role]:
@@ -34,13 +38,15 @@ class Fcfs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def choose_prefill(
         self, request: RequestView, instances: Sequence[InstanceView]
     ) -> PrefillChoice:
-        """The instance with the least to do; at equal load one that runs the model already."""
+        """With the waiting requests of its model; else where least is to do, at equal load where
+        the model runs already."""
+        for view in instances:
+            for index, group in enumerate(view.groups):
+                if group.model == request.model and group.admitted < self.max_group:
+                    return PrefillChoice(instance=view.id, group=index)
         best = min(
             instances, key=lambda view: (view.load, view.current_model != request.model, view.id)
         )
-        last = len(best.groups) - 1
-        if best.groups and best.groups[last].model == request.model:
-            return PrefillChoice(instance=best.id, group=last)
         return PrefillChoice(instance=best.id)
 
     @hookimpl

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
@@ -20,7 +22,7 @@ from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 
 
-def floor_of(names: str = "abc", **options: int) -> FloorDouble:
+def floor_of(names: str = "abc", **options: Any) -> FloorDouble:
     return FloorDouble({name: ModelDouble(4, shape()) for name in names}, **options)
 
 
@@ -96,7 +98,7 @@ def test_a_model_that_cannot_be_built_is_not_served() -> None:
 
 
 def test_a_host_cache_too_small_for_the_weights() -> None:
-    """A model whose weights have no place in the host tier fails and says which setting to raise."""
+    """A model whose weights have no place in the host tier fails and names the setting."""
     floor = floor_of("ab", host_slabs=6)
     floor.world.models["a"].weight_slabs = 7
     floor.start()
@@ -205,3 +207,28 @@ def test_a_request_for_an_unbuilt_engine_is_served(policy: str) -> None:
     assert [first.outcome, second.outcome] == [FinishReason.LENGTH] * 2
     assert len(floor.commands(RunPrefill)) == 2
     assert sum(isinstance(event, ModelBuilt) for _, event, _ in floor.journal) == 2
+
+
+def test_what_waits_behind_a_full_host_tier_is_built_next() -> None:
+    """While the first in line waits for memory, the engine of the one behind it is built before
+    those that nobody asked for."""
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in "abcd"},
+        policy="fcfs",
+        instances=2,
+        host_slabs=16 + 6,
+    )
+    floor.start()
+    floor.work_until(0, lambda: builds(floor, 0) == ["a", "b"])
+    floor.work_until(1, lambda: builds(floor, 1) == ["a", "b"])
+    floor.ask("first", "a", prompt=200, output=40)
+    floor.ask("waits", "a", prompt=200, output=40)
+    floor.ask("d0", "d")
+    floor.ask("d1", "d")
+    floor.work_until(0, lambda: floor.up[0].turn is not None)
+
+    floor.work_until(1, lambda: len(builds(floor, 1)) == 3)
+
+    assert builds(floor, 1) == ["a", "b", "d"]
+    floor.settle()
+    assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())

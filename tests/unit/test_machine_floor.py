@@ -8,6 +8,7 @@ from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.vocabulary import (
     BuildModel,
     Direction,
+    EvictModel,
     FinishReason,
     InstanceLost,
     KvMoved,
@@ -50,6 +51,21 @@ def test_kv_moves_from_the_prefill_to_the_decode_partition() -> None:
     assert floor.commands(Release) == [Release(instance=0, model="a", request="r")]
     out, back = floor.commands(MoveKv)
     assert out.moves == back.moves
+
+
+def test_what_moved_out_is_free() -> None:
+    """Slabs of KV that left a device are there for the next model; nobody else has to go."""
+    models = {name: ModelDouble(4, shape()) for name in "ab"}
+    floor = FloorDouble(models, policy="aegaeon", instances=2, slabs=12)
+    floor.start()
+    floor.settle()
+    floor.ask("a1", "a", prompt=180, output=2)
+    floor.work_until(0, lambda: not floor.up[0].busy)
+
+    floor.ask("b1", "b")
+    floor.settle()
+
+    assert [command for command in floor.commands(EvictModel) if command.instance == 0] == []
 
 
 def test_a_lone_decoder_prefills_too() -> None:
@@ -250,3 +266,25 @@ def test_places_scattered_by_weights() -> None:
 
     assert wide.outcome in (FinishReason.LENGTH, "kv_too_large")
     assert narrow.outcome == FinishReason.LENGTH
+
+
+def test_the_longest_wait_for_the_host_tier_survives_a_move() -> None:
+    """A request that was first in line for the host tier when its instance died is first in line
+    where it goes, though others wait there already: they could not go before it."""
+    floor = FloorDouble(
+        {"a": ModelDouble(4, shape())}, policy="fcfs", instances=2, host_slabs=4 + 6
+    )
+    floor.start()
+    floor.settle()
+    floor.ask("first", "a", prompt=200, output=40)
+    floor.work_until(0, lambda: floor.up[0].turn is not None)
+    floor.ask("longest", "a", prompt=200, output=40)
+    floor.ask("later", "a", prompt=200, output=40)
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
+
+    floor.lose(1)
+    floor.settle()
+
+    order = [command.request for command in floor.commands(RunPrefill)]
+    assert order == ["first", "longest", "later"]
+    assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())

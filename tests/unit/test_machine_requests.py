@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def small(count: int = 2, weight_slabs: int = 4) -> dict[str, ModelDouble]:
     return {name: ModelDouble(weight_slabs, shape()) for name in "abcdef"[:count]}
 
 
-def ready_floor(**options: int) -> FloorDouble:
+def ready_floor(**options: Any) -> FloorDouble:
     """One instance with every engine built and nothing to do."""
     floor = FloorDouble(small(), **options)
     floor.start()

@@ -8,6 +8,7 @@ from appliance.scheduling.lifecycle import Stage
 from appliance.vocabulary import (
     Finish,
     FinishReason,
+    MoveKv,
     Preempt,
     RunPrefill,
     RunTurn,
@@ -231,3 +232,17 @@ def test_a_planned_turn_without_requests_is_skipped() -> None:
     floor.work_until(0, lambda: len(turns(floor)) == 3)
 
     assert turns(floor) == ["a", "c", "a"]
+    assert floor.commands(MoveKv) == []
+
+
+def test_a_request_is_preempted_once_however_long_it_waits() -> None:
+    """What comes between two turns of a request is one preemption, not one per prompt."""
+    floor = built("aegaeon")
+    floor.ask("a1", "a", output=40)
+    until_turn(floor)
+    floor.ask("a2", "a", output=40)
+    floor.ask("a3", "a", output=40)
+
+    floor.work_until(0, lambda: len(floor.commands(RunPrefill)) == 3)
+
+    assert floor.machine.preemptions["a"] == 1

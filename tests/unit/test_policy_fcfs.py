@@ -22,7 +22,7 @@ def test_a_request_goes_where_the_least_is_to_do() -> None:
         instance_view(1, groups=(group_view("b", 2),)),
     ]
 
-    choice = Fcfs().choose_prefill(request=request_view("a"), instances=instances)
+    choice = Fcfs().choose_prefill(request=request_view("c"), instances=instances)
 
     assert choice == PrefillChoice(instance=1)
 
@@ -35,14 +35,23 @@ def test_at_equal_load_the_model_that_runs_decides() -> None:
     assert Fcfs().choose_prefill(request=request_view("c"), instances=idle).instance == 0
 
 
-@pytest.mark.parametrize(("groups", "joined"), [("a", 0), ("ba", 1), ("ab", None), ("", None)])
-def test_only_the_last_group_is_joined(groups: str, joined: int | None) -> None:
-    """A request never gets in front of another model that waits."""
+@pytest.mark.parametrize(("groups", "joined"), [("a", 0), ("ba", 1), ("aba", 0), ("b", None)])
+def test_a_request_joins_those_of_its_model_that_wait(groups: str, joined: int | None) -> None:
+    """Requests of one model are taken on together, in the first group that is open."""
     view = instance_view(groups=tuple(group_view(model) for model in groups))
 
     choice = Fcfs().choose_prefill(request=request_view("a"), instances=[view])
 
     assert choice == PrefillChoice(instance=0, group=joined)
+
+
+def test_a_group_is_full_some_time() -> None:
+    """A group takes on so many requests in all; the next one waits behind the other models."""
+    view = instance_view(groups=(group_view("a", 1, admitted=3), group_view("b")))
+    request = request_view("a")
+
+    assert Fcfs(max_group=4).choose_prefill(request=request, instances=[view]).group == 0
+    assert Fcfs(max_group=3).choose_prefill(request=request, instances=[view]).group is None
 
 
 def test_a_request_decodes_where_it_was_prefilled() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +68,19 @@ class Keeper:
 
 
 @pytest.fixture
-def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Keeper]:
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Keeper]]:
     """Makes a keeper of workers that do what this piece of Python says."""
     script = tmp_path / "worker"
+    host_fd = os.open("/dev/null", os.O_RDONLY)
 
     def make(body: str) -> Keeper:
         script.write_text(SCRIPT.format(python=sys.executable, body=body), encoding="utf-8")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
-        return Keeper(os.open("/dev/null", os.O_RDONLY))
+        return Keeper(host_fd)
 
-    return make
+    yield make
+    os.close(host_fd)
 
 
 async def test_a_worker_is_greeted_and_ended(keep: Callable[[str], Keeper]) -> None:
@@ -119,18 +121,23 @@ async def test_a_worker_that_never_greeted_is_not_lost(
     deaths grow to their limit."""
     keeper = keep("")
     pauses: list[float] = []
+    over = asyncio.Event()
+    sleep = asyncio.sleep
 
     async def note(pause: float) -> None:
         pauses.append(pause)
         if len(pauses) == 6:
-            keeper.process._stopping = True
             keeper.news.set()
+            await over.wait()
 
     monkeypatch.setattr(processes, "LONGEST_PAUSE_SECONDS", 0.5)
-    monkeypatch.setattr(processes.asyncio, "sleep", note)
+    monkeypatch.setattr(asyncio, "sleep", note)
     keeper.process.start()
     await keeper.until(lambda: len(pauses) == 6)
-    await keeper.process.stop()
+    stopping = asyncio.ensure_future(keeper.process.stop())
+    await sleep(0)
+    over.set()
+    await stopping
 
     assert (keeper.messages, keeper.lost) == ([], [])
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.5, 0.5, 0.5])

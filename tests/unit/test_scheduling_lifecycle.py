@@ -22,11 +22,15 @@ from appliance.scheduling.lifecycle import (
 from appliance.scheduling.state import EngineState, RequestState
 from appliance.vocabulary import RequestSpec, Slo
 
-TABLES: list[Mapping[Any, frozenset[Any]]] = [STAGES, KV_PLACES, ENGINES]
+TABLES: list[tuple[Mapping[Any, frozenset[Any]], type[StrEnum]]] = [
+    (STAGES, Stage),
+    (KV_PLACES, KvPlace),
+    (ENGINES, Engine),
+]
 STEPS = [
     (table, current, target)
-    for table in TABLES
-    for current, target in product(type(next(iter(table))), repeat=2)
+    for table, states in TABLES
+    for current, target in product(states, repeat=2)
 ]
 
 
