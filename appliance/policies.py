@@ -61,7 +61,11 @@ def _load(name: str, parameters: Parameters) -> object:
     if not found:
         raise PolicyError(f"no policy {name!r} is installed; there are: {', '.join(available())}")
     try:
-        return msgspec.convert(parameters, found[0].load(), strict=False)
+        made = found[0].load()
+    except (ImportError, AttributeError) as error:
+        raise PolicyError(f"policy {name!r} cannot be imported: {error}") from error
+    try:
+        return msgspec.convert(parameters, made, strict=False)
     except msgspec.ValidationError as error:
         raise PolicyError(f"policy.{name}: {error}") from error
 

@@ -55,7 +55,7 @@ class WorkerProcess:
         self._on_failure = on_failure
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._worked = False
         self._greeted = False
 
@@ -70,7 +70,7 @@ class WorkerProcess:
 
     async def stop(self) -> None:
         """End the worker, by force if it does not end by itself."""
-        self._stopping = True
+        self._stopping.set()
         self.send(wire.Shutdown())
         if self._task is None:
             return
@@ -87,15 +87,16 @@ class WorkerProcess:
 
     async def _keep_alive(self) -> None:
         pause = FIRST_PAUSE_SECONDS
-        while not self._stopping:
+        while not self._stopping.is_set():
             self._worked = False
             await self._run_once()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             pause = FIRST_PAUSE_SECONDS if self._worked else min(pause * 2, LONGEST_PAUSE_SECONDS)
             log.warning("worker of instance %d died; next in %.2f s", self.instance, pause)
             self.restarts += 1
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
 
     async def _run_once(self) -> None:
         """One life of the worker. What it leaves in its temporary directory goes with it."""

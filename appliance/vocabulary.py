@@ -170,7 +170,7 @@ class ModelBuilt(Event, frozen=True):
 
 
 class ModelFailed(Event, frozen=True):
-    """An engine could not be built; the model is not served by this instance."""
+    """An engine could not be built; the model is not served until the daemon is restarted."""
 
     instance: InstanceId
     model: ModelName

@@ -215,7 +215,7 @@ class Machine:
         instance.groups[-1 if choice.group is None else choice.group].join(request.id)
         request.instance = instance.id
         request.to_stage(Stage.QUEUED)
-        if isinstance(instance.job, TurnJob) and not instance.job.preempting:
+        if isinstance(instance.job, TurnJob):
             self._maybe_preempt(instance, instance.job)
 
     def _place_decode(self, request: RequestState, candidates: list[InstanceState]) -> None:
@@ -229,6 +229,9 @@ class Machine:
         self.instances[chosen].join_batch(request)
 
     def _maybe_preempt(self, instance: InstanceState, turn: TurnJob) -> None:
+        """End the turn for a prompt, if the policy wants that and the prompt could start."""
+        if turn.preempting or self._host_queue:
+            return
         view = self.floor.instance_view(instance)
         if self.policy.choose_phase(view) is Phase.PREFILL:
             turn.preempting = True
@@ -429,7 +432,8 @@ class Machine:
         self._close_job(instance, event.model, event.kv_slabs)
         self.costs.observe_turn(event.model, event.steps, event.seconds)
         if job.switches:
-            self.costs.observe_switch(event.model, self._now - job.ordered - event.seconds)
+            overhead = self._now - job.ordered - event.seconds
+            self.costs.observe_switch(event.model, max(0.0, overhead))
         alive = [self.requests[name] for name in job.requests if name in self.requests]
         for request in alive:
             request.to_stage(Stage.READY)

@@ -168,7 +168,7 @@ def prefetch(instance: InstanceState, model: ModelName, target: ModelName) -> li
     victims = [
         victim
         for victim in _victims(instance, {model, target} | sooner)
-        if victim in ledger.weights and victim not in ledger.loading
+        if victim in ledger.weights
     ]
     if ledger.free_slabs + sum(ledger.weights[v] for v in victims) < engine.weight_slabs:
         return []

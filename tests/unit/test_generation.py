@@ -129,3 +129,20 @@ async def test_a_request_can_be_continued_elsewhere() -> None:
     assert (sequence.request, sequence.model, sequence.prompt) == ("r", "a", (1, 2, 3))
     assert sequence.output == (5, 6)
     assert sequence.sampling == stream.request.sampling
+
+
+async def test_a_client_that_was_quick_waits_again() -> None:
+    """After a token that came while the client was busy there is nothing until the next one."""
+    stream = stream_of()
+    batches = aiter(stream)
+    stream.push(token(1))
+    await anext(batches)
+    stream.push(token(2))
+    await anext(batches)
+    waiting = asyncio.ensure_future(anext(batches))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+    stream.push(token(3))
+
+    assert await waiting == [token(3)]

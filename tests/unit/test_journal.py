@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.errors import PolicyError
+from appliance.errors import LedgerError, PolicyError
 from appliance.journal import Entry, Journal, Setup, read, replay
-from appliance.vocabulary import Finish, FinishReason, InstanceUp, ModelSpec
+from appliance.vocabulary import Finish, FinishReason, InstanceUp, ModelSpec, PrefillDone
 from tests.unit.floor_double import SLAB, SLO, FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 
@@ -145,4 +145,19 @@ def test_a_line_of_another_form_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
     with pytest.raises(msgspec.DecodeError):
+        replay(path)
+
+
+def test_a_run_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:
+    """If the very machine that wrote the journal could not have gone on, nothing is explained by a
+    difference, and the contradiction itself is told."""
+    path = tmp_path / "journal"
+    setup = setup_of(["aegaeon"], {})
+    up = InstanceUp(instance=0, slabs=7)
+    impossible = PrefillDone(instance=0, model="a", request="r", kv_slabs=8, seconds=0.1)
+    with Journal(path, setup) as journal:
+        journal.record(0.1, up, setup.machine().handle(up, 0.1))
+        journal.record(0.2, impossible, [])
+
+    with pytest.raises(LedgerError, match="need 8 slabs"):
         replay(path)
