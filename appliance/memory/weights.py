@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 from appliance.memory.arena import Arena, Region
@@ -22,13 +22,17 @@ ALIGNMENT: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One distinct tensor storage, named after the first parameter that uses it."""
+    """One distinct tensor storage, named after the first parameter that uses it.
+
+    `packing` tells apart what the same bytes can mean to an engine; empty for a plain tensor.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     nbytes: int
+    packing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,7 @@ class WeightLayout:
         """Equal for engines that can share one master image."""
         digest = hashlib.sha256()
         for tensor, offset in zip(self.tensors, self.offsets, strict=True):
-            line = (tensor.name, tensor.dtype, tensor.shape, tensor.stride, tensor.nbytes, offset)
-            digest.update(repr(line).encode())
+            digest.update(repr((astuple(tensor), offset)).encode())
         return digest.hexdigest()
 
     def slabs(self, slab_bytes: int) -> int:

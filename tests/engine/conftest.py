@@ -37,7 +37,7 @@ for line in sys.stdin:
     job = json.loads(line)
     if job["path"] not in engines:
         engines[job["path"]] = LLM(
-            job["path"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
+            job["path"], skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True,
             max_model_len=1024, kv_cache_memory_bytes=64 << 20, block_size=32,
             enable_prefix_caching=False)
     prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
@@ -73,6 +73,7 @@ def plain_vllm(checkpoints: dict[str, str]) -> Iterator[Baseline]:
         ) -> list[list[int]]:
             job = {
                 "path": checkpoints[model],
+                "dtype": MODELS[model][1],
                 "prompts": prompts,
                 "sampling": [{name: getattr(s, name) for name in COMPARED} for s in sampling],
             }
@@ -107,7 +108,7 @@ def _twin(_house: House, checkpoints: dict[str, str]) -> House:
 
 @pytest.fixture
 def house(_house: House) -> Iterator[House]:
-    """Four models in a pool that holds one or two of them; empty before and after every test."""
+    """Five models in a pool that holds one or two of them; empty before and after every test."""
     yield _house
     _house.idle()
 

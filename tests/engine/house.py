@@ -14,10 +14,11 @@ POOL_SLABS = 64
 VOCAB = 512
 EOS = 2
 
-# name -> (configuration class, its arguments): four KV shapes, three architectures.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+# name -> (configuration class, type, its arguments): four KV shapes, three architectures.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-mha": (
         "LlamaConfig",
+        "float32",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
@@ -27,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2-gqa": (
         "Qwen2Config",
+        "float32",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -36,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-128": (
         "Qwen3Config",
+        "float32",
         {
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
@@ -45,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-96": (
         "LlamaConfig",
+        "float32",
         {
             "num_attention_heads": 2,
             "num_key_value_heads": 2,
@@ -52,15 +56,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 2,
         },
     ),
+    "llama-bf16": (
+        "LlamaConfig",
+        "bfloat16",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 2,
+        },
+    ),
 }
 
 
 def make_checkpoint(folder: Path, name: str) -> str:
-    """A random float32 checkpoint whose greedy output does not end early by chance."""
+    """A random checkpoint whose greedy output does not end early by chance."""
     import torch
     import transformers
 
-    kind, special = MODELS[name]
+    kind, dtype, special = MODELS[name]
     config = getattr(transformers, kind)(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -69,12 +83,13 @@ def make_checkpoint(folder: Path, name: str) -> str:
         bos_token_id=1,
         eos_token_id=EOS,
         initializer_range=0.2,
-        torch_dtype="float32",
+        torch_dtype=dtype,
         **special,
     )
     torch.manual_seed(sum(name.encode()))
     path = folder / name
-    transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
     return str(path)
 
 
@@ -108,7 +123,7 @@ class House:
         engine = VllmEngine.build(
             model,
             path,
-            dtype="float32",
+            dtype=MODELS[model][1],
             max_context=1024,
             max_batch=16,
             arena=self.arena,

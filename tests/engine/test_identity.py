@@ -96,3 +96,41 @@ def test_two_models_resident_at_once(house: House, plain_vllm: Baseline) -> None
 
     for model in models:
         assert [outputs[model]] == plain_vllm(model, [prompts(model)[2]], [sampling])
+
+
+def test_bfloat16_equals_plain_vllm(house: House, plain_vllm: Baseline) -> None:
+    """Where rounding hides less, a request by itself still has the tokens of plain vLLM."""
+    model = "llama-bf16"
+    sampling = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+    engine = house.engines[model]
+    engine.load_weights()
+
+    for prompt in prompts(model):
+        engine.add(sequence(model, "alone", prompt, sampling))
+        output = tokens(engine.prefill("alone", 40))
+        while engine.knows("alone"):
+            output += tokens(engine.step(["alone"], 40))
+
+        assert [output] == plain_vllm(model, [prompt], [sampling])
+
+
+@pytest.mark.parametrize("model", ["llama-mha", "llama-bf16"])
+def test_what_memory_held_before_does_not_matter(
+    house: House, plain_vllm: Baseline, model: str
+) -> None:
+    """Attention reads blocks to their end: bytes of others there must not reach an output."""
+    from appliance.engines.vllm.tensors import bytes_at
+
+    dirt = house.arena.reserve("dirt", house.arena.slabs)
+    dirt.map(range(dirt.slots))
+    bytes_at(dirt.address, dirt.slots * house.arena.slab_bytes).fill_(0xFF)  # NaN in any type
+    dirt.release()
+    sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    engine = house.engines[model]
+    engine.load_weights()
+    engine.add(sequence(model, "r", prompts(model)[0], sampling))
+    output = tokens(engine.prefill("r", 40))
+    while engine.knows("r"):
+        output += tokens(engine.step(["r"], 40))
+
+    assert [output] == plain_vllm(model, [prompts(model)[0]], [sampling])

@@ -121,7 +121,7 @@ def test_shape_keeps_its_promise(house: House) -> None:
             engine._pool.ensure(groups * engine.kv.group_blocks, groups * engine.kv.group_slabs)
             assert engine._pool.mapped_slabs <= groups * engine.kv.group_slabs
             engine.trim()
-    assert len({engine.kv for engine in house.engines.values()}) == 4
+    assert len({engine.kv for engine in house.engines.values()}) == len(house.engines)
 
 
 def test_logprobs(house: House) -> None:

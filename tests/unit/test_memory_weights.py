@@ -38,9 +38,10 @@ def test_digest_names_the_layout() -> None:
         {"shape": (64, 2)},
         {"stride": (2,)},
         {"nbytes": 1024},
+        {"packing": "blocks of 16"},
     )
     others = {WeightLayout.plan([replace(only, **change)]).digest for change in changes}
-    assert len(others | {layout.digest}) == 6
+    assert len(others | {layout.digest}) == 7
     assert WeightLayout.plan([tensor("a", 512)]).digest == layout.digest
 
 

@@ -83,11 +83,9 @@ class VllmEngine:
             placement.region.address,
             placement.region.address + geometry.layers * geometry.layer_bytes,
         )
-        # [layers, blocks, bytes]: only ever indexed at blocks in use.
-        self._kv_bytes = bytes_at(self._kv_addresses.start, len(self._kv_addresses)).view(
-            geometry.layers, geometry.blocks, geometry.layer_block_bytes
-        )
-        layout = parameters.plan(self._runner.get_model())
+        self._kv_bytes = placement.kv_bytes
+        self._packings = parameters.pack(self._runner.get_model())
+        layout = parameters.plan(self._runner.get_model(), self._packings)
         self._weights = DeviceWeights(f"weights:{model}", layout, arena, host)
         self.weight_slabs = layout.slabs(arena.slab_bytes)
         self.weight_host_bytes = self.weight_slabs * arena.slab_bytes
@@ -112,8 +110,8 @@ class VllmEngine:
 
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
         of a request in tokens; `max_batch` bounds the requests of a step. Raises `SeamMoved` for
-        another vLLM, `UnsupportedKvCache` for a model whose KV cache has several shapes, and
-        whatever vLLM raises for a checkpoint that it cannot load.
+        another vLLM or torch, `UnsupportedKvCache` for a model whose KV cache has several shapes,
+        and whatever vLLM raises for a checkpoint that it cannot load.
         """
         check_seams()
         parameters.forbid_packing()
@@ -153,8 +151,8 @@ class VllmEngine:
         self._weights.attach(host_offsets)
         if fill:
             parameters.fill(model, self._weights)
-        parameters.rehome(model, self._weights)
-        parameters.check_unpacked(model, self._weights, self._kv_addresses)
+        parameters.rehome(model, self._weights, self._packings)
+        parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
 
     def load_weights(self) -> int:
         return self._weights.load()
@@ -222,7 +220,8 @@ class VllmEngine:
             )
         if not batch:
             return []
-        needed = sum(self.kv.blocks(r.num_tokens) - len(self._blocks(r)) for r in batch)
+        # A resident request has all blocks but that of its last token, if this begins one.
+        needed = sum(known.num_computed_tokens % BLOCK_TOKENS == 0 for known in batch)
         self._ensure(needed, kv_slabs)
         return self._execute(batch)
 
@@ -275,7 +274,8 @@ class VllmEngine:
         known = self._known(request)
         if known.num_computed_tokens != known.num_tokens - 1:
             raise ValueError(f"request {request} is not computed")
-        if len(self._blocks(known)) != self.kv.blocks(known.num_computed_tokens):
+        held = self._scheduler.blocks_held(request)
+        if held != -(-known.num_computed_tokens // BLOCK_TOKENS):
             raise ValueError(f"request {request} does not have its KV on the device")
         return known
 

@@ -1,26 +1,40 @@
-"""A built model's parameters: their layout, their move into the arena, and the proof of it."""
+"""A built model's parameters: packed, laid out, moved into the arena, and the proof of it.
+
+From `pack` on, the `weight` of a packed layer is a flat parameter of its packed bytes. It is
+stored, moved and checked like any other; the layer's `cpu_linear` is a view of the same place. No
+layer can take it for rows by mistake: it has one dimension.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import vllm._custom_ops
 import vllm.model_executor.layers.utils as vllm_layers
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from appliance.engines.vllm import packed
+from appliance.engines.vllm.packed import PackedLinear, Packing
 from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.weights import DeviceWeights, StoredTensor, WeightLayout
 
+# By the name of the parameter that holds the packed bytes.
+Packings: TypeAlias = Mapping[str, Packing]
 
-class PackedWeights(RuntimeError):
+
+class PrivateWeights(RuntimeError):
     """A layer computes with a private copy of its weights, which cannot be unmapped."""
 
 
 def forbid_packing() -> None:
     """Keep vLLM's CPU linear layers from packing copies of their weights. Process-wide.
 
-    `check_unpacked` proves, per model, that it took effect.
+    `pack` does it instead. `check_moved` proves, per model, that nothing was copied.
     """
     assert hasattr(vllm._custom_ops, "_supports_onednn"), "vLLM's oneDNN switch has moved"
     assert hasattr(vllm_layers, "check_cpu_sgl_kernel"), "vLLM's SGL switch has moved"
@@ -28,7 +42,24 @@ def forbid_packing() -> None:
     vllm_layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
-def plan(model: torch.nn.Module) -> WeightLayout:
+def pack(model: torch.nn.Module) -> Packings:
+    """Pack the weights of all layers that vLLM would pack, one by one, in private memory.
+
+    A head tied to the embedding becomes a parameter of its own, as the embedding goes on reading
+    plain rows: vLLM has both, too, and without it the head's share of a step takes half as long
+    again. The layers cannot compute until `rehome`. Raises `SeamMoved` for another torch.
+    """
+    packings = {}
+    head_dtypes = {m.head_dtype for m in model.modules() if isinstance(m, LogitsProcessor)}
+    for name, module in model.named_modules():
+        if _is_linear(module, head_dtypes) and packed.supports(module.weight.dtype):
+            data, packing = packed.pack(module.weight)
+            module.weight = torch.nn.Parameter(data, requires_grad=False)
+            packings[f"{name}.weight"] = packing
+    return packings
+
+
+def plan(model: torch.nn.Module, packings: Packings) -> WeightLayout:
     """Every distinct parameter storage, in the order of `named_parameters`; tied weights once."""
     return WeightLayout.plan(
         StoredTensor(
@@ -37,6 +68,7 @@ def plan(model: torch.nn.Module) -> WeightLayout:
             shape=tuple(parameter.shape),
             stride=tuple(parameter.stride()),
             nbytes=parameter.untyped_storage().nbytes(),
+            packing=packings[name].digest if name in packings else "",
         )
         for name, parameter in _distinct(model)
     )
@@ -49,8 +81,11 @@ def fill(model: torch.nn.Module, weights: DeviceWeights) -> None:
         weights.fill(offset, storage.data_ptr(), storage.nbytes())
 
 
-def rehome(model: torch.nn.Module, weights: DeviceWeights) -> None:
-    """Point every parameter at its place in the region, and let go of the private copies."""
+def rehome(model: torch.nn.Module, weights: DeviceWeights, packings: Packings) -> None:
+    """Point every parameter at its place in the region, and let go of the private copies.
+
+    Packed layers get their view of that place. Nothing is read: the region may be unmapped.
+    """
     region = bytes_at(weights.region.address, weights.layout.nbytes)
     places = {
         parameter.untyped_storage().data_ptr(): offset
@@ -66,29 +101,52 @@ def rehome(model: torch.nn.Module, weights: DeviceWeights) -> None:
         start = offset + parameter.storage_offset() * parameter.element_size()
         typed = region[start : start + _span(parameter)].view(parameter.dtype)
         parameter.data = typed.as_strided(parameter.shape, parameter.stride())
+    for name, packing in packings.items():
+        layer: Any = model.get_submodule(name.rpartition(".")[0])
+        layer.cpu_linear = PackedLinear(layer.weight.data_ptr(), packing)
     # The C library keeps freed heap for itself; this much of it belongs to the others here.
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def check_unpacked(model: torch.nn.Module, weights: DeviceWeights, kv: range) -> None:
-    """Raise `PackedWeights` if a layer holds weights outside of the region.
+def check_moved(
+    model: torch.nn.Module, weights: DeviceWeights, packings: Packings, kv: range
+) -> None:
+    """Raise `PrivateWeights` if a layer holds weights outside of the region.
 
-    vLLM's packing leaves a `cpu_linear` that closes over a handle or a packed tensor, or a tensor
-    that is neither parameter nor buffer. `kv` are the addresses of the KV cache.
+    A private copy shows as a `cpu_linear` that closes over a handle or a tensor, as one that views
+    another place than the layer's `weight`, or as a tensor that is neither parameter nor buffer.
+    `kv` are the addresses of the KV cache.
     """
     region = range(weights.region.address, weights.region.address + max(weights.layout.nbytes, 1))
     for name, parameter in model.named_parameters():
         if parameter.numel() and parameter.data_ptr() not in region:
-            raise PackedWeights(f"{name} was not moved")
+            raise PrivateWeights(f"{name} was not moved")
     for name, module in model.named_modules():
         linear = vars(module).get("cpu_linear")
-        if getattr(linear, "__closure__", None):
-            raise PackedWeights(f"{name} multiplies with a packed copy of its weight")
+        if f"{name}.weight" in packings:
+            if not isinstance(linear, PackedLinear) or linear.address != module.weight.data_ptr():
+                raise PrivateWeights(f"{name} does not multiply with its weight")
+        elif isinstance(linear, PackedLinear) or getattr(linear, "__closure__", None):
+            raise PrivateWeights(f"{name} multiplies with a packed copy of its weight")
         for attribute, value in vars(module).items():
             if not isinstance(value, torch.Tensor) or value.ndim < 2:
                 continue
             if value.data_ptr() not in region and value.data_ptr() not in kv:
-                raise PackedWeights(f"{name}.{attribute} is a tensor of the layer's own")
+                raise PrivateWeights(f"{name}.{attribute} is a tensor of the layer's own")
+
+
+def _is_linear(module: torch.nn.Module, head_dtypes: set[torch.dtype | None]) -> bool:
+    """Whether vLLM would give this layer a packed copy, and read nothing else of its weight.
+
+    An embedding has a `cpu_linear` that nobody calls; a layer of which vLLM reads the rows has
+    torch's own function; and so does, in effect, a head that computes in another type.
+    """
+    linear = vars(module).get("cpu_linear")
+    if linear is None or linear is torch.nn.functional.linear or module.weight.ndim != 2:
+        return False
+    if isinstance(module, ParallelLMHead):
+        return head_dtypes <= {None, module.weight.dtype}
+    return isinstance(module.quant_method, UnquantizedLinearMethod)
 
 
 def _distinct(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

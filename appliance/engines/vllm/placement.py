@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
+from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.arena import Arena, Region
 from appliance.memory.kvpool import KvGeometry, KvPool
 
@@ -37,6 +40,13 @@ class KvPlacement:
     @property
     def geometry(self) -> KvGeometry:
         return self.pool.geometry
+
+    @property
+    def kv_bytes(self) -> torch.Tensor:
+        """The cache as ``[layers, blocks, bytes]``; only to be indexed at blocks in use."""
+        geometry, region = self.geometry, self.region
+        cache = bytes_at(region.address, geometry.layers * geometry.layer_bytes)
+        return cache.view(geometry.layers, geometry.blocks, geometry.layer_block_bytes)
 
     def plan(self, layers: int, layer_block_bytes: int) -> KvGeometry:
         """Reserve the addresses; called once."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -21,11 +22,16 @@ from appliance.memory.kvpool import KvPool
 
 
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]
-    """vLLM's block objects, handed out as `KvPool` says. There is no prefix cache."""
+    """vLLM's block objects, handed out as `KvPool` says, and empty. There is no prefix cache.
 
-    def __init__(self, pool: KvPool) -> None:
+    Attention multiplies whole blocks, and what lies behind a request's last token with zero. In
+    memory that was others' there are bytes that this does not make zero: NaN and infinity.
+    """
+
+    def __init__(self, pool: KvPool, kv_bytes: torch.Tensor) -> None:
         super().__init__(pool.geometry.blocks, enable_caching=False, hash_block_size=1)
         self.kv = pool
+        self._kv_bytes = kv_bytes  # [layers, blocks, bytes]
 
     def get_num_free_blocks(self) -> int:
         return self.kv.free
@@ -34,6 +40,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         blocks = [self.blocks[number] for number in self.kv.take(num_blocks)]
         for block in blocks:
             block.ref_cnt += 1
+            self._kv_bytes[:, block.block_id].zero_()
         return blocks
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
@@ -55,7 +62,8 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        blocks = ElasticBlockPool(current_placement().pool)
+        placement = current_placement()
+        blocks = ElasticBlockPool(placement.pool, placement.kv_bytes)
         manager = self.kv_cache_manager
         coordinator = manager.coordinator
         for owner in (manager, coordinator, *coordinator.single_type_managers):
@@ -74,6 +82,11 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             yield
         finally:
             self.running = []
+
+    def blocks_held(self, request_id: str) -> int:
+        """How many blocks a request has; asked for every request of every step."""
+        (single,) = self.kv_cache_manager.coordinator.single_type_managers
+        return len(single.req_to_blocks.get(request_id, ()))
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError(f"vLLM would recompute {request.request_id}: blocks were promised")

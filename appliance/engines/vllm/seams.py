@@ -53,7 +53,7 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 
 
 class SeamMoved(RuntimeError):
-    """This vLLM is not the one that the adapter was written for."""
+    """This vLLM, or its torch, is not the one that the adapter was written for."""
 
 
 def check_seams() -> None:

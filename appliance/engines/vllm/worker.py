@@ -64,8 +64,7 @@ def _check_layout(config: KVCacheConfig) -> None:
 class _PlaceOneAllocation(TorchFunctionMode):
     """Answers the one ``torch.zeros`` of the KV cache with a tensor over reserved addresses.
 
-    The memory behind them is whatever the slabs held before: a uniform full-attention cache is
-    written before it is read, so it needs no zeros.
+    There is no memory behind them yet; `ElasticBlockPool` empties every block that it hands out.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:

@@ -1,0 +1,169 @@
+"""Linear weights in oneDNN's packed form, in memory that is ours.
+
+vLLM packs the weights of its CPU linear layers, too: batches run up to twice as fast. But its
+packed copies are memory of oneDNN's own, which could never be unmapped. Here the packed bytes are
+plain data, to be kept, copied and mapped like any other weight:
+
+    pack        weight [out, in]  ->  its packed bytes, and the `Packing` that says how they lie
+    view_at     an address        ->  a tensor over packed bytes, which multiplies but owns nothing
+
+The result of a product is bit for bit that of vLLM's own packed layers. The view is made through
+the C interface that torch keeps for models compiled ahead of time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from appliance.engines.vllm.seams import SeamMoved
+from appliance.engines.vllm.tensors import bytes_at
+
+TORCH: Final = "2.13.0"
+# Rows of input that oneDNN plans for: a decode batch. What it packs serves any other number.
+PLANNED_ROWS: Final = 16
+
+_DTYPES: Final = {
+    torch.float32: "aoti_torch_dtype_float32",
+    torch.bfloat16: "aoti_torch_dtype_bfloat16",
+    torch.float16: "aoti_torch_dtype_float16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How packed bytes are to be read: as a weight ``[out, in]``, in oneDNN's serialised words."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    descriptor: bytes
+
+    @property
+    def digest(self) -> str:
+        """Equal for packed bytes that are read alike."""
+        return hashlib.sha256(self.descriptor).hexdigest()
+
+
+class PackedLinear:
+    """What a vLLM layer calls as its `cpu_linear`: the product with a view of packed bytes."""
+
+    __slots__ = ("_multiply", "address", "view")
+
+    def __init__(self, address: int, packing: Packing) -> None:
+        """Raises `SeamMoved` as `view_at` does."""
+        self.address = address
+        self.view = view_at(address, packing)
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(
+        self, x: torch.Tensor, weight: object, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x @ packed.T + bias``; `weight`, which vLLM hands along, is not looked at."""
+        product: torch.Tensor = self._multiply(x, self.view, bias, "none", [], "")
+        return product
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are packed on this machine; elsewhere they stay as they are.
+
+    Packing is for x86-64, where it was measured, and for what the CPU has instructions for.
+    Raises `SeamMoved` for another torch than the one that this was written for.
+    """
+    if platform.machine() != "x86_64":
+        return False
+    _library()
+    if dtype == torch.float32:
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def pack(weight: torch.Tensor) -> tuple[torch.Tensor, Packing]:
+    """The packed bytes of a weight ``[out, in]`` as a flat tensor of its type, and how they lie.
+
+    There may be more of them than the weight has: oneDNN fills up blocks. Raises `SeamMoved`.
+    """
+    _library()
+    out_features, in_features = weight.shape
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PLANNED_ROWS)
+    if not packed.is_mkldnn:
+        raise SeamMoved(f"torch packed a {weight.dtype} weight as {packed.layout}")
+    descriptor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
+    address, nbytes = _data_ptr(packed), int(torch.ops.mkldnn._nbytes(packed))
+    data = bytes_at(address, nbytes).clone().view(weight.dtype)
+    return data, Packing((out_features, in_features), weight.dtype, descriptor)
+
+
+def view_at(address: int, packing: Packing) -> torch.Tensor:
+    """A tensor over packed bytes at a host address; whoever mapped them keeps them.
+
+    The bytes are not looked at, and need not be mapped, until something is multiplied. Raises
+    `SeamMoved` if torch makes anything else than a view.
+    """
+    library = _library()
+    out_features, in_features = packing.shape
+    handle = ctypes.c_void_p()
+    failed = library.aoti_torch_create_tensor_from_blob_v2(
+        address,
+        2,
+        (ctypes.c_int64 * 2)(out_features, in_features),
+        (ctypes.c_int64 * 2)(in_features, 1),
+        0,
+        getattr(library, _DTYPES[packing.dtype])(),
+        library.aoti_torch_device_type_cpu(),
+        0,
+        ctypes.byref(handle),
+        library.aoti_torch_layout__mkldnn(),
+        packing.descriptor,
+        len(packing.descriptor),
+    )
+    if failed or not handle.value:
+        raise SeamMoved(f"torch makes no view of a packed weight {packing.shape}")
+    view = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(handle.value))
+    if not view.is_mkldnn or _data_ptr(view) != address:
+        raise SeamMoved(f"torch copied a packed weight instead of viewing it at {address:#x}")
+    return view
+
+
+def _data_ptr(packed: torch.Tensor) -> int:
+    return int(torch.ops.mkldnn.data_ptr(packed))
+
+
+def _capsule(pointer: int) -> Any:
+    """A pointer as torch's bindings take one."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(pointer, None, None)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Torch's C interface. Raises `SeamMoved` unless all that is used here is there."""
+    if torch.__version__.partition("+")[0] != TORCH:
+        raise SeamMoved(f"torch is {torch.__version__}, weights are packed for {TORCH}")
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    pointer, code, number = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    try:
+        create = library.aoti_torch_create_tensor_from_blob_v2
+        for name in (*_DTYPES.values(), "aoti_torch_device_type_cpu", "aoti_torch_layout__mkldnn"):
+            getattr(library, name).restype = code
+        for name in ("_linear_pointwise", "_reorder_linear_weight", "_get_mkldnn_serialized_md"):
+            getattr(torch.ops.mkldnn, name)
+        torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr  # noqa: B018
+    except AttributeError as missing:
+        raise SeamMoved(f"torch {TORCH} lacks a way to packed weights: {missing}") from missing
+    # data, dimensions, sizes, strides, offset, dtype, device and its index, result, layout,
+    # descriptor and its length
+    create.argtypes = [pointer, number, pointer, pointer, number, code, code, code]
+    create.argtypes += [pointer, code, ctypes.c_char_p, number]
+    create.restype = code
+    return library

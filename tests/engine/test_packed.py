@@ -1,0 +1,148 @@
+"""Packed weights: the seam to oneDNN, and which layers compute with them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from appliance.engines.protocol import Sampling
+from appliance.memory.arena import Arena
+from appliance.memory.vmm_host import HostVmm
+from tests.engine.house import SLAB, Baseline, House, make_house, sequence, tokens
+
+# The last one is no multiple of oneDNN's blocks: its packed bytes are more than its own.
+SHAPES = [(768, 256), (64, 512), (100, 36)]
+
+x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="weights are packed on x86-64")
+
+
+@x86_64
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_come_from_our_memory(shape: tuple[int, int], dtype: str) -> None:
+    """A view is made of unmapped addresses; what is put there is what is multiplied, as by vLLM."""
+    import torch
+    import vllm._custom_ops
+
+    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.tensors import bytes_at
+
+    typed = getattr(torch, dtype)
+    if not packed.supports(typed):
+        pytest.skip(f"this CPU has no instructions for {dtype}")
+    torch.manual_seed(1)
+    weight, bias = torch.randn(shape).to(typed), torch.randn(shape[0]).to(typed)
+    data, packing = packed.pack(weight)
+    region = Arena(HostVmm(4, SLAB)).reserve("packed", 4)
+
+    linear = packed.PackedLinear(region.address, packing)
+    assert torch.ops.mkldnn.data_ptr(linear.view) == region.address
+    region.map(range(4))
+    memory = bytes_at(region.address, data.nbytes)
+    memory.copy_(data.view(torch.uint8))
+
+    stock = vllm._custom_ops.create_onednn_mm(weight.t(), 32)
+    for rows in (1, 2, 16, 77):
+        # A slice of wider rows, as attention layers hand them on.
+        x = torch.randn(rows, 2 * shape[1]).to(typed)[:, shape[1] :]
+        for added in (None, bias):
+            product = linear(x, None, added)
+            plain = torch.nn.functional.linear(x, weight, added)
+            torch.testing.assert_close(product, plain, rtol=1e-2, atol=1e-3)
+            assert torch.equal(product, vllm._custom_ops.onednn_mm(stock, x, added))
+    memory.zero_()
+    assert not linear(x, None).any()
+
+
+@x86_64
+def test_packings_tell_layouts_apart() -> None:
+    """Equal for weights that are read alike, whatever they hold, so that images can be shared."""
+    import torch
+
+    from appliance.engines.vllm import packed
+
+    _, first = packed.pack(torch.zeros(64, 32))
+    _, again = packed.pack(torch.ones(64, 32))
+    _, other = packed.pack(torch.zeros(32, 64))
+    assert first == again
+    assert first.digest == again.digest != other.digest
+
+
+@pytest.fixture
+def fresh_seam() -> Iterator[None]:
+    """What is remembered of torch's library is found out again, before and after."""
+    from appliance.engines.vllm import packed
+
+    packed._library.cache_clear()
+    yield
+    packed._library.cache_clear()
+
+
+@x86_64
+@pytest.mark.usefixtures("fresh_seam")
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its version, by what it lacks, and by a copy where a view was asked for."""
+    import torch
+
+    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.seams import SeamMoved
+
+    data, packing = packed.pack(torch.ones(64, 64))
+    with monkeypatch.context() as patched:
+        patched.setattr(packed, "_data_ptr", lambda tensor: 0)
+        with pytest.raises(SeamMoved, match="copied"):
+            packed.view_at(data.data_ptr(), packing)
+    packed._library.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(packed, "_DTYPES", {torch.float32: "aoti_torch_dtype_moved"})
+        with pytest.raises(SeamMoved, match="aoti_torch_dtype_moved"):
+            packed.supports(torch.float32)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__version__", "2.14.0+cpu")
+        with pytest.raises(SeamMoved, match=r"2\.14\.0"):
+            packed.supports(torch.float32)
+
+
+@x86_64
+def test_every_linear_layer_is_packed(house: House) -> None:
+    """All layers that vLLM packs, and the head, tied or not; the embedding keeps its rows."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from appliance.engines.vllm.packed import PackedLinear
+
+    for engine in house.engines.values():
+        model = engine._runner.get_model()
+        linears = {n for n, m in model.named_modules() if isinstance(m, LinearBase)} | {"lm_head"}
+        packed = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(vars(module).get("cpu_linear"), PackedLinear)
+        }
+        assert packed == linears
+        assert {f"{name}.weight" for name in linears} == set(engine._packings)
+        # Nothing that reads rows could take packed bytes for some.
+        assert all(model.get_submodule(name).weight.ndim == 1 for name in linears)
+        assert model.model.embed_tokens.weight.ndim == 2
+
+
+def test_other_cpus_compute_with_plain_weights(
+    checkpoints: dict[str, str], plain_vllm: Baseline, monkeypatch: pytest.MonkeyPatch, house: House
+) -> None:
+    """Not packed, and in a layout of its own, an engine is slower but right."""
+    model, prompt = "llama-96", tuple(range(20, 60))
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    plain: Any = make_house().build(model, checkpoints[model])
+    sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+    plain.load_weights()
+    plain.add(sequence(model, "r", prompt, sampling))
+    output = tokens(plain.prefill("r", 40))
+    while plain.knows("r"):
+        output += tokens(plain.step(["r"], 40))
+
+    assert not plain._packings
+    assert [output] == plain_vllm(model, [prompt], [sampling])
+    assert plain.layout_digest != house.engines[model].layout_digest
