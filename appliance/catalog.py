@@ -70,6 +70,11 @@ def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
     resolved = _resolve_dtype(config, dtype, path)
     heads = _integer(config, "num_attention_heads", path)
     hidden = _integer(config, "hidden_size", path)
+    vocabulary = _integer(config, "vocab_size", path)
+    # An output head tied to the embedding is kept twice on the CPU: rows for one, packed for the
+    # other.
+    tied = vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
+    tied *= bool(config.get("tie_word_embeddings"))
     architectures = config.get("architectures") or ["unknown"]
     return CatalogEntry(
         name=name,
@@ -81,9 +86,9 @@ def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
         heads=heads,
         kv_heads=_integer(config, "num_key_value_heads", path, default=heads),
         head_dim=_integer(config, "head_dim", path, default=hidden // heads),
-        vocabulary=_integer(config, "vocab_size", path),
+        vocabulary=vocabulary,
         max_positions=_integer(config, "max_position_embeddings", path),
-        weight_bytes=sum(tensor_bytes(file, resolved) for file in files),
+        weight_bytes=sum(tensor_bytes(file, resolved) for file in files) + tied,
         created=int(max(file.stat().st_mtime for file in files)),
     )
 

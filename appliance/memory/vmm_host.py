@@ -13,8 +13,8 @@ class HostVmm:
     """Slabs of host memory.
 
     The pool file is sealed at its size, so neither this process nor one that inherits the
-    descriptor can make the pool larger than it was declared. Physical pages come with the first
-    touch of a slab and stay until `close`.
+    descriptor can make the pool larger than it was declared. All its physical pages are there from
+    the start and stay until `close`.
     """
 
     def __init__(self, slabs: int, slab_bytes: int) -> None:
@@ -30,6 +30,8 @@ class HostVmm:
         self.fd = os.memfd_create("appliance-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, slabs * slab_bytes)
+            # All of it now: a slab's first use would cost a page fault for every page of it.
+            os.posix_fallocate(self.fd, 0, slabs * slab_bytes)
             seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         except OSError:

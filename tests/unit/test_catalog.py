@@ -30,6 +30,13 @@ def test_entry_has_the_sizes_of_the_checkpoint(fake_checkpoint: Make) -> None:
     assert (entry.max_positions, entry.vocabulary) == (2048, 128)
 
 
+def test_a_tied_output_head_is_kept_twice(fake_checkpoint: Make) -> None:
+    """The rows of the embedding, and the same numbers packed for the product."""
+    entry = read_checkpoint("tiny", fake_checkpoint(tie_word_embeddings=True), "float32")
+
+    assert entry.weight_bytes == MIB + entry.vocabulary * entry.hidden * 4
+
+
 @pytest.mark.parametrize(
     ("stored", "wanted", "dtype", "weight_bytes"),
     [
