@@ -21,7 +21,7 @@ import appliance
 from appliance import configdoc
 from appliance.catalog import read_checkpoint
 from appliance.config import Config, load_config, warnings
-from appliance.errors import CheckpointError, ConfigError, PolicyError
+from appliance.errors import ApplianceError, ConfigError
 from appliance.units import human
 
 DEFAULT_URL = "http://127.0.0.1:11500"
@@ -51,7 +51,7 @@ def serve(path: Path) -> None:
 
     try:
         status = run_daemon(config)
-    except (CheckpointError, PolicyError, TokenizerError) as error:
+    except (ApplianceError, TokenizerError, OSError) as error:
         _fail(str(error))
     sys.exit(status)
 

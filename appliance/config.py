@@ -29,6 +29,7 @@ from msgspec import Meta
 from appliance import policies
 from appliance.catalog import CatalogEntry, read_checkpoint
 from appliance.errors import CheckpointError, ConfigError, PolicyError, Problem
+from appliance.memory.kvpool import BLOCK_TOKENS, KvGeometry
 from appliance.tomllines import KeyPath, LineMap, dotted
 from appliance.units import Address, Bytes, Seconds, human, toml
 
@@ -431,28 +432,54 @@ def _read_checkpoints(models: tuple[Model, ...], report: _Report) -> list[Catalo
 
 
 def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Report) -> None:
-    """Lower bounds: what they refuse can never work, what they let pass may still be tight."""
-    devices = config.devices
-    total = longest = 0
+    """In whole slabs, as memory is given out. What this refuses can never work."""
+    devices, slab = config.devices, config.devices.slab_bytes
+    if any(problem.key.startswith("devices.") for problem in report.problems):
+        return  # sizes mean nothing yet
+    weights_in_all = longest = 0
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None:
             continue
-        weights, kv = entry.weight_bytes, entry.kv_bytes(model.max_context)
-        total, longest = total + weights, max(longest, kv)
-        if weights + kv > devices.memory_bytes:
+        weights = -(-entry.weight_bytes // slab)
+        geometry = _kv_geometry(entry, slab)
+        blocks = -(-model.max_context // BLOCK_TOKENS)
+        kv = -(-blocks // geometry.group_blocks) * geometry.group_slabs
+        if weights + kv > devices.slabs:
             report.add(
                 ("model", index),
-                f"{model.name} needs {human(weights)} for its weights and {human(kv)} for the KV "
-                f"cache of one request, more than devices.memory ({human(devices.memory_bytes)})",
-                f"set devices.memory above {human(weights + kv)}, or a smaller max_context",
+                f"{model.name} needs {human(weights * slab)} for its weights and "
+                f"{human(kv * slab)} for the KV cache of one request, in slabs of {human(slab)}: "
+                f"more than devices.memory ({human(devices.memory_bytes)})",
+                f"set devices.memory to {human((weights + kv) * slab)} or more, a smaller "
+                "devices.slab, or a smaller max_context",
             )
-    if total + longest > devices.host_cache_bytes:
+        weights_in_all += weights
+        longest = max(longest, _host_slabs(blocks, geometry.block_bytes, slab))
+    needed = (weights_in_all + longest) * slab
+    if needed > devices.host_cache_bytes:
         report.add(
             ("devices", "host_cache"),
             f"{human(devices.host_cache_bytes)} do not hold the weights of all models "
-            f"({human(total)}) and the KV cache of one request ({human(longest)})",
-            f"set it above {human(total + longest)}",
+            f"({human(weights_in_all * slab)}) and the KV cache of one request "
+            f"({human(longest * slab)})",
+            f"set it to {human(needed)} or more",
         )
+
+
+def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:
+    """Slabs of the host tier that hold so many blocks: runs just long enough for one."""
+    run = -(-block_bytes // slab_bytes)
+    return -(-blocks // (run * slab_bytes // block_bytes)) * run
+
+
+def _kv_geometry(entry: CatalogEntry, slab_bytes: int) -> KvGeometry:
+    return KvGeometry.plan(
+        layers=entry.layers,
+        layer_block_bytes=entry.kv_bytes(BLOCK_TOKENS) // entry.layers,
+        slab_bytes=slab_bytes,
+        pool_slabs=1,
+        least_blocks=1,
+    )
 
 
 # --- the schema as data --------------------------------------------------------------------------

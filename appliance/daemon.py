@@ -7,6 +7,7 @@ that follow are performed before the next event is taken. Nothing here waits, so
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -112,7 +113,8 @@ class Daemon:
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
-        self.machine: Machine = setup.machine()
+        self._stack = setup.stack()
+        self.machine: Machine = setup.machine(self._stack)
         self.metrics_of_run = Metrics()
         self.host = HostTier.create(setup.host_bytes)
         self.on_failure: Callable[[BaseException], None] = _log_failure
@@ -126,11 +128,20 @@ class Daemon:
         self._streams: dict[RequestId, RequestStream] = {}
         self._inbox: deque[Event] = deque()
         self._handling = False
+        self._broken = False
+        """The machine contradicted itself; nothing more is decided."""
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._faulty: set[tuple[str, str]] = set()
         self._known: dict[InstanceId, set[RequestId]] = {}
         self._running: dict[InstanceId, ModelName] = {}
         self._prefetched: dict[InstanceId, set[ModelName]] = {}
         self._pools: dict[InstanceId, wire.PoolReport] = {}
         self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
+        self._restarts_counted: dict[InstanceId, int] = {}
+        for name in self._served:
+            self.metrics_of_run.declare(name)
         self.workers = {
             number: WorkerProcess(
                 wire.Configure(
@@ -155,12 +166,19 @@ class Daemon:
         for worker in self.workers.values():
             worker.start()
 
+    async def drain(self, patience_seconds: float) -> None:
+        """Take no more requests; let those that run end, and tell the rest after a while."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), patience_seconds)
+        for stream in self._streams.values():
+            stream.end(_shutting_down())
+
     async def stop(self) -> None:
         """End the workers and give all memory back."""
-        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
-        for stream in list(self._streams.values()):
-            stream.end(GenerationFailed("shutting_down", "the appliance is shutting down", 503))
-        self._streams.clear()
+        stops = (worker.stop() for worker in self.workers.values())
+        # What a worker's keeper failed of was told to `on_failure` when it happened.
+        await asyncio.gather(*stops, return_exceptions=True)
         self.host.close()
         if self._journal is not None:
             self._journal.close()
@@ -184,10 +202,13 @@ class Daemon:
 
     def submit(self, request: SubmitRequest) -> Generation:
         spec = self._find(request.model).spec
+        if self._draining or self._broken:
+            raise _shutting_down()
         if len(self._streams) >= self._limits.queue:
             raise QueueFull(RETRY_AFTER_SECONDS)
         stream = RequestStream(request, self._clock(), self._cancel)
         self._streams[request.id] = stream
+        self._idle.clear()
         self._tell(
             RequestArrived(
                 request=RequestSpec(
@@ -200,12 +221,16 @@ class Daemon:
                 )
             )
         )
+        if stream.failure is not None:
+            raise stream.failure
         return stream
 
     def readiness(self) -> Readiness:
         reasons = []
         if not any(instance.up for instance in self.machine.instances.values()):
-            reasons.append("no worker is up")
+            deaths = sum(worker.stillborn for worker in self.workers.values())
+            told = f", {deaths} died before they were; see the log" if deaths else ""
+            reasons.append(f"no worker is up{told}")
         oldest = self.machine.oldest_progress()
         if oldest is not None and self._clock() - oldest > self._limits.progress_seconds:
             reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
@@ -228,22 +253,43 @@ class Daemon:
     def _tell(self, event: Event) -> None:
         """Have the machine handle an event, after those that wait, and do what follows."""
         self._inbox.append(event)
-        if self._handling:
+        if self._handling or self._broken:
             return
         self._handling = True
         try:
             while self._inbox:
                 self._handle(self._inbox.popleft())
+        except Exception as error:
+            self._broken = True
+            self.on_failure(error)
+            raise
         finally:
             self._handling = False
 
     def _handle(self, event: Event) -> None:
         now = self._clock()
-        commands = self.machine.handle(event, now)
-        if self._journal is not None:
-            self._journal.record(now, event, commands)
+        commands: list[Command] = []
+        try:
+            commands = self.machine.handle(event, now)
+        finally:
+            self._write_down(now, event, commands)
         for command in commands:
             self._perform(command)
+        for fault in self._stack.take_faults():
+            self.metrics_of_run.policy_error(fault.policy)
+            if (fault.policy, fault.hook) not in self._faulty:
+                self._faulty.add((fault.policy, fault.hook))
+                log.error("policy %s failed at %s: %s", fault.policy, fault.hook, fault.reason)
+
+    def _write_down(self, now: float, event: Event, commands: list[Command]) -> None:
+        """A journal that cannot be written must not stop the service."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.record(now, event, commands)
+        except OSError:
+            log.exception("the journal ends here")
+            self._journal = None
 
     def _on_message(self, message: wire.Up) -> None:
         match message:
@@ -264,7 +310,6 @@ class Daemon:
         self._pools.pop(instance, None)
         self._prefetched.pop(instance, None)
         self._known[instance] = set()
-        self.metrics_of_run.worker_restart(instance)
         self._tell(InstanceLost(instance=instance))
 
     def _on_failure(self, error: BaseException) -> None:
@@ -318,7 +363,7 @@ class Daemon:
 
     @_perform.register
     def _(self, command: Finish) -> None:
-        stream = self._streams.pop(command.request)
+        stream = self._forget(command.request)
         cancelled = command.reason is FinishReason.CANCELLED
         reason = stream.cancel_reason if cancelled else command.reason
         model = stream.request.model
@@ -337,11 +382,17 @@ class Daemon:
 
     @_perform.register
     def _(self, command: Reject) -> None:
-        stream = self._streams.pop(command.request)
+        stream = self._forget(command.request)
         self.metrics_of_run.request_ended(stream.request.model, command.code)
         log.info("request=%s rejected=%s: %s", stream.id, command.code, command.message)
         status = REJECTION_STATUS.get(command.code, 500)
         stream.end(GenerationFailed(command.code, command.message, status))
+
+    def _forget(self, request: RequestId) -> RequestStream:
+        stream = self._streams.pop(request)
+        if not self._streams:
+            self._idle.set()
+        return stream
 
     @_perform.register
     def _(self, command: RunPrefill) -> None:
@@ -465,6 +516,14 @@ class Daemon:
             for _ in range(self.machine.preemptions[name] - self._preemptions_counted[name]):
                 metrics.preemption(name)
             self._preemptions_counted[name] = self.machine.preemptions[name]
+        for number, worker in self.workers.items():
+            for _ in range(worker.restarts - self._restarts_counted.get(number, 0)):
+                metrics.worker_restart(number)
+            self._restarts_counted[number] = worker.restarts
+
+
+def _shutting_down() -> GenerationFailed:
+    return GenerationFailed("shutting_down", "the appliance is shutting down", 503)
 
 
 def _log_failure(error: BaseException) -> None:

@@ -27,7 +27,8 @@ class RequestStream:
         self.cancel_reason = FinishReason.CANCELLED
         self._on_cancel = on_cancel
         self._pending: list[Produced] = []
-        self._failure: GenerationFailed | None = None
+        self.failure: GenerationFailed | None = None
+        """Why the appliance gave the request up, if it did."""
         self._ended = False
         self._news = asyncio.Event()
 
@@ -43,8 +44,8 @@ class RequestStream:
             while self._pending:
                 batch, self._pending = self._pending, []
                 yield batch
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             if self._ended:
                 return
 
@@ -55,13 +56,17 @@ class RequestStream:
 
     def push(self, produced: Produced) -> None:
         """A token came."""
+        if self._ended:
+            return
         self.output.append(produced.token)
         self._pending.append(produced)
         self._news.set()
 
     def end(self, failure: GenerationFailed | None = None) -> None:
         """Nothing more will come."""
-        self._failure = failure
+        if self._ended:
+            return
+        self.failure = failure
         self._ended = True
         self._news.set()
 

@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.errors import IllegalTransition, LedgerError
 from appliance.memory.ledger import HostLedger
-from appliance.policies import load_stack
+from appliance.policies import PolicyStack, load_stack
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
 
@@ -30,14 +30,14 @@ class Setup(Word, frozen=True):
     policies: tuple[str, ...]
     parameters: Mapping[str, Mapping[str, object]] = {}
 
-    def machine(self) -> Machine:
-        """A fresh machine. Raises `PolicyError` if its policies cannot be loaded."""
-        return Machine(
-            self.models,
-            self.instances,
-            HostLedger(self.host_bytes, self.slab_bytes),
-            load_stack(self.policies, self.parameters),
-        )
+    def stack(self) -> PolicyStack:
+        """Its policies. Raises `PolicyError` if they cannot be loaded."""
+        return load_stack(self.policies, self.parameters)
+
+    def machine(self, stack: PolicyStack | None = None) -> Machine:
+        """A fresh machine, on these policies or its own. Raises what `stack` raises."""
+        host = HostLedger(self.host_bytes, self.slab_bytes)
+        return Machine(self.models, self.instances, host, stack or self.stack())
 
 
 class Entry(Word, frozen=True):
@@ -57,9 +57,14 @@ class Difference(Word, frozen=True):
 
 
 class Journal:
-    """Writes a run to a file, buffered; a context manager that closes it."""
+    """Writes a run to a file, buffered; a context manager that closes it.
+
+    The file of an earlier run is kept beside it, with ``.previous`` behind its name.
+    """
 
     def __init__(self, path: Path, setup: Setup) -> None:
+        if path.exists():
+            path.replace(path.with_name(f"{path.name}.previous"))
         self._encoder = msgspec.json.Encoder()
         self._file: BinaryIO = path.open("wb")
         self._write(setup)
@@ -86,7 +91,10 @@ class Journal:
 
 
 def read(path: Path) -> tuple[Setup, Iterator[Entry]]:
-    """What a journal says. Raises `msgspec.DecodeError` for a line of another form."""
+    """What a journal says. Raises `msgspec.DecodeError` for a line of another form.
+
+    A last line that was cut off, as a killed daemon leaves it, is passed over.
+    """
     with path.open("rb") as file:
         setup = msgspec.json.decode(file.readline(), type=Setup)
     return setup, _entries(path)
@@ -97,7 +105,8 @@ def _entries(path: Path) -> Iterator[Entry]:
     with path.open("rb") as file:
         file.readline()
         for line in file:
-            yield decoder.decode(line)
+            if line.endswith(b"\n"):
+                yield decoder.decode(line)
 
 
 def replay(path: Path) -> tuple[int, list[Difference]]:

@@ -52,8 +52,10 @@ def load_stack(use: Sequence[str], parameters: Mapping[str, Parameters]) -> Poli
     Raises `PolicyError` for a policy that is not installed, a parameter it does not have, or a
     hook that does not exist.
     """
-    names = [*use, *([] if FALLBACK in use else [FALLBACK])]
-    return PolicyStack({name: _load(name, parameters.get(name, {})) for name in names})
+    made = {name: _load(name, parameters.get(name, {})) for name in (*use, *parameters)}
+    stack = {name: made[name] for name in use}
+    # As it ships: an answer that cannot be used must not come back because of its parameters.
+    return PolicyStack(stack | {f"built-in {FALLBACK}": _load(FALLBACK, {})})
 
 
 def _load(name: str, parameters: Parameters) -> object:
@@ -65,7 +67,7 @@ def _load(name: str, parameters: Parameters) -> object:
     except (ImportError, AttributeError) as error:
         raise PolicyError(f"policy {name!r} cannot be imported: {error}") from error
     try:
-        return msgspec.convert(parameters, made, strict=False)
+        return msgspec.convert(parameters, made)
     except msgspec.ValidationError as error:
         raise PolicyError(f"policy.{name}: {error}") from error
 

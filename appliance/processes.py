@@ -48,6 +48,8 @@ class WorkerProcess:
         self.instance = configuration.instance
         self.pid: int | None = None
         self.restarts = 0
+        self.stillborn = 0
+        """Deaths in a row before a `Hello`."""
         self._configuration = configuration
         self._host_fd = host_fd
         self._on_message = on_message
@@ -78,7 +80,8 @@ class WorkerProcess:
             await asyncio.wait_for(asyncio.shield(self._task), SHUTDOWN_SECONDS)
         except TimeoutError:
             if self.pid is not None:
-                os.kill(self.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
             await self._task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -89,9 +92,13 @@ class WorkerProcess:
         pause = FIRST_PAUSE_SECONDS
         while not self._stopping.is_set():
             self._worked = False
-            await self._run_once()
+            try:
+                await self._run_once()
+            except OSError:
+                log.exception("worker of instance %d could not be started", self.instance)
             if self._stopping.is_set():
                 return
+            self.stillborn = 0 if self._greeted else self.stillborn + 1
             pause = FIRST_PAUSE_SECONDS if self._worked else min(pause * 2, LONGEST_PAUSE_SECONDS)
             log.warning("worker of instance %d died; next in %.2f s", self.instance, pause)
             self.restarts += 1
@@ -100,12 +107,15 @@ class WorkerProcess:
 
     async def _run_once(self) -> None:
         """One life of the worker. What it leaves in its temporary directory goes with it."""
-        with tempfile.TemporaryDirectory(prefix="appliance-worker-") as scratch:
+        self._greeted = False
+        with tempfile.TemporaryDirectory(
+            prefix="appliance-worker-", ignore_cleanup_errors=True
+        ) as scratch:
             await self._run_in(scratch)
 
     async def _run_in(self, scratch: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
+        try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -116,8 +126,12 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, "TMPDIR": scratch},
             )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.pid = process.pid
-        self._greeted = False
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self.send(self._configuration)
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import uvicorn
@@ -16,12 +18,17 @@ from appliance.api.app import create_app
 from appliance.catalog import read_checkpoint
 from appliance.config import Config, Model, warnings
 from appliance.daemon import Daemon, Limits, ServedModel
+from appliance.errors import ApplianceError
 from appliance.journal import Journal, Setup
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import ModelSpec, Slo
 from appliance.wire import WorkerModel
 
-DRAIN_SECONDS = 3
+DRAIN_SECONDS = 5.0
+"""How long requests that run may go on after the signal to stop."""
+
+GRACE_SECONDS = 3
+"""How long connections may take to send what they have after that."""
 
 log = logging.getLogger("appliance.serve")
 
@@ -36,7 +43,12 @@ def serve(config: Config) -> int:
 
 
 async def _serve(config: Config) -> int:
+    if importlib.util.find_spec("vllm") is None:
+        raise ApplianceError('vLLM is not installed: install the extra "cpu" of this package')
     daemon = make_daemon(config)
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) > config.devices.instances:
+        os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
     server = make_server(daemon, config)
     failures: list[BaseException] = []
 
@@ -45,12 +57,15 @@ async def _serve(config: Config) -> int:
         failures.append(error)
         server.should_exit = True
 
-    def stop() -> None:
+    async def drain() -> None:
+        await daemon.drain(DRAIN_SECONDS)
         server.should_exit = True
 
+    stopping: list[asyncio.Task[None]] = []
+    loop = asyncio.get_running_loop()
     daemon.on_failure = fail
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+        loop.add_signal_handler(number, lambda: stopping.append(loop.create_task(drain())))
     daemon.start()
     try:
         await server.serve()
@@ -108,7 +123,7 @@ def make_server(daemon: Daemon, config: Config) -> Server:
             port=config.api.bind.port,
             log_level=logging.WARNING,
             access_log=False,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="off",
         )
     )
@@ -121,9 +136,12 @@ def share_cpus(allowed: Sequence[int], instances: int) -> list[str]:
     fewer processors than instances they are shared.
     """
     usable = allowed[:-1] if len(allowed) > instances else allowed
-    size = max(1, len(usable) // instances)
-    starts = [(number * size) % len(usable) for number in range(instances)]
-    return [",".join(map(str, usable[start : start + size])) for start in starts]
+    bounds = [number * len(usable) // instances for number in range(instances + 1)]
+    shares = [
+        usable[start:end] or [usable[number % len(usable)]]
+        for number, (start, end) in enumerate(pairwise(bounds))
+    ]
+    return [",".join(map(str, share)) for share in shares]
 
 
 def _served(model: Model) -> ServedModel:

@@ -68,12 +68,14 @@ class Mailbox:
         self.commands: queue.SimpleQueue[wire.Down] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._releases: list[Release] = []
+        self._ahead: set[str] = set()
         self._preempted = 0
 
     def put(self, message: wire.Down) -> None:
         if isinstance(message, Release):
             with self._lock:
                 self._releases.append(message)
+                self._ahead.add(message.request)
             self.commands.put(message)
         elif isinstance(message, Preempt):
             self._preempted = max(self._preempted, message.turn)
@@ -83,6 +85,15 @@ class Mailbox:
     def preempted(self, turn: int) -> bool:
         """Whether this turn (or a later one) was preempted."""
         return turn <= self._preempted
+
+    def released(self, request: str) -> bool:
+        """Whether a release of this request waits further down the queue."""
+        return request in self._ahead
+
+    def reached(self, release: Release) -> None:
+        """The release was met in the queue: what follows may concern the request anew."""
+        with self._lock:
+            self._ahead.discard(release.request)
 
     def take_releases(self) -> list[Release]:
         """The releases that came since the last call."""
@@ -129,8 +140,8 @@ class Worker:
 
     @_carry_out.register
     def _(self, message: Release) -> None:
-        """It took effect when it came; again here, in its place among the commands, for a request
-        that was added since."""
+        """It took effect when it came, ahead of this place in the queue."""
+        self._mailbox.reached(message)
         engine = self._engines.get(message.model)
         if engine is not None:
             engine.forget(message.request)
@@ -140,6 +151,8 @@ class Worker:
     @_carry_out.register
     def _(self, message: wire.AddSequence) -> None:
         sequence = message.sequence
+        if self._mailbox.released(sequence.request):
+            return
         try:
             self._engines[sequence.model].add(sequence)
         except ValueError as error:
@@ -181,9 +194,7 @@ class Worker:
 
     @_carry_out.register
     def _(self, command: LoadModel) -> None:
-        prefetch = self._prefetches.pop(command.model, None)
-        if prefetch is not None:
-            prefetch.result()
+        self._await_prefetch(command.model)
         self._load(command.model, prefetched=False)
 
     @_carry_out.register
@@ -198,6 +209,11 @@ class Worker:
         if prefetch is not None and not prefetch.cancel():
             prefetch.result()
         self._engines[command.model].evict_weights()
+
+    def _await_prefetch(self, model: ModelName) -> None:
+        prefetch = self._prefetches.pop(model, None)
+        if prefetch is not None:
+            prefetch.result()
 
     def _load(self, model: ModelName, *, prefetched: bool) -> None:
         began = time.monotonic()
@@ -247,6 +263,7 @@ class Worker:
     @_carry_out.register
     def _(self, command: RunPrefill) -> None:
         engine = self._engines[command.model]
+        self._await_prefetch(command.model)
         began = time.monotonic()
         if engine.knows(command.request):
             try:
@@ -275,6 +292,7 @@ class Worker:
     @_carry_out.register
     def _(self, command: RunTurn) -> None:
         engine = self._engines[command.model]
+        self._await_prefetch(command.model)
         began = time.monotonic()
         reason, steps = self._decode(engine, command, began)
         self._send(
@@ -332,10 +350,17 @@ class Worker:
 
 
 def _read(connection: socket.socket, decoder: wire.Decoder[wire.Down], mailbox: Mailbox) -> None:
-    """Frames to the mailbox until the daemon is gone; then the process is, too."""
-    while data := connection.recv(READ_BYTES):
-        for message in decoder.feed(data):
-            mailbox.put(message)
+    """Frames to the mailbox until the daemon is gone, or is not understood; the process ends then:
+    a worker that cannot hear is of no use."""
+    try:
+        while data := connection.recv(READ_BYTES):
+            for message in decoder.feed(data):
+                mailbox.put(message)
+    except ConnectionError:
+        pass  # the daemon is gone in a hurry
+    except Exception:
+        log.exception("the daemon sent what cannot be read")
+        os._exit(1)
     os._exit(0)
 
 

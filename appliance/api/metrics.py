@@ -44,6 +44,14 @@ class Metrics:
 
     # --- the appliance's own ---------------------------------------------------------------------
 
+    def declare(self, model: ModelName) -> None:
+        """Show the model's counters from the start, at 0."""
+        self._preemptions.labels(model)
+        self._prefills.labels(model)
+        self._recoveries.labels(model)
+        for direction in Direction:
+            self._kv_swapped.labels(direction.value, model)
+
     def switch(self, instance: InstanceId, model: ModelName, reason: str) -> None:
         self._switches.labels(instance, model, reason).inc()
 

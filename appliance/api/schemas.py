@@ -24,7 +24,7 @@ _Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31)]
 _Stop: TypeAlias = Annotated[str, Meta(min_length=1)]
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
 # Room above for the seeds of further choices, which are counted up from this one.
-_Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1 - MAX_CHOICES)]
+_Seed: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1 - MAX_CHOICES)]
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -22,6 +22,9 @@ from typing import Final, Protocol
 
 from appliance.memory.arena import PoolExhausted
 
+BLOCK_TOKENS: Final = 32
+"""Tokens of a block. vLLM's CPU attention wants a multiple of this; the least wastes least."""
+
 # Address space beyond what the pool can hold, for groups that are only partly used.
 SLACK: Final = 1.25
 

@@ -8,8 +8,10 @@ corrected: c counts the switches of the round's models, a lone model needs none 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import (
@@ -22,6 +24,9 @@ from appliance.scheduling.questions import (
     RequestView,
 )
 from appliance.vocabulary import InstanceId, ModelName, Role
+
+Positive: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
+Count: TypeAlias = Annotated[int, Meta(ge=1)]
 
 
 def quotas(
@@ -48,15 +53,15 @@ def quotas(
 class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters as in the paper's evaluation (§7.2)."""
 
-    max_group: int = 8
+    max_group: Count = 8
     """MAX_GPSIZE: requests of one model prefilled back to back."""
-    q_max_seconds: float = 4.0
+    q_max_seconds: Positive = 4.0
     """Q_MAX: the longest turn."""
-    alpha_floor: float = 0.5
+    alpha_floor: Positive = 0.5
     """Smallest alpha of Eq. 3; caps how far ahead of its deadlines a model may run."""
-    prefill_share: float = 0.375
+    prefill_share: Annotated[float, Meta(gt=0, lt=1)] = 0.375
     """Share of the instances that prefill (6 of 16)."""
-    interleave_seconds: float = 0.25
+    interleave_seconds: Positive = 0.25
     """On an instance that also prefills: the longest turn while prompts wait. (The paper has no
     such instances.)"""
 

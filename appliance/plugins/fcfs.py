@@ -7,8 +7,10 @@ come while no other model waits. Every switch is paid between requests, never wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import (
@@ -26,7 +28,7 @@ UNTIL_DONE_SECONDS = 86400.0
 class Fcfs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What can be set."""
 
-    max_group: int = 64
+    max_group: Annotated[int, Meta(ge=1)] = 64
     """Requests of one model that are taken on together at most; others wait behind the rest, or a
     busy model could keep everybody waiting for ever."""
 

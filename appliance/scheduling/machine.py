@@ -70,6 +70,9 @@ from appliance.vocabulary import (
 MAX_BUILD_LOSSES = 5
 """A model whose building cost a worker its life this often in a row is not built again."""
 
+MAX_REQUEST_LOSSES = 5
+"""A request that was computed when a worker died, this often without a token in between, ends."""
+
 
 class Machine:
     """Decides who runs next, where, and what is in memory for it.
@@ -275,10 +278,9 @@ class Machine:
     def _(self, event: InstanceLost) -> bool:
         instance = self.instances[event.instance]
         instance.up = False
-        if isinstance(instance.job, BuildJob):
-            self._count_build_loss(instance.job.model)
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:
             self.host.give_blocks(self._zombies.pop(zombie)[1])
+        self._blame(instance.job)
         stranded = [
             request
             for request in self.requests.values()
@@ -305,6 +307,23 @@ class Machine:
     def _place_all(self, requests: Iterable[RequestState]) -> None:
         for request in sorted(requests, key=lambda request: (request.arrived, request.id)):
             self._place(request)
+
+    def _blame(self, job: BuildJob | PrefillJob | TurnJob | None) -> None:
+        """Count a death against what the worker was at; what keeps killing workers is given up."""
+        match job:
+            case BuildJob():
+                self._count_build_loss(job.model)
+            case PrefillJob():
+                self._count_request_losses([job.request])
+            case TurnJob():
+                self._count_request_losses(job.requests)
+
+    def _count_request_losses(self, names: Iterable[RequestId]) -> None:
+        for request in [self.requests[name] for name in names if name in self.requests]:
+            request.losses += 1
+            if request.losses >= MAX_REQUEST_LOSSES:
+                message = f"{request.losses} workers in a row died computing it"
+                self._abandon(request, _reject(request.id, "request_failed", message))
 
     def _count_build_loss(self, model: ModelName) -> None:
         losses = self._build_losses[model] = self._build_losses.get(model, 0) + 1
@@ -389,6 +408,7 @@ class Machine:
             if request is None:
                 continue
             request.generated += entry.count
+            request.losses = 0
             request.progressed = self._now
             if entry.finished is not None:
                 self._end(request, Finish(request=request.id, reason=entry.finished))
@@ -402,7 +422,6 @@ class Machine:
         request = self.requests.get(event.request)
         if request is not None:
             self.costs.observe_prefill(event.model, request.kv_tokens, event.seconds)
-            request.prefills += 1
             request.to_kv(KvPlace.DEVICE, instance.id)
             self._place_decode(request, self.floor.candidates(Role.DECODE))
             if request.instance != instance.id:
@@ -650,7 +669,6 @@ class Machine:
         if not isinstance(job, TurnJob) or job.switches:
             for name in instance.suspended:
                 if name in self.requests:
-                    self.requests[name].preemptions += 1
                     self.preemptions[self.requests[name].model] += 1
         instance.suspended = ()
         instance.current_model = job.model

@@ -39,8 +39,8 @@ class RequestState:
     generated: int = 0
     ran: float = 0.0
     """When its last turn began."""
-    preemptions: int = 0
-    prefills: int = 0
+    losses: int = 0
+    """Workers that died computing it since it last got a token."""
 
     @property
     def id(self) -> RequestId:

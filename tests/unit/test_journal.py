@@ -139,13 +139,33 @@ def test_a_setup_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_a_line_of_another_form_is_an_error(tmp_path: Path) -> None:
-    """A journal that was cut in the middle of a line is not taken for a shorter run."""
+    """A line that is whole but says something else is not passed over."""
     path = tmp_path / "journal"
     record(path)
-    path.write_bytes(path.read_bytes()[:-20])
+    path.write_bytes(path.read_bytes() + b"{}\n")
 
     with pytest.raises(msgspec.DecodeError):
         replay(path)
+
+
+def test_a_killed_daemon_leaves_a_journal_that_can_be_read(tmp_path: Path) -> None:
+    """A last line that was cut off is passed over; the run before it is replayed."""
+    path = tmp_path / "journal"
+    record(path)
+    whole, _ = replay(path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+    assert replay(path) == (whole - 1, [])
+
+
+def test_the_journal_of_the_run_before_is_kept(tmp_path: Path) -> None:
+    """A restart does not overwrite what is needed to understand the last run."""
+    path = tmp_path / "journal"
+    record(path)
+    before = path.read_bytes()
+    record(path)
+
+    assert (tmp_path / "journal.previous").read_bytes() == before
 
 
 def test_a_run_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:

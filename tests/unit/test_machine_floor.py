@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
+from appliance.scheduling.machine import MAX_REQUEST_LOSSES
 from appliance.vocabulary import (
     BuildModel,
     Direction,
@@ -288,3 +289,28 @@ def test_the_longest_wait_for_the_host_tier_survives_a_move() -> None:
     order = [command.request for command in floor.commands(RunPrefill)]
     assert order == ["first", "longest", "later"]
     assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())
+
+
+def test_a_request_that_kills_workers_is_given_up() -> None:
+    """What is being computed when a worker dies, again and again without a token in between, ends
+    with an error; who got a token since goes on."""
+    floor = FloorDouble({"a": ModelDouble(4, shape())}, instances=1)
+    floor.start()
+    floor.settle()
+    life = floor.ask("r", "a", output=50)
+    for _ in range(MAX_REQUEST_LOSSES):
+        floor.work_until(0, lambda: bool(floor.commands(RunPrefill)))
+        assert life.outcome is None
+        floor.lose(0)
+        floor.journal.clear()
+        floor.start(0)
+    assert life.outcome == "request_failed"
+
+    other = floor.ask("s", "a", output=50)
+    for _ in range(MAX_REQUEST_LOSSES + 2):
+        before = other.produced
+        floor.work_until(0, lambda before=before: other.produced > before + 2)
+        floor.lose(0)
+        floor.start(0)
+    floor.settle()
+    assert other.outcome == "length"

@@ -95,7 +95,7 @@ def test_the_built_in_policies_are_found() -> None:
 
 def test_a_stack_is_loaded_with_parameters() -> None:
     """A policy is made from its own table, and the built-in stands behind it."""
-    stack = load_stack(["aegaeon"], {"aegaeon": {"prefill_share": 0.75}, "fcfs": {"ignored": 1}})
+    stack = load_stack(["aegaeon"], {"aegaeon": {"prefill_share": 0.75}, "fcfs": {"max_group": 1}})
 
     assert stack.assign_roles(4) == (Role.PREFILL,) * 3 + (Role.DECODE,)
 

@@ -35,10 +35,10 @@ from appliance.engines.vllm.seams import check_seams
 from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
+from appliance.memory.kvpool import BLOCK_TOKENS
 from appliance.memory.weights import DeviceWeights
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
-BLOCK_TOKENS: Final = 32
 BATCHED_TOKENS: Final = 2048
 
 _FINISH: Final = {
@@ -92,6 +92,7 @@ class VllmEngine:
         self.layout_digest = layout.digest
         config = core.vllm_config.model_config
         self._generation_config = config.try_get_generation_config()
+        self._vocabulary: int = config.get_vocab_size()
         self._eos_token_id = _first_eos(config.hf_text_config.eos_token_id)
 
     @classmethod
@@ -170,6 +171,8 @@ class VllmEngine:
         tokens = len(sequence.prompt) + len(sequence.output)
         if not sequence.prompt or tokens >= self._scheduler.max_model_len:
             raise ValueError(f"{tokens} tokens leave no room in {self._scheduler.max_model_len}")
+        if max(sequence.prompt) >= self._vocabulary:
+            raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
         params = sampling_params(sequence.sampling, self._generation_config, self._eos_token_id)
         request = Request(name, list(sequence.prompt), params, None)
         request.append_output_token_ids(list(sequence.output))
