@@ -181,7 +181,8 @@ class Daemon:
         await asyncio.gather(*stops, return_exceptions=True)
         self.host.close()
         if self._journal is not None:
-            self._journal.close()
+            with contextlib.suppress(OSError):  # a full disk must not keep us from stopping
+                self._journal.close()
 
     # --- the service the API sees ----------------------------------------------------------------
 
@@ -262,6 +263,8 @@ class Daemon:
         except Exception as error:
             self._broken = True
             self.on_failure(error)
+            for stream in self._streams.values():
+                stream.end(GenerationFailed("internal_error", "the appliance failed; see its log"))
             raise
         finally:
             self._handling = False
@@ -313,7 +316,9 @@ class Daemon:
         self._tell(InstanceLost(instance=instance))
 
     def _on_failure(self, error: BaseException) -> None:
-        self.on_failure(error)
+        """A worker's keeper failed; if the machine did before, that was told."""
+        if not self._broken:
+            self.on_failure(error)
 
     def _on_tokens(self, message: wire.Tokens) -> None:
         now = self._clock()

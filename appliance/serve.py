@@ -137,10 +137,7 @@ def share_cpus(allowed: Sequence[int], instances: int) -> list[str]:
     """
     usable = allowed[:-1] if len(allowed) > instances else allowed
     bounds = [number * len(usable) // instances for number in range(instances + 1)]
-    shares = [
-        usable[start:end] or [usable[number % len(usable)]]
-        for number, (start, end) in enumerate(pairwise(bounds))
-    ]
+    shares = [usable[start:end] or [usable[start]] for start, end in pairwise(bounds)]
     return [",".join(map(str, share)) for share in shares]
 
 

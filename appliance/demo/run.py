@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -58,7 +58,8 @@ class Row:
 def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_json: bool) -> int:
     """Run the demonstration; returns the exit status, 0 if every output is identical."""
     console = Console(stderr=as_json)
-    with _directory(directory, keep) as place:
+    with ExitStack() as stack:
+        place = directory or _directory(stack, keep)
         console.print(f"making six checkpoints in {place}")
         make_checkpoints(place)
         file = write_config(
@@ -68,26 +69,23 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         chats = burst([model.name for model in config.models], CHATS_PER_MODEL)
         console.print(f"running {len(chats)} chats on plain vLLM, undisturbed, for reference")
         expected = reference(config, chats)
-        with running_daemon(file, config) as (url, _):
+        with running_daemon(file, config, keep=keep) as (url, pid):
             _describe(console, config, url)
             answers = asyncio.run(_send(console, url, chats))
             rows = _rows(config, answers, expected, metrics_by_model(url))
             complaints = _complaints(rows, answers)
             _report(console, rows, complaints, as_json)
             if keep:
-                console.print(f"\nthe daemon goes on at {url}; stop it with Ctrl-C. Try:")
+                console.print(f"\nthe daemon goes on at {url}; stop it with: kill {pid}")
                 console.print(_curl(url, config), soft_wrap=True, highlight=False)
-                _wait_for_interrupt()
     return 1 if complaints else 0
 
 
-@contextmanager
-def _directory(directory: Path | None, keep: bool) -> Iterator[Path]:
-    if directory is not None:
-        yield directory
-        return
-    with tempfile.TemporaryDirectory(prefix="appliance-demo-") as temporary:
-        yield Path(temporary)
+def _directory(stack: ExitStack, keep: bool) -> Path:
+    """A temporary directory; it outlives the demonstration if the daemon does."""
+    if keep:
+        return Path(tempfile.mkdtemp(prefix="appliance-demo-"))
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="appliance-demo-")))
 
 
 def free_port() -> int:
@@ -139,9 +137,9 @@ def _prompts(path: str, chats: Sequence[Chat]) -> list[list[int]]:
 
 
 @contextmanager
-def running_daemon(file: Path, config: Config) -> Iterator[tuple[str, int]]:
+def running_daemon(file: Path, config: Config, *, keep: bool = False) -> Iterator[tuple[str, int]]:
     """A running daemon with all instances up: its address and process id. It logs to
-    ``daemon.log`` beside the configuration."""
+    ``daemon.log`` beside the configuration, and ends with the context unless it is to be kept."""
     url = f"http://{config.api.bind}"
     log = file.with_name("daemon.log")
     with log.open("wb") as stream:
@@ -149,17 +147,26 @@ def running_daemon(file: Path, config: Config) -> Iterator[tuple[str, int]]:
             [sys.executable, "-m", "appliance", "serve", "--config", str(file)],
             stdout=stream,
             stderr=subprocess.STDOUT,
+            start_new_session=keep,
         )
     try:
         _wait_until_ready(url, daemon, log)
         yield url, daemon.pid
+    except BaseException:
+        keep = False
+        raise
     finally:
-        daemon.send_signal(signal.SIGTERM)
-        try:
-            daemon.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()
+        if not keep:
+            _end(daemon)
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.send_signal(signal.SIGTERM)
+    try:
+        daemon.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
 
 
 def _wait_until_ready(url: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
@@ -305,10 +312,3 @@ def _curl(url: str, config: Config) -> str:
         "max_tokens": 32,
     }
     return f"curl {url}/v1/chat/completions -d '{json.dumps(body)}'"
-
-
-def _wait_for_interrupt() -> None:
-    try:
-        signal.pause()
-    except KeyboardInterrupt:
-        pass

@@ -51,7 +51,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The natural log of a token's probability, and its rank among all tokens (from 1)."""
 
     token: int
@@ -115,6 +115,7 @@ class Engine(Protocol):
 
     def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
         """Decode one token of each of these requests, which must have their KV on the device.
+        Stepping the same list object again is cheapest; it must not be changed meanwhile.
 
         Raises `KvExhausted` before computing anything when the step needs more than `kv_slabs`.
         """

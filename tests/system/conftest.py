@@ -91,6 +91,14 @@ def memfds(pid: int, name: str) -> list[os.stat_result]:
     return list(found.values())
 
 
+def private_bytes(pid: int) -> int:
+    """Resident anonymous memory of a process: what is in no file, so in no pool."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel tells no RssAnon")
+
+
 def mapped_bytes(pid: int, name: str) -> int:
     """Resident bytes of the process's mappings of memfds with this name."""
     total, inside = 0, False

@@ -10,7 +10,7 @@ import pytest
 from appliance import journal
 from appliance.demo.traffic import Answer, Chat, send
 from appliance.vocabulary import RunPrefill
-from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, start
+from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
 
 @pytest.mark.parametrize("policy", ["aegaeon", "fcfs"])
@@ -30,6 +30,7 @@ def test_48_requests(
                 resident.extend(mapped_bytes(pid, "appliance-pool") for pid in pids)
 
         pids = appliance.worker_pids()
+        private_before = sum(private_bytes(pid) for pid in pids)
         answers = asyncio.run(send(appliance.url, chats, look))
 
         assert [answer.error for answer in answers] == [None] * len(chats)
@@ -40,6 +41,9 @@ def test_48_requests(
         assert all(pool.st_blocks * 512 <= MEMORY_BYTES for pool in pools)
         assert resident
         assert max(resident) <= MEMORY_BYTES
+        private = sum(private_bytes(pid) for pid in pids) - private_before
+        # Building six engines takes memory of its own; a copy of all weights would be 123 MiB each.
+        assert private < 2 * 60 << 20, "no weights stay outside of the pools and the host tier"
         instances = appliance.status()["instances"]
         assert all(0 < i["pool_high_water_bytes"] <= MEMORY_BYTES for i in instances)
         preemptions = sum(

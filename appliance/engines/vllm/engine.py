@@ -90,6 +90,9 @@ class VllmEngine:
         self.weight_slabs = layout.slabs(arena.slab_bytes)
         self.weight_host_bytes = self.weight_slabs * arena.slab_bytes
         self.layout_digest = layout.digest
+        self._stepping: Sequence[RequestId] | None = None
+        """The list that `_batch` holds the requests of, while nothing else moved them."""
+        self._batch: list[Request] = []
         config = core.vllm_config.model_config
         self._generation_config = config.try_get_generation_config()
         self._vocabulary: int = config.get_vocab_size()
@@ -194,6 +197,7 @@ class VllmEngine:
         return request in self._scheduler.requests
 
     def forget(self, request: RequestId) -> None:
+        self._stepping = None
         self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
         self._forget_state(request)
 
@@ -215,12 +219,11 @@ class VllmEngine:
 
     def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
         """Raises `ValueError` when there are too many, or one does not have its KV in place."""
-        batch = [self._resident(request) for request in requests]
-        if len(batch) > self._scheduler.max_num_running_reqs:
-            raise ValueError(
-                f"{len(batch)} requests in a batch of at most "
-                f"{self._scheduler.max_num_running_reqs}"
-            )
+        # Nothing moved since the last step if it was of the same list: the usual case by far.
+        if requests is not self._stepping:
+            self._batch = self._check(requests)
+            self._stepping = requests
+        batch = self._batch
         if not batch:
             return []
         # A resident request has all blocks but that of its last token, if this begins one.
@@ -300,6 +303,7 @@ class VllmEngine:
 
     def _place(self, request: Request, blocks: list[int]) -> None:
         """Tell the runner that the request's blocks are others now."""
+        self._stepping = None
         self._runner.input_batch.remove_request(request.request_id)
         self._runner.requests[request.request_id].block_ids = (list(blocks),)
 
@@ -309,6 +313,15 @@ class VllmEngine:
         except PoolExhausted as exhausted:
             raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
 
+    def _check(self, requests: Sequence[RequestId]) -> list[Request]:
+        batch = [self._resident(request) for request in requests]
+        if len(batch) > self._scheduler.max_num_running_reqs:
+            raise ValueError(
+                f"{len(batch)} requests in a batch of at most "
+                f"{self._scheduler.max_num_running_reqs}"
+            )
+        return batch
+
     def _execute(self, batch: Sequence[Request]) -> list[Produced]:
         if not self._weights.loaded:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
@@ -317,6 +330,7 @@ class VllmEngine:
         produced = [_produced(o) for o in outputs[0].outputs] if 0 in outputs else []
         for token in produced:
             if token.finished is not None:
+                self._stepping = None
                 self._forget_state(token.request)
         return produced
 

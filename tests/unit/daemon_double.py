@@ -1,0 +1,281 @@
+"""A daemon whose workers are doubles: they hear what a worker would, and answer as one would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from appliance import wire
+from appliance.api.service import Generation, SubmitRequest
+from appliance.daemon import Daemon, Limits, ServedModel
+from appliance.engines.protocol import Produced, Sampling
+from appliance.journal import Journal, Setup
+from appliance.tokens import Tokenizer
+from appliance.vocabulary import (
+    Direction,
+    Event,
+    FinishReason,
+    InstanceId,
+    ModelSpec,
+    MoveKv,
+    Release,
+    RunPrefill,
+    TokensProduced,
+)
+from tests.unit.floor_double import SLAB, SLO, shape
+from tests.unit.instance_double import InstanceDouble, Life, ModelDouble, World
+
+PID = 4000
+
+D = TypeVar("D", bound=wire.Down)
+
+
+def small(names: str) -> dict[str, ModelDouble]:
+    """Models of four slabs of weights each, one for every letter."""
+    return {name: ModelDouble(4, shape()) for name in names}
+
+
+def setup_of(
+    models: dict[str, ModelDouble],
+    *,
+    policy: str = "fcfs",
+    instances: int = 1,
+    host_slabs: int = 200,
+    kind: type[Setup] = Setup,
+) -> Setup:
+    specs = [
+        ModelSpec(
+            name=name,
+            weight_bytes=model.weight_slabs * SLAB,
+            max_context_tokens=256,
+            max_batch=64,
+            slo=SLO,
+        )
+        for name, model in models.items()
+    ]
+    return kind(
+        models=tuple(specs),
+        instances=instances,
+        host_bytes=host_slabs * SLAB,
+        slab_bytes=SLAB,
+        policies=(policy,),
+    )
+
+
+class WorkerDouble:
+    """Stands in for `appliance.processes.WorkerProcess`.
+
+    An `InstanceDouble` carries the commands out when the test says so. It is stricter than a
+    worker: a request has to be introduced before it is named, once, with the output so far.
+    """
+
+    world: World
+    """What the workers of this box share; set by the box."""
+
+    def __init__(
+        self,
+        configuration: wire.Configure,
+        host_fd: int,
+        on_message: Callable[[wire.Up], None],
+        on_lost: Callable[[InstanceId], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.instance = configuration.instance
+        self.configuration = configuration
+        self.pid: int | None = None
+        self.restarts = 0
+        self.stillborn = 0
+        self.started = False
+        self.stopped = False
+        self.stop_error: Exception | None = None
+        self.sent: list[wire.Down] = []
+        """Every frame down, in order, over all lives."""
+        self.double: InstanceDouble | None = None
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_failure = on_failure
+        self._known: set[str] = set()
+
+    def start(self) -> None:
+        self.started = True
+
+    async def stop(self) -> None:
+        self.stopped = True
+        if self.stop_error is not None:
+            raise self.stop_error
+
+    def send(self, message: wire.Down) -> None:
+        """Hear a frame as it comes out at the other end; lost if the worker is dead."""
+        if self.double is None:
+            return
+        (heard,) = wire.decoder_of_commands().feed(wire.encode(message))
+        self.sent.append(heard)
+        match heard:
+            case wire.AddSequence():
+                self._introduce(heard)
+                return
+            case RunPrefill():
+                assert heard.request in self._known, "named before it was introduced"
+            case MoveKv(direction=Direction.IN):
+                assert self._known.issuperset(kv_move.request for kv_move in heard.moves)
+            case Release():
+                self._known.discard(heard.request)
+        assert not isinstance(heard, wire.Configure | wire.Shutdown)
+        self.double.order(heard)
+
+    def _introduce(self, message: wire.AddSequence) -> None:
+        sequence = message.sequence
+        assert sequence.request not in self._known, "introduced twice"
+        assert len(sequence.output) == self.world.lives[sequence.request].produced
+        self._known.add(sequence.request)
+
+    def greet(self) -> None:
+        """A fresh worker is ready."""
+        self.pid = PID + self.restarts
+        slabs = self.configuration.slabs
+        self.double = InstanceDouble(self.instance, slabs, self.world)
+        self._known = set()
+        self.deliver(wire.Hello(wire.PROTOCOL_VERSION, self.instance, self.pid, slabs))
+
+    def die(self) -> None:
+        self.pid, self.double = None, None
+        self.restarts += 1
+        self._on_lost(self.instance)
+
+    def deliver(self, message: wire.Up) -> None:
+        """Report something. What the daemon raises ends the keeper, as it does a real one's."""
+        (heard,) = wire.decoder_of_reports().feed(wire.encode(message))
+        try:
+            self._on_message(heard)
+        except Exception as error:
+            self.die()
+            self._on_failure(error)
+
+    def work(self) -> list[wire.Up]:
+        """The next piece of work; what is to be reported of it."""
+        assert self.double is not None
+        return [self._translate(event) for event in self.double.work()]
+
+    def _translate(self, event: Event) -> wire.Up:
+        """Tokens have values on the wire: here each is the number of the token, from 1."""
+        if not isinstance(event, TokensProduced):
+            return cast(wire.Up, event)
+        produced = []
+        for count in event.tokens:
+            life = self.world.lives[count.request]
+            if count.finished is not None:
+                life.outcome = count.finished
+                self._known.discard(count.request)
+            produced.append(
+                Produced(request=count.request, token=life.produced, finished=count.finished)
+            )
+        return wire.Tokens(event.instance, event.model, produced)
+
+    def heard(self, kind: type[D]) -> list[D]:
+        """Every frame of this kind, in order."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+class Box:
+    """A daemon over worker doubles. Time is `now`; every report takes a millisecond."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        models: dict[str, ModelDouble],
+        setup: Setup,
+        *,
+        slabs: int = 20,
+        limits: Limits | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.world = World(models)
+        self.failures: list[BaseException] = []
+        self.tokenizers = {name: cast(Tokenizer, object()) for name in models}
+        monkeypatch.setattr("appliance.daemon.WorkerProcess", WorkerDouble)
+        monkeypatch.setattr(WorkerDouble, "world", self.world, raising=False)
+        self.daemon = Daemon(
+            setup,
+            [self._served(spec) for spec in setup.models],
+            slabs,
+            ["0"] * setup.instances,
+            limits or Limits(queue=100, progress_seconds=60.0),
+            journal,
+            clock=lambda: self.now,
+        )
+        self.daemon.on_failure = self.failures.append
+        self.workers = cast(dict[InstanceId, WorkerDouble], self.daemon.workers)
+
+    def _served(self, spec: ModelSpec) -> ServedModel:
+        worker = wire.WorkerModel(spec.name, f"/models/{spec.name}", "float32", 256, 64)
+        return ServedModel(spec, worker, self.tokenizers[spec.name], created=1700000000)
+
+    def start(self) -> None:
+        """Every worker comes up and builds all its engines."""
+        self.daemon.start()
+        for worker in self.workers.values():
+            worker.greet()
+        self.settle()
+
+    def ask(
+        self, name: str, model: str, *, prompt: int = 20, output: int = 5, limit: int | None = None
+    ) -> Generation:
+        """Submit a request that will produce `output` tokens."""
+        limit = output if limit is None else limit
+        self.world.lives[name] = Life(model, prompt, output, limit)
+        return self.daemon.submit(
+            SubmitRequest(
+                id=name,
+                model=model,
+                prompt=tuple(range(prompt)),
+                sampling=Sampling(max_tokens=limit),
+            )
+        )
+
+    def cancel(self, stream: Generation, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self.world.lives[stream.id].outcome = reason
+        stream.cancel(reason)
+
+    def work(self, number: int = 0) -> bool:
+        """One worker does its next piece of work; False if it had none."""
+        worker = self.workers[number]
+        if worker.double is None or not worker.double.busy:
+            return False
+        for message in worker.work():
+            self.now += 0.001
+            worker.deliver(message)
+        return True
+
+    def work_until(self, done: Callable[[], bool], number: int = 0) -> None:
+        """One worker works until `done()`, which has to come true."""
+        for _ in range(1000):
+            if done():
+                return
+            assert self.work(number), "nothing left to do before what was waited for"
+        raise AssertionError("it never happened")
+
+    def settle(self) -> None:
+        """All work in turn until nobody has anything to do."""
+        for _ in range(10_000):
+            if not any([self.work(number) for number in self.workers]):
+                return
+        raise AssertionError("the box never comes to rest")
+
+    def take_failures(self) -> list[str]:
+        """What `on_failure` was told; a box that keeps any at the end fails its test."""
+        told, self.failures[:] = [str(failure) for failure in self.failures], []
+        return told
+
+    def samples(self, name: str) -> dict[str, float]:
+        """What a scraper reads of one metric, by its labels."""
+        families = text_string_to_metric_families(self.daemon.metrics().decode())
+        return {
+            ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name
+        }

@@ -1,0 +1,848 @@
+"""The daemon: between requests, the machine, and workers that are doubles."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance import wire
+from appliance.api.service import (
+    Generation,
+    GenerationFailed,
+    InstanceActivity,
+    ModelNotFound,
+    QueueFull,
+)
+from appliance.daemon import Limits
+from appliance.engines.protocol import Produced
+from appliance.hookspecs import hookimpl
+from appliance.journal import Journal, Setup, read, replay
+from appliance.plugins.aegaeon import Aegaeon
+from appliance.policies import PolicyStack
+from appliance.scheduling.questions import InstanceView, PlannedTurn
+from appliance.serve import share_cpus
+from appliance.vocabulary import (
+    Command,
+    Event,
+    EvictModel,
+    Finish,
+    FinishReason,
+    ModelFailed,
+    PrefetchModel,
+    Release,
+    RequestArrived,
+    RequestFailed,
+    RunPrefill,
+    RunTurn,
+)
+from tests.unit.daemon_double import PID, Box, setup_of, small
+
+MakeBox = Callable[..., Box]
+
+
+@pytest.fixture
+def make_box(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBox]:
+    """Makes a box; its memory is given back at the end."""
+    boxes: list[Box] = []
+
+    def make(
+        names: str = "ab",
+        *,
+        slabs: int = 20,
+        limits: Limits | None = None,
+        journal: Journal | None = None,
+        **of_setup: Any,
+    ) -> Box:
+        models = small(names)
+        setup = setup_of(models, **of_setup)
+        box = Box(monkeypatch, models, setup, slabs=slabs, limits=limits, journal=journal)
+        boxes.append(box)
+        return box
+
+    yield make
+    for box in boxes:
+        box.daemon.host.close()
+        assert box.take_failures() == []
+
+
+async def read_all(stream: Generation) -> list[Produced]:
+    return [produced async for batch in stream for produced in batch]
+
+
+async def tokens_of(stream: Generation) -> list[int]:
+    return [produced.token for produced in await read_all(stream)]
+
+
+def token(request: str, number: int, finished: FinishReason | None = None) -> wire.Tokens:
+    return wire.Tokens(0, "a", [Produced(request=request, token=number, finished=finished)])
+
+
+def introductions(box: Box, number: int = 0) -> list[tuple[str, tuple[int, ...]]]:
+    """The requests a worker was told of, each with its output at that time."""
+    sent = box.workers[number].heard(wire.AddSequence)
+    return [(message.sequence.request, message.sequence.output) for message in sent]
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+async def test_a_request_from_submit_to_its_end(make_box: MakeBox) -> None:
+    """The client gets every token in order, the last one says why it is the last."""
+    box = make_box()
+    box.start()
+
+    stream = box.ask("r", "a", output=8, limit=20)
+    box.settle()
+    produced = await read_all(stream)
+
+    assert [p.token for p in produced] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [p.finished for p in produced] == [None] * 7 + [FinishReason.STOP]
+    assert introductions(box) == [("r", ())]
+    assert box.daemon.machine.requests == {}
+
+
+async def test_a_client_that_waits_gets_tokens_as_they_come(make_box: MakeBox) -> None:
+    """The first token is there before the second is computed."""
+    box = make_box()
+    box.start()
+    stream = box.ask("r", "a")
+    waiting = asyncio.ensure_future(anext(aiter(stream)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+    box.work_until(lambda: box.world.lives["r"].produced == 1)
+
+    assert [produced.token for produced in await waiting] == [1]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+async def test_models_take_turns(make_box: MakeBox, policy: str) -> None:
+    """Requests of two models in memory for one are both served, each with its own tokens."""
+    box = make_box(policy=policy, slabs=40)
+    box.start()
+    streams = [box.ask("ra", "a", output=20), box.ask("rb", "b", output=30)]
+
+    box.settle()
+
+    assert [await tokens_of(stream) for stream in streams] == [
+        list(range(1, 21)),
+        list(range(1, 31)),
+    ]
+    assert introductions(box) == [("ra", ()), ("rb", ())]
+
+
+def test_a_worker_is_told_all_about_a_request(make_box: MakeBox) -> None:
+    """What is introduced is what was submitted, right before it is named for the first time."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", prompt=3, output=5)
+
+    sent = box.workers[0].sent
+    (place,) = [i for i, frame in enumerate(sent) if isinstance(frame, wire.AddSequence)]
+    frame = sent[place]
+
+    assert isinstance(frame, wire.AddSequence)
+    assert (frame.sequence.model, frame.sequence.prompt) == ("a", (0, 1, 2))
+    assert frame.sequence.sampling.max_tokens == 5
+    assert isinstance(sent[place + 1], RunPrefill)
+
+
+async def test_a_request_outlives_its_worker(make_box: MakeBox) -> None:
+    """The next worker is told the output so far, and the client notices nothing."""
+    box = make_box()
+    box.start()
+    stream = box.ask("r", "a", output=8)
+    box.work_until(lambda: box.world.lives["r"].produced == 3)
+
+    box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+
+    assert introductions(box) == [("r", ()), ("r", (1, 2, 3))]
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert box.samples("appliance_recoveries_total") == {"model=a": 1, "model=b": 0}
+
+
+async def test_a_worker_that_was_told_to_forget_is_told_again(make_box: MakeBox) -> None:
+    """Who prefilled a request, gave it away, and gets it back after a loss, knows it afresh."""
+    box = make_box(policy="aegaeon", instances=2)
+    box.start()
+    stream = box.ask("r", "a", output=8)
+    box.work_until(lambda: bool(box.workers[0].heard(Release)))
+    box.work_until(lambda: box.world.lives["r"].produced == 3, number=1)
+
+    box.workers[1].die()
+    box.workers[1].greet()
+    box.settle()
+
+    assert introductions(box, 0) == [("r", ()), ("r", (1, 2, 3))]
+    assert introductions(box, 1) == [("r", (1,)), ("r", (1, 2, 3, 4))]
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+async def test_a_cancelled_request_is_forgotten(make_box: MakeBox) -> None:
+    """Its worker is told to let go, the stream ends, and tokens still on their way are dropped."""
+    box = make_box()
+    box.start()
+    stream = box.ask("r", "a", output=50)
+    box.work_until(lambda: box.world.lives["r"].produced == 3)
+
+    box.cancel(stream)
+    box.workers[0].deliver(token("r", 4))
+    stream.cancel(FinishReason.STOP)
+    box.settle()
+
+    assert await tokens_of(stream) == [1, 2, 3]
+    assert box.workers[0].heard(Release) == [Release(instance=0, model="a", request="r")]
+    assert box.daemon.machine.requests == {}
+    assert box.samples("appliance_requests_total") == {"model=a,outcome=cancelled": 1}
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_nothing_is_kept_of_what_ended(make_box: MakeBox, cancelled: bool) -> None:
+    """A later request, even of the same id, is as new to the worker as the first."""
+    box = make_box()
+    box.start()
+    first = box.ask("r", "a")
+    if cancelled:
+        box.cancel(first)
+    box.settle()
+
+    second = box.ask("r", "a")
+    box.settle()
+
+    assert introductions(box) == [("r", ()), ("r", ())]
+    assert await tokens_of(second) == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_string_is_a_proper_end(make_box: MakeBox) -> None:
+    """A request that the API cancels because of a stop string counts as stopped."""
+    box = make_box()
+    box.start()
+    stream = box.ask("r", "a", output=50)
+    box.work_until(lambda: box.world.lives["r"].produced == 3)
+
+    box.cancel(stream, FinishReason.STOP)
+
+    assert box.samples("appliance_requests_total") == {"model=a,outcome=stop": 1}
+    assert box.samples("vllm:request_success_total") == {"finished_reason=stop,model_name=a": 1}
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def test_what_is_not_catalogued_is_not_found(make_box: MakeBox) -> None:
+    """Whatever is asked of an unknown model."""
+    box = make_box()
+
+    for question in (box.daemon.model, box.daemon.tokenizer, lambda name: box.ask("r", name)):
+        with pytest.raises(ModelNotFound, match="nobody"):
+            question("nobody")
+
+
+def test_a_rejection_known_at_once_is_raised_by_submit(make_box: MakeBox) -> None:
+    """A request that exceeds the context never becomes a stream."""
+    box = make_box()
+
+    with pytest.raises(GenerationFailed) as caught:
+        box.ask("r", "a", prompt=200, output=57)
+
+    assert (caught.value.code, caught.value.status) == ("context_length_exceeded", 400)
+    assert box.samples("appliance_requests_total") == {
+        "model=a,outcome=context_length_exceeded": 1,
+    }
+
+
+async def test_a_failed_model_is_told_to_all(make_box: MakeBox) -> None:
+    """Who waits for it hears it from the stream, who comes later from submit: our fault, 500."""
+    box = make_box()
+    box.workers[0].greet()
+    stream = box.ask("r1", "a")
+
+    box.workers[0].deliver(ModelFailed(instance=0, model="a", reason="no such architecture"))
+
+    with pytest.raises(GenerationFailed, match="no such architecture") as later:
+        await tokens_of(stream)
+    with pytest.raises(GenerationFailed, match="no such architecture") as at_once:
+        box.ask("r2", "a")
+    for caught in (later, at_once):
+        assert (caught.value.code, caught.value.status) == ("model_failed", 500)
+
+
+async def test_what_an_engine_refuses_is_the_fault_of_the_request(make_box: MakeBox) -> None:
+    """A refusal by the engine comes out of the stream, as a bad request."""
+    box = make_box()
+    box.start()
+    stream = box.ask("r", "a")
+
+    box.world.lives["r"].outcome = "request_failed"
+    box.workers[0].deliver(RequestFailed(instance=0, model="a", request="r", reason="top_k?"))
+    box.settle()
+
+    with pytest.raises(GenerationFailed, match="top_k") as caught:
+        await tokens_of(stream)
+    assert (caught.value.code, caught.value.status) == ("request_failed", 400)
+
+
+async def test_kv_that_never_fits_is_the_fault_of_the_request(make_box: MakeBox) -> None:
+    """Too much for the host tier, known when the engine is built: a bad request."""
+    box = make_box("a", host_slabs=6)
+    stream = box.ask("r", "a", prompt=200, output=50)
+
+    box.start()
+
+    with pytest.raises(GenerationFailed, match="host cache") as caught:
+        await tokens_of(stream)
+    assert (caught.value.code, caught.value.status) == ("kv_too_large", 400)
+
+
+def test_the_queue_has_an_end(make_box: MakeBox) -> None:
+    """One request more than allowed is told to come again; a place is free when another ends."""
+    box = make_box(limits=Limits(queue=2, progress_seconds=60.0))
+    box.start()
+    box.ask("r1", "a")
+    box.ask("r2", "b")
+
+    with pytest.raises(QueueFull) as caught:
+        box.ask("r3", "a")
+    assert caught.value.retry_after_seconds > 0
+
+    box.settle()
+    assert box.ask("r4", "a").id == "r4"
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+async def test_a_drain_lets_requests_end(make_box: MakeBox) -> None:
+    """It is over with the last request; new ones are refused from its start."""
+    box = make_box()
+    box.start()
+    stream = box.ask("r1", "a", output=5)
+    drain = asyncio.ensure_future(box.daemon.drain(600.0))
+    await asyncio.sleep(0)
+
+    with pytest.raises(GenerationFailed) as caught:
+        box.ask("r2", "a")
+    assert (caught.value.code, caught.value.status) == ("shutting_down", 503)
+    assert not drain.done()
+
+    box.settle()
+    await drain
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5]
+
+
+async def test_a_drain_ends_what_does_not_end(make_box: MakeBox) -> None:
+    """After a while a client gets what there is and is told; tokens that still come are dropped."""
+    box = make_box()
+    box.start()
+    stream = box.ask("r", "a", output=50)
+    box.work_until(lambda: box.world.lives["r"].produced == 2)
+
+    await box.daemon.drain(0.0)
+    box.settle()
+
+    batches = aiter(stream)
+    assert [produced.token for produced in await anext(batches)] == [1, 2]
+    with pytest.raises(GenerationFailed) as caught:
+        await anext(batches)
+    assert (caught.value.code, caught.value.status) == ("shutting_down", 503)
+
+
+async def test_stopping_gives_everything_back(make_box: MakeBox, tmp_path: Path) -> None:
+    """Workers, memory and journal go, even if one worker's keeper had failed."""
+    path = tmp_path / "journal"
+    box = make_box(instances=2, journal=Journal(path, setup_of(small("ab"), instances=2)))
+    box.start()
+    assert all(worker.started for worker in box.workers.values())
+    box.workers[0].stop_error = RuntimeError("the keeper failed long ago")
+
+    await box.daemon.stop()
+
+    assert all(worker.stopped for worker in box.workers.values())
+    assert box.daemon.host.fd == -1
+    assert path.read_bytes().endswith(b"\n")
+
+
+def breaks(event: Event, now: float) -> list[Command]:
+    raise RuntimeError("the books do not balance")
+
+
+async def test_a_machine_that_contradicts_itself_decides_nothing_more(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The failure is told once, later requests are refused, later events are not handled, and the
+    journal ends with the event that did it."""
+    path = tmp_path / "journal"
+    setup = setup_of(small("ab"))
+    box = make_box(journal=Journal(path, setup))
+    box.start()
+    handled: list[Event] = []
+
+    def handle(event: Event, now: float) -> list[Command]:
+        handled.append(event)
+        return breaks(event, now)
+
+    monkeypatch.setattr(box.daemon.machine, "handle", handle)
+    with pytest.raises(RuntimeError, match="balance"):
+        box.ask("r1", "a")
+    with pytest.raises(GenerationFailed) as caught:
+        box.ask("r2", "a")
+    box.workers[0].deliver(ModelFailed(instance=0, model="a", reason="?"))
+    box.workers[0].die()
+
+    assert caught.value.status == 503
+    assert box.take_failures() == ["the books do not balance"]
+    assert [type(event) for event in handled] == [RequestArrived]
+    await box.daemon.stop()
+    *_, last = read(path)[1]
+    assert isinstance(last.event, RequestArrived)
+    assert last.event.request.id == "r1"
+    assert last.commands == []
+
+
+def test_a_failure_on_a_workers_report_is_told_once(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper that delivered the report fails of it too, which is no news."""
+    box = make_box()
+    box.start()
+    monkeypatch.setattr(box.daemon.machine, "handle", breaks)
+
+    box.workers[0].deliver(ModelFailed(instance=0, model="a", reason="?"))
+
+    assert box.take_failures() == ["the books do not balance"]
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+async def test_a_run_can_be_replayed(make_box: MakeBox, tmp_path: Path) -> None:
+    """What the daemon writes down gives the same commands again."""
+    path = tmp_path / "journal"
+    of_setup: dict[str, Any] = {"policy": "aegaeon", "instances": 2}
+    box = make_box(journal=Journal(path, setup_of(small("ab"), **of_setup)), **of_setup)
+    box.start()
+    box.ask("r1", "a", output=20)
+    box.cancel(box.ask("r2", "b", output=20))
+    box.work_until(lambda: box.world.lives["r1"].produced == 1)
+    box.workers[1].die()
+    box.workers[1].greet()
+    box.settle()
+    await box.daemon.stop()
+
+    entries = list(read(path)[1])
+    count, differences = replay(path)
+
+    assert differences == []
+    assert count == len(entries)
+    finished = [c for e in entries for c in e.commands if isinstance(c, Finish)]
+    assert [command.request for command in finished] == ["r2", "r1"]
+
+
+class FullDisk(Journal):
+    """Cannot be written from a certain event on."""
+
+    def __init__(self, path: Path, setup: Setup) -> None:
+        super().__init__(path, setup)
+        self.attempts = 0
+
+    def record(self, now: float, event: Event, commands: list[Command]) -> None:
+        self.attempts += 1
+        raise OSError("no space left on device")
+
+
+async def test_a_journal_that_cannot_be_written_ends(
+    make_box: MakeBox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up with one line in the log; requests are served on."""
+    journal = FullDisk(tmp_path / "journal", setup_of(small("ab")))
+    with journal:
+        box = make_box(journal=journal)
+        box.start()
+        stream = box.ask("r", "a")
+        box.settle()
+
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5]
+    assert journal.attempts == 1
+    assert [r.message for r in caplog.records if r.exc_info] == ["the journal ends here"]
+
+
+class Mistaken:
+    """A policy that fails whenever a round is to be planned."""
+
+    @hookimpl
+    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
+        raise ZeroDivisionError("no share for nobody")
+
+
+class MistakenSetup(Setup, frozen=True):
+    def stack(self) -> PolicyStack:
+        return PolicyStack({"mistaken": Mistaken(), "behind it": Aegaeon()})
+
+
+async def test_a_fault_of_a_policy_is_logged_once(
+    make_box: MakeBox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every fault is counted, the first of its kind is logged, and requests are served on."""
+    box = make_box(kind=MistakenSetup)
+    box.start()
+    stream = box.ask("r", "a", output=12)
+    with caplog.at_level(logging.ERROR):
+        box.settle()
+
+    assert await tokens_of(stream) == list(range(1, 13))
+    rounds = len(box.workers[0].heard(RunTurn))
+    assert rounds > 1
+    assert box.samples("appliance_policy_errors_total") == {"policy=mistaken": rounds}
+    (record,) = [r for r in caplog.records if r.name == "appliance.daemon"]
+    assert "mistaken failed at plan_round: ZeroDivisionError" in record.getMessage()
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+def test_switches_are_counted_by_what_they_are_for(make_box: MakeBox, policy: str) -> None:
+    """A switch is whenever another model runs than the one before, for a prompt or for a turn."""
+    box = make_box(policy=policy, slabs=40)
+    box.start()
+    box.ask("ra", "a", output=20)
+    box.ask("rb", "b", output=20)
+    box.settle()
+
+    jobs = [job for job in box.workers[0].sent if isinstance(job, RunPrefill | RunTurn)]
+    first = [next(run) for _, run in groupby(jobs, key=lambda job: job.model)]
+    reasons = {RunPrefill: "prefill", RunTurn: "turn"}
+    expected = Counter(f"instance=0,model={j.model},reason={reasons[type(j)]}" for j in first)
+    assert box.samples("appliance_switches_total") == expected
+    assert ({j.model for j in first if isinstance(j, RunTurn)} != set()) == (policy == "aegaeon")
+
+
+def test_a_new_worker_has_to_switch_again(make_box: MakeBox) -> None:
+    """The model that ran on the one that died does not run on the next."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", output=8)
+    box.work_until(lambda: box.world.lives["r"].produced == 3)
+    box.workers[0].die()
+    assert box.daemon.activity().instances[0].model is None
+    box.workers[0].greet()
+    box.settle()
+
+    assert box.samples("appliance_switches_total") == {"instance=0,model=a,reason=prefill": 2}
+
+
+def test_preemptions_are_counted_once(make_box: MakeBox) -> None:
+    """Every request stopped for another model counts, whatever the number of scrapes."""
+    box = make_box(policy="aegaeon", slabs=40)
+    box.start()
+    assert box.samples("appliance_preemptions_total") == {"model=a": 0, "model=b": 0}
+    box.ask("ra", "a", output=20)
+    box.ask("rb", "b", output=20)
+    box.settle()
+
+    jobs = [job for job in box.workers[0].sent if isinstance(job, RunPrefill | RunTurn)]
+    stopped = Counter(
+        f"model={job.model}"
+        for place, (job, following) in enumerate(pairwise(jobs))
+        if isinstance(job, RunTurn)
+        and following.model != job.model
+        and any(later.model == job.model for later in jobs[place + 1 :])
+    )
+    assert set(stopped) == {"model=a", "model=b"}
+    assert box.samples("appliance_preemptions_total") == stopped
+    assert box.samples("appliance_preemptions_total") == stopped
+
+
+def test_a_prefetch_is_used(make_box: MakeBox) -> None:
+    """Weights brought in beside another model's job, and then run, were worth it."""
+    box = make_box("abc", policy="aegaeon", slabs=40)
+    box.start()
+    box.ask("a1", "a", output=40)
+    box.work_until(lambda: bool(box.workers[0].heard(RunTurn)))
+    box.ask("b1", "b", output=40)
+    box.ask("c1", "c", output=40)
+    box.work_until(lambda: bool(box.workers[0].heard(PrefetchModel)))
+    assert box.samples("appliance_prefetches_total") == {"outcome=started": 1}
+
+    box.settle()
+
+    assert box.samples("appliance_prefetches_total") == {"outcome=started": 1, "outcome=used": 1}
+
+
+def test_a_prefetch_is_lost_with_its_worker(make_box: MakeBox) -> None:
+    """What the next worker runs was not brought in by the one before."""
+    box = make_box("abc", policy="aegaeon", slabs=40)
+    box.start()
+    box.ask("a1", "a", output=40)
+    box.work_until(lambda: bool(box.workers[0].heard(RunTurn)))
+    box.ask("b1", "b", output=40)
+    box.ask("c1", "c", output=40)
+    box.work_until(lambda: bool(box.workers[0].heard(PrefetchModel)))
+
+    box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+
+    counted = box.samples("appliance_prefetches_total")
+    assert counted["outcome=started"] == len(box.workers[0].heard(PrefetchModel))
+    assert counted.get("outcome=used", 0) == counted["outcome=started"] - 1
+
+
+def test_a_prefetch_is_wasted(make_box: MakeBox) -> None:
+    """Weights brought in, and evicted before they ran, were not."""
+    box = make_box("abcde", policy="aegaeon", slabs=18)
+    box.start()
+    box.ask("a1", "a", output=40)
+    box.work_until(lambda: bool(box.workers[0].heard(RunTurn)))
+    box.ask("b1", "b", output=40)
+    unwanted = box.ask("c1", "c", output=40)
+    box.work_until(lambda: bool(box.workers[0].heard(PrefetchModel)))
+    assert box.workers[0].heard(PrefetchModel)[0].model == "c"
+
+    box.cancel(unwanted)
+    for name in "de":
+        box.ask(f"{name}1", name, output=10)
+    box.work_until(
+        lambda: any(command.model == "c" for command in box.workers[0].heard(EvictModel))
+    )
+
+    assert box.samples("appliance_prefetches_total")["outcome=wasted"] == 1
+
+
+def test_work_is_counted(make_box: MakeBox) -> None:
+    """Prompts by model, and KV by direction: out of the one that prefills, into the other."""
+    box = make_box(policy="aegaeon", instances=2)
+    box.start()
+    zero = {f"direction={d},model={m}": 0.0 for d in ("in", "out") for m in "ab"}
+    assert box.samples("appliance_kv_swapped_bytes_total") == zero
+    box.ask("r1", "a")
+    box.ask("r2", "a")
+    box.settle()
+
+    assert box.samples("appliance_prefills_total") == {"model=a": 2, "model=b": 0}
+    moved = {"direction=in,model=a": 600, "direction=out,model=a": 600}
+    assert box.samples("appliance_kv_swapped_bytes_total") == zero | moved
+    assert box.samples("appliance_recoveries_total") == {"model=a": 0, "model=b": 0}
+
+
+def test_restarts_are_counted_once(make_box: MakeBox) -> None:
+    """What a keeper counted is shown, whatever the number of scrapes."""
+    box = make_box(instances=2)
+    assert box.samples("appliance_worker_restarts_total") == {}
+    box.workers[1].restarts = 2
+    assert box.samples("appliance_worker_restarts_total") == {"instance=1": 2}
+    box.workers[1].restarts = 3
+
+    assert box.samples("appliance_worker_restarts_total") == {"instance=1": 3}
+    assert box.samples("appliance_worker_restarts_total") == {"instance=1": 3}
+
+
+def test_pools_are_shown_in_bytes(make_box: MakeBox) -> None:
+    """The last report of a worker, by owner; nothing is left of it when the worker dies."""
+    box = make_box()
+    box.start()
+    box.workers[0].deliver(wire.PoolReport(0, {"weights:a": 4, "free": 16}, 4))
+    box.workers[0].deliver(wire.PoolReport(0, {"weights:a": 4, "kv:a": 2, "free": 14}, 9))
+
+    assert box.samples("appliance_pool_bytes") == {
+        "instance=0,owner=weights:a": 4000,
+        "instance=0,owner=kv:a": 2000,
+        "instance=0,owner=free": 14000,
+    }
+    assert box.samples("appliance_pool_high_water_bytes") == {"instance=0": 9000}
+    box.workers[0].die()
+    assert box.samples("appliance_pool_bytes") == {}
+    assert box.samples("appliance_pool_high_water_bytes") == {"instance=0": 0}
+
+
+def test_the_host_tier_is_shown_in_bytes(make_box: MakeBox) -> None:
+    """Weights of two models once they are stored; places for KV while a request lives."""
+    box = make_box()
+    box.start()
+    rest = {"owner=weights": 8000, "owner=kv": 0, "owner=free": 192000}
+    assert box.samples("appliance_host_bytes") == rest
+    box.ask("r", "a", prompt=20, output=5)
+    busy = box.samples("appliance_host_bytes")
+    assert busy["owner=kv"] > 0
+    assert sum(busy.values()) == 200000
+    box.settle()
+
+    assert box.samples("appliance_host_bytes") == rest
+
+
+def test_latencies_are_measured_where_tokens_come(make_box: MakeBox) -> None:
+    """The first token from the arrival, others from the one before, the end from the arrival."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", prompt=7, output=3)
+    for number, seconds in ((1, 2.0), (2, 0.5), (3, 0.25)):
+        box.now += seconds
+        last = FinishReason.LENGTH if number == 3 else None
+        box.workers[0].deliver(token("r", number, last))
+
+    label = "model_name=a"
+    assert box.samples("vllm:time_to_first_token_seconds_sum")[label] == 2.0
+    assert box.samples("vllm:inter_token_latency_seconds_sum")[label] == 0.75
+    assert box.samples("vllm:inter_token_latency_seconds_count")[label] == 2
+    assert box.samples("vllm:e2e_request_latency_seconds_sum")[label] == 2.75
+    assert box.samples("vllm:prompt_tokens_total")[label] == 7
+    assert box.samples("vllm:generation_tokens_total")[label] == 3
+    assert box.samples("vllm:request_success_total") == {"finished_reason=length,model_name=a": 1}
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_not_ready_without_a_worker(make_box: MakeBox) -> None:
+    """One worker is enough; deaths before the first word point to the log."""
+    box = make_box(instances=2)
+    assert box.daemon.readiness().reasons == ("no worker is up",)
+    box.workers[0].stillborn, box.workers[1].stillborn = 2, 1
+    assert box.daemon.readiness().reasons == (
+        "no worker is up, 3 died before they were; see the log",
+    )
+    assert not box.daemon.readiness().ok
+
+    box.workers[1].greet()
+
+    assert box.daemon.readiness().ok
+    assert box.daemon.readiness().reasons == ()
+
+
+def test_not_ready_without_progress(make_box: MakeBox) -> None:
+    """A request may go without a token as long as allowed, and not longer; a token mends it."""
+    box = make_box(limits=Limits(queue=9, progress_seconds=30.0))
+    box.start()
+    box.ask("r", "a")
+    box.now += 30.0
+    assert box.daemon.readiness().ok
+    box.now += 1.0
+    assert box.daemon.readiness().reasons == ("a request made no progress for 31 s",)
+
+    box.work_until(lambda: box.world.lives["r"].produced == 1)
+    assert box.daemon.readiness().ok
+    box.settle()
+    box.now += 1000.0
+    assert box.daemon.readiness().ok
+
+
+def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
+    """From cold over building and stored to loaded; failed stays failed."""
+    box = make_box("ab")
+    worker = box.workers[0]
+    assert [card.state for card in box.daemon.models()] == ["cold", "cold"]
+    worker.greet()
+    assert box.daemon.model("a").state == "building"
+    assert worker.double is not None
+    worker.double.queue.clear()  # it fails to build what it was told to
+    worker.deliver(ModelFailed(instance=0, model="a", reason="?"))
+    assert box.daemon.model("a").state == "failed"
+    box.settle()
+    assert box.daemon.model("b").state == "stored"
+    box.ask("r", "b")
+    box.settle()
+
+    assert box.daemon.model("b").state == "loaded"
+    card = box.daemon.models()[1]
+    assert (card.id, card.created, card.max_context_tokens) == ("b", 1700000000, 256)
+    assert box.daemon.tokenizer("b") is box.tokenizers["b"]
+    worker.die()
+    assert [card.state for card in box.daemon.models()] == ["failed", "cold"]
+
+
+def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
+    """Loaded on one instance counts, though it is only stored on the other."""
+    box = make_box(instances=2)
+    box.start()
+    box.ask("r", "a")
+    box.settle()
+
+    (shown, _) = box.daemon.activity().models
+    assert shown.state == "loaded"
+    assert shown.residency == {"0": "loaded", "1": "stored"}
+
+
+def test_activity_of_instances(make_box: MakeBox) -> None:
+    """Starting, up with its process, model and pool, lost, and up again."""
+    box = make_box()
+    started = InstanceActivity(instance=0, role="mixed", state="starting")
+    assert box.daemon.activity().instances == (started,)
+    box.start()
+    box.ask("r", "a")
+    box.settle()
+    box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 6))
+
+    assert box.daemon.activity().instances == (
+        InstanceActivity(
+            instance=0,
+            role="mixed",
+            state="up",
+            pid=PID,
+            model="a",
+            pool_bytes={"free": 20000},
+            pool_high_water_bytes=6000,
+        ),
+    )
+    box.workers[0].die()
+    lost = InstanceActivity(instance=0, role="mixed", state="lost")
+    assert box.daemon.activity().instances == (lost,)
+    box.workers[0].greet()
+    assert box.daemon.activity().instances[0].pid == PID + 1
+    assert box.daemon.activity().instances[0].state == "up"
+
+
+def test_activity_of_models(make_box: MakeBox) -> None:
+    """Requests that run and those that wait, the same in the metrics; and the time since start."""
+    box = make_box()
+    box.start()
+    box.now = 100.0
+    box.ask("r1", "a")
+    box.ask("r2", "a")
+    box.ask("r3", "b")
+
+    activity = box.daemon.activity()
+
+    assert activity.uptime_seconds == 100.0
+    counted = {m.model: (m.running, m.waiting) for m in activity.models}
+    assert counted == {"a": (1, 1), "b": (0, 1)}
+    running = {"model_name=a": 1.0, "model_name=b": 0.0}
+    assert box.samples("vllm:num_requests_running") == running
+    waiting = {"model_name=a": 1.0, "model_name=b": 1.0}
+    assert box.samples("vllm:num_requests_waiting") == waiting
+
+
+# --- processors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("allowed", "instances", "shares"),
+    [
+        ([0], 1, ["0"]),
+        ([0, 1], 1, ["0"]),
+        ([2, 4, 6, 8, 9], 2, ["2,4", "6,8"]),
+        ([0, 1, 2, 3], 2, ["0", "1,2"]),
+        ([0, 1], 2, ["0", "1"]),
+        ([3], 2, ["3", "3"]),
+    ],
+)
+def test_processors_are_dealt_out(allowed: list[int], instances: int, shares: list[str]) -> None:
+    """Evenly, each to one instance, the last one left to the daemon if there are enough."""
+    assert share_cpus(allowed, instances) == shares
+
+
+@pytest.mark.parametrize(("processors", "instances"), [(2, 4), (2, 8), (3, 9)])
+def test_scarce_processors_are_shared_evenly(processors: int, instances: int) -> None:
+    """No processor has two instances more than another."""
+    load = Counter(share_cpus(range(processors), instances))
+
+    assert set(load) == {str(number) for number in range(processors)}
+    assert max(load.values()) - min(load.values()) <= 1
