@@ -1,6 +1,6 @@
 """What the pool costs one model that is alone: decode throughput of the daemon over plain vLLM's.
 
-    python benchmarks/pool_tax.py [--model llama-b] [--batch 16] [--tokens 200] [--pairs 7]
+    python benchmarks/pool_tax.py [--model llama-1k] [--batch 16] [--tokens 100] [--pairs 7]
 
 Both run the same checkpoint with the same engine arguments on the same processor, in turns, within
 one run: the daemon with a client that streams over HTTP, vLLM in-process with `LLMEngine.step`.
@@ -24,11 +24,24 @@ from pathlib import Path
 import msgspec
 
 from appliance.config import load_config
-from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.checkpoints import RECIPES, Recipe, make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Chat
 from appliance.serve import share_cpus
 from appliance.tokens import Tokenizer
+
+LARGER = Recipe(
+    name="llama-1k",
+    family="llama",
+    layers=6,
+    hidden=1024,
+    intermediate=2816,
+    heads=16,
+    kv_heads=4,
+    head_dim=64,
+    seed=99,
+)
+"""A quarter of a gigabyte in float32: its layers are the size of a real model's."""
 
 MAX_CONTEXT = 512
 MAX_BATCH = 32
@@ -67,9 +80,9 @@ class Window:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-b")
+    parser.add_argument("--model", default=LARGER.name)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
@@ -81,7 +94,7 @@ def main() -> None:
         serve_plain(options.plain, options)
         return
     with tempfile.TemporaryDirectory() as directory:
-        make_checkpoints(Path(directory), [options.model])
+        make_checkpoints(Path(directory), [options.model], [*RECIPES, LARGER])
         pairs = measure(Path(directory), options)
     ratios = [ours / plain for ours, plain in pairs]
     result = {
@@ -109,7 +122,8 @@ def measure(directory: Path, options: argparse.Namespace) -> list[tuple[float, f
         [options.model],
         bind=f"127.0.0.1:{free_port()}",
         instances=1,
-        memory="256MiB",
+        memory="512MiB",
+        host_cache="1GiB",
         slab="2MiB",
         max_context=MAX_CONTEXT,
         dtype=options.dtype,

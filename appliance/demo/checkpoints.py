@@ -101,13 +101,15 @@ ARCHITECTURES: Final = {
 }
 
 
-def make_checkpoints(directory: Path, names: Iterable[str] | None = None) -> list[Path]:
-    """Make the named models (default: all six) below `directory`; returns their directories.
+def make_checkpoints(
+    directory: Path, names: Iterable[str] | None = None, recipes: Iterable[Recipe] = RECIPES
+) -> list[Path]:
+    """Make the named models (default: all) below `directory`; returns their directories.
 
     A checkpoint that is already there and whole (its bytes match its marker) is left alone.
     Raises `ValueError` for a name without a recipe.
     """
-    known = {recipe.name: recipe for recipe in RECIPES}
+    known = {recipe.name: recipe for recipe in recipes}
     wanted = list(known if names is None else names)
     if unknown := sorted(set(wanted) - set(known)):
         raise ValueError(f"no demo model {', '.join(unknown)}; there are {', '.join(known)}")
