@@ -161,12 +161,14 @@ class InstanceLost(Event, frozen=True):
 
 
 class ModelBuilt(Event, frozen=True):
-    """An engine exists on the instance. Its weights need `weight_slabs` slabs on the device."""
+    """An engine exists on the instance. Its weights need `weight_slabs` slabs on the device;
+    `layout` tells how they lie there: instances may share a master image only if it is the same."""
 
     instance: InstanceId
     model: ModelName
     weight_slabs: int
     kv: KvShape
+    layout: str = ""
 
 
 class ModelFailed(Event, frozen=True):

@@ -56,7 +56,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The first frame up: the worker is ready for commands, its pool holds `slabs` slabs."""
 
-    version: int
     instance: int
     pid: int
     slabs: int

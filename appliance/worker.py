@@ -184,6 +184,7 @@ class Worker:
                 model=command.model,
                 weight_slabs=engine.weight_slabs,
                 kv=engine.kv,
+                layout=engine.layout_digest,
             )
         )
 
@@ -403,9 +404,7 @@ def main(arguments: list[str]) -> None:
 
     mailbox = Mailbox()
     reader = threading.Thread(target=_read, args=(connection, decoder, mailbox), daemon=True)
-    send(
-        wire.Hello(wire.PROTOCOL_VERSION, configuration.instance, os.getpid(), configuration.slabs)
-    )
+    send(wire.Hello(configuration.instance, os.getpid(), configuration.slabs))
     reader.start()
     # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
     # The same goes for a worker that failed: its books are void, the daemon starts another.

@@ -104,6 +104,8 @@ class Machine:
         self._shapes: dict[ModelName, KvShape] = {}
         self._mastered: set[ModelName] = set()
         """Models whose weights are whole in the host tier."""
+        self._layouts: dict[ModelName, str] = {}
+        """How the weights lie in their master images."""
         self._build_losses: dict[ModelName, int] = {}
         self._host_queue: dict[RequestId, None] = {}
         """Requests that wait for room in the host tier, the longest waiting first."""
@@ -342,7 +344,7 @@ class Machine:
         engine = instance.engines[event.model]
         engine.weight_slabs, engine.kv = event.weight_slabs, event.kv
         self._build_losses.pop(event.model, None)
-        reason = self._why_never(event.model, instance, event.kv)
+        reason = self._why_never(event.model, instance, event.kv, event.layout)
         offsets = None
         if reason is None:
             offsets = self.host.take_weights(event.model, event.weight_slabs)
@@ -361,8 +363,12 @@ class Machine:
         )
         return False
 
-    def _why_never(self, model: ModelName, instance: InstanceState, kv: KvShape) -> str | None:
+    def _why_never(
+        self, model: ModelName, instance: InstanceState, kv: KvShape, layout: str
+    ) -> str | None:
         """Why the model could never serve a request of full length here, if it could not."""
+        if self._layouts.setdefault(model, layout) != layout:
+            return "its weights lie otherwise than on another instance: were its files replaced?"
         longest = kv.blocks(self.models[model].max_context_tokens)
         needed = instance.engines[model].weight_slabs + kv.slabs(longest)
         if needed <= instance.ledger.total_slabs:

@@ -138,7 +138,7 @@ class WorkerDouble:
         slabs = self.configuration.slabs
         self.double = InstanceDouble(self.instance, slabs, self.world)
         self._known = set()
-        self.deliver(wire.Hello(wire.PROTOCOL_VERSION, self.instance, self.pid, slabs))
+        self.deliver(wire.Hello(self.instance, self.pid, slabs))
 
     def die(self) -> None:
         self.pid, self.double = None, None

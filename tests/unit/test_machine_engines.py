@@ -232,3 +232,16 @@ def test_what_waits_behind_a_full_host_tier_is_built_next() -> None:
     assert builds(floor, 1) == ["a", "b", "d"]
     floor.settle()
     assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())
+
+
+def test_instances_that_lay_weights_out_differently() -> None:
+    """They cannot share a master image: the model is given up rather than served wrongly."""
+    floor = floor_of("a", instances=2)
+    floor.start()
+    floor.tell(ModelBuilt(instance=0, model="a", weight_slabs=4, kv=shape(), layout="one"))
+    floor.tell(ModelBuilt(instance=1, model="a", weight_slabs=4, kv=shape(), layout="another"))
+
+    life = floor.ask("r", "a")
+
+    assert life.outcome == "model_failed"
+    assert "lie otherwise" in floor.machine.failed["a"]

@@ -14,7 +14,7 @@ import pytest
 from appliance import processes, wire
 from appliance.processes import WorkerProcess
 
-HELLO = wire.Hello(wire.PROTOCOL_VERSION, 3, 42, 20)
+HELLO = wire.Hello(3, 42, 20)
 CONFIGURATION = wire.Configure(
     version=wire.PROTOCOL_VERSION,
     instance=3,

@@ -91,7 +91,7 @@ def test_a_frame_too_long_is_refused() -> None:
     "message",
     [
         PrefillDone(instance=0, model="a", request="r", kv_slabs=1, seconds=0.1),
-        wire.Hello(wire.PROTOCOL_VERSION, 0, 1, 2),
+        wire.Hello(0, 1, 2),
         RequestCancelled(request="r"),
     ],
 )

@@ -237,7 +237,7 @@ def test_an_engine_is_built_and_its_weights_stored() -> None:
     )
 
     assert reports == [
-        ModelBuilt(instance=3, model="a", weight_slabs=4, kv=SHAPE),
+        ModelBuilt(instance=3, model="a", weight_slabs=4, kv=SHAPE, layout="layout"),
         WeightsStored(instance=3, model="a"),
     ]
     assert bench.engines["a"].stored == ((0, 10), True)
