@@ -34,7 +34,8 @@ def test_ten_kills_in_a_row(
             assert [answer.tokens for answer in answers] == [expected[chat] for chat in trio]
         asyncio.run(_until(lambda: _all_up(appliance)))
         assert not any(Path(f"/proc/{pid}").exists() for pid in killed)
-        asyncio.run(_until(lambda: _descriptors(appliance.pid) == descriptors))
+        # Before, the connection of the first chat may not have been closed yet.
+        asyncio.run(_until(lambda: _descriptors(appliance.pid) <= descriptors))
         memory = {stat.st_ino for stat in memfds(appliance.pid, "appliance")}
         assert len(memory) == 1, "the host tier, and no other"
         recovered = sum(
