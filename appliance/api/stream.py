@@ -76,15 +76,18 @@ async def events(
     """An answer as server-sent events. A comment goes out at once and whenever nothing came for
     `keep_alive_seconds`; a failure is the last event."""
     opened: set[int] = set()
+    now = asyncio.get_running_loop().time
     yield KEEP_ALIVE
+    silent_since = now()
     async with choices:
         try:
             while not choices.finished:
-                pieces = await choices.pieces(keep_alive_seconds)
-                if chunks := [c for piece in pieces for c in _chunks(piece, dialect, opened)]:
-                    yield b"".join(chunks)
-                elif not pieces:
-                    yield KEEP_ALIVE
+                pieces = await choices.pieces(silent_since + keep_alive_seconds - now())
+                chunks = [c for piece in pieces for c in _chunks(piece, dialect, opened)]
+                # Tokens may come that show nothing yet: half a character, what may become a stop.
+                if chunks or now() >= silent_since + keep_alive_seconds:
+                    yield b"".join(chunks) or KEEP_ALIVE
+                    silent_since = now()
         except Exception as error:  # the status line is gone: told in the stream
             yield _event(msgspec.json.encode(as_api_error(error).body))
             return

@@ -222,6 +222,8 @@ def test_wrong_calls_are_refused(house: House) -> None:
         engine.swap_in("r", places, 40)
     with pytest.raises(ValueError, match="no room"):
         engine.add(sequence(MODEL, "long", prompt(1024), GREEDY))
+    with pytest.raises(ValueError, match="beyond the model's vocabulary"):
+        engine.add(sequence(MODEL, "strange", (5, VOCAB), GREEDY))
     engine.prefill("r", 40)
     with pytest.raises(ValueError, match="computed already"):
         engine.prefill("r", 40)

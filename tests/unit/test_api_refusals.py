@@ -61,6 +61,7 @@ CHAT_REFUSALS = [
     ({"temperature": "hot"}, "temperature", None),
     ({"temperature": 2.5}, "temperature", None),
     ({"temperature": -1}, "temperature", None),
+    ({"seed": -1}, "seed", None),
     ({"top_p": 0}, "top_p", None),
     ({"top_k": -2}, "top_k", None),
     ({"min_p": 1.5}, "min_p", None),

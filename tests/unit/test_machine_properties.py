@@ -138,7 +138,7 @@ def test_anything_may_happen() -> None:
     run_state_machine_as_test(
         BusyFloor,
         settings=settings(
-            max_examples=int(__import__("os").environ.get("EX", "60")),
+            max_examples=100,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
