@@ -147,21 +147,21 @@ class TokenCount(Word, frozen=True):
 # --- events --------------------------------------------------------------------------------------
 
 
-class InstanceUp(Event, frozen=True):
+class InstanceUp(Event, frozen=True, kw_only=True):
     """A worker connected; its pool holds `slabs` slabs."""
 
     instance: InstanceId
     slabs: int
 
 
-class InstanceLost(Event, frozen=True):
+class InstanceLost(Event, frozen=True, kw_only=True):
     """A worker died; nothing on its device survives. The host tier does."""
 
     instance: InstanceId
 
 
-class ModelBuilt(Event, frozen=True):
-    """An engine exists on the instance. Its weights need `weight_slabs` slabs on the device;
+class ModelBuilt(Event, frozen=True, kw_only=True):
+    """An engine exists on the instance. Its weights need `weight_slabs` slabs on each device;
     `layout` tells how they lie there: instances may share a master image only if it is the same."""
 
     instance: InstanceId
@@ -169,9 +169,11 @@ class ModelBuilt(Event, frozen=True):
     weight_slabs: int
     kv: KvShape
     layout: str = ""
+    host_slabs: int
+    """Slabs of the host tier that hold the master image, for all ranks of the instance."""
 
 
-class ModelFailed(Event, frozen=True):
+class ModelFailed(Event, frozen=True, kw_only=True):
     """An engine could not be built; the model is not served until the daemon is restarted."""
 
     instance: InstanceId
@@ -179,34 +181,35 @@ class ModelFailed(Event, frozen=True):
     reason: str
 
 
-class WeightsStored(Event, frozen=True):
+class WeightsStored(Event, frozen=True, kw_only=True):
     """The instance can load the model from the master image in the host tier."""
 
     instance: InstanceId
     model: ModelName
 
 
-class ModelLoaded(Event, frozen=True):
+class ModelLoaded(Event, frozen=True, kw_only=True):
     """The model's weights are in place on the device."""
 
     instance: InstanceId
     model: ModelName
     moved_bytes: int
     seconds: float
+    queued_seconds: float = 0.0
     prefetched: bool = False
 
 
-class RequestArrived(Event, frozen=True):
+class RequestArrived(Event, frozen=True, kw_only=True):
     request: RequestSpec
 
 
-class RequestCancelled(Event, frozen=True):
+class RequestCancelled(Event, frozen=True, kw_only=True):
     """Nobody waits for the request any more."""
 
     request: RequestId
 
 
-class RequestFailed(Event, frozen=True):
+class RequestFailed(Event, frozen=True, kw_only=True):
     """The engine refuses the request, and why."""
 
     instance: InstanceId
@@ -215,32 +218,35 @@ class RequestFailed(Event, frozen=True):
     reason: str
 
 
-class PrefillDone(Event, frozen=True):
-    """The prompt is computed (its first token was reported as produced). `kv_slabs` are mapped."""
+class PrefillDone(Event, frozen=True, kw_only=True):
+    """The prompt is computed (its first token was reported as produced). `kv_slabs` are mapped,
+    `cold_slabs` of them hold nothing but prefix cache that nobody uses."""
 
     instance: InstanceId
     model: ModelName
     request: RequestId
     kv_slabs: int
+    cold_slabs: int = 0
     seconds: float
 
 
-class PrefillDeferred(Event, frozen=True):
+class PrefillDeferred(Event, frozen=True, kw_only=True):
     """The prompt did not fit the slabs it was allowed; nothing of it is kept."""
 
     instance: InstanceId
     model: ModelName
     request: RequestId
     kv_slabs: int
+    cold_slabs: int = 0
 
 
-class TokensProduced(Event, frozen=True):
+class TokensProduced(Event, frozen=True, kw_only=True):
     instance: InstanceId
     model: ModelName
     tokens: tuple[TokenCount, ...]
 
 
-class TurnEnded(Event, frozen=True):
+class TurnEnded(Event, frozen=True, kw_only=True):
     """A turn is over after `seconds` of decoding in `steps` steps. `kv_slabs` stay mapped."""
 
     instance: InstanceId
@@ -250,9 +256,10 @@ class TurnEnded(Event, frozen=True):
     steps: int
     seconds: float
     kv_slabs: int
+    cold_slabs: int = 0
 
 
-class KvMoved(Event, frozen=True):
+class KvMoved(Event, frozen=True, kw_only=True):
     """A `MoveKv` ended. Requests in `missing` had nothing to move (they ended before)."""
 
     instance: InstanceId
@@ -262,7 +269,9 @@ class KvMoved(Event, frozen=True):
     missing: tuple[RequestId, ...]
     moved_bytes: int
     seconds: float
+    queued_seconds: float = 0.0
     kv_slabs: int
+    cold_slabs: int = 0
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -279,7 +288,8 @@ class BuildModel(Command, frozen=True):
 
 
 class StoreWeights(Command, frozen=True):
-    """Keep the master image in these host slabs (byte offsets); write it there first if `fill`."""
+    """Keep the master image in these host slabs (byte offsets); write it there first, from the
+    checkpoint's files, if `fill`. Without slabs the model is loaded from its files every time."""
 
     instance: InstanceId
     model: ModelName
@@ -348,6 +358,14 @@ class MoveKv(Command, frozen=True):
     kv_slabs: int
 
 
+class TrimKv(Command, frozen=True):
+    """Drop cold prefix cache until the model holds at most `kv_slabs` slabs of KV."""
+
+    instance: InstanceId
+    model: ModelName
+    kv_slabs: int
+
+
 class Release(Command, frozen=True):
     """Forget a request and free its device blocks."""
 
@@ -398,6 +416,7 @@ AnyCommand: TypeAlias = (
     | RunTurn
     | Preempt
     | MoveKv
+    | TrimKv
     | Release
     | Finish
     | Reject

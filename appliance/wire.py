@@ -90,6 +90,7 @@ Down: TypeAlias = (
     | v.RunTurn
     | v.Preempt
     | v.MoveKv
+    | v.TrimKv
     | v.Release
 )
 Up: TypeAlias = (

@@ -185,6 +185,7 @@ class Worker:
                 weight_slabs=engine.weight_slabs,
                 kv=engine.kv,
                 layout=engine.layout_digest,
+                host_slabs=engine.host_slabs,
             )
         )
 
@@ -218,13 +219,15 @@ class Worker:
 
     def _load(self, model: ModelName, *, prefetched: bool) -> None:
         began = time.monotonic()
-        moved = self._engines[model].load_weights()
-        if moved:
+        transfer = self._engines[model].begin_load()
+        fresh = transfer.began is not None and transfer.began >= began
+        transfer.wait()
+        if fresh:
             self._send(
                 ModelLoaded(
                     instance=self.instance,
                     model=model,
-                    moved_bytes=moved,
+                    moved_bytes=transfer.nbytes,
                     seconds=time.monotonic() - began,
                     prefetched=prefetched,
                 )
@@ -257,7 +260,7 @@ class Worker:
                 missing=tuple(missing),
                 moved_bytes=moved_bytes,
                 seconds=time.monotonic() - began,
-                kv_slabs=engine.trim(),
+                kv_slabs=engine.trim().slabs,
             )
         )
 
@@ -275,7 +278,7 @@ class Worker:
                         instance=self.instance,
                         model=command.model,
                         request=command.request,
-                        kv_slabs=engine.trim(),
+                        kv_slabs=engine.trim().slabs,
                     )
                 )
                 return
@@ -284,7 +287,7 @@ class Worker:
                 instance=self.instance,
                 model=command.model,
                 request=command.request,
-                kv_slabs=engine.trim(),
+                kv_slabs=engine.trim().slabs,
                 seconds=time.monotonic() - began,
             )
         )
@@ -304,7 +307,7 @@ class Worker:
                 reason=reason,
                 steps=steps,
                 seconds=time.monotonic() - began,
-                kv_slabs=engine.trim(),
+                kv_slabs=engine.trim().slabs,
             )
         )
         self._report_pool()

@@ -51,7 +51,7 @@ def main() -> None:
         paths = options.checkpoints or make_checkpoints(Path(directory), options.models)
         engines = build(paths, options.dtype, arena, host)
         result = switch(engines, arena, options.rounds)
-        used = sum(engine.weight_host_bytes for engine in engines)
+        used = sum(engine.host_slabs * SLAB for engine in engines)
         result["kv"] = [swap(engine, used, options.rounds) for engine in engines]
     result |= {"models": [Path(path).name for path in paths], "dtype": options.dtype}
     print(json.dumps(result, indent=2))
@@ -76,7 +76,7 @@ def build(paths: list[Path], dtype: str, arena: Arena, host: HostTier) -> list[V
         )
         places = [offset + slab * SLAB for slab in range(engine.weight_slabs)]
         engine.store_weights(places, fill=True)
-        offset += engine.weight_host_bytes
+        offset += engine.host_slabs * SLAB
         engines.append(engine)
     return engines
 
@@ -84,7 +84,7 @@ def build(paths: list[Path], dtype: str, arena: Arena, host: HostTier) -> list[V
 def switch(engines: list[VllmEngine], arena: Arena, rounds: int) -> dict[str, object]:
     """Switch back and forth; seconds of a switch and of its parts."""
     bare = [arena.reserve("bare", engine.weight_slabs) for engine in engines]
-    sizes = [engine.load_weights() for engine in engines]
+    sizes = [load(engine) for engine in engines]
     source, target = (ctypes.create_string_buffer(max(sizes)) for _ in range(2))
     ctypes.memset(source, 1, max(sizes))
     ctypes.memset(target, 1, max(sizes))
@@ -110,6 +110,13 @@ def switch(engines: list[VllmEngine], arena: Arena, rounds: int) -> dict[str, ob
     }
 
 
+def load(engine: VllmEngine) -> int:
+    """Bytes of a load."""
+    transfer = engine.begin_load()
+    transfer.wait()
+    return transfer.nbytes
+
+
 def remap(old: object, new: object) -> None:
     """What a switch does to the page tables, and nothing else."""
     old.unmap(range(old.slots))  # type: ignore[attr-defined]
@@ -118,12 +125,12 @@ def remap(old: object, new: object) -> None:
 
 def change(old: VllmEngine, new: VllmEngine) -> None:
     old.evict_weights()
-    new.load_weights()
+    new.begin_load().wait()
 
 
 def swap(engine: VllmEngine, offset: int, rounds: int) -> dict[str, float]:
     """Move the KV of one request of `PROMPT` tokens out and in again."""
-    engine.load_weights()
+    engine.begin_load().wait()
     sampling = Sampling(max_tokens=PROMPT, temperature=0.0, ignore_eos=True)
     prompt = tuple(range(3, 3 + PROMPT))
     slabs = engine.kv.slabs(engine.kv.blocks(2 * PROMPT))

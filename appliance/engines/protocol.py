@@ -4,17 +4,18 @@ Owners of memory: a worker has one `appliance.memory.arena.Arena` (the device po
 and one `appliance.memory.hosttier.HostTier` (the box's shared host memory). An engine reserves
 address ranges in the arena once, when it is built, and from then on only maps, unmaps and copies.
 
-An engine is driven from one thread, except `load_weights`, which may run in a transfer thread
-while *another* engine of the same worker steps.
+An engine is driven from one thread. What it copies goes on in other threads (or streams), as a
+`Transfer`; an engine waits by itself for what a step needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from appliance.memory.transfers import Transfer
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
 
@@ -69,6 +70,13 @@ class Produced(msgspec.Struct, frozen=True, kw_only=True):
     finished: FinishReason | None = None
 
 
+class KvUse(NamedTuple):
+    """KV slabs that a model has mapped, and how many of them hold only cold prefix cache."""
+
+    slabs: int
+    cold_slabs: int
+
+
 class KvExhausted(Exception):
     """The step needs more KV than the slabs allowed; nothing was computed, nothing changed."""
 
@@ -78,25 +86,31 @@ class Engine(Protocol):
 
     model: ModelName
     weight_slabs: int
-    """Device slabs that the weights need."""
-    weight_host_bytes: int
-    """Bytes of the master image in the host tier (a whole number of slabs)."""
+    """Slabs of each device that the weights need."""
+    host_slabs: int
+    """Slabs of the host tier that the master image needs, for all ranks."""
     layout_digest: str
     """Identifies the layout of the master image; equal on all instances that may share one."""
     kv: KvShape
 
     def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
-        """Adopt the master image at these host slabs (write it there first if `fill`), and let go
-        of the private copy made while the engine was built. Called once, right after building."""
+        """Adopt the master image at these host slabs; if `fill`, write it there first, straight
+        from the checkpoint's files. Without slabs there is no image: every load reads the files.
 
-    def load_weights(self) -> int:
-        """Map slabs under the weights and copy the master image in; returns bytes copied.
+        May be called again, with other slabs, while the weights are not on the device. Raises
+        `CheckpointError` if the files are not what they were when the engine was built.
+        """
 
-        Idempotent while loaded (returns 0). Raises `PoolExhausted` with nothing mapped.
+    def begin_load(self) -> Transfer:
+        """Map slabs under the weights and start to copy them in, in the order of the layers.
+
+        Returns the transfer under way, or the last one, if they are in place or on their way.
+        `prefill` and `step` wait by themselves, layer by layer. Raises `PoolExhausted` with
+        nothing mapped; a transfer from a checkpoint's files may fail with `CheckpointError`.
         """
 
     def evict_weights(self) -> None:
-        """Unmap the weights; idempotent."""
+        """Unmap the weights, and stop a load that is under way; idempotent."""
 
     def add(self, sequence: SequenceSpec) -> None:
         """Make a request known. It has no KV yet: `prefill` computes it or `swap_in` brings it."""
@@ -126,5 +140,9 @@ class Engine(Protocol):
     def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> int:
         """Bring KV blocks in from the host tier; bytes. `KvExhausted` leaves nothing changed."""
 
-    def trim(self) -> int:
-        """Give slabs without any used block back to the pool; returns KV slabs still mapped."""
+    def trim(self, keep_slabs: int | None = None) -> KvUse:
+        """Give slabs without any block in use or in the prefix cache back to the pool.
+
+        With `keep_slabs`, drop cold prefix cache, too, coldest first, until at most so many slabs
+        are mapped or nothing cold is left.
+        """

@@ -10,12 +10,14 @@ the host tier the same bytes are cut in slabs, which need not be neighbours:
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
 
 from appliance.memory.arena import Arena, Region
 from appliance.memory.hosttier import HostTier
+from appliance.memory.transfers import Transfer, TransferKind
 
 ALIGNMENT: Final = 256
 
@@ -75,7 +77,7 @@ class DeviceWeights:
     def __init__(self, owner: str, layout: WeightLayout, arena: Arena, host: HostTier) -> None:
         self.layout = layout
         self.region: Region = arena.reserve(owner, layout.slabs(arena.slab_bytes))
-        self.loaded = False
+        self._transfer: Transfer | None = None
         self._vmm = arena.vmm
         self._slab_bytes = arena.slab_bytes
         self._host = host
@@ -98,24 +100,33 @@ class DeviceWeights:
             self._vmm.copy(self._sources[slab] + start, source, part)
             offset, source, nbytes = offset + part, source + part, nbytes - part
 
-    def load(self) -> int:
-        """Map the region and copy the image in; bytes copied, 0 if it is in place already.
+    def begin_load(self) -> Transfer:
+        """Map the region and copy the image in, unless it is in place already.
 
         Raises `PoolExhausted` with nothing mapped.
         """
-        if self.loaded:
-            return 0
+        if self._transfer is not None:
+            return self._transfer
         if not self._sources:
             raise RuntimeError(f"{self.region.owner} has no master image yet")
+        owner, nbytes = self.region.owner, self.layout.nbytes
+        transfer = Transfer(TransferKind.WEIGHTS, owner, nbytes, time.monotonic())
         self.region.map(range(self.region.slots))
+        transfer.begin(time.monotonic())
         for slot, source in enumerate(self._sources):
             size = min(self._slab_bytes, self.layout.nbytes - slot * self._slab_bytes)
             self._vmm.copy(self.region.slot_address(slot), source, size)
-        self.loaded = True
-        return self.layout.nbytes
+            transfer.land(size)
+        transfer.finish(time.monotonic())
+        self._transfer = transfer
+        return transfer
+
+    @property
+    def loaded(self) -> bool:
+        return self._transfer is not None
 
     def evict(self) -> None:
         """Unmap; idempotent."""
-        if self.loaded:
-            self.loaded = False
+        if self._transfer is not None:
+            self._transfer = None
             self.region.unmap(range(self.region.slots))

@@ -52,7 +52,7 @@ def test_undisturbed_equals_plain_vllm(
 ) -> None:
     """Seeds and penalties mean here what they mean in vLLM."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
 
     assert [undisturbed(engine, sampling)] == plain_vllm(MODEL, [PROMPT], [sampling])
 
@@ -65,8 +65,8 @@ def test_migration(house: House, twin: House, sampling: Sampling, steps: int) ->
     After 26 steps the computed tokens (96) fill their blocks exactly.
     """
     source, target = house.engines[MODEL], twin.engines[MODEL]
-    source.load_weights()
-    target.load_weights()
+    source.begin_load().wait()
+    target.begin_load().wait()
     expected = undisturbed(source, sampling)
     places = house.swap_places(source, len(PROMPT) + 40)
 
@@ -89,8 +89,8 @@ def test_migration(house: House, twin: House, sampling: Sampling, steps: int) ->
 def test_recovery(house: House, twin: House, sampling: Sampling, produced: int) -> None:
     """Prompt and output so far, computed again on another instance, go on as before."""
     lost, other = house.engines[MODEL], twin.engines[MODEL]
-    lost.load_weights()
-    other.load_weights()
+    lost.begin_load().wait()
+    other.begin_load().wait()
     expected = undisturbed(lost, sampling)
 
     other.add(sequence(MODEL, "r", PROMPT, sampling, tuple(expected[:produced])))
@@ -102,7 +102,7 @@ def test_recovery(house: House, twin: House, sampling: Sampling, produced: int) 
 def test_seeds_survive_chunked_prefill(house: House) -> None:
     """Chunks that produce nothing draw nothing from the request's generator."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     expected = undisturbed(engine, SEEDED)
     whole = engine._scheduler.max_num_scheduled_tokens
     engine._scheduler.max_num_scheduled_tokens = 32

@@ -35,7 +35,7 @@ class Player:
 
     def turn(self, steps: int, slabs: int) -> None:
         """Weights and KV in, a few steps, everything out."""
-        self.engine.load_weights()
+        self.engine.begin_load().wait()
         for name in self.live:
             if self.outputs[name]:
                 self.engine.swap_in(name, self.places[name], slabs)
@@ -45,7 +45,7 @@ class Player:
             self.take(self.engine.step(self.live, slabs))
         for name in self.live:
             self.engine.swap_out(name, self.places[name])
-        assert self.engine.trim() == 0
+        assert self.engine.trim().slabs == 0
         self.engine.evict_weights()
 
     def take(self, produced: list[Produced]) -> None:
@@ -86,7 +86,7 @@ def test_two_models_resident_at_once(house: House, plain_vllm: Baseline) -> None
     outputs: dict[str, list[int]] = {}
     for model in models:
         engine = house.engines[model]
-        engine.load_weights()
+        engine.begin_load().wait()
         engine.add(sequence(model, "same-id", prompts(model)[2], sampling))
         outputs[model] = tokens(engine.prefill("same-id", 40))
 
@@ -103,7 +103,7 @@ def test_bfloat16_equals_plain_vllm(house: House, plain_vllm: Baseline) -> None:
     model = "llama-bf16"
     sampling = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
     engine = house.engines[model]
-    engine.load_weights()
+    engine.begin_load().wait()
 
     for prompt in prompts(model):
         engine.add(sequence(model, "alone", prompt, sampling))
@@ -127,7 +127,7 @@ def test_what_memory_held_before_does_not_matter(
     dirt.release()
     sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
     engine = house.engines[model]
-    engine.load_weights()
+    engine.begin_load().wait()
     engine.add(sequence(model, "r", prompts(model)[0], sampling))
     output = tokens(engine.prefill("r", 40))
     while engine.knows("r"):

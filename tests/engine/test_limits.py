@@ -23,7 +23,7 @@ def prompt(length: int) -> tuple[int, ...]:
 def test_exhausted_step_changes_nothing(house: House) -> None:
     """A step beyond the allowed slabs is refused; with more slabs the request goes on."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     allowed = engine.kv.group_slabs
     engine.add(sequence(MODEL, "free", prompt(150), GREEDY))
     expected = tokens(engine.prefill("free", 90))
@@ -49,13 +49,13 @@ def test_exhausted_step_changes_nothing(house: House) -> None:
 def test_exhausted_prefill_keeps_nothing(house: House) -> None:
     """A prompt that does not fit leaves no block behind, and can be computed later."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     engine.add(sequence(MODEL, "r", prompt(500), GREEDY))
 
     with pytest.raises(KvExhausted):
         engine.prefill("r", engine.kv.group_slabs)
 
-    assert engine.trim() == 0
+    assert engine.trim().slabs == 0
     assert tokens(engine.prefill("r", 90))
     engine.forget("r")
 
@@ -63,7 +63,7 @@ def test_exhausted_prefill_keeps_nothing(house: House) -> None:
 def test_exhausted_swap_in_keeps_nothing(house: House) -> None:
     """KV that does not fit stays in the host tier, and can come in later."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     engine.add(sequence(MODEL, "r", prompt(500), GREEDY))
     engine.prefill("r", 90)
     places = house.swap_places(engine, 500)
@@ -73,7 +73,7 @@ def test_exhausted_swap_in_keeps_nothing(house: House) -> None:
     with pytest.raises(KvExhausted):
         engine.swap_in("r", places, engine.kv.group_slabs)
 
-    assert engine.trim() == 0
+    assert engine.trim().slabs == 0
     engine.swap_in("r", places, 90)
     assert tokens(engine.step(["r"], 90))
     engine.forget("r")
@@ -82,7 +82,7 @@ def test_exhausted_swap_in_keeps_nothing(house: House) -> None:
 def test_other_owners_exhaust_the_pool(house: House) -> None:
     """What others have mapped is not there, whatever the model is allowed."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     other = house.arena.reserve("other", house.arena.free)
     other.map(range(other.slots))
     try:
@@ -90,7 +90,7 @@ def test_other_owners_exhaust_the_pool(house: House) -> None:
         with pytest.raises(KvExhausted):
             engine.prefill("r", 90)
         with pytest.raises(PoolExhausted):
-            house.engines["qwen2-gqa"].load_weights()
+            house.engines["qwen2-gqa"].begin_load().wait()
         assert not house.engines["qwen2-gqa"]._weights.loaded
     finally:
         other.release()
@@ -100,14 +100,14 @@ def test_other_owners_exhaust_the_pool(house: House) -> None:
 def test_trim_gives_slabs_back(house: House) -> None:
     """Slabs stay while a block in them is used, and only then."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     for name, length in (("long", 600), ("short", 10)):
         engine.add(sequence(MODEL, name, prompt(length), GREEDY))
         engine.prefill(name, 90)
     mapped = house.arena.usage()[f"kv:{MODEL}"]
 
     engine.forget("long")
-    kept = engine.trim()
+    kept = engine.trim().slabs
 
     assert kept == engine.kv.group_slabs == house.arena.usage()[f"kv:{MODEL}"] < mapped
     assert house.arena.slab_bytes == SLAB
@@ -127,7 +127,7 @@ def test_shape_keeps_its_promise(house: House) -> None:
 def test_logprobs(house: House) -> None:
     """The sampled token comes first with its rank, then the most likely tokens in order."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     sampling = Sampling(max_tokens=3, temperature=1.0, seed=3, logprobs=4, ignore_eos=True)
     engine.add(sequence(MODEL, "r", prompt(20), sampling))
     produced = engine.prefill("r", 40) + engine.step(["r"], 40) + engine.step(["r"], 40)
@@ -145,7 +145,7 @@ def test_logprobs(house: House) -> None:
 def test_ends(house: House) -> None:
     """Requests end by the model's end token, by a stop token, or by length."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     forced = {EOS: 100.0}
     ends = {
         "eos": (Sampling(max_tokens=9, temperature=0.0, logit_bias=forced), FinishReason.STOP),
@@ -168,7 +168,7 @@ def test_ends(house: House) -> None:
 def test_context_limit_ends_a_request(house: House) -> None:
     """The longest context is filled to its last token, then the request ends by length."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     engine.add(sequence(MODEL, "r", prompt(1020), GREEDY))
     produced = engine.prefill("r", 90)
     while produced[-1].finished is None:
@@ -181,7 +181,7 @@ def test_context_limit_ends_a_request(house: House) -> None:
 def test_many_short_requests_leave_nothing(house: House) -> None:
     """Finished, forgotten and repeated ids leave no state; the fixture checks the dictionaries."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     short = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
     for number in range(200):
         name = f"r{number % 3}"
@@ -213,7 +213,7 @@ def test_wrong_calls_are_refused(house: House) -> None:
     engine.add(sequence(MODEL, "r", prompt(20), GREEDY))
     with pytest.raises(RuntimeError, match="not on the device"):
         engine.prefill("r", 40)
-    engine.load_weights()
+    engine.begin_load().wait()
     with pytest.raises(ValueError, match="known already"):
         engine.add(sequence(MODEL, "r", prompt(20), GREEDY))
     with pytest.raises(ValueError, match="not computed"):
@@ -240,7 +240,7 @@ def test_wrong_calls_are_refused(house: House) -> None:
 def test_batch_changes_between_steps(house: House) -> None:
     """Requests that sit out a step, and a batch in another order, keep their own tokens."""
     engine = house.engines[MODEL]
-    engine.load_weights()
+    engine.begin_load().wait()
     sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
     names = ["a", "b", "c"]
     alone: dict[str, list[int]] = {}

@@ -137,7 +137,7 @@ def test_other_cpus_compute_with_plain_weights(
     plain: Any = make_house().build(model, checkpoints[model])
     sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
-    plain.load_weights()
+    plain.begin_load().wait()
     plain.add(sequence(model, "r", prompt, sampling))
     output = tokens(plain.prefill("r", 40))
     while plain.knows("r"):

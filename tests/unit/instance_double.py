@@ -200,6 +200,7 @@ class InstanceDouble:
                 instance=self.number,
                 model=command.model,
                 weight_slabs=model.weight_slabs,
+                host_slabs=model.weight_slabs,
                 kv=model.kv,
             )
         ]

@@ -238,8 +238,14 @@ def test_instances_that_lay_weights_out_differently() -> None:
     """They cannot share a master image: the model is given up rather than served wrongly."""
     floor = floor_of("a", instances=2)
     floor.start()
-    floor.tell(ModelBuilt(instance=0, model="a", weight_slabs=4, kv=shape(), layout="one"))
-    floor.tell(ModelBuilt(instance=1, model="a", weight_slabs=4, kv=shape(), layout="another"))
+    floor.tell(
+        ModelBuilt(instance=0, model="a", weight_slabs=4, host_slabs=4, kv=shape(), layout="one")
+    )
+    floor.tell(
+        ModelBuilt(
+            instance=1, model="a", weight_slabs=4, host_slabs=4, kv=shape(), layout="another"
+        )
+    )
 
     life = floor.ask("r", "a")
 

@@ -53,7 +53,7 @@ def test_load_brings_a_scattered_image() -> None:
     content = bytes(i * 31 % 251 for i in range(size))
     weights = DeviceWeights("weights:m", WeightLayout.plan([tensor("a", size)]), arena, host)
     with pytest.raises(RuntimeError, match="no master image"):
-        weights.load()
+        weights.begin_load()
     with pytest.raises(ValueError, match="3 slabs in 2 places"):
         weights.attach([0, PAGE])
     with pytest.raises(ValueError, match="outside"):
@@ -61,9 +61,10 @@ def test_load_brings_a_scattered_image() -> None:
     weights.attach([6 * PAGE, 0, 3 * PAGE])
 
     _fill(weights, content)
-    assert weights.load() == size
+    transfer = weights.begin_load()
+    assert transfer.done and transfer.landed == size
     assert weights.loaded
-    assert weights.load() == 0
+    assert weights.begin_load() is transfer
     assert bytes(mapping.view(weights.region.address, size)) == content
     assert bytes(host.view(6 * PAGE, PAGE)) == content[:PAGE]
     weights.evict()
@@ -93,10 +94,10 @@ def test_exhausted_load_maps_nothing() -> None:
     other.map([0, 1])
 
     with pytest.raises(PoolExhausted):
-        weights.load()
+        weights.begin_load()
 
     assert arena.free == 1
     assert not weights.loaded
     other.unmap([0, 1])
-    assert weights.load() == 2 * PAGE
+    assert weights.begin_load().landed == 2 * PAGE
     host.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from appliance import wire
-from appliance.engines.protocol import KvExhausted, Produced, Sampling, SequenceSpec
+from appliance.engines.protocol import KvExhausted, KvUse, Produced, Sampling, SequenceSpec
 from appliance.memory.arena import Arena
+from appliance.memory.transfers import Transfer, TransferKind
 from appliance.vocabulary import (
     BuildModel,
     Direction,
@@ -54,10 +56,10 @@ class EngineDouble:
 
     model: str
     weight_slabs: int = 4
-    weight_host_bytes: int = 4000
+    host_slabs: int = 4
     layout_digest: str = "layout"
     kv: KvShape = SHAPE
-    loaded: bool = False
+    load: Transfer | None = None
     stored: tuple[tuple[int, ...], bool] | None = None
     lengths: dict[str, int] = field(default_factory=dict)
     """Requests it knows, and how many tokens each has yet to produce."""
@@ -71,13 +73,20 @@ class EngineDouble:
     def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
         self.stored = (tuple(host_offsets), fill)
 
-    def load_weights(self) -> int:
-        moved = 0 if self.loaded else WEIGHT_BYTES
-        self.loaded = True
-        return moved
+    @property
+    def loaded(self) -> bool:
+        return self.load is not None
+
+    def begin_load(self) -> Transfer:
+        if self.load is None:
+            now = time.monotonic()
+            self.load = Transfer(TransferKind.WEIGHTS, self.model, WEIGHT_BYTES, now)
+            self.load.begin(now)
+            self.load.finish(now)
+        return self.load
 
     def evict_weights(self) -> None:
-        self.loaded = False
+        self.load = None
 
     def add(self, sequence: SequenceSpec) -> None:
         if sequence.request in self.refuses:
@@ -116,8 +125,8 @@ class EngineDouble:
         assert len(self.on_device) <= kv_slabs
         return len(host_offsets) * BLOCK_BYTES
 
-    def trim(self) -> int:
-        return len(self.on_device)
+    def trim(self, keep_slabs: int | None = None) -> KvUse:
+        return KvUse(len(self.on_device), 0)
 
     def _produce(self, requests: Sequence[str]) -> list[Produced]:
         produced = []
@@ -237,7 +246,7 @@ def test_an_engine_is_built_and_its_weights_stored() -> None:
     )
 
     assert reports == [
-        ModelBuilt(instance=3, model="a", weight_slabs=4, kv=SHAPE, layout="layout"),
+        ModelBuilt(instance=3, model="a", weight_slabs=4, host_slabs=4, kv=SHAPE, layout="layout"),
         WeightsStored(instance=3, model="a"),
     ]
     assert bench.engines["a"].stored == ((0, 10), True)
@@ -302,7 +311,7 @@ def test_a_prefetch_that_fails_ends_the_worker() -> None:
     def fail() -> int:
         raise OSError("cannot map")
 
-    bench.engines["a"].load_weights = fail  # type: ignore[method-assign]
+    bench.engines["a"].begin_load = fail  # type: ignore[method-assign]
 
     with pytest.raises(OSError, match="cannot map"):
         bench.carry_out(PrefetchModel(instance=3, model="a"), load("a"))
@@ -368,7 +377,7 @@ def test_a_release_that_overtakes_its_request() -> None:
 
     assert not any(isinstance(report, wire.Tokens) for report in reports), "nothing was computed"
     assert not bench.engines["a"].knows("r")
-    assert bench.engines["a"].trim() == 0
+    assert bench.engines["a"].trim().slabs == 0
 
 
 def test_a_release_for_a_model_without_an_engine() -> None:

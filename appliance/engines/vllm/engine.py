@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from appliance.engines.protocol import KvExhausted, Produced, SequenceSpec, TokenLogprob
+from appliance.engines.protocol import KvExhausted, KvUse, Produced, SequenceSpec, TokenLogprob
 from appliance.engines.vllm import parameters
 from appliance.engines.vllm.placement import KvPlacement, placing
 from appliance.engines.vllm.sampling import sampling_params, seeded_generator
@@ -36,6 +36,7 @@ from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.kvpool import BLOCK_TOKENS
+from appliance.memory.transfers import Transfer
 from appliance.memory.weights import DeviceWeights
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
@@ -88,7 +89,7 @@ class VllmEngine:
         layout = parameters.plan(self._runner.get_model(), self._packings)
         self._weights = DeviceWeights(f"weights:{model}", layout, arena, host)
         self.weight_slabs = layout.slabs(arena.slab_bytes)
-        self.weight_host_bytes = self.weight_slabs * arena.slab_bytes
+        self.host_slabs = self.weight_slabs
         self.layout_digest = layout.digest
         self._stepping: Sequence[RequestId] | None = None
         """The list that `_batch` holds the requests of, while nothing else moved them."""
@@ -158,8 +159,8 @@ class VllmEngine:
         parameters.rehome(model, self._weights, self._packings)
         parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
 
-    def load_weights(self) -> int:
-        return self._weights.load()
+    def begin_load(self) -> Transfer:
+        return self._weights.begin_load()
 
     def evict_weights(self) -> None:
         self._weights.evict()
@@ -260,8 +261,8 @@ class VllmEngine:
         self._place(known, blocks)
         return len(blocks) * self.kv.block_bytes
 
-    def trim(self) -> int:
-        return self._pool.trim()
+    def trim(self, keep_slabs: int | None = None) -> KvUse:
+        return KvUse(self._pool.trim(), 0)
 
     # --- inside ----------------------------------------------------------------------------------
 

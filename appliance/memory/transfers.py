@@ -1,0 +1,124 @@
+"""Bytes on their way: what one thread copies, and others wait for, piece by piece."""
+
+from __future__ import annotations
+
+import threading
+from enum import StrEnum
+
+import msgspec
+
+
+class TransferKind(StrEnum):
+    """What moves. Each kind has a stream of its own, so kinds overlap and one kind keeps order."""
+
+    WEIGHTS = "weights"
+    KV_IN = "kv_in"
+    KV_OUT = "kv_out"
+
+
+class TransferTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer that is over; the three times are seconds of `time.monotonic`."""
+
+    kind: TransferKind
+    owner: str
+    moved_bytes: int
+    queued: float
+    began: float
+    ended: float
+
+
+class TransferFailed(Exception):
+    """The bytes did not arrive, and never will; what is at the target is undefined."""
+
+
+class TransferCancelled(TransferFailed):
+    """Nobody wants the bytes any more."""
+
+
+class Transfer:
+    """`nbytes` bytes for `owner`, landing in order. One thread advances it, any may wait.
+
+    Bytes land from the first to the last, so whoever needs only the first layers of a model waits
+    for as many bytes as those take. `finish` or `fail` is called exactly once, by the executor.
+    """
+
+    def __init__(self, kind: TransferKind, owner: str, nbytes: int, now: float) -> None:
+        self.kind = kind
+        self.owner = owner
+        self.nbytes = nbytes
+        self.queued = now
+        self.began: float | None = None
+        self.ended: float | None = None
+        self.landed = 0
+        self.error: BaseException | None = None
+        self._cancelled = False
+        self._changed = threading.Condition()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self.ended is not None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the executor should stop at the next piece."""
+        return self._cancelled
+
+    def wait(self, nbytes: int | None = None) -> None:
+        """Return when the first `nbytes` bytes (all, if None) are in place.
+
+        Raises `TransferFailed`, or `TransferCancelled`, if they will not arrive.
+        """
+        wanted = self.nbytes if nbytes is None else min(nbytes, self.nbytes)
+        if self.landed >= wanted and (nbytes is not None or self.done) and self.error is None:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.done or (nbytes is not None and self.landed >= wanted)
+            )
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """Ask for an end at the next piece; idempotent, without effect once it is over."""
+        self._cancelled = True
+
+    def begin(self, now: float) -> None:
+        self.began = now
+
+    def land(self, nbytes: int) -> None:
+        """So many more bytes are in place."""
+        with self._changed:
+            self.landed += nbytes
+            self._changed.notify_all()
+
+    def finish(self, now: float) -> None:
+        """All bytes are in place."""
+        with self._changed:
+            self.landed = self.nbytes
+            self.ended = now
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException, now: float) -> None:
+        """No more bytes will come. Waiters get a `TransferFailed` that names `error`."""
+        if not isinstance(error, TransferFailed):
+            told = TransferFailed(f"{self.kind} of {self.owner}: {error}")
+            told.__cause__ = error
+            error = told
+        with self._changed:
+            self.error = error
+            self.ended = now
+            self._changed.notify_all()
+
+    def trace(self) -> TransferTrace:
+        """What happened; only once it is over."""
+        assert self.ended is not None, "the transfer is not over"
+        began = self.ended if self.began is None else self.began
+        return TransferTrace(
+            kind=self.kind,
+            owner=self.owner,
+            moved_bytes=self.landed,
+            queued=self.queued,
+            began=began,
+            ended=self.ended,
+        )
