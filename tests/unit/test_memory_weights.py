@@ -62,7 +62,8 @@ def test_load_brings_a_scattered_image() -> None:
 
     _fill(weights, content)
     transfer = weights.begin_load()
-    assert transfer.done and transfer.landed == size
+    assert transfer.done
+    assert transfer.landed == size
     assert weights.loaded
     assert weights.begin_load() is transfer
     assert bytes(mapping.view(weights.region.address, size)) == content
