@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from enum import StrEnum
-
-import msgspec
+from typing import NamedTuple
 
 
 class TransferKind(StrEnum):
@@ -16,7 +15,7 @@ class TransferKind(StrEnum):
     KV_OUT = "kv_out"
 
 
-class TransferTrace(msgspec.Struct, frozen=True, kw_only=True):
+class TransferTrace(NamedTuple):
     """One transfer that is over; the three times are seconds of `time.monotonic`."""
 
     kind: TransferKind
