@@ -116,6 +116,8 @@ class ModelSpec(Word, frozen=True):
     max_context_tokens: int
     max_batch: int
     slo: Slo
+    pinned: bool = False
+    """Whether its master image stays in the host tier, whoever else wants the room."""
 
 
 class RequestSpec(Word, frozen=True):

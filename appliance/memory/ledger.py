@@ -15,8 +15,9 @@ from appliance.vocabulary import ModelName
 class DeviceLedger:
     """Slabs of one instance, by model: weights (in flight while they load) and KV.
 
-    KV counts are caps: what a model may have mapped until the worker reports what it did map.
-    All operations are O(1) but `free_slabs`, which is O(models on the device).
+    KV counts are caps: what a model may have mapped until the worker reports what it did map. Some
+    of those slabs are *cold*: they hold prefix cache that nobody uses, and cost only that to give
+    up. All operations are O(1) but `free_slabs`, which is O(models on the device).
     """
 
     def __init__(self, total_slabs: int) -> None:
@@ -24,6 +25,7 @@ class DeviceLedger:
         self.weights: dict[ModelName, int] = {}
         self.loading: set[ModelName] = set()
         self.kv: dict[ModelName, int] = {}
+        self.cold: dict[ModelName, int] = {}
         self.high_water_slabs = 0
 
     @property
@@ -48,13 +50,17 @@ class DeviceLedger:
         del self.weights[model]
         self.loading.discard(model)
 
-    def set_kv(self, model: ModelName, slabs: int) -> None:
-        """Let a model map `slabs` slabs of KV in all. Raises `LedgerError` if they are not free."""
+    def set_kv(self, model: ModelName, slabs: int, cold_slabs: int = 0) -> None:
+        """Let a model map `slabs` slabs of KV in all, `cold_slabs` of which it can do without.
+
+        Raises `LedgerError` if they are not free.
+        """
         self._claim(slabs - self.kv.get(model, 0), f"the KV of {model}")
-        if slabs:
-            self.kv[model] = slabs
-        else:
-            self.kv.pop(model, None)
+        for table, count in ((self.kv, slabs), (self.cold, cold_slabs)):
+            if count:
+                table[model] = count
+            else:
+                table.pop(model, None)
         self._note()
 
     def check_integrity(self) -> None:
@@ -62,6 +68,7 @@ class DeviceLedger:
         in_flight = sum(self.weights[model] for model in self.loading)
         held = sum(self.weights.values()) - in_flight + sum(self.kv.values())
         balanced = self.free_slabs + held + in_flight == self.total_slabs
+        balanced &= all(0 < slabs <= self.kv.get(m, 0) for m, slabs in self.cold.items())
         if not balanced or self.free_slabs < 0 or min(self.kv.values(), default=1) < 1:
             raise LedgerError(
                 f"device: {self.free_slabs} free + {held} held + {in_flight} in flight"
@@ -82,12 +89,14 @@ class HostLedger:
     A KV shape is known by its block size. It takes runs of slabs just long enough for one block
     (one slab, mostly), cuts them into blocks, fills the fullest first, and gives a run back when
     its last block is returned. Slabs held back for weights that are not here yet are never used
-    for KV. Offsets are bytes from the start of the tier.
+    for KV, and `kv_floor_slabs` are never used for weights. Offsets are bytes from the start of
+    the tier.
     """
 
-    def __init__(self, total_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, total_bytes: int, slab_bytes: int, kv_floor_slabs: int = 0) -> None:
         self.slab_bytes = slab_bytes
         self.total_slabs = total_bytes // slab_bytes
+        self.kv_floor_slabs = kv_floor_slabs
         self._taken = bytearray(self.total_slabs)
         self._free_slabs = self.total_slabs
         self._weights: dict[ModelName, tuple[int, ...]] = {}
@@ -96,6 +105,7 @@ class HostLedger:
         """block bytes -> first slab of a run -> free block offsets in it."""
         self._run_of: dict[int, tuple[int, int]] = {}
         """block offset in use -> (block bytes, first slab of its run)."""
+        self._peak_kv_slabs = 0
 
     @property
     def free_slabs(self) -> int:
@@ -109,21 +119,53 @@ class HostLedger:
     def kv_slabs(self) -> int:
         return sum(len(runs) * self._run_slabs(size) for size, runs in self._runs.items())
 
+    @property
+    def peak_kv_slabs(self) -> int:
+        """The most slabs that KV ever had."""
+        return self._peak_kv_slabs
+
+    def kv_use(self) -> dict[int, tuple[int, int]]:
+        """For each block size: bytes of the blocks in use, and of the slabs they lie in."""
+        return {
+            size: (
+                (len(runs) * self._run_blocks(size) - sum(map(len, runs.values()))) * size,
+                len(runs) * self._run_slabs(size) * self.slab_bytes,
+            )
+            for size, runs in self._runs.items()
+        }
+
     def hold_back(self, model: ModelName, slabs: int) -> None:
-        """Keep about this many slabs free until the weights of the model are taken."""
-        self._held_back[model] = slabs
+        """Keep this many slabs free until the weights of the model are taken, or given up (0)."""
+        if slabs:
+            self._held_back[model] = slabs
+        else:
+            self._held_back.pop(model, None)
+
+    def room_for_weights(self, model: ModelName) -> int:
+        """Slabs that the model's weights could take now."""
+        others = sum(self._held_back.values()) - self._held_back.get(model, 0)
+        kv_short = max(0, self.kv_floor_slabs - self.kv_slabs)
+        return self._free_slabs - others - kv_short
 
     def take_weights(self, model: ModelName, slabs: int) -> tuple[int, ...] | None:
-        """Slabs for the master image of a model; the same ones whenever it is asked again."""
+        """Slabs for the master image of a model, or None if there is no room.
+
+        Raises `LedgerError` if it has some already.
+        """
         if model in self._weights:
-            return self._weights[model]
-        others = sum(self._held_back.values()) - self._held_back.get(model, 0)
-        if slabs > self._free_slabs - others:
+            raise LedgerError(f"the weights of {model} are in the host tier already")
+        if slabs > self.room_for_weights(model):
             return None
         self._held_back.pop(model, None)
-        offsets = tuple(self._take_run(1) * self.slab_bytes for _ in range(slabs))
+        offsets = tuple(self._claim_run(self._taken.find(0), 1) for _ in range(slabs))
         self._weights[model] = offsets
         return offsets
+
+    def give_weights(self, model: ModelName) -> None:
+        """The master image of a model is not needed any more."""
+        for offset in self._weights.pop(model):
+            self._taken[offset // self.slab_bytes] = 0
+            self._free_slabs += 1
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
         """Places for `count` blocks, or None if they do not all fit (nothing is taken then)."""
@@ -136,15 +178,19 @@ class HostLedger:
             else:
                 needed = self._run_slabs(block_bytes)
                 within = self._free_slabs - sum(self._held_back.values()) >= needed
-                fresh = self._take_run(needed) if within else -1
-                if fresh < 0:
+                # Weights fill the tier from its start, KV from its end: neither tears holes into
+                # the room of the other.
+                run = self._taken.rfind(bytes(needed)) if within else -1
+                if run < 0:
                     self._settle(block_bytes, taken)
                     return None
-                run, runs[fresh] = fresh, self._cut(fresh, block_bytes)
+                self._claim_run(run, needed)
+                runs[run] = self._cut(run, block_bytes)
             free = runs[run]
             while free and len(taken) < count:
                 taken.append(offset := free.pop())
                 self._run_of[offset] = (block_bytes, run)
+        self._peak_kv_slabs = max(self._peak_kv_slabs, self.kv_slabs)
         return tuple(taken)
 
     def give_blocks(self, offsets: tuple[int, ...]) -> None:
@@ -159,7 +205,7 @@ class HostLedger:
         held = self.weight_slabs + self.kv_slabs
         used = sum(self._taken)
         blocks = sum(
-            self._run_slabs(size) * self.slab_bytes // size - len(free)
+            self._run_blocks(size) - len(free)
             for size, runs in self._runs.items()
             for free in runs.values()
         )
@@ -173,24 +219,26 @@ class HostLedger:
     def _run_slabs(self, block_bytes: int) -> int:
         return -(-block_bytes // self.slab_bytes)
 
-    def _take_run(self, slabs: int) -> int:
-        """First slab of a free run of this many slabs, or -1."""
-        first = self._taken.find(bytes(slabs))
-        if first >= 0:
-            self._taken[first : first + slabs] = b"\1" * slabs
-            self._free_slabs -= slabs
-        return first
+    def _run_blocks(self, block_bytes: int) -> int:
+        return self._run_slabs(block_bytes) * self.slab_bytes // block_bytes
+
+    def _claim_run(self, first: int, slabs: int) -> int:
+        """Take free slabs in a row; the offset of the first."""
+        self._taken[first : first + slabs] = b"\1" * slabs
+        self._free_slabs -= slabs
+        return first * self.slab_bytes
 
     def _cut(self, run: int, block_bytes: int) -> list[int]:
         start = run * self.slab_bytes
-        count = self._run_slabs(block_bytes) * self.slab_bytes // block_bytes
-        return [start + index * block_bytes for index in reversed(range(count))]
+        return [
+            start + index * block_bytes for index in reversed(range(self._run_blocks(block_bytes)))
+        ]
 
     def _settle(self, block_bytes: int, offsets: list[int]) -> None:
         """Put blocks back, and give back every run that is empty now."""
         runs = self._runs[block_bytes]
         slabs = self._run_slabs(block_bytes)
-        whole = slabs * self.slab_bytes // block_bytes
+        whole = self._run_blocks(block_bytes)
         for offset in offsets:
             _, run = self._run_of.pop(offset)
             runs[run].append(offset)

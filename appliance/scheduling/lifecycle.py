@@ -43,7 +43,7 @@ class Engine(StrEnum):
     ABSENT = "absent"
     BUILDING = "building"
     STORED = "stored"
-    """Built; weights in the host tier only."""
+    """Built; weights in the host tier or on disk only."""
     LOADING = "loading"
     LOADED = "loaded"
     FAILED = "failed"
@@ -71,7 +71,7 @@ ENGINES: Mapping[Engine, frozenset[Engine]] = {
     Engine.ABSENT: frozenset({Engine.BUILDING}),
     Engine.BUILDING: frozenset({Engine.STORED, Engine.FAILED}),
     Engine.STORED: frozenset({Engine.LOADING}),
-    Engine.LOADING: frozenset({Engine.LOADED, Engine.STORED}),
+    Engine.LOADING: frozenset({Engine.LOADED, Engine.STORED, Engine.FAILED}),
     Engine.LOADED: frozenset({Engine.STORED}),
     Engine.FAILED: frozenset(),
 }

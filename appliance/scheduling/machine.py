@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping
 from functools import singledispatchmethod
 
 from appliance.memory.ledger import HostLedger
-from appliance.scheduling import residency
 from appliance.scheduling.costmodel import CostModel
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
+from appliance.scheduling.masters import Masters
 from appliance.scheduling.placement import Floor
 from appliance.scheduling.questions import Phase, PlannedTurn, Policy
+from appliance.scheduling.residency import Residency, store
 from appliance.scheduling.state import (
     BuildJob,
     Group,
@@ -61,7 +62,6 @@ from appliance.vocabulary import (
     Role,
     RunPrefill,
     RunTurn,
-    StoreWeights,
     TokensProduced,
     TurnEnded,
     WeightsStored,
@@ -91,19 +91,17 @@ class Machine:
     ) -> None:
         self.models: Mapping[ModelName, ModelSpec] = {model.name: model for model in models}
         self.host = host
-        for model in self.models.values():
-            host.hold_back(model.name, -(-model.weight_bytes // host.slab_bytes))
+        self.masters = Masters(self.models, host)
         self.policy = policy
         self.costs = CostModel()
         self.requests: dict[RequestId, RequestState] = {}
         self.floor = Floor(self.models, policy.assign_roles(instances), self.requests, self.costs)
+        self.residency = Residency(self.floor.instances, self.requests, self.masters)
         self.failed: dict[ModelName, str] = {}
         """Models that cannot be served, and why."""
         self.preemptions: dict[ModelName, int] = dict.fromkeys(self.models, 0)
         """Requests that had to stop in mid-generation for another model or a prompt."""
         self._shapes: dict[ModelName, KvShape] = {}
-        self._mastered: set[ModelName] = set()
-        """Models whose weights are whole in the host tier."""
         self._layouts: dict[ModelName, str] = {}
         """How the weights lie in their master images."""
         self._build_losses: dict[ModelName, int] = {}
@@ -282,6 +280,7 @@ class Machine:
         instance.up = False
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:
             self.host.give_blocks(self._zombies.pop(zombie)[1])
+        self.masters.lost(instance.id)
         self._blame(instance.job)
         stranded = [
             request
@@ -335,6 +334,7 @@ class Machine:
     def _fail(self, model: ModelName, reason: str) -> None:
         """The model cannot be served; its requests hear it."""
         self.failed[model] = reason
+        self.masters.give_up(model)
         for request in [r for r in self.requests.values() if r.model == model]:
             self._abandon(request, _reject(request.id, "model_failed", reason))
 
@@ -343,25 +343,26 @@ class Machine:
         instance = self.instances[event.instance]
         engine = instance.engines[event.model]
         engine.weight_slabs, engine.kv = event.weight_slabs, event.kv
+        engine.host_slabs = event.host_slabs
         self._build_losses.pop(event.model, None)
         reason = self._why_never(event.model, instance, event.kv, event.layout)
-        offsets = None
-        if reason is None:
-            offsets = self.host.take_weights(event.model, event.weight_slabs)
-            reason = "the host cache has no room for its weights: raise devices.host_cache"
-        if offsets is None:
+        if reason is not None:
             self._close_build(instance, event.model, Engine.FAILED)
             self._fail(event.model, reason)
             return True
-        self._out.append(
-            StoreWeights(
-                instance=instance.id,
-                model=event.model,
-                host_offsets=offsets,
-                fill=event.model not in self._mastered,
-            )
-        )
+        self._out.append(self._first_store(instance, event.model, event.host_slabs))
         return False
+
+    def _first_store(self, instance: InstanceState, model: ModelName, slabs: int) -> Command:
+        """A new engine adopts the master image, or fills it if it is the first and there is room.
+        Nobody waits for an image that another instance fills: files will do until it is whole."""
+        master = self.masters.get(model)
+        if master is None:
+            master = self.masters.take(model, slabs, instance.id, self._now)
+        if master is None or master.filler not in (None, instance.id):
+            return store(instance, model, (), 0)
+        fill = master.filler == instance.id
+        return store(instance, model, master.offsets, master.version, fill=fill)
 
     def _why_never(
         self, model: ModelName, instance: InstanceState, kv: KvShape, layout: str
@@ -380,14 +381,24 @@ class Machine:
 
     @_on.register
     def _(self, event: ModelFailed) -> bool:
-        self._close_build(self.instances[event.instance], event.model, Engine.FAILED)
+        """Its engine cannot be built, or its weights cannot be read (any more)."""
+        instance = self.instances[event.instance]
+        if isinstance(instance.job, BuildJob) and instance.job.model == event.model:
+            self._close_build(instance, event.model, Engine.FAILED)
+        elif instance.engines[event.model].stage is Engine.LOADING:
+            instance.engines[event.model].to_stage(Engine.FAILED, event.model)
+            instance.ledger.evict(event.model)
         self._fail(event.model, event.reason)
         return True
 
     @_on.register
     def _(self, event: WeightsStored) -> bool:
-        self._mastered.add(event.model)
-        self._close_build(self.instances[event.instance], event.model, Engine.STORED)
+        instance = self.instances[event.instance]
+        engine = instance.engines[event.model]
+        self.masters.filled(event.model, engine.attached)
+        if engine.stage is not Engine.BUILDING:
+            return False
+        self._close_build(instance, event.model, Engine.STORED)
         return True
 
     def _close_build(self, instance: InstanceState, model: ModelName, stage: Engine) -> None:
@@ -424,20 +435,20 @@ class Machine:
     @_on.register
     def _(self, event: PrefillDone) -> bool:
         instance = self.instances[event.instance]
-        self._close_job(instance, event.model, event.kv_slabs)
+        self._close_job(instance, event)
         request = self.requests.get(event.request)
         if request is not None:
             self.costs.observe_prefill(event.model, request.kv_tokens, event.seconds)
             request.to_kv(KvPlace.DEVICE, instance.id)
             self._place_decode(request, self.floor.candidates(Role.DECODE))
             if request.instance != instance.id:
-                self._out.append(residency.swap_out(instance, request.model, [request]))
+                self._out.append(self.residency.swap_out(instance, request.model, [request]))
         return True
 
     @_on.register
     def _(self, event: PrefillDeferred) -> bool:
         instance = self.instances[event.instance]
-        self._close_job(instance, event.model, event.kv_slabs)
+        self._close_job(instance, event)
         request = self.requests.get(event.request)
         if request is not None:
             instance.engines[event.model].residents.pop(request.id, None)
@@ -454,7 +465,7 @@ class Machine:
         instance = self.instances[event.instance]
         job = instance.job
         assert isinstance(job, TurnJob)
-        self._close_job(instance, event.model, event.kv_slabs)
+        self._close_job(instance, event)
         self.costs.observe_turn(event.model, event.steps, event.seconds)
         if job.switches:
             overhead = self._now - job.ordered - event.seconds
@@ -465,18 +476,20 @@ class Machine:
         instance.suspended = tuple(request.id for request in alive)
         return True
 
-    def _close_job(self, instance: InstanceState, model: ModelName, kv_slabs: int) -> None:
+    def _close_job(
+        self, instance: InstanceState, event: PrefillDone | PrefillDeferred | TurnEnded
+    ) -> None:
         """The instance is free, and the model's KV is what the worker says it is."""
         instance.job = None
-        instance.ledger.set_kv(model, kv_slabs)
+        instance.ledger.set_kv(event.model, event.kv_slabs, event.cold_slabs)
 
     @_on.register
     def _(self, event: KvMoved) -> bool:
         instance = self.instances[event.instance]
         job_model = None if instance.job is None else instance.job.model
-        held = instance.ledger.kv.get(event.model, 0)
-        if event.model != job_model and event.kv_slabs < held:
-            instance.ledger.set_kv(event.model, event.kv_slabs)
+        # More than is known of: less was ordered since, and will be.
+        if event.model != job_model and event.kv_slabs <= instance.ledger.kv.get(event.model, 0):
+            instance.ledger.set_kv(event.model, event.kv_slabs, event.cold_slabs)
         for name in (*event.moved, *event.missing):
             request = self.requests.get(name)
             if request is not None:
@@ -544,9 +557,9 @@ class Machine:
         if not self._reserve_host(request, engine.shape):
             return False
         blocks = engine.shape.blocks(request.tokens)
-        if not residency.fits(instance, model, blocks, self.requests):
-            self._out.append(residency.clear_kv(instance, model, self.requests))
-        grant = residency.grant(instance, model, blocks, 0, self.requests, self._now)
+        if not self.residency.fits(instance, model, blocks):
+            self._out.append(self.residency.clear_kv(instance, model))
+        grant = self.residency.grant(instance, model, blocks, 0, self._now)
         instance.leave(request)
         request.to_stage(Stage.PREFILLING)
         request.kv_instance = instance.id
@@ -607,7 +620,7 @@ class Machine:
             return True
         batch, blocks = self._select(instance, model)
         if not batch:
-            self._out.append(residency.clear_kv(instance, model, self.requests))
+            self._out.append(self.residency.clear_kv(instance, model))
             return True
         horizon = int(planned.quota_seconds / self.costs.step_seconds(model))
         wish = sum(
@@ -615,7 +628,7 @@ class Machine:
             - engine.shape.blocks(request.tokens)
             for request in batch
         )
-        grant = residency.grant(instance, model, blocks, wish, self.requests, self._now)
+        grant = self.residency.grant(instance, model, blocks, wish, self._now)
         instance.turns += 1
         instance.prefills_since_turn = 0
         names = tuple(request.id for request in batch)
@@ -624,7 +637,7 @@ class Machine:
         self._begin(instance, job, grant.commands)
         arriving = [request for request in batch if request.kv is KvPlace.HOST]
         if arriving:
-            self._out.append(residency.swap_in(instance, model, arriving, grant.kv_slabs))
+            self._out.append(self.residency.swap_in(instance, model, arriving, grant.kv_slabs))
         for request in batch:
             request.to_stage(Stage.RUNNING)
             request.ran = self._now
@@ -659,7 +672,7 @@ class Machine:
         for request in order[: self.models[model].max_batch]:
             held = shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0
             more = blocks + shape.blocks(request.tokens) - held
-            if not residency.fits(instance, model, more, self.requests):
+            if not self.residency.fits(instance, model, more):
                 break
             batch.append(request)
             blocks = more
@@ -680,16 +693,23 @@ class Machine:
         instance.current_model = job.model
         instance.job = job
         self._out += preparation
-        upcoming = [
-            model
-            for model in instance.upcoming()
-            if model != job.model and instance.engines[model].stage is Engine.STORED
+        self._prefetch(instance, job.model)
+
+    def _prefetch(self, instance: InstanceState, model: ModelName) -> None:
+        """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
+        upcoming = instance.upcoming()
+        for name in sorted(instance.ledger.loading - {model, *upcoming}):
+            self._out.append(self.residency.evict(instance, name))
+        wanted = [
+            name
+            for name in upcoming
+            if name != model and instance.engines[name].stage is Engine.STORED
         ]
-        if upcoming and not instance.ledger.loading - {job.model}:
+        if wanted and not instance.ledger.loading - {model}:
             view = self.floor.instance_view(instance)
-            target = self.policy.choose_prefetch(view, upcoming)
+            target = self.policy.choose_prefetch(view, wanted)
             if target is not None:
-                self._out += residency.prefetch(instance, job.model, target)
+                self._out += self.residency.prefetch(instance, model, target)
 
 
 def _reject(request: RequestId, code: str, message: str) -> Reject:

@@ -1,7 +1,9 @@
 """Making room on a device: whose weights go, whose KV is swapped out, how much KV a job may map.
 
-Works on one `InstanceState` while no job is out, so that every command given earlier is done when
-these run. Weights go before KV (they cost no copy), idle models before those that run again soon.
+Works on one `InstanceState` while no job is out, so that every command given earlier is done, or
+on its way in order, when these run. Cold prefix cache goes first, as nobody waits for it; then
+weights, which cost no copy, then KV that is swapped out; idle models before those that run again
+soon.
 """
 
 from __future__ import annotations
@@ -10,20 +12,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from appliance.scheduling.lifecycle import Engine, KvPlace
-from appliance.scheduling.state import InstanceState, RequestState
+from appliance.scheduling.masters import Masters
+from appliance.scheduling.state import EngineState, InstanceState, RequestState
 from appliance.vocabulary import (
     Command,
     Direction,
     EvictModel,
+    InstanceId,
     KvMove,
     LoadModel,
     ModelName,
     MoveKv,
     PrefetchModel,
     RequestId,
+    StoreWeights,
+    TrimKv,
 )
-
-Requests = Mapping[RequestId, RequestState]
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,151 +38,224 @@ class Grant:
     kv_slabs: int
 
 
-def resident_blocks(instance: InstanceState, model: ModelName, requests: Requests) -> int:
-    """Blocks the model holds on the device when everything ordered so far is done. O(residents)."""
-    engine = instance.engines[model]
-    residents = (requests[request] for request in engine.residents)
-    return sum(
-        engine.shape.blocks(request.kv_tokens)
-        for request in residents
-        if request.kv is not KvPlace.LEAVING
-    )
+class Residency:
+    """What is on the devices, planned: changes the ledgers, and gives the commands for it."""
 
+    def __init__(
+        self,
+        instances: Mapping[InstanceId, InstanceState],
+        requests: Mapping[RequestId, RequestState],
+        masters: Masters,
+    ) -> None:
+        self._instances = instances
+        self._requests = requests
+        self._masters = masters
 
-def fits(instance: InstanceState, model: ModelName, more_blocks: int, requests: Requests) -> bool:
-    """Whether the model could hold `more_blocks` more with everything else gone."""
-    engine = instance.engines[model]
-    blocks = resident_blocks(instance, model, requests) + more_blocks
-    return engine.weight_slabs + engine.shape.slabs(blocks) <= instance.ledger.total_slabs
+    def fits(self, instance: InstanceState, model: ModelName, more_blocks: int) -> bool:
+        """Whether the model could hold `more_blocks` more with everything else gone."""
+        engine = instance.engines[model]
+        blocks = self._resident_blocks(engine) + more_blocks
+        return engine.weight_slabs + engine.shape.slabs(blocks) <= instance.ledger.total_slabs
 
+    def grant(
+        self,
+        instance: InstanceState,
+        model: ModelName,
+        more_blocks: int,
+        wish_blocks: int,
+        now: float,
+    ) -> Grant:
+        """Bring the model in and let its KV grow by `more_blocks`, which must fit (`fits`).
 
-def grant(
-    instance: InstanceState,
-    model: ModelName,
-    more_blocks: int,
-    wish_blocks: int,
-    requests: Requests,
-    now: float,
-) -> Grant:
-    """Bring the model in and let its KV grow by `more_blocks`, which must fit (`fits`).
+        Up to `wish_blocks` more are granted from slabs that are free anyway. KV that is mapped
+        beyond that, cold or fragmented, is not in the way of the weights: they were there when it
+        was granted.
+        """
+        engine = instance.engines[model]
+        ledger, shape = instance.ledger, engine.shape
+        used = self._resident_blocks(engine)
+        needed = shape.slabs(used + more_blocks)
+        weights = 0 if engine.on_device else engine.weight_slabs
+        growth = max(0, needed - ledger.kv.get(model, 0))
+        commands = self._make_room(instance, model, weights + growth)
+        commands += self._bring_in(instance, model, now)
+        cap = max(needed, ledger.kv.get(model, 0))
+        ledger.set_kv(model, cap)
+        wished = shape.slabs(used + more_blocks + wish_blocks) - cap
+        spare = ledger.free_slabs // shape.group_slabs * shape.group_slabs
+        cap += max(0, min(wished, spare))
+        ledger.set_kv(model, cap)
+        engine.used = now
+        self._masters.touch(model, now)
+        return Grant(commands, cap)
 
-    Up to `wish_blocks` more are granted from slabs that are free anyway.
-    """
-    engine = instance.engines[model]
-    ledger = instance.ledger
-    mapped = ledger.kv.get(model, 0)
-    used = resident_blocks(instance, model, requests)
-    cap = max(mapped, engine.shape.slabs(used + more_blocks))
-    weights = 0 if engine.on_device else engine.weight_slabs
-    commands = make_room(instance, model, weights + cap - mapped, requests)
-    commands += bring_in(instance, model)
-    ledger.set_kv(model, cap)
-    wished = engine.shape.slabs(used + more_blocks + wish_blocks) - cap
-    spare = ledger.free_slabs // engine.shape.group_slabs * engine.shape.group_slabs
-    cap += max(0, min(wished, spare))
-    ledger.set_kv(model, cap)
-    engine.used = now
-    return Grant(commands, cap)
+    def prefetch(
+        self, instance: InstanceState, model: ModelName, target: ModelName
+    ) -> list[Command]:
+        """Bring `target` in beside `model`, if slabs are free, cold, or held by weights that are
+        needed later only. Nothing is filled for it: that would take the worker's time."""
+        ledger = instance.ledger
+        engine = instance.engines[target]
+        upcoming = instance.upcoming()
+        sooner = set(upcoming[: upcoming.index(target)])
+        victims = [
+            victim
+            for victim in _victims(instance, {model, target} | sooner)
+            if victim in ledger.weights
+        ]
+        cold = [m for m in _by_last_use(instance, ledger.cold) if m != model]
+        room = sum(ledger.cold[m] for m in cold) + sum(ledger.weights[v] for v in victims)
+        if ledger.free_slabs + room < engine.weight_slabs:
+            return []
+        commands: list[Command] = []
+        for name in cold:
+            if ledger.free_slabs < engine.weight_slabs:
+                commands.append(_trim(instance, name))
+        for victim in victims:
+            if ledger.free_slabs < engine.weight_slabs:
+                commands.append(self.evict(instance, victim))
+        commands += self._attach(instance, target, None)
+        self._begin_load(instance, target)
+        return [*commands, PrefetchModel(instance=instance.id, model=target)]
 
+    def evict(self, instance: InstanceState, model: ModelName) -> Command:
+        instance.ledger.evict(model)
+        instance.engines[model].to_stage(Engine.STORED, model)
+        return EvictModel(instance=instance.id, model=model)
 
-def bring_in(instance: InstanceState, model: ModelName) -> list[Command]:
-    """Load the weights, or wait for a prefetch of them; room was made before."""
-    engine = instance.engines[model]
-    if engine.stage is Engine.LOADED:
-        return []
-    if engine.stage is Engine.STORED:
+    def clear_kv(self, instance: InstanceState, model: ModelName) -> Command:
+        """Swap out every request of the model that is on the device; its KV slabs are free then."""
+        residents = (self._requests[request] for request in instance.engines[model].residents)
+        leaving = [request for request in residents if request.kv is KvPlace.DEVICE]
+        instance.ledger.set_kv(model, 0)
+        return self.swap_out(instance, model, leaving)
+
+    def swap_out(
+        self, instance: InstanceState, model: ModelName, leaving: Iterable[RequestState]
+    ) -> Command:
+        """Move the KV of these requests to their places in the host tier."""
+        shape = instance.engines[model].shape
+        moves = []
+        for request in leaving:
+            request.to_kv(KvPlace.LEAVING, instance.id)
+            moves.append(_kv_move(request, shape.blocks(request.kv_tokens)))
+        return MoveKv(
+            instance=instance.id,
+            model=model,
+            direction=Direction.OUT,
+            moves=tuple(moves),
+            kv_slabs=instance.ledger.kv.get(model, 0),
+        )
+
+    def swap_in(
+        self,
+        instance: InstanceState,
+        model: ModelName,
+        arriving: Iterable[RequestState],
+        kv_slabs: int,
+    ) -> Command:
+        """Bring the KV of these requests to the device; room was granted before."""
+        engine = instance.engines[model]
+        moves = []
+        for request in arriving:
+            request.to_kv(KvPlace.ARRIVING, instance.id)
+            engine.residents[request.id] = None
+            moves.append(_kv_move(request, engine.shape.blocks(request.kv_tokens)))
+        return MoveKv(
+            instance=instance.id,
+            model=model,
+            direction=Direction.IN,
+            moves=tuple(moves),
+            kv_slabs=kv_slabs,
+        )
+
+    def _resident_blocks(self, engine: EngineState) -> int:
+        """Blocks of requests on the device when everything ordered so far is done; those shared
+        through the prefix cache count for each. O(residents)."""
+        residents = (self._requests[request] for request in engine.residents)
+        return sum(
+            engine.shape.blocks(request.kv_tokens)
+            for request in residents
+            if request.kv is not KvPlace.LEAVING
+        )
+
+    def _bring_in(self, instance: InstanceState, model: ModelName, now: float) -> list[Command]:
+        """Load the weights, unless they are here or on their way; room was made before."""
+        if instance.engines[model].on_device:
+            return []
+        commands = self._attach(instance, model, now)
+        self._begin_load(instance, model)
+        return [*commands, LoadModel(instance=instance.id, model=model)]
+
+    def _begin_load(self, instance: InstanceState, model: ModelName) -> None:
+        engine = instance.engines[model]
         instance.ledger.begin_load(model, engine.weight_slabs)
         engine.to_stage(Engine.LOADING, model)
-    return [LoadModel(instance=instance.id, model=model)]
+
+    def _attach(
+        self, instance: InstanceState, model: ModelName, fill_at: float | None
+    ) -> list[Command]:
+        """Tell the instance where the model's master image is now, if it does not know.
+
+        Without one, an image is filled first (unless `fill_at` is None) if there is room or other
+        images can go; else, and while another instance fills it, the model's files are read.
+        """
+        engine = instance.engines[model]
+        master = self._masters.get(model)
+        if master is None and fill_at is not None:
+            slabs, spared = engine.host_slabs, self._being_read()
+            master = self._masters.take(model, slabs, instance.id, fill_at, spared)
+            if master is not None:
+                return [store(instance, model, master.offsets, master.version, fill=True)]
+        if master is None or master.filler is not None:
+            return [store(instance, model, (), 0)] if engine.attached else []
+        if engine.attached == master.version:
+            return []
+        return [store(instance, model, master.offsets, master.version)]
+
+    def _being_read(self) -> set[ModelName]:
+        """Models whose images some instance is loading from."""
+        return {
+            model
+            for instance in self._instances.values()
+            for model in instance.ledger.loading
+            if instance.engines[model].attached
+        }
+
+    def _make_room(self, instance: InstanceState, model: ModelName, slabs: int) -> list[Command]:
+        """Free `slabs` slabs, or all there are, without touching `model`."""
+        ledger = instance.ledger
+        commands: list[Command] = []
+        for name in _by_last_use(instance, ledger.cold):
+            if ledger.free_slabs < slabs and name != model:
+                commands.append(_trim(instance, name))
+        for victim in _victims(instance, {model}):
+            if ledger.free_slabs < slabs and victim in ledger.weights:
+                commands.append(self.evict(instance, victim))
+            if ledger.free_slabs < slabs and victim in ledger.kv:
+                commands.append(self.clear_kv(instance, victim))
+        return commands
 
 
-def make_room(
-    instance: InstanceState, model: ModelName, slabs: int, requests: Requests
-) -> list[Command]:
-    """Free `slabs` slabs, or all there are, without touching `model`."""
-    ledger = instance.ledger
-    victims = _victims(instance, {model})
-    commands: list[Command] = []
-    for victim in victims:
-        if ledger.free_slabs >= slabs:
-            break
-        if victim in ledger.weights:
-            commands.append(evict(instance, victim))
-        if ledger.free_slabs < slabs and victim in ledger.kv:
-            commands.append(clear_kv(instance, victim, requests))
-    return commands
-
-
-def evict(instance: InstanceState, model: ModelName) -> Command:
-    instance.ledger.evict(model)
-    instance.engines[model].to_stage(Engine.STORED, model)
-    return EvictModel(instance=instance.id, model=model)
-
-
-def clear_kv(instance: InstanceState, model: ModelName, requests: Requests) -> Command:
-    """Swap out every request of the model that is on the device; its KV slabs are free then."""
-    residents = (requests[request] for request in instance.engines[model].residents)
-    leaving = [request for request in residents if request.kv is KvPlace.DEVICE]
-    instance.ledger.set_kv(model, 0)
-    return swap_out(instance, model, leaving)
-
-
-def swap_out(instance: InstanceState, model: ModelName, leaving: Iterable[RequestState]) -> Command:
-    """Move the KV of these requests to their places in the host tier."""
-    shape = instance.engines[model].shape
-    moves = []
-    for request in leaving:
-        request.to_kv(KvPlace.LEAVING, instance.id)
-        moves.append(_kv_move(request, shape.blocks(request.kv_tokens)))
-    return MoveKv(
-        instance=instance.id,
-        model=model,
-        direction=Direction.OUT,
-        moves=tuple(moves),
-        kv_slabs=instance.ledger.kv.get(model, 0),
-    )
-
-
-def swap_in(
-    instance: InstanceState, model: ModelName, arriving: Iterable[RequestState], kv_slabs: int
+def store(
+    instance: InstanceState,
+    model: ModelName,
+    offsets: tuple[int, ...],
+    version: int,
+    *,
+    fill: bool = False,
 ) -> Command:
-    """Bring the KV of these requests to the device; room was granted before."""
-    engine = instance.engines[model]
-    moves = []
-    for request in arriving:
-        request.to_kv(KvPlace.ARRIVING, instance.id)
-        engine.residents[request.id] = None
-        moves.append(_kv_move(request, engine.shape.blocks(request.kv_tokens)))
-    return MoveKv(
-        instance=instance.id,
-        model=model,
-        direction=Direction.IN,
-        moves=tuple(moves),
-        kv_slabs=kv_slabs,
-    )
+    """Have the instance load the model from this image, or from its files for version 0."""
+    instance.engines[model].attached = version
+    return StoreWeights(instance=instance.id, model=model, host_offsets=offsets, fill=fill)
 
 
-def prefetch(instance: InstanceState, model: ModelName, target: ModelName) -> list[Command]:
-    """Bring `target` in beside `model`, if slabs are free or held by weights needed later only."""
+def _trim(instance: InstanceState, model: ModelName) -> Command:
+    """Have the model give up all its cold prefix cache."""
     ledger = instance.ledger
-    engine = instance.engines[target]
-    commands: list[Command] = []
-    upcoming = instance.upcoming()
-    sooner = set(upcoming[: upcoming.index(target)])
-    victims = [
-        victim
-        for victim in _victims(instance, {model, target} | sooner)
-        if victim in ledger.weights
-    ]
-    if ledger.free_slabs + sum(ledger.weights[v] for v in victims) < engine.weight_slabs:
-        return []
-    for victim in victims:
-        if ledger.free_slabs >= engine.weight_slabs:
-            break
-        commands.append(evict(instance, victim))
-    ledger.begin_load(target, engine.weight_slabs)
-    engine.to_stage(Engine.LOADING, target)
-    return [*commands, PrefetchModel(instance=instance.id, model=target)]
+    warm = ledger.kv[model] - ledger.cold[model]
+    ledger.set_kv(model, warm)
+    return TrimKv(instance=instance.id, model=model, kv_slabs=warm)
 
 
 def _victims(instance: InstanceState, spared: set[ModelName]) -> list[ModelName]:
@@ -187,11 +264,13 @@ def _victims(instance: InstanceState, spared: set[ModelName]) -> list[ModelName]
     ledger = instance.ledger
     order = {model: index for index, model in enumerate(instance.upcoming())}
     holders = [m for m in {**ledger.weights, **ledger.kv} if m not in spared]
-    idle = sorted(
-        (m for m in holders if m not in order), key=lambda m: (instance.engines[m].used, m)
-    )
+    idle = _by_last_use(instance, (m for m in holders if m not in order))
     wanted = sorted((m for m in holders if m in order), key=lambda m: -order[m])
     return idle + wanted
+
+
+def _by_last_use(instance: InstanceState, models: Iterable[ModelName]) -> list[ModelName]:
+    return sorted(models, key=lambda model: (instance.engines[model].used, model))
 
 
 def _kv_move(request: RequestState, blocks: int) -> KvMove:

@@ -96,6 +96,9 @@ class EngineState:
 
     stage: Engine = Engine.ABSENT
     weight_slabs: int = 0
+    host_slabs: int = 0
+    attached: int = 0
+    """Version of the master image that the instance loads it from; 0 for the files."""
     kv: KvShape | None = None
     residents: dict[RequestId, None] = field(default_factory=dict)
     """Requests whose KV is on this device, wholly or on its way."""

@@ -53,11 +53,13 @@ class FloorDouble:
         instances: int = 1,
         slabs: int = 20,
         host_slabs: int = 200,
+        kv_floor_slabs: int = 0,
+        pinned: Sequence[str] = (),
         max_context: int = 256,
         max_batch: int = 64,
         use: Sequence[str] | None = None,
     ) -> None:
-        self.world = World(models)
+        self.world = World(models, slab_bytes=SLAB)
         self.slabs = slabs
         self.machine = Machine(
             [
@@ -67,11 +69,12 @@ class FloorDouble:
                     max_context_tokens=max_context,
                     max_batch=max_batch,
                     slo=SLO,
+                    pinned=name in pinned,
                 )
                 for name, model in models.items()
             ],
             instances,
-            HostLedger(host_slabs * SLAB, SLAB),
+            HostLedger(host_slabs * SLAB, SLAB, kv_floor_slabs),
             load_stack(use or [policy], {}),
         )
         self.now = 0.0

@@ -2,7 +2,9 @@
 
 It holds no engine: tokens are counted, not computed. It is stricter than a worker: it fails the
 test when a command asks for what cannot be (KV that is not there, slabs that are not free, places
-in the host tier that hold somebody else's KV), so it checks the machine's plan from outside.
+in the host tier that hold somebody else's KV or weights), so it checks the machine's plan from
+outside. As with a worker, loads and swaps outwards go on while other commands are carried out, and
+are as late as they may be: until somebody needs the weights, or the slabs.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from appliance.vocabulary import (
     KvShape,
     LoadModel,
     ModelBuilt,
+    ModelFailed,
     ModelLoaded,
     MoveKv,
     Preempt,
     PrefetchModel,
+    PrefillDeferred,
     PrefillDone,
     Release,
     RunPrefill,
@@ -32,6 +36,7 @@ from appliance.vocabulary import (
     StoreWeights,
     TokenCount,
     TokensProduced,
+    TrimKv,
     TurnEnd,
     TurnEnded,
     WeightsStored,
@@ -71,12 +76,33 @@ class World:
     lives: dict[str, Life] = field(default_factory=dict)
     host: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     """offset -> (request, index of the block, KV tokens of the request when it was written)."""
+    images: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """slab -> (model, index of the slab in its image)."""
+    slab_bytes: int = 1000
+    unreadable: set[str] = field(default_factory=set)
+    """Models whose files are gone."""
+
+    def write_kv(self, offset: int, size: int, content: tuple[str, int, int]) -> None:
+        self.host[offset] = content
+        for slab in range(offset // self.slab_bytes, -(-(offset + size) // self.slab_bytes)):
+            self.images.pop(slab, None)
+
+    def write_image(self, model: str, offsets: tuple[int, ...]) -> None:
+        for index, offset in enumerate(offsets):
+            self.images[offset // self.slab_bytes] = (model, index)
+            for place in [p for p in self.host if offset <= p < offset + self.slab_bytes]:
+                del self.host[place]
+
+    def check_image(self, model: str, offsets: tuple[int, ...]) -> None:
+        found = [self.images.get(offset // self.slab_bytes) for offset in offsets]
+        assert found == [(model, index) for index in range(len(offsets))], "a foreign image"
 
 
 @dataclass
 class EngineDouble:
     model: ModelDouble
-    stored: bool = False
+    image: tuple[int, ...] | None = None
+    """Where it loads from; empty for the files, None before it was told."""
     loaded: bool = False
     used: dict[str, int] = field(default_factory=dict)
     """request -> blocks on the device."""
@@ -94,14 +120,28 @@ class EngineDouble:
         self.groups, self.used[request] = groups, blocks
         return True
 
-    def trim(self, keep_empty_groups: int = 0) -> int:
-        """Unmap empty groups, but for some that fragmentation keeps."""
+    def cold(self, fragmentation: int) -> int:
+        """Slabs of groups without a block in use; fragmentation spreads those over more groups."""
         blocks = sum(self.used.values())
-        least = -(-blocks // self.model.kv.group_blocks)
+        warm = -(-blocks // self.model.kv.group_blocks)
         if blocks:
-            least = min(self.groups, least + keep_empty_groups)
-        self.groups = least
-        return self.slabs()
+            warm = min(self.groups, warm + fragmentation)
+        return (self.groups - warm) * self.model.kv.group_slabs
+
+    def trim(self, fragmentation: int, keep_slabs: int) -> None:
+        """Give up cold groups until no more than `keep_slabs` are mapped, or none is left."""
+        surplus = min(self.slabs() - keep_slabs, self.cold(fragmentation))
+        self.groups -= max(0, -(-surplus // self.model.kv.group_slabs))
+
+
+@dataclass
+class Leaving:
+    """A swap outwards that is under way."""
+
+    command: MoveKv
+    moved: dict[str, tuple[str, int]]
+    """request -> (the name its blocks are kept under meanwhile, its KV tokens)."""
+    missing: tuple[str, ...]
 
 
 class InstanceDouble:
@@ -116,7 +156,11 @@ class InstanceDouble:
         self.turn: RunTurn | None = None
         self.steps = 0
         self.preempted: set[int] = set()
-        self.prefetching: str | None = None
+        self.loading: dict[str, bool] = {}
+        """Models whose weights are on their way, and whether that is a prefetch."""
+        self.leaving: list[Leaving] = []
+        self.caching = False
+        """Whether groups without a block in use are kept, as prefix cache."""
         self.high_water_slabs = 0
         self.fragmentation = 0
         self.steps_per_turn = 3
@@ -134,20 +178,22 @@ class InstanceDouble:
 
     @property
     def busy(self) -> bool:
-        return bool(self.queue or self.turn or self.prefetching)
+        return bool(self.queue or self.turn or self.loading or self.leaving)
 
     def work(self) -> list[Event]:
-        """The next step of the turn, else the next command."""
+        """The next step of the turn, else the next command, else what goes on beside them."""
         if self.turn is not None:
             return self._step(self.turn)
-        if not self.queue:
-            return self._end_prefetch()
-        command = self.queue.popleft()
-        events = self._carry_out(command)
-        mapped = self.mapped()
-        assert mapped <= self.slabs, f"{mapped} of {self.slabs} slabs mapped after {command}"
-        self.high_water_slabs = max(self.high_water_slabs, mapped)
-        return events
+        if self.queue:
+            command = self.queue.popleft()
+            events = self._carry_out(command)
+            while self.mapped() > self.slabs and self.leaving:
+                events += self.end_leaving()
+            mapped = self.mapped()
+            assert mapped <= self.slabs, f"{mapped} of {self.slabs} slabs mapped after {command}"
+            self.high_water_slabs = max(self.high_water_slabs, mapped)
+            return events
+        return self.end_leaving() or [e for model in list(self.loading) for e in self._join(model)]
 
     def mapped(self) -> int:
         return sum(
@@ -160,35 +206,34 @@ class InstanceDouble:
             case BuildModel():
                 return self._build(command)
             case StoreWeights():
-                self.engines[command.model].stored = True
-                return [WeightsStored(instance=self.number, model=command.model)]
+                return self._store(command)
             case PrefetchModel():
-                assert self.prefetching is None, "one prefetch at a time"
-                self.prefetching = command.model
-                self._load(command.model)
-                return []
+                assert len(self.loading) <= 1, "one prefetch at a time, beside what is needed now"
+                return self._load(command.model, prefetched=True)
             case LoadModel():
-                if self.prefetching == command.model:
-                    return self._end_prefetch()
-                assert not self.engines[command.model].loaded, "loaded already"
-                self._load(command.model)
-                return [self._loaded(command.model, prefetched=False)]
+                return self._load(command.model, prefetched=False)
             case EvictModel():
                 assert self.engines[command.model].loaded, "evicted, but not loaded"
                 self.engines[command.model].loaded = False
-                if self.prefetching == command.model:
-                    self.prefetching = None
+                self.loading.pop(command.model, None)
+                return []
+            case TrimKv():
+                self._trim(command.model, command.kv_slabs)
                 return []
             case MoveKv(direction=Direction.OUT):
-                return [self._move_out(command)]
-            case MoveKv():
-                return [self._move_in(command)]
-            case RunPrefill():
-                return self._prefill(command)
-            case RunTurn():
-                assert self.engines[command.model].loaded, "a turn without weights"
-                self.turn, self.steps = command, 0
+                self._move_out(command)
                 return []
+            case MoveKv():
+                return self._move_in(command)
+            case RunPrefill():
+                return self._join(command.model) + self._prefill(command)
+            case RunTurn():
+                events = self._join(command.model)
+                if not self.engines[command.model].loaded:
+                    assert command.model in self.world.unreadable, "a turn without weights"
+                    return [*events, self._end_turn(command, TurnEnd.DRAINED)]
+                self.turn, self.steps = command, 0
+                return events
         raise AssertionError(f"not a command for an instance: {command}")
 
     def _build(self, command: BuildModel) -> list[Event]:
@@ -205,41 +250,95 @@ class InstanceDouble:
             )
         ]
 
-    def _load(self, model: str) -> None:
-        assert self.engines[model].stored, "loaded before its weights were stored"
-        self.engines[model].loaded = True
-
-    def _loaded(self, model: str, *, prefetched: bool) -> Event:
-        moved = self.engines[model].model.weight_slabs * 1000
-        return ModelLoaded(
-            instance=self.number,
-            model=model,
-            moved_bytes=moved,
-            seconds=moved * 1e-6,
-            prefetched=prefetched,
-        )
-
-    def _end_prefetch(self) -> list[Event]:
-        model, self.prefetching = self.prefetching, None
-        return [] if model is None else [self._loaded(model, prefetched=True)]
-
-    def _move_out(self, command: MoveKv) -> Event:
+    def _store(self, command: StoreWeights) -> list[Event]:
         engine = self.engines[command.model]
-        moved, missing = [], []
+        assert not engine.loaded, "told of another image while it is loaded"
+        if command.fill:
+            if command.model in self.world.unreadable:
+                return [self._failed(command.model)]
+            self.world.write_image(command.model, command.host_offsets)
+        self.world.check_image(command.model, command.host_offsets)
+        engine.image = command.host_offsets
+        return [WeightsStored(instance=self.number, model=command.model)]
+
+    def _failed(self, model: str) -> Event:
+        return ModelFailed(instance=self.number, model=model, reason="its files are gone")
+
+    def _load(self, model: str, *, prefetched: bool) -> list[Event]:
+        engine = self.engines[model]
+        assert not engine.loaded, "loaded already"
+        if not engine.image and model in self.world.unreadable:
+            return [self._failed(model)]
+        assert engine.image is not None, "loaded before it was told from where"
+        self.world.check_image(model, engine.image)
+        engine.loaded = True
+        self.loading[model] = prefetched
+        return []
+
+    def _join(self, model: str) -> list[Event]:
+        """The weights are all there now, if they were on their way."""
+        prefetched = self.loading.pop(model, None)
+        if prefetched is None:
+            return []
+        engine = self.engines[model]
+        assert engine.image is not None
+        self.world.check_image(model, engine.image)
+        moved = engine.model.weight_slabs * 1000
+        return [
+            ModelLoaded(
+                instance=self.number,
+                model=model,
+                moved_bytes=moved,
+                seconds=moved * 1e-6,
+                prefetched=prefetched,
+            )
+        ]
+
+    def _trim(self, model: str, keep_slabs: int) -> None:
+        self.engines[model].trim(self.fragmentation, keep_slabs if self.caching else 0)
+
+    def _move_out(self, command: MoveKv) -> None:
+        engine = self.engines[command.model]
+        moved, missing = {}, []
         for kv_move in command.moves:
             blocks = engine.used.pop(kv_move.request, None)
             if blocks is None:
                 missing.append(kv_move.request)
                 continue
             assert blocks == len(kv_move.host_offsets), "a place for every block"
-            tokens = self.world.lives[kv_move.request].kv_tokens
-            for index, offset in enumerate(kv_move.host_offsets):
-                self.world.host[offset] = (kv_move.request, index, tokens)
-            moved.append(kv_move.request)
-        return self._moved(command, moved, missing)
+            kept_as = f"leaving {kv_move.request}"
+            engine.used[kept_as] = blocks
+            moved[kv_move.request] = (kept_as, self.world.lives[kv_move.request].kv_tokens)
+        self._trim(command.model, command.kv_slabs)
+        self.leaving.append(Leaving(command, moved, tuple(missing)))
 
-    def _move_in(self, command: MoveKv) -> Event:
-        engine = self.engines[command.model]
+    def end_leaving(self) -> list[Event]:
+        """The oldest swap outwards is over: the bytes are in the host tier, the blocks free."""
+        if not self.leaving:
+            return []
+        leaving = self.leaving.pop(0)
+        command, engine = leaving.command, self.engines[leaving.command.model]
+        size = engine.model.kv.block_bytes
+        for kv_move in command.moves:
+            if kv_move.request in leaving.moved:
+                kept_as, tokens = leaving.moved[kv_move.request]
+                del engine.used[kept_as]
+                for index, offset in enumerate(kv_move.host_offsets):
+                    self.world.write_kv(offset, size, (kv_move.request, index, tokens))
+        self._trim(command.model, command.kv_slabs)
+        return [self._moved(command, tuple(leaving.moved), leaving.missing)]
+
+    def _grow(self, model: str, request: str, blocks: int, cap: int) -> list[Event] | None:
+        """Take blocks, after waiting for swaps outwards if need be; None if the cap is too low."""
+        events: list[Event] = []
+        while not self.engines[model].grow(request, blocks, cap):
+            if not self.leaving:
+                return None
+            events += self.end_leaving()
+        return events
+
+    def _move_in(self, command: MoveKv) -> list[Event]:
+        events: list[Event] = []
         moved, missing = [], []
         for kv_move in command.moves:
             life = self.world.lives[kv_move.request]
@@ -248,42 +347,61 @@ class InstanceDouble:
                 continue
             for index, offset in enumerate(kv_move.host_offsets):
                 assert self.world.host[offset] == (kv_move.request, index, life.kv_tokens)
-            grown = engine.grow(kv_move.request, len(kv_move.host_offsets), command.kv_slabs)
-            assert grown, "the slabs for a move inwards were granted"
+            blocks = len(kv_move.host_offsets)
+            grown = self._grow(command.model, kv_move.request, blocks, command.kv_slabs)
+            assert grown is not None, "the slabs for a move inwards were granted"
+            events += grown
             moved.append(kv_move.request)
-        return self._moved(command, moved, missing)
+        self._trim(command.model, command.kv_slabs)
+        return [*events, self._moved(command, tuple(moved), tuple(missing))]
 
-    def _moved(self, command: MoveKv, moved: list[str], missing: list[str]) -> Event:
+    def _moved(self, command: MoveKv, moved: tuple[str, ...], missing: tuple[str, ...]) -> Event:
         engine = self.engines[command.model]
         return KvMoved(
             instance=self.number,
             model=command.model,
             direction=command.direction,
-            moved=tuple(moved),
-            missing=tuple(missing),
+            moved=moved,
+            missing=missing,
             moved_bytes=len(moved) * engine.model.kv.block_bytes,
             seconds=0.001,
-            kv_slabs=engine.trim(self.fragmentation),
+            kv_slabs=engine.slabs(),
+            cold_slabs=engine.cold(self.fragmentation),
         )
 
     def _prefill(self, command: RunPrefill) -> list[Event]:
         engine = self.engines[command.model]
-        assert engine.loaded, "a prefill without weights"
         life = self.world.lives[command.request]
         events: list[Event] = []
+        if not engine.loaded:
+            assert command.model in self.world.unreadable, "a prefill without weights"
+            self._trim(command.model, engine.slabs())
+            return [
+                PrefillDeferred(
+                    instance=self.number,
+                    model=command.model,
+                    request=command.request,
+                    kv_slabs=engine.slabs(),
+                    cold_slabs=engine.cold(self.fragmentation),
+                )
+            ]
         if life.outcome is None:
             tokens = life.prompt_tokens + life.produced
             blocks = engine.model.kv.blocks(tokens)
-            assert engine.grow(command.request, blocks, command.kv_slabs), "room for the prompt"
+            grown = self._grow(command.model, command.request, blocks, command.kv_slabs)
+            assert grown is not None, "room for the prompt"
+            events += grown
             life.prefills += 1
             events.append(self._produce(command.model, [command.request]))
+        self._trim(command.model, engine.slabs())
         return [
             *events,
             PrefillDone(
                 instance=self.number,
                 model=command.model,
                 request=command.request,
-                kv_slabs=engine.trim(self.fragmentation),
+                kv_slabs=engine.slabs(),
+                cold_slabs=engine.cold(self.fragmentation),
                 seconds=0.01,
             ),
         ]
@@ -303,14 +421,19 @@ class InstanceDouble:
         needed = {
             name: engine.model.kv.blocks(self.world.lives[name].kv_tokens + 1) for name in alive
         }
+        events: list[Event] = []
         before = dict(engine.used)
         for name, blocks in needed.items():
-            if not engine.grow(name, blocks, turn.kv_slabs):
+            grown = self._grow(turn.model, name, blocks, turn.kv_slabs)
+            if grown is None:
                 assert self.steps, "a turn was granted room for at least one step"
                 engine.used = before
-                return [self._end_turn(turn, TurnEnd.KV_FULL)]
+                return [*events, self._end_turn(turn, TurnEnd.KV_FULL)]
+            if grown:
+                events += grown
+                before = {n: engine.used[n] if n in needed else b for n, b in engine.used.items()}
         self.steps += 1
-        return [self._produce(turn.model, alive)]
+        return [*events, self._produce(turn.model, alive)]
 
     def _produce(self, model: str, requests: list[str]) -> Event:
         counts = []
@@ -326,13 +449,16 @@ class InstanceDouble:
         return TokensProduced(instance=self.number, model=model, tokens=tuple(counts))
 
     def _end_turn(self, turn: RunTurn, reason: TurnEnd) -> Event:
-        self.turn = None
+        steps, self.turn, self.steps = self.steps, None, 0
+        engine = self.engines[turn.model]
+        self._trim(turn.model, engine.slabs())
         return TurnEnded(
             instance=self.number,
             model=turn.model,
             turn=turn.turn,
             reason=reason,
-            steps=self.steps,
-            seconds=self.steps * 0.02,
-            kv_slabs=self.engines[turn.model].trim(self.fragmentation),
+            steps=steps,
+            seconds=steps * 0.02,
+            kv_slabs=engine.slabs(),
+            cold_slabs=engine.cold(self.fragmentation),
         )

@@ -97,20 +97,6 @@ def test_a_model_that_cannot_be_built_is_not_served() -> None:
     assert builds(floor) == ["a", "b"]
 
 
-def test_a_host_cache_too_small_for_the_weights() -> None:
-    """A model whose weights have no place in the host tier fails and names the setting."""
-    floor = floor_of("ab", host_slabs=6)
-    floor.world.models["a"].weight_slabs = 7
-    floor.start()
-    floor.ask("r1", "a")
-
-    floor.settle()
-
-    (reject,) = floor.commands(Reject)
-    assert reject.code == "model_failed"
-    assert "devices.host_cache" in reject.message
-
-
 def test_a_pool_too_small_for_one_request() -> None:
     """A model that could not serve one request of full length fails and says what to change."""
     floor = floor_of("ab", slabs=11)

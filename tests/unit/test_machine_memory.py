@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from appliance.scheduling.lifecycle import Engine
+from appliance.scheduling.state import Group
 from appliance.vocabulary import (
     BuildModel,
     Direction,
@@ -13,6 +15,7 @@ from appliance.vocabulary import (
     PrefetchModel,
     RunPrefill,
     RunTurn,
+    TrimKv,
 )
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
@@ -257,3 +260,63 @@ def test_who_left_while_an_engine_was_built_was_not_preempted() -> None:
 
     assert floor.machine.preemptions == {"a": 0, "b": 0}
     assert floor.world.lives["b1"].outcome == FinishReason.LENGTH
+
+
+def caching(floor: FloorDouble) -> FloorDouble:
+    """Its instances keep groups that nobody uses, as prefix cache."""
+    for instance in floor.up.values():
+        instance.caching = True
+    return floor
+
+
+def test_cold_cache_goes_before_weights() -> None:
+    """Prefix cache that nobody uses makes room first; nobody is evicted while it is enough."""
+    floor = caching(built("ab", slabs=16))
+    serve(floor, "a")
+    assert floor.machine.instances[0].ledger.cold == {"a": 2}
+    a = floor.ask("a1", "a", prompt=100)
+    floor.settle()
+    assert a.outcome == FinishReason.LENGTH
+    assert floor.machine.instances[0].ledger.cold == {"a": 4}
+
+    floor.ask("b1", "b", prompt=200)
+    floor.settle()
+
+    (trim,) = floor.commands(TrimKv)
+    assert (trim.model, trim.kv_slabs) == ("a", 0)
+    assert evicted(floor) == []
+
+
+def test_a_prefetch_takes_cold_cache() -> None:
+    """Weights that are wanted next come in where only cold cache was: of who ran longest ago, and
+    no more than is needed."""
+    floor = caching(built("abcd", slabs=16))
+    floor.ask("c1", "c", prompt=200)
+    floor.settle()
+    instance = floor.machine.instances[0]
+    instance.ledger.set_kv("d", 2, 2)
+    assert instance.ledger.cold == {"c": 8, "d": 2}
+    instance.groups.append(Group("b"))
+
+    trim, prefetch = floor.machine.residency.prefetch(instance, "a", "b")
+
+    assert (trim, prefetch) == (
+        TrimKv(instance=0, model="d", kv_slabs=0),
+        PrefetchModel(instance=0, model="b"),
+    )
+    assert instance.ledger.weights.keys() == {"b", "c"}
+
+
+def test_a_prefetch_nobody_wants_any_more_is_stopped() -> None:
+    """Weights on their way in for requests that are gone are evicted when the next job begins."""
+    floor = built("abc", slabs=20)
+    instance, double = floor.machine.instances[0], floor.up[0]
+    instance.ledger.begin_load("c", 4)
+    instance.engines["c"].to_stage(Engine.LOADING, "c")
+    double.engines["c"].loaded = double.loading["c"] = True
+
+    floor.ask("a1", "a")
+
+    assert evicted(floor) == ["c"]
+    floor.settle()
+    assert floor.machine.instances[0].ledger.weights.keys() == {"a"}

@@ -39,7 +39,9 @@ class BusyFloor(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         instances=st.integers(1, 3),
         count=st.integers(1, 5),
-        host_slabs=st.integers(60, 160),
+        host_slabs=st.sampled_from([36, 44, 60, 160]),
+        pinned=st.booleans(),
+        caching=st.booleans(),
         fragmentation=st.integers(0, 2),
         steps=st.integers(1, 6),
         max_batch=st.integers(1, 8),
@@ -50,6 +52,8 @@ class BusyFloor(RuleBasedStateMachine):
         instances: int,
         count: int,
         host_slabs: int,
+        pinned: bool,
+        caching: bool,
         fragmentation: int,
         steps: int,
         max_batch: int,
@@ -60,8 +64,11 @@ class BusyFloor(RuleBasedStateMachine):
             instances=instances,
             slabs=24,
             host_slabs=host_slabs,
+            kv_floor_slabs=30,
+            pinned=["m0"] if pinned else [],
             max_batch=max_batch,
         )
+        self.caching = caching
         self.fragmentation = fragmentation
         self.steps = steps
         self.asked = 0
@@ -72,6 +79,7 @@ class BusyFloor(RuleBasedStateMachine):
     def tune(self) -> None:
         for instance in self.floor.up.values():
             instance.fragmentation = self.fragmentation
+            instance.caching = self.caching
             instance.steps_per_turn = self.steps
 
     @rule(data=st.data(), prompt=st.integers(1, 120), output=st.integers(1, 60))
@@ -96,6 +104,20 @@ class BusyFloor(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         self.floor.lose(data.draw(st.sampled_from(sorted(self.floor.up))))
         self.losses += 1
+
+    @precondition(lambda self: not self.floor.world.unreadable)
+    @rule(data=st.data())
+    def lose_files(self, data: st.DataObject) -> None:
+        """From now on the model can be loaded only from an image in the host tier."""
+        model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
+        self.floor.world.unreadable.add(model)
+
+    @rule(number=st.integers(0, 2))
+    def swap_ends(self, number: int) -> None:
+        """A swap outwards is over before anybody waits for it."""
+        instance = self.floor.up.get(number)
+        for event in [] if instance is None else instance.end_leaving():
+            self.floor.tell(event)
 
     @rule(number=st.integers(0, 2))
     def come_back(self, number: int) -> None:
@@ -126,8 +148,10 @@ class BusyFloor(RuleBasedStateMachine):
         allowed = ended | {"cancelled"}
         if self.losses >= MAX_BUILD_LOSSES:
             allowed.add("model_failed")
+        unreadable = self.floor.world.unreadable
         for life in self.floor.world.lives.values():
-            assert life.outcome in allowed
+            failed = {"model_failed"} if life.model in unreadable else set()
+            assert life.outcome in allowed | failed
             assert (life.outcome in ended) == (life.produced == life.output_tokens)
         assert self.floor.machine.host.kv_slabs == 0
         assert not self.floor.machine._zombies
