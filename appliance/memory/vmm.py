@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from appliance.memory.streams import Stream
+
 
 class Vmm(Protocol):
     """`slabs` physical slabs of `slab_bytes` each, numbered from 0."""
@@ -35,6 +37,9 @@ class Vmm(Protocol):
 
         Other Python threads run meanwhile.
         """
+
+    def stream(self, name: str) -> Stream:
+        """A new stream for copies between addresses of this memory and of the host tier."""
 
     def close(self) -> None:
         """Let go of the physical memory; mappings still in place keep theirs."""
