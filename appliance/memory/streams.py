@@ -6,10 +6,16 @@ events). Which transfer has to come after which is decided above (`appliance.mem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Final, NamedTuple, Protocol
 
-from appliance.memory.transfers import Transfer
+from appliance.memory import mapping
+from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed
 
 PIECE_BYTES: Final = 4 << 20
 """What is copied at one go: the grain of progress and of cancellation."""
@@ -75,3 +81,106 @@ def pieces(copies: Iterable[Copy], piece_bytes: int = PIECE_BYTES) -> Iterator[C
                     source=copy.source + row * copy.source_pitch,
                     rows=min(step, copy.rows - row),
                 )
+
+
+def require(transfer: Transfer, needs: Sequence[Transfer]) -> None:
+    """Raise `TransferFailed` if one of `needs`, which are all over, failed."""
+    for earlier in needs:
+        if earlier.error is not None:
+            raise TransferFailed(
+                f"{transfer.kind} of {transfer.owner} reads what never came: {earlier.error}"
+            ) from earlier.error
+
+
+class _Job(NamedTuple):
+    transfer: Transfer
+    copies: Iterable[Copy]
+    after: Sequence[Transfer]
+    needs: Sequence[Transfer]
+
+
+class HostStream:
+    """One thread that copies within this process's memory."""
+
+    def __init__(
+        self,
+        name: str,
+        cpus: Set[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`cpus` are those the thread may run on; if None, those of the thread that calls."""
+        self._cpus = cpus
+        self._clock = clock
+        self._line: deque[_Job] = deque()  # the first of it is under way
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def run(
+        self,
+        transfer: Transfer,
+        copies: Iterable[Copy],
+        *,
+        after: Sequence[Transfer] = (),
+        needs: Sequence[Transfer] = (),
+    ) -> None:
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(f"stream {self._thread.name} is closed")
+            self._line.append(_Job(transfer, copies, after, needs))
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            for job in self._line:
+                job.transfer.cancel()
+            self._changed.notify()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        if self._cpus is not None:
+            # A machine that took CPUs away since then makes copies slower, not impossible.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self._cpus)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._line or self._closed)
+                if not self._line:
+                    return
+                job = self._line[0]
+            self._do(job)
+            with self._changed:
+                self._line.popleft()
+
+    def _do(self, job: _Job) -> None:
+        transfer = job.transfer
+        for earlier in (*job.after, *job.needs):
+            earlier.join()
+        try:
+            require(transfer, job.needs)
+            _go_on(transfer)
+            transfer.begin(self._clock())
+            for piece in pieces(job.copies):
+                _go_on(transfer)
+                _copy(piece)
+                transfer.land(piece.nbytes * piece.rows)
+            if transfer.landed != transfer.nbytes:
+                raise ValueError(f"{transfer.landed} bytes copied, not {transfer.nbytes}")
+        except BaseException as error:  # whatever it is, somebody waits to hear of it
+            transfer.fail(error, self._clock())
+        else:
+            transfer.finish(self._clock())
+
+
+def _go_on(transfer: Transfer) -> None:
+    if transfer.cancelled:
+        raise TransferCancelled(f"{transfer.kind} of {transfer.owner} was cancelled")
+
+
+def _copy(copy: Copy) -> None:
+    if copy.rows == 1:
+        mapping.copy(copy.destination, copy.source, copy.nbytes)
+    elif copy.rows:
+        mapping.copy_rows(*copy)
