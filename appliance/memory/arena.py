@@ -185,15 +185,17 @@ class _FreeSlabs:
         return [slab for slab, taken in enumerate(self._taken) if not taken]
 
     def take(self, count: int) -> list[int]:
-        """`count` of them, which there are."""
+        """`count` of them, which there are: the first run that is long enough, else more."""
         slabs: list[int] = []
-        size = count
-        while len(slabs) < count:
-            size = min(size, count - len(slabs))
-            first = self._taken.find(bytes(size))
+        wanted = count
+        while missing := count - len(slabs):
+            wanted = min(wanted, missing)
+            first = self._taken.find(bytes(wanted))
             if first < 0:
-                size //= 2
+                wanted //= 2
                 continue
+            end = self._taken.find(1, first)
+            size = min((len(self._taken) if end < 0 else end) - first, missing)
             self._taken[first : first + size] = b"\1" * size
             slabs.extend(range(first, first + size))
         self._count -= count
