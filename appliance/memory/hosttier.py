@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
+from collections.abc import Callable
+from typing import Final
 
 from appliance.memory import mapping
 
+LOCK_BYTES: Final = 64 << 20
+"""What `HostTier.lock` fills at one go: the grain of its progress, and what `close` waits for."""
+
 
 class HostTier:
-    """`nbytes` bytes of shared host memory; pages come with the first touch."""
+    """`nbytes` bytes of shared host memory; pages come with the first touch, or with `lock`."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Takes the descriptor over. Use `create` or `attach`."""
         self.fd = fd
         self.nbytes = nbytes
-        self._address = mapping.map_file(fd, 0, nbytes)
+        self.locked = False
+        """Whether all of it is in memory, page-locked."""
+        self.unlocked_because = "it was not asked for"
+        self._filling = threading.Lock()
+        # Where huge pages of the file can be huge pages of the mapping.
+        self._address = mapping.reserve(nbytes, mapping.HUGE_BYTES)
+        try:
+            mapping.map_file(fd, 0, nbytes, at=self._address)
+        except OSError:
+            mapping.release(self._address, nbytes)
+            raise
 
     @classmethod
     def create(cls, nbytes: int) -> HostTier:
@@ -54,9 +70,40 @@ class HostTier:
         """The bytes themselves, writable; not to be kept beyond `close`."""
         return mapping.view(self.address(offset, nbytes), nbytes)
 
+    def lock(self, progress: Callable[[int], None] | None = None) -> bool:
+        """Have all pages in memory, huge ones if the kernel has them, and lock them; `locked`.
+
+        Takes seconds per GiB, so it is for a thread of its own, once; whoever uses the tier
+        meanwhile is not disturbed. `progress` hears after every piece how many bytes are there.
+        Being refused is no error: `unlocked_because` says why and what to do.
+        """
+        try:
+            for start in range(0, self.nbytes, LOCK_BYTES):
+                size = min(LOCK_BYTES, self.nbytes - start)
+                with self._filling:
+                    if self.fd < 0:
+                        self.unlocked_because = "it was closed meanwhile"
+                        return False
+                    self._fill(self._address + start, size)
+                if progress is not None:
+                    progress(start + size)
+            with self._filling:
+                if self.fd >= 0:
+                    mapping.lock(self._address, self.nbytes)
+                    self.locked, self.unlocked_because = True, ""
+        except OSError as error:
+            self.unlocked_because = f"{error}; allow it with LimitMEMLOCK= or `ulimit -l`"
+        return self.locked
+
     def close(self) -> None:
         """Unmap and close; idempotent."""
-        if self.fd >= 0:
-            mapping.release(self._address, self.nbytes)
-            os.close(self.fd)
-            self.fd = -1
+        with self._filling:
+            if self.fd >= 0:
+                mapping.release(self._address, self.nbytes)
+                os.close(self.fd)
+                self.fd = -1
+                self.locked = False
+
+    def _fill(self, address: int, nbytes: int) -> None:
+        mapping.make_huge(address, nbytes // mapping.HUGE_BYTES * mapping.HUGE_BYTES)
+        mapping.populate(address, nbytes)

@@ -1,4 +1,4 @@
-"""mmap(2) and munmap(2) at chosen addresses, which Python's ``mmap`` module does not offer.
+"""mmap(2), munmap(2), madvise(2) and mlock(2) at chosen addresses, as Python does not offer them.
 
 Every error is an `OSError` whose text starts with the name of its errno.
 """
@@ -9,15 +9,21 @@ import ctypes
 import errno
 import mmap
 import os
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 NO_ACCESS: Final = 0
 READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 SHARED: Final = mmap.MAP_SHARED
 POPULATE: Final = mmap.MAP_POPULATE
+HUGE_BYTES: Final = 2 << 20
+"""A huge page of x86-64, and of arm64 with pages of 4 KiB."""
 _MAP_FIXED: Final = 0x10
 # Linux on x86-64 and arm64; Python has no name for either.
 _MAP_NORESERVE: Final = 0x4000
+_MADV_POPULATE_WRITE: Final = 23
+_MADV_COLLAPSE: Final = 25
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,11 +38,24 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
-def reserve(nbytes: int) -> int:
+def reserve(nbytes: int, alignment: int = mmap.PAGESIZE) -> int:
     """Address of a new range that nothing backs and nobody may touch."""
-    return _mmap(None, nbytes, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANON | _MAP_NORESERVE, -1, 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | _MAP_NORESERVE
+    if alignment <= mmap.PAGESIZE or nbytes < 1:
+        return _mmap(None, nbytes, NO_ACCESS, flags, -1, 0)
+    # The system aligns to pages only: take more, give back what is before and behind.
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    start = _mmap(None, size + alignment, NO_ACCESS, flags, -1, 0)
+    address = -(-start // alignment) * alignment
+    if address > start:
+        release(start, address - start)
+    if start + alignment > address:
+        release(address + size, start + alignment - address)
+    return address
 
 
 def vacate(address: int, nbytes: int) -> None:
@@ -57,9 +76,62 @@ def release(address: int, nbytes: int) -> None:
         raise _error("munmap", nbytes)
 
 
+def make_huge(address: int, nbytes: int) -> bool:
+    """Have whole huge pages behind a mapped file's range, empty or not; whether the kernel did.
+
+    What it refuses stays as it was. Done at once, not left to a later scan, so it does not depend
+    on what ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` says, short of ``deny``.
+    """
+    if address % HUGE_BYTES or nbytes % HUGE_BYTES or nbytes < 1:
+        return False
+    if _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE) != 0:
+        return False
+    for start in range(address, address + nbytes, HUGE_BYTES):
+        # A range with no page at all cannot be collapsed. One is read in, the rest need not be.
+        ctypes.c_char.from_address(start).value  # noqa: B018
+    return bool(_libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have memory behind a mapped range as if it had been written to; content stays."""
+    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0:
+        raise _error("madvise", nbytes)
+
+
+def lock(address: int, nbytes: int) -> None:
+    """Keep a mapped range in memory for as long as it is mapped."""
+    if _libc.mlock(address, nbytes) != 0:
+        raise _error("mlock", nbytes)
+
+
 def copy(destination: int, source: int, nbytes: int) -> None:
     """Copy bytes between addresses of this process; other Python threads run meanwhile."""
     ctypes.memmove(destination, source, nbytes)
+
+
+def copy_rows(
+    destination: int,
+    source: int,
+    nbytes: int,
+    rows: int,
+    destination_pitch: int,
+    source_pitch: int,
+) -> None:
+    """Copy rows of `nbytes` bytes that lie a pitch apart; other Python threads run meanwhile.
+
+    Pitches are those of `appliance.memory.streams.Copy`.
+    """
+    _rows(destination, nbytes, rows, destination_pitch)[...] = _rows(
+        source, nbytes, rows, source_pitch
+    )
+
+
+def _rows(address: int, nbytes: int, rows: int, pitch: int) -> np.ndarray[Any, Any]:
+    # Words rather than bytes where they fit: several times faster for rows of a few KiB. Not one
+    # element per row, which would be as fast: numpy holds the interpreter for few elements.
+    word = 8 if nbytes % 8 == 0 else 1
+    span = view(address, (rows - 1) * pitch + nbytes)
+    return np.ndarray((rows, nbytes // word), f"u{word}", span, 0, (pitch, word))
 
 
 def view(address: int, nbytes: int) -> memoryview:

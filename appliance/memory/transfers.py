@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -50,6 +51,8 @@ class Transfer:
         self.ended: float | None = None
         self.landed = 0
         self.error: BaseException | None = None
+        self.on_end: Callable[[Transfer], None] | None = None
+        """Called once, by the executor's thread, when it is over; set before it is handed in."""
         self._cancelled = False
         self._changed = threading.Condition()
 
@@ -78,6 +81,12 @@ class Transfer:
         if self.error is not None:
             raise self.error
 
+    def join(self) -> None:
+        """Return when it is over, well or not."""
+        if not self.done:
+            with self._changed:
+                self._changed.wait_for(lambda: self.done)
+
     def cancel(self) -> None:
         """Ask for an end at the next piece; idempotent, without effect once it is over."""
         self._cancelled = True
@@ -95,8 +104,8 @@ class Transfer:
         """All bytes are in place."""
         with self._changed:
             self.landed = self.nbytes
-            self.ended = now
-            self._changed.notify_all()
+            self._end(now)
+        self._tell()
 
     def fail(self, error: BaseException, now: float) -> None:
         """No more bytes will come. Waiters get a `TransferFailed` that names `error`."""
@@ -106,8 +115,17 @@ class Transfer:
             error = told
         with self._changed:
             self.error = error
-            self.ended = now
-            self._changed.notify_all()
+            self._end(now)
+        self._tell()
+
+    def _end(self, now: float) -> None:
+        assert self.ended is None, f"{self.kind} of {self.owner} ends twice"
+        self.ended = now
+        self._changed.notify_all()
+
+    def _tell(self) -> None:
+        if self.on_end is not None:
+            self.on_end(self)
 
     def trace(self) -> TransferTrace:
         """What happened; only once it is over."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from appliance.memory.streams import Stream
+
 
 class Vmm(Protocol):
     """`slabs` physical slabs of `slab_bytes` each, numbered from 0."""
@@ -18,14 +20,18 @@ class Vmm(Protocol):
     def reserve(self, nbytes: int) -> int:
         """Address of a range with nothing behind it; touching it is a fault. Raises `OSError`."""
 
-    def map(self, address: int, slab: int) -> None:
-        """Put a slab under `address` (a slab's place in a reserved range), readable and writable.
+    def map(self, address: int, slab: int, count: int = 1) -> None:
+        """Put slabs `slab`, `slab + 1`, ... under `address`, readable and writable.
 
-        What the slab held before shows through. Raises `OSError` with nothing mapped.
+        `address` is a slab's place in a reserved range, with room for `count` of them. What the
+        slabs held before shows through. Raises `OSError` with nothing mapped.
         """
 
-    def unmap(self, address: int) -> None:
-        """Take away the slab under `address`; the range stays reserved."""
+    def unmap(self, address: int, count: int = 1) -> None:
+        """Take away the `count` slabs from `address` on; the range stays reserved.
+
+        They need not have been mapped by one call.
+        """
 
     def release(self, address: int, nbytes: int) -> None:
         """Give a reserved range back, with whatever is mapped in it."""
@@ -35,6 +41,9 @@ class Vmm(Protocol):
 
         Other Python threads run meanwhile.
         """
+
+    def stream(self, name: str) -> Stream:
+        """A new stream for copies between addresses of this memory and of the host tier."""
 
     def close(self) -> None:
         """Let go of the physical memory; mappings still in place keep theirs."""

@@ -7,6 +7,7 @@ import mmap
 import os
 
 from appliance.memory import mapping
+from appliance.memory.streams import HostStream, Stream
 
 
 class HostVmm:
@@ -14,11 +15,16 @@ class HostVmm:
 
     The pool file is sealed at its size, so neither this process nor one that inherits the
     descriptor can make the pool larger than it was declared. All its physical pages are there from
-    the start and stay until `close`.
+    the start and stay until `close`; huge ones, if slabs are whole huge pages and the kernel has
+    them: mapping a slab is one entry of the page table then, rather than hundreds.
     """
 
     def __init__(self, slabs: int, slab_bytes: int) -> None:
-        """Raises `ValueError` for sizes that cannot be mapped, `OSError` if the system refuses."""
+        """Raises `ValueError` for sizes that cannot be mapped, `OSError` if the system refuses.
+
+        Its streams may run on the CPUs that the calling thread may use now, whatever compute is
+        bound to later.
+        """
         if slabs < 1:
             raise ValueError(f"a pool needs at least one slab, not {slabs}")
         if slab_bytes < 1 or slab_bytes % mmap.PAGESIZE:
@@ -27,9 +33,12 @@ class HostVmm:
             )
         self.slabs = slabs
         self.slab_bytes = slab_bytes
+        self._cpus = frozenset(os.sched_getaffinity(0))
+        self._alignment = mmap.PAGESIZE if slab_bytes % mapping.HUGE_BYTES else mapping.HUGE_BYTES
         self.fd = os.memfd_create("appliance-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, slabs * slab_bytes)
+            self._huge = self._make_huge()
             # All of it now: a slab's first use would cost a page fault for every page of it.
             os.posix_fallocate(self.fd, 0, slabs * slab_bytes)
             seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -38,19 +47,29 @@ class HostVmm:
             os.close(self.fd)
             raise
 
-    def reserve(self, nbytes: int) -> int:
-        return mapping.reserve(nbytes)
+    @property
+    def huge(self) -> bool:
+        """Whether the slabs are huge pages."""
+        return self._huge
 
-    def map(self, address: int, slab: int) -> None:
-        if not 0 <= slab < self.slabs:
-            raise ValueError(f"slab {slab} is not one of {self.slabs}")
+    def reserve(self, nbytes: int) -> int:
+        return mapping.reserve(nbytes, self._alignment)
+
+    def map(self, address: int, slab: int, count: int = 1) -> None:
+        if slab < 0 or count < 1 or slab + count > self.slabs:
+            last = slab + count - 1
+            raise ValueError(f"slab {slab if slab < 0 else last} is not one of {self.slabs}")
         # Populated at once: page tables are part of the cost of mapping, not of the first step.
         mapping.map_file(
-            self.fd, slab * self.slab_bytes, self.slab_bytes, at=address, flags=mapping.POPULATE
+            self.fd,
+            slab * self.slab_bytes,
+            count * self.slab_bytes,
+            at=address,
+            flags=mapping.POPULATE,
         )
 
-    def unmap(self, address: int) -> None:
-        mapping.vacate(address, self.slab_bytes)
+    def unmap(self, address: int, count: int = 1) -> None:
+        mapping.vacate(address, count * self.slab_bytes)
 
     def release(self, address: int, nbytes: int) -> None:
         mapping.release(address, nbytes)
@@ -58,8 +77,22 @@ class HostVmm:
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         mapping.copy(destination, source, nbytes)
 
+    def stream(self, name: str) -> Stream:
+        return HostStream(name, self._cpus)
+
     def close(self) -> None:
         """Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _make_huge(self) -> bool:
+        if self._alignment != mapping.HUGE_BYTES:
+            return False
+        nbytes = self.slabs * self.slab_bytes
+        address = mapping.reserve(nbytes, mapping.HUGE_BYTES)
+        try:
+            mapping.map_file(self.fd, 0, nbytes, at=address)
+            return mapping.make_huge(address, nbytes)
+        finally:
+            mapping.release(address, nbytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from appliance.memory.streams import Stream
+
 
 class RecordingVmm:
     """Remembers what lies where; can be told to fail after some mappings."""
@@ -12,6 +14,7 @@ class RecordingVmm:
         self.slabs = slabs
         self.slab_bytes = 10
         self.placed: dict[int, int] = {}
+        self.calls: list[tuple[int, int, int]] = []
         self.fail_after = fail_after
         self._next = 1000
 
@@ -20,17 +23,23 @@ class RecordingVmm:
         self._next += nbytes
         return address
 
-    def map(self, address: int, slab: int) -> None:
+    def map(self, address: int, slab: int, count: int = 1) -> None:
         if self.fail_after is not None:
             if not self.fail_after:
                 raise OSError(errno.ENOMEM, "ENOMEM")
             self.fail_after -= 1
-        assert address not in self.placed
-        assert slab not in self.placed.values()
-        self.placed[address] = slab
+        for i in range(count):
+            assert address + i * self.slab_bytes not in self.placed
+            assert slab + i not in self.placed.values()
+            self.placed[address + i * self.slab_bytes] = slab + i
+        self.calls.append((address, slab, count))
 
-    def unmap(self, address: int) -> None:
-        del self.placed[address]
+    def unmap(self, address: int, count: int = 1) -> None:
+        for i in range(count):
+            del self.placed[address + i * self.slab_bytes]
+
+    def stream(self, name: str) -> Stream:
+        raise AssertionError("the arena copies nothing")
 
     def release(self, address: int, nbytes: int) -> None:
         assert not any(address <= place < address + nbytes for place in self.placed)

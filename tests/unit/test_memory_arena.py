@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from appliance.memory.arena import Arena, PoolExhausted, Region
+from appliance.memory import mapping
+from appliance.memory.arena import POISON, Arena, PoolExhausted, Region
 from appliance.memory.vmm_host import HostVmm
 from tests.unit.memory_double import RecordingVmm
 
@@ -81,17 +83,65 @@ TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 def test_failure_half_way_maps_nothing() -> None:
     """A system that refuses the third mapping leaves the first two unmapped as well."""
-    vmm = RecordingVmm(5, fail_after=2)
+    vmm = RecordingVmm(9, fail_after=3)
     arena = Arena(vmm)
-    region = arena.reserve("a", 5)
+    region = arena.reserve("a", 9)
+    region.map([4])
 
     with pytest.raises(OSError, match="ENOMEM"):
-        region.map(range(4))
+        region.map([0, 1, 3, 6, 7])
+
+    assert list(vmm.placed) == [region.slot_address(4)]
+    assert arena.free == 8
+    assert region.mapped == 1
+    arena.check_integrity()
+
+
+def test_neighbours_are_mapped_by_one_call() -> None:
+    """Consecutive slots get consecutive slabs when there are such, in the order of the slots."""
+    vmm = RecordingVmm(10)
+    arena = Arena(vmm)
+    regions = [arena.reserve(owner, 10) for owner in "ab"]
+    regions[0].map(range(10))
+    regions[0].unmap([1, 4, 5, 6, 8])
+    del vmm.calls[:]
+
+    regions[1].map([0, 1, 2, 7])
+
+    a, b = regions
+    assert [vmm.placed[a.slot_address(slot)] for slot in (0, 2, 3, 7, 9)] == [0, 2, 3, 7, 9]
+    assert vmm.calls == [(b.slot_address(0), 4, 3), (b.slot_address(7), 1, 1)]
+
+
+def test_poison_shows_until_it_is_written() -> None:
+    """What was never written reads as NaN in every floating point format, even in a used slab."""
+    arena = Arena(HostVmm(2, mmap.PAGESIZE), poison=True)
+    first, second = arena.reserve("a", 2), arena.reserve("b", 2)
+    first.map([0, 1])
+    mapping.view(first.slot_address(0), 2 * mmap.PAGESIZE)[:] = bytes(2 * mmap.PAGESIZE)
+    first.unmap([0, 1])
+    second.map([0, 1])
+
+    content = np.frombuffer(mapping.view(second.slot_address(0), 2 * mmap.PAGESIZE), np.uint8)
+    assert (content == POISON).all()
+    assert np.isnan(content.view(np.float32)).all()
+    assert np.isnan(content.view(np.float16)).all()
+    # A bfloat16 is the upper half of a float32.
+    assert np.isnan((content.view(np.uint16).astype(np.uint32) << 16).view(np.float32)).all()
+
+
+def test_what_cannot_be_poisoned_is_not_mapped() -> None:
+    """A mapping whose filling fails is taken back like one that fails itself."""
+    vmm = RecordingVmm(3)
+    vmm.copy = lambda *_: (_ for _ in ()).throw(OSError("bad copy"))  # type: ignore[method-assign]
+    arena = Arena(vmm, poison=True)
+    region = arena.reserve("a", 3)
+
+    with pytest.raises(OSError, match="bad copy"):
+        region.map([0, 2])
 
     assert not vmm.placed
-    assert arena.free == 5
-    assert region.mapped == 0
-    arena.check_integrity()
+    assert (arena.free, region.mapped) == (3, 0)
 
 
 def test_slots_named_twice_are_refused() -> None:
@@ -109,7 +159,7 @@ def test_slots_named_twice_are_refused() -> None:
 def test_a_lost_slab_is_noticed() -> None:
     """The integrity check can fail."""
     arena = Arena(RecordingVmm(3))
-    arena._free.pop()
+    arena._free.take(1)
     with pytest.raises(AssertionError, match="lost"):
         arena.check_integrity()
 

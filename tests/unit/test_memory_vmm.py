@@ -6,10 +6,11 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from appliance.memory import mapping
+from appliance.memory import hosttier, mapping
 from appliance.memory.hosttier import HostTier
 from appliance.memory.vmm_host import HostVmm
 
@@ -104,3 +105,128 @@ def test_host_tier_bounds() -> None:
     tier.close()
     with pytest.raises(ValueError, match="0 bytes"):
         HostTier.create(0)
+
+
+HUGE = mapping.HUGE_BYTES
+
+
+def huge_bytes(address: int) -> int:
+    """How many bytes of the mapping at this address lie in huge pages, as the kernel counts."""
+    lines = iter(Path("/proc/self/smaps").read_text(encoding="ascii").splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            mapped = next(rest for rest in lines if rest.startswith("ShmemPmdMapped:"))
+            return int(mapped.split()[1]) << 10
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+def test_huge_slabs_are_huge_wherever_they_are_mapped() -> None:
+    """A pool says it has huge pages if, and only if, a mapped slab is one."""
+    vmm = HostVmm(4, HUGE)
+    base = vmm.reserve(3 * HUGE)
+    assert base % HUGE == 0
+    vmm.map(base + HUGE, 2, 2)
+    assert huge_bytes(base + HUGE) == (2 * HUGE if vmm.huge else 0)
+
+    mapping.view(base + HUGE, 1)[0] = 1
+    vmm.unmap(base + HUGE, 2)
+    vmm.map(base, 2)
+    assert mapping.view(base, 1)[0] == 1
+    vmm.release(base, 3 * HUGE)
+    vmm.close()
+
+
+@pytest.mark.parametrize("size", [PAGE, HUGE + PAGE])
+def test_slabs_that_are_not_whole_huge_pages_are_small_ones(size: int) -> None:
+    """Without huge pages everything works as well, only slower."""
+    vmm = HostVmm(2, size)
+    base = vmm.reserve(2 * size)
+    vmm.map(base, 0, 2)
+    mapping.view(base, 2 * size)[-1] = 9
+
+    assert not vmm.huge
+    vmm.unmap(base, 2)
+    vmm.map(base, 1)
+    assert mapping.view(base, size)[-1] == 9
+    vmm.release(base, 2 * size)
+    vmm.close()
+
+
+def test_a_kernel_without_huge_pages_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused madvise leaves small pages."""
+    monkeypatch.setattr(mapping, "_MADV_COLLAPSE", 12345)
+    vmm = HostVmm(2, HUGE)
+    base = vmm.reserve(HUGE)
+    vmm.map(base, 1)
+    mapping.view(base, HUGE)[-1] = 9
+
+    assert not vmm.huge
+    assert not mapping.make_huge(base + PAGE, HUGE)
+    vmm.release(base, HUGE)
+    vmm.close()
+
+
+def test_slabs_in_a_row_are_mapped_and_unmapped_at_once() -> None:
+    """A run is one call; it shows the slabs in order, and may be taken away in parts."""
+    vmm = HostVmm(4, PAGE)
+    base = vmm.reserve(8 * PAGE)
+    vmm.map(base, 0, 4)
+    for slot in range(4):
+        mapping.view(base + slot * PAGE, 1)[0] = slot
+    vmm.unmap(base + PAGE, 3)
+    vmm.map(base + 5 * PAGE, 2, 2)
+
+    seen = [mapping.view(base + slot * PAGE, 1)[0] for slot in (0, 5, 6)]
+    assert seen == [0, 2, 3]
+    for slab, count in ((3, 2), (0, 0), (-1, 1)):
+        with pytest.raises(ValueError, match="is not one of 4"):
+            vmm.map(base, slab, count)
+    vmm.release(base, 8 * PAGE)
+    vmm.close()
+
+
+def test_reserved_addresses_are_aligned_and_all_there() -> None:
+    """What is cut off to align a range is given back, and the range itself is not."""
+    for nbytes in (PAGE, HUGE, 3 * HUGE + PAGE):
+        address = mapping.reserve(nbytes, HUGE)
+        assert address % HUGE == 0
+        mapping.vacate(address, nbytes)
+        mapping.release(address, nbytes)
+
+
+def test_host_tier_is_filled_and_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content stays, every byte is in memory afterwards, and progress counts up to all of it."""
+    monkeypatch.setattr(hosttier, "LOCK_BYTES", 2 * HUGE)
+    tier = HostTier.create(5 * HUGE + PAGE)
+    tier.view(3 * HUGE, 3)[:] = b"abc"
+    heard: list[int] = []
+
+    assert tier.lock(heard.append) == tier.locked
+    assert heard == [2 * HUGE, 4 * HUGE, 5 * HUGE + PAGE]
+    assert os.fstat(tier.fd).st_blocks * 512 == tier.nbytes
+    assert bytes(tier.view(3 * HUGE, 3)) == b"abc"
+    assert (tier.unlocked_because == "") == tier.locked
+    with pytest.raises(PermissionError):
+        os.ftruncate(tier.fd, PAGE)
+    tier.close()
+    assert tier.lock() is False
+    assert tier.unlocked_because == "it was closed meanwhile"
+
+
+def test_a_limit_that_forbids_locking_is_told_with_its_remedy() -> None:
+    """The pages are there all the same."""
+    program = (
+        "import ctypes, os, resource\n"
+        "from appliance.memory.hosttier import HostTier\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))\n"
+        "if os.geteuid() == 0: os.setresuid(65534, 65534, 65534)\n"  # gives CAP_IPC_LOCK up
+        "tier = HostTier.create(4 << 20)\n"
+        "print(tier.lock(), os.fstat(tier.fd).st_blocks * 512, tier.unlocked_because)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert ended.stdout.startswith(f"False {4 << 20} ")
+    assert "EPERM from mlock of 4194304 bytes" in ended.stdout or "ENOMEM" in ended.stdout
+    assert "LimitMEMLOCK" in ended.stdout

@@ -1,0 +1,139 @@
+"""The swapper: weights and KV on their way beside compute, one stream for each kind of transfer.
+
+`start` puts a transfer in line, behind whatever else still reads or writes its places. What is to
+happen when it is over (blocks that a swap out read become free, places in the host tier that a swap
+in read become free) is its `then`. `reap` runs those of all that have ended: Aegaeon's move lists
+and their reaper (§5.3). So nothing that decides or computes ever waits for the end of a transfer
+only to reuse the memory under it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Final
+
+from appliance.memory.streams import Copy, Stream
+from appliance.memory.transferrules import TransferBook
+from appliance.memory.transfers import Transfer, TransferKind, TransferTrace
+
+TRACES: Final = 4096
+"""Traces kept for `Swapper.take_traces`; the oldest are lost first."""
+
+Then = Callable[[Transfer], None]
+
+
+class Swapper:
+    """All transfers of one instance. One thread uses it; the streams have theirs.
+
+    `on_end`, if any, is called from a stream's thread whenever a transfer is over and `reap` has
+    something to do. It must return at once.
+    """
+
+    def __init__(
+        self,
+        stream: Callable[[str], Stream],
+        clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """`stream` makes the streams: `Vmm.stream`."""
+        self.on_end = on_end
+        self._clock = clock
+        self._streams = {kind: stream(f"swap-{kind}") for kind in TransferKind}
+        self._book = TransferBook()
+        self._pending: dict[Transfer, Then | None] = {}  # in the order of `start`
+        self._ended: deque[Transfer] = deque()  # filled by the streams' threads
+        self._traces: deque[TransferTrace] = deque(maxlen=TRACES)
+
+    @property
+    def pending(self) -> int:
+        """Transfers started and not reaped."""
+        return len(self._pending)
+
+    def start(
+        self,
+        kind: TransferKind,
+        owner: str,
+        copies: Iterable[Copy],
+        *,
+        nbytes: int,
+        reads: Iterable[Hashable] = (),
+        writes: Iterable[Hashable] = (),
+        then: Then | None = None,
+    ) -> Transfer:
+        """Have `copies`, `nbytes` bytes in all, done on the stream of this kind; returns at once.
+
+        `reads` and `writes` name the places it touches. It waits for transfers started before it
+        that write what it reads (and fails if they fail), or that read or write what it writes.
+        `then` is called with it by `reap` once it is over, well or not; by then nothing of it
+        touches its places any more. Raises `RuntimeError` once the swapper is closed.
+        """
+        transfer = Transfer(kind, owner, nbytes, self._clock())
+        transfer.on_end = self._note
+        order = self._book.enter(transfer, reads, writes)
+        self._pending[transfer] = then
+        try:
+            self._streams[kind].run(transfer, copies, after=order.after, needs=order.needs)
+        except RuntimeError:
+            del self._pending[transfer]
+            self._book.leave(transfer)
+            raise
+        return transfer
+
+    def reap(self) -> list[Transfer]:
+        """Let go of the transfers that have ended since the last call: their `then`s run here.
+
+        Takes time in proportion to those; none waits.
+        """
+        reaped: list[Transfer] = []
+        while self._ended:
+            transfer = self._ended.popleft()
+            if transfer in self._pending:
+                reaped.append(transfer)
+                self._let_go(transfer)
+        return reaped
+
+    def settle(self, transfers: Iterable[Transfer] | None = None) -> None:
+        """Return when these transfers (all, if None) are over and reaped.
+
+        How they ended is in each one's `error`; that they failed is not raised.
+        """
+        for transfer in list(self._pending if transfers is None else transfers):
+            transfer.join()
+            if transfer in self._pending:
+                self._let_go(transfer)
+        self.reap()
+
+    def take_traces(self) -> list[TransferTrace]:
+        """Traces of what was reaped since the last call."""
+        traces = list(self._traces)
+        self._traces.clear()
+        return traces
+
+    def close(self) -> None:
+        """Cancel what is under way, and return when all of it is over and reaped; idempotent."""
+        for transfer in self._pending:
+            transfer.cancel()
+        for stream in self._streams.values():
+            stream.close()
+        self.settle()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the book holds anything but the pending transfers."""
+        self._book.check_integrity()
+        if len(self._book) != len(self._pending):
+            raise AssertionError(f"{len(self._book)} in the book, {len(self._pending)} pending")
+
+    def _let_go(self, transfer: Transfer) -> None:
+        then = self._pending.pop(transfer)
+        self._book.leave(transfer)
+        self._traces.append(transfer.trace())
+        if then is not None:
+            then(transfer)
+
+    def _note(self, transfer: Transfer) -> None:
+        """On a stream's thread."""
+        self._ended.append(transfer)
+        if self.on_end is not None:
+            self.on_end()
