@@ -96,7 +96,10 @@ class Devices(Section, kw_only=True):
     ] = msgspec.field(default=Bytes(2 << 20), name="slab")
     host_cache_bytes: Annotated[
         Bytes,
-        Meta(description="Host memory for one copy of all weights and for swapped-out KV cache."),
+        Meta(
+            description="Host memory for one copy of weights and for swapped-out KV cache. Models "
+            "whose weights have no room in it are loaded from disk."
+        ),
     ] = msgspec.field(default=Bytes(4 << 30), name="host_cache")
 
     @property
@@ -166,6 +169,14 @@ class Model(Section, kw_only=True):
     max_batch: Annotated[
         int, Meta(ge=1, description="Most requests that are decoded in one step.")
     ] = 32
+    pin: Annotated[
+        bool,
+        Meta(description="Keep its weights in the host cache, whoever else wants the room."),
+    ] = False
+    verify: Annotated[
+        bool,
+        Meta(description="Check its files against the SHA256SUMS beside them when they are read."),
+    ] = False
 
 
 class Config(Section, kw_only=True):
@@ -223,6 +234,23 @@ def warnings(config: Config) -> list[str]:
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:
         found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")
     return found
+
+
+def uncached(config: Config, entries: Iterable[CatalogEntry]) -> list[str]:
+    """Names of the models whose weights the host cache has no room for while all others' are in
+    it: some model is loaded from disk now and then."""
+    slab = config.devices.slab_bytes
+    entries = list(entries)
+    pinned = {model.name for model in config.models if model.pin}
+    room = config.devices.host_cache_bytes // slab - kv_floor_slabs(config, entries)
+    left_out = []
+    for entry in sorted(entries, key=lambda entry: entry.name not in pinned):
+        slabs = -(-entry.weight_bytes // slab)
+        if slabs <= room:
+            room -= slabs
+        else:
+            left_out.append(entry.name)
+    return left_out
 
 
 class _Report:
@@ -436,7 +464,7 @@ def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Re
     devices, slab = config.devices, config.devices.slab_bytes
     if any(problem.key.startswith("devices.") for problem in report.problems):
         return  # sizes mean nothing yet
-    weights_in_all = longest = 0
+    pinned = 0
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None:
             continue
@@ -453,17 +481,34 @@ def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Re
                 f"set devices.memory to {human((weights + kv) * slab)} or more, a smaller "
                 "devices.slab, or a smaller max_context",
             )
-        weights_in_all += weights
-        longest = max(longest, _host_slabs(blocks, geometry.block_bytes, slab))
-    needed = (weights_in_all + longest) * slab
+        pinned += weights if model.pin else 0
+    longest = kv_floor_slabs(config, [entry for entry in entries if entry is not None])
+    needed = (pinned + longest) * slab
     if needed > devices.host_cache_bytes:
+        held = f"the weights of pinned models ({human(pinned * slab)}) and " if pinned else ""
         report.add(
             ("devices", "host_cache"),
-            f"{human(devices.host_cache_bytes)} do not hold the weights of all models "
-            f"({human(weights_in_all * slab)}) and the KV cache of one request "
+            f"{human(devices.host_cache_bytes)} do not hold {held}the KV cache of one request "
             f"({human(longest * slab)})",
-            f"set it to {human(needed)} or more",
+            f"set it to {human(needed)} or more" + (", or pin fewer models" if pinned else ""),
         )
+
+
+def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:
+    """Slabs of the host tier that hold the KV cache of any one request at full length."""
+    slab = config.devices.slab_bytes
+    contexts = {model.name: model.max_context for model in config.models}
+    return max(
+        (
+            _host_slabs(
+                -(-contexts[entry.name] // BLOCK_TOKENS),
+                _kv_geometry(entry, slab).block_bytes,
+                slab,
+            )
+            for entry in entries
+        ),
+        default=0,
+    )
 
 
 def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:

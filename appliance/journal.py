@@ -20,13 +20,15 @@ from appliance.scheduling.machine import Machine
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
 
 
-class Setup(Word, frozen=True):
+class Setup(Word, frozen=True, kw_only=True):
     """What a machine is made of."""
 
     models: tuple[ModelSpec, ...]
     instances: int
     host_bytes: int
     slab_bytes: int
+    kv_floor_slabs: int = 0
+    """Slabs of the host tier that weights never take."""
     policies: tuple[str, ...]
     parameters: Mapping[str, Mapping[str, object]] = {}
 
@@ -36,7 +38,7 @@ class Setup(Word, frozen=True):
 
     def machine(self, stack: PolicyStack | None = None) -> Machine:
         """A fresh machine, on these policies or its own. Raises what `stack` raises."""
-        host = HostLedger(self.host_bytes, self.slab_bytes)
+        host = HostLedger(self.host_bytes, self.slab_bytes, self.kv_floor_slabs)
         return Machine(self.models, self.instances, host, stack or self.stack())
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import uvicorn
 
 from appliance.api.app import create_app
-from appliance.catalog import read_checkpoint
-from appliance.config import Config, Model, warnings
+from appliance.catalog import CatalogEntry, read_checkpoint
+from appliance.config import Config, Model, kv_floor_slabs, uncached, warnings
 from appliance.daemon import Daemon, Limits, ServedModel
 from appliance.errors import ApplianceError
 from appliance.journal import Journal, Setup
@@ -80,12 +80,20 @@ def make_daemon(config: Config) -> Daemon:
     Raises `PolicyError`, `CheckpointError`, `TokenizerError` or `OSError` for what cannot be had.
     """
     devices = config.devices
-    models = [_served(model) for model in config.models]
+    entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in config.models]
+    models = [_served(model, entry) for model, entry in zip(config.models, entries, strict=True)]
+    if left_out := uncached(config, entries):
+        log.warning(
+            "devices.host_cache has no room for the weights of %s beside those of the others: "
+            "models that are not in it are loaded from disk",
+            ", ".join(left_out),
+        )
     setup = Setup(
         models=tuple(model.spec for model in models),
         instances=devices.instances,
         host_bytes=int(devices.host_cache_bytes // devices.slab_bytes * devices.slab_bytes),
         slab_bytes=int(devices.slab_bytes),
+        kv_floor_slabs=kv_floor_slabs(config, entries),
         policies=config.policy.use,
         parameters=config.policy.parameters,
     )
@@ -141,9 +149,7 @@ def share_cpus(allowed: Sequence[int], instances: int) -> list[str]:
     return [",".join(map(str, share)) for share in shares]
 
 
-def _served(model: Model) -> ServedModel:
-    path = Path(model.path)
-    entry = read_checkpoint(model.name, path, model.dtype)
+def _served(model: Model, entry: CatalogEntry) -> ServedModel:
     return ServedModel(
         spec=ModelSpec(
             name=model.name,
@@ -154,6 +160,7 @@ def _served(model: Model) -> ServedModel:
                 ttft_seconds=float(model.slo.ttft_seconds),
                 tbt_seconds=float(model.slo.tbt_seconds),
             ),
+            pinned=model.pin,
         ),
         worker=WorkerModel(
             name=model.name,
@@ -161,8 +168,9 @@ def _served(model: Model) -> ServedModel:
             dtype=model.dtype,
             max_context=model.max_context,
             max_batch=model.max_batch,
+            verify=model.verify,
         ),
-        tokenizer=Tokenizer.load(path),
+        tokenizer=Tokenizer.load(Path(model.path)),
         created=entry.created,
     )
 

@@ -28,6 +28,7 @@ class WorkerModel(msgspec.Struct, frozen=True):
     dtype: str
     max_context: int
     max_batch: int
+    verify: bool = False
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):

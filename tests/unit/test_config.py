@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from appliance import configdoc
-from appliance.config import Config, Slo, load_config, warnings
+from appliance.catalog import read_checkpoint
+from appliance.config import Config, Slo, load_config, uncached, warnings
 from appliance.errors import ConfigError, Problem
 from appliance.units import Seconds
 
@@ -110,7 +111,7 @@ def test_policy_parameters_reach_the_policy(models: Path) -> None:
         (('"tiny"', '"a b"'), 7, "model[0].name", "match", "got 'a b'"),
         (('path = "tiny"', 'path = "nowhere"'), 8, "model[0].path", "nowhere is not a dir", "give"),
         (('"8MiB"', '"1MiB"'), 6, "model[0]", "tiny needs 1MiB for its weights and", "1.5MiB"),
-        (('"16MiB"', '"1MiB"'), 4, "devices.host_cache", "do not hold the weights", "or more"),
+        (('"16MiB"', '"128KiB"'), 4, "devices.host_cache", "do not hold the KV cache", "or more"),
     ],
 )  # fmt: skip
 def test_each_problem_says_where_what_and_how(
@@ -248,3 +249,27 @@ def test_config_is_frozen(models: Path) -> None:
 
     with pytest.raises(AttributeError):
         config.devices.instances = 3  # type: ignore[misc]
+
+
+def test_pinned_weights_must_fit_the_host_cache(models: Path) -> None:
+    """Weights that are to stay in the host cache need room there, beside the KV of a request."""
+    text = GOOD.replace('"16MiB"', '"1MiB"')
+    load_config(write(models, text))
+
+    problem = only_problem(models, f"{text}pin = true\n")
+
+    assert problem.key == "devices.host_cache"
+    assert "pinned models (1MiB)" in problem.wrong
+    assert "pin fewer" in problem.remedy
+
+
+def test_models_without_room_in_the_host_cache_are_named(models: Path) -> None:
+    """What does not fit beside the others is told; pinned models come first."""
+    second = GOOD[GOOD.index("[[model]]") :].replace('"tiny"', '"twin"', 1)
+    text = GOOD.replace('"16MiB"', '"2MiB"') + second
+    entries = [read_checkpoint(name, models / "tiny", "float32") for name in ("tiny", "twin")]
+
+    assert uncached(load_config(write(models, text)), entries) == ["twin"]
+    assert uncached(load_config(write(models, f"{text}pin = true\n")), entries) == ["tiny"]
+    roomy = text.replace('host_cache = "2MiB"', 'host_cache = "8MiB"')
+    assert uncached(load_config(write(models, roomy)), entries) == []
