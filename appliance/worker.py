@@ -1,13 +1,14 @@
 """The process of one instance: carries the machine's commands out, in order, on engines it holds.
 
-Started by the daemon as ``python -m appliance.worker SOCKET_FD HOST_FD``. Three threads: the main
-one works, one reads frames (a `Preempt` or a `Release` takes effect at the next step boundary,
-ahead of what is queued), one carries out prefetches. The daemon's end of the socket closing ends
+Started by the daemon as ``python -m appliance.worker SOCKET_FD HOST_FD``. The main thread works,
+one reads frames (a `Preempt` or a `Release` takes effect at the next step boundary, ahead of what
+is queued), and one for each kind of transfer copies. The daemon's end of the socket closing ends
 the process, so that no worker outlives its daemon.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -18,14 +19,18 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import singledispatchmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, singledispatchmethod
+from typing import TypeVar
 
 from appliance import wire
 from appliance.engines.protocol import Engine, KvExhausted, Produced
-from appliance.memory.arena import Arena
+from appliance.errors import CheckpointError
+from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
+from appliance.memory.swapper import Swapper
+from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.vocabulary import (
     BuildModel,
     Command,
@@ -44,9 +49,11 @@ from appliance.vocabulary import (
     PrefillDone,
     Release,
     RequestFailed,
+    RequestId,
     RunPrefill,
     RunTurn,
     StoreWeights,
+    TrimKv,
     TurnEnd,
     TurnEnded,
     WeightsStored,
@@ -57,19 +64,28 @@ READ_BYTES = 1 << 16
 
 Build = Callable[[wire.WorkerModel], Engine]
 Send = Callable[[wire.Up], None]
+T = TypeVar("T")
 
 log = logging.getLogger("appliance.worker")
+
+
+class Wake:
+    """In the mailbox: a transfer ended, there is something to reap."""
 
 
 class Mailbox:
     """Frames from the daemon, sorted by when they take effect."""
 
     def __init__(self) -> None:
-        self.commands: queue.SimpleQueue[wire.Down] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[wire.Down | Wake] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._releases: list[Release] = []
         self._ahead: set[str] = set()
         self._preempted = 0
+
+    def wake(self) -> None:
+        """Have the worker look around, if it waits for a command. Called from any thread."""
+        self.commands.put(Wake())
 
     def put(self, message: wire.Down) -> None:
         if isinstance(message, Release):
@@ -104,13 +120,35 @@ class Mailbox:
         return releases
 
 
+@dataclass(slots=True)
+class Load:
+    """Weights on their way."""
+
+    transfer: Transfer
+    prefetched: bool
+
+
+@dataclass(slots=True)
+class Move:
+    """KV on its way: a `MoveKv` that is not reported yet."""
+
+    command: MoveKv
+    transfers: dict[RequestId, Transfer]
+    missing: tuple[RequestId, ...]
+
+
 class Worker:
-    """Carries out commands one after the other. `build` makes an engine, `send` reports."""
+    """Carries out commands one after the other. `build` makes an engine, `send` reports.
+
+    Copies go on beside: a load until a prefill or a turn of its model needs the weights, KV on its
+    way out until somebody needs the slabs. Whatever ended is noticed at the next step or command.
+    """
 
     def __init__(
         self,
         configuration: wire.Configure,
         arena: Arena,
+        swapper: Swapper,
         mailbox: Mailbox,
         build: Build,
         send: Send,
@@ -118,21 +156,42 @@ class Worker:
         self.instance = configuration.instance
         self._models = {model.name: model for model in configuration.models}
         self._arena = arena
+        self._swapper = swapper
         self._mailbox = mailbox
         self._build = build
         self._send = send
         self._engines: dict[ModelName, Engine] = {}
-        self._transfers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self._prefetches: dict[ModelName, Future[None]] = {}
+        self._loads: dict[ModelName, Load] = {}
+        self._moves: list[Move] = []
+        self._unreadable: set[ModelName] = set()
+        """Models whose weights could not be read; the daemon was told."""
 
     def run(self) -> None:
         """Work until told to shut down."""
         while True:
             message = self._mailbox.commands.get()
-            self._forget_released()
+            self._look_around()
             if isinstance(message, wire.Shutdown):
                 return
-            self._carry_out(message)
+            if not isinstance(message, Wake):
+                self._carry_out(message)
+                self._look_around()
+
+    def _look_around(self) -> list[Release]:
+        """Forget what was released, and report the transfers that ended; O(those)."""
+        releases = self._forget_released()
+        if self._swapper.reap():
+            self._report_transfers()
+        return releases
+
+    def _report_transfers(self) -> None:
+        """Tell of everything that was reaped."""
+        over = self._swapper.is_over
+        for model in [model for model, load in self._loads.items() if over(load.transfer)]:
+            self._report_load(model, self._loads.pop(model))
+        for move in [move for move in self._moves if all(map(over, move.transfers.values()))]:
+            self._moves.remove(move)
+            self._report_move(move)
 
     @singledispatchmethod
     def _carry_out(self, message: Command) -> None:
@@ -145,7 +204,6 @@ class Worker:
         engine = self._engines.get(message.model)
         if engine is not None:
             engine.forget(message.request)
-            engine.trim()
         self._report_pool()
 
     @_carry_out.register
@@ -191,114 +249,188 @@ class Worker:
 
     @_carry_out.register
     def _(self, command: StoreWeights) -> None:
-        self._engines[command.model].store_weights(command.host_offsets, fill=command.fill)
-        self._send(WeightsStored(instance=self.instance, model=command.model))
+        try:
+            self._engines[command.model].store_weights(command.host_offsets, fill=command.fill)
+        except CheckpointError as error:
+            self._give_up(command.model, error)
+        else:
+            self._send(WeightsStored(instance=self.instance, model=command.model))
 
     @_carry_out.register
     def _(self, command: LoadModel) -> None:
-        self._await_prefetch(command.model)
         self._load(command.model, prefetched=False)
 
     @_carry_out.register
     def _(self, command: PrefetchModel) -> None:
-        self._prefetches[command.model] = self._transfers.submit(
-            self._load, command.model, prefetched=True
-        )
+        self._load(command.model, prefetched=True)
 
     @_carry_out.register
     def _(self, command: EvictModel) -> None:
-        prefetch = self._prefetches.pop(command.model, None)
-        if prefetch is not None and not prefetch.cancel():
-            prefetch.result()
+        self._loads.pop(command.model, None)
         self._engines[command.model].evict_weights()
 
-    def _await_prefetch(self, model: ModelName) -> None:
-        prefetch = self._prefetches.pop(model, None)
-        if prefetch is not None:
-            prefetch.result()
-
     def _load(self, model: ModelName, *, prefetched: bool) -> None:
-        began = time.monotonic()
-        transfer = self._engines[model].begin_load()
-        fresh = transfer.began is not None and transfer.began >= began
-        transfer.wait()
-        if fresh:
-            self._send(
-                ModelLoaded(
-                    instance=self.instance,
-                    model=model,
-                    moved_bytes=transfer.nbytes,
-                    seconds=time.monotonic() - began,
-                    prefetched=prefetched,
-                )
-            )
+        if model not in self._unreadable:
+            transfer = self._when_there_is_room(self._engines[model].begin_load)
+            self._loads[model] = Load(transfer, prefetched)
 
-    # --- requests --------------------------------------------------------------------------------
+    def _report_load(self, model: ModelName, load: Load) -> None:
+        if load.transfer.error is not None:
+            self._give_up(model, load.transfer.error)
+            return
+        trace = load.transfer.trace()
+        self._send(
+            ModelLoaded(
+                instance=self.instance,
+                model=model,
+                moved_bytes=trace.moved_bytes,
+                queued_seconds=trace.began - trace.queued,
+                seconds=trace.ended - trace.began,
+                prefetched=load.prefetched,
+            )
+        )
+
+    def _give_up(self, model: ModelName, error: BaseException) -> None:
+        """The weights cannot be read. Anything else than that is this worker's failure."""
+        reason = error if isinstance(error, CheckpointError) else error.__cause__
+        if not isinstance(reason, CheckpointError):
+            raise error
+        log.error("the weights of %s cannot be read: %s", model, reason)
+        self._unreadable.add(model)
+        self._loads.pop(model, None)
+        self._engines[model].evict_weights()
+        self._send(ModelFailed(instance=self.instance, model=model, reason=str(reason)))
+
+    def _wait_for_weights(self, model: ModelName) -> bool:
+        """Return when the model can compute; False if it never can."""
+        load = self._loads.pop(model, None)
+        if load is not None:
+            with contextlib.suppress(TransferFailed):
+                load.transfer.wait()
+            self._swapper.settle([load.transfer])
+            self._report_load(model, load)
+        return model not in self._unreadable
+
+    # --- KV --------------------------------------------------------------------------------------
 
     @_carry_out.register
     def _(self, command: MoveKv) -> None:
         engine = self._engines[command.model]
-        began = time.monotonic()
-        moved, missing, moved_bytes = [], [], 0
+        transfers: dict[RequestId, Transfer] = {}
+        missing = []
         for kv_move in command.moves:
-            if not engine.knows(kv_move.request):
-                missing.append(kv_move.request)
-                continue
-            if command.direction is Direction.OUT:
-                moved_bytes += engine.swap_out(kv_move.request, kv_move.host_offsets)
+            request, places = kv_move.request, kv_move.host_offsets
+            if not engine.knows(request):
+                missing.append(request)
+            elif command.direction is Direction.OUT:
+                transfers[request] = engine.swap_out(request, places)
             else:
-                moved_bytes += engine.swap_in(
-                    kv_move.request, kv_move.host_offsets, command.kv_slabs
-                )
-            moved.append(kv_move.request)
+                swap_in = partial(engine.swap_in, request, places, command.kv_slabs)
+                transfers[request] = self._when_there_is_room(swap_in)
+        if command.direction is Direction.OUT:
+            engine.trim(command.kv_slabs)
+        self._moves.append(Move(command, transfers, tuple(missing)))
+        self._swapper.reap()
+        self._report_transfers()
+
+    @_carry_out.register
+    def _(self, command: TrimKv) -> None:
+        self._engines[command.model].trim(command.kv_slabs)
+
+    def _report_move(self, move: Move) -> None:
+        """Swaps that are over; their blocks are free now, and what became cold of them goes, as
+        far as the order wanted it."""
+        command = move.command
+        traces = [transfer.trace() for transfer in move.transfers.values()]
+        began = min((trace.began for trace in traces), default=0.0)
+        outwards = command.direction is Direction.OUT
+        for transfer in move.transfers.values():
+            if transfer.error is not None:
+                raise transfer.error
+        use = self._engines[command.model].trim(command.kv_slabs if outwards else None)
         self._send(
             KvMoved(
                 instance=self.instance,
                 model=command.model,
                 direction=command.direction,
-                moved=tuple(moved),
-                missing=tuple(missing),
-                moved_bytes=moved_bytes,
-                seconds=time.monotonic() - began,
-                kv_slabs=engine.trim().slabs,
+                moved=tuple(move.transfers),
+                missing=move.missing,
+                moved_bytes=sum(trace.moved_bytes for trace in traces),
+                queued_seconds=began - min((trace.queued for trace in traces), default=began),
+                seconds=max((trace.ended for trace in traces), default=began) - began,
+                kv_slabs=use.slabs,
+                cold_slabs=use.cold_slabs,
             )
         )
 
+    def _when_there_is_room(self, action: Callable[[], T]) -> T:
+        """Do what needs slabs. Those it was promised may still be under KV on its way out: that is
+        waited for, the oldest first. Raises what the action raises when that does not help."""
+        while True:
+            try:
+                return action()
+            except (PoolExhausted, KvExhausted):
+                leaving = [m for m in self._moves if m.command.direction is Direction.OUT]
+                if not leaving:
+                    raise
+                self._swapper.settle(leaving[0].transfers.values())
+                self._report_transfers()
+
+    # --- requests --------------------------------------------------------------------------------
+
     @_carry_out.register
     def _(self, command: RunPrefill) -> None:
-        engine = self._engines[command.model]
-        self._await_prefetch(command.model)
+        """The weights may still be on their way: the engine waits for them layer by layer."""
+        engine, request = self._engines[command.model], command.request
         began = time.monotonic()
-        if engine.knows(command.request):
+        computed = True
+        if command.model in self._unreadable:
+            computed = False
+        elif engine.knows(request):
+            prefill = partial(engine.prefill, request, command.kv_slabs)
             try:
-                self._tokens(command.model, engine.prefill(command.request, command.kv_slabs))
+                self._tokens(command.model, self._when_there_is_room(prefill))
             except KvExhausted:
-                self._send(
-                    PrefillDeferred(
-                        instance=self.instance,
-                        model=command.model,
-                        request=command.request,
-                        kv_slabs=engine.trim().slabs,
-                    )
+                computed = False
+            except TransferFailed:
+                computed = False
+                if self._wait_for_weights(command.model):
+                    raise
+        seconds = time.monotonic() - began
+        use = engine.trim()
+        if self._wait_for_weights(command.model) and computed:
+            self._send(
+                PrefillDone(
+                    instance=self.instance,
+                    model=command.model,
+                    request=request,
+                    kv_slabs=use.slabs,
+                    cold_slabs=use.cold_slabs,
+                    seconds=seconds,
                 )
-                return
-        self._send(
-            PrefillDone(
-                instance=self.instance,
-                model=command.model,
-                request=command.request,
-                kv_slabs=engine.trim().slabs,
-                seconds=time.monotonic() - began,
             )
-        )
+        else:
+            self._send(
+                PrefillDeferred(
+                    instance=self.instance,
+                    model=command.model,
+                    request=request,
+                    kv_slabs=use.slabs,
+                    cold_slabs=use.cold_slabs,
+                )
+            )
         self._report_pool()
 
     @_carry_out.register
     def _(self, command: RunTurn) -> None:
         engine = self._engines[command.model]
-        self._await_prefetch(command.model)
-        began = time.monotonic()
-        reason, steps = self._decode(engine, command, began)
+        reason, steps, seconds = TurnEnd.DRAINED, 0, 0.0
+        if self._wait_for_weights(command.model):
+            self._wait_for_kv(command)
+            began = time.monotonic()
+            reason, steps = self._decode(engine, command, began)
+            seconds = time.monotonic() - began
+        use = engine.trim()
         self._send(
             TurnEnded(
                 instance=self.instance,
@@ -306,11 +438,19 @@ class Worker:
                 turn=command.turn,
                 reason=reason,
                 steps=steps,
-                seconds=time.monotonic() - began,
-                kv_slabs=engine.trim().slabs,
+                seconds=seconds,
+                kv_slabs=use.slabs,
+                cold_slabs=use.cold_slabs,
             )
         )
         self._report_pool()
+
+    def _wait_for_kv(self, turn: RunTurn) -> None:
+        """The KV of the batch is in place, and was reported to be, before it is computed with."""
+        for move in [move for move in self._moves if move.command.model == turn.model]:
+            if move.command.direction is Direction.IN:
+                self._swapper.settle(move.transfers.values())
+        self._report_transfers()
 
     def _decode(self, engine: Engine, turn: RunTurn, began: float) -> tuple[TurnEnd, int]:
         """Steps until the turn is over; at least one, so that every turn is progress."""
@@ -318,7 +458,7 @@ class Worker:
         steps = 0
         while batch:
             try:
-                produced = engine.step(batch, turn.kv_slabs)
+                produced = self._when_there_is_room(partial(engine.step, batch, turn.kv_slabs))
             except KvExhausted:
                 if not steps:
                     raise
@@ -326,7 +466,7 @@ class Worker:
             steps += 1
             self._tokens(turn.model, produced)
             ended = {token.request for token in produced if token.finished is not None}
-            ended.update(release.request for release in self._forget_released())
+            ended.update(release.request for release in self._look_around())
             if ended:
                 batch = [request for request in batch if request not in ended]
             if not batch:
@@ -340,13 +480,12 @@ class Worker:
     def _tokens(self, model: ModelName, produced: list[Produced]) -> None:
         self._send(wire.Tokens(self.instance, model, produced))
 
-    def _forget_released(self) -> Iterable[Release]:
+    def _forget_released(self) -> list[Release]:
         releases = self._mailbox.take_releases()
         for release in releases:
             engine = self._engines.get(release.model)
             if engine is not None:
                 engine.forget(release.request)
-                engine.trim()
         return releases
 
     def _report_pool(self) -> None:

@@ -134,11 +134,17 @@ class Engine(Protocol):
         Raises `KvExhausted` before computing anything when the step needs more than `kv_slabs`.
         """
 
-    def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> int:
-        """Copy the request's KV blocks to these places of the host tier and free them; bytes."""
+    def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> Transfer:
+        """Start to copy the request's KV blocks to these places of the host tier.
 
-    def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> int:
-        """Bring KV blocks in from the host tier; bytes. `KvExhausted` leaves nothing changed."""
+        The request has no blocks any more; they are free once the transfer is over and reaped.
+        """
+
+    def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> Transfer:
+        """Start to bring KV blocks in from the host tier; `step` waits for those of its batch.
+
+        `KvExhausted` leaves nothing changed.
+        """
 
     def trim(self, keep_slabs: int | None = None) -> KvUse:
         """Give slabs without any block in use or in the prefix cache back to the pool.

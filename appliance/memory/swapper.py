@@ -94,6 +94,10 @@ class Swapper:
                 self._let_go(transfer)
         return reaped
 
+    def is_over(self, transfer: Transfer) -> bool:
+        """Whether it has ended and was reaped."""
+        return transfer not in self._pending
+
     def settle(self, transfers: Iterable[Transfer] | None = None) -> None:
         """Return when these transfers (all, if None) are over and reaped.
 

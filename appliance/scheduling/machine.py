@@ -435,10 +435,13 @@ class Machine:
     @_on.register
     def _(self, event: PrefillDone) -> bool:
         instance = self.instances[event.instance]
+        job = instance.job
+        assert isinstance(job, PrefillJob)
         self._close_job(instance, event)
         request = self.requests.get(event.request)
         if request is not None:
-            self.costs.observe_prefill(event.model, request.kv_tokens, event.seconds)
+            if job.warm:
+                self.costs.observe_prefill(event.model, request.kv_tokens, event.seconds)
             request.to_kv(KvPlace.DEVICE, instance.id)
             self._place_decode(request, self.floor.candidates(Role.DECODE))
             if request.instance != instance.id:
@@ -559,13 +562,14 @@ class Machine:
         blocks = engine.shape.blocks(request.tokens)
         if not self.residency.fits(instance, model, blocks):
             self._out.append(self.residency.clear_kv(instance, model))
+        job = PrefillJob(model, request.id, warm=engine.stage is Engine.LOADED)
         grant = self.residency.grant(instance, model, blocks, 0, self._now)
         instance.leave(request)
         request.to_stage(Stage.PREFILLING)
         request.kv_instance = instance.id
         engine.residents[request.id] = None
         instance.prefills_since_turn += 1
-        self._begin(instance, PrefillJob(model, request.id), grant.commands)
+        self._begin(instance, job, grant.commands)
         self._out.append(
             RunPrefill(
                 instance=instance.id, model=model, request=request.id, kv_slabs=grant.kv_slabs

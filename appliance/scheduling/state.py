@@ -130,10 +130,12 @@ class BuildJob:
 
 @dataclass(slots=True)
 class PrefillJob:
-    """A prompt is being computed."""
+    """A prompt is being computed. `warm`: its weights were in place, so how long it takes says
+    how long prompts take."""
 
     model: ModelName
     request: RequestId
+    warm: bool
 
 
 @dataclass(slots=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance import wire
 from appliance.engines.protocol import KvExhausted, KvUse, Produced, Sampling, SequenceSpec
-from appliance.memory.arena import Arena
-from appliance.memory.transfers import Transfer, TransferKind
+from appliance.errors import CheckpointError
+from appliance.memory.arena import Arena, PoolExhausted
+from appliance.memory.swapper import Swapper, Then
+from appliance.memory.transfers import Transfer, TransferFailed, TransferKind
 from appliance.vocabulary import (
     BuildModel,
     Direction,
@@ -38,16 +40,20 @@ from appliance.vocabulary import (
     RunTurn,
     Slo,
     StoreWeights,
+    TrimKv,
     TurnEnd,
     TurnEnded,
     WeightsStored,
 )
 from appliance.worker import Mailbox, Worker
 from tests.unit.memory_double import RecordingVmm
+from tests.unit.stream_double import StreamDouble
 
 SHAPE = KvShape(block_tokens=16, block_bytes=300, group_blocks=4, group_slabs=2)
 WEIGHT_BYTES = 4000
 BLOCK_BYTES = 300
+UNREADABLE: set[str] = set()
+"""Models whose files are gone."""
 
 
 @dataclass
@@ -55,6 +61,7 @@ class EngineDouble:
     """An engine that counts: one slab of KV per request on the device, one token per step."""
 
     model: str
+    swapper: Swapper | None = None
     weight_slabs: int = 4
     host_slabs: int = 4
     layout_digest: str = "layout"
@@ -70,7 +77,17 @@ class EngineDouble:
     steps: int = 0
     steps_before_full: int = 1_000_000
 
+    room: int = 1_000_000
+    """Slabs that can be mapped."""
+    cold: int = 0
+
+    def start(self, kind: TransferKind, nbytes: int, then: Then | None = None) -> Transfer:
+        assert self.swapper is not None
+        return self.swapper.start(kind, self.model, [], nbytes=nbytes, then=then)
+
     def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+        if fill and self.model in UNREADABLE:
+            raise CheckpointError("model.safetensors is gone")
         self.stored = (tuple(host_offsets), fill)
 
     @property
@@ -79,13 +96,15 @@ class EngineDouble:
 
     def begin_load(self) -> Transfer:
         if self.load is None:
-            now = time.monotonic()
-            self.load = Transfer(TransferKind.WEIGHTS, self.model, WEIGHT_BYTES, now)
-            self.load.begin(now)
-            self.load.finish(now)
+            if self.room < self.weight_slabs:
+                raise PoolExhausted
+            self.load = self.start(TransferKind.WEIGHTS, WEIGHT_BYTES)
         return self.load
 
     def evict_weights(self) -> None:
+        if self.load is not None:
+            self.load.cancel()
+            self.load.join()
         self.load = None
 
     def add(self, sequence: SequenceSpec) -> None:
@@ -101,7 +120,8 @@ class EngineDouble:
         self.on_device.discard(request)
 
     def prefill(self, request: str, kv_slabs: int) -> list[Produced]:
-        assert self.loaded
+        assert self.load is not None
+        self.load.wait()
         if len(self.on_device) >= kv_slabs:
             raise KvExhausted
         self.on_device.add(request)
@@ -116,17 +136,25 @@ class EngineDouble:
         self.on_step(self.steps)
         return self._produce(requests)
 
-    def swap_out(self, request: str, host_offsets: Sequence[int]) -> int:
-        self.on_device.remove(request)
-        return len(host_offsets) * BLOCK_BYTES
+    def swap_out(self, request: str, host_offsets: Sequence[int]) -> Transfer:
+        def free(transfer: Transfer) -> None:
+            self.on_device.remove(leaving)
 
-    def swap_in(self, request: str, host_offsets: Sequence[int], kv_slabs: int) -> int:
+        leaving = f"leaving {request}"
+        self.on_device.remove(request)
+        self.on_device.add(leaving)
+        return self.start(TransferKind.KV_OUT, len(host_offsets) * BLOCK_BYTES, free)
+
+    def swap_in(self, request: str, host_offsets: Sequence[int], kv_slabs: int) -> Transfer:
+        if len(self.on_device) >= kv_slabs:
+            raise KvExhausted
         self.on_device.add(request)
-        assert len(self.on_device) <= kv_slabs
-        return len(host_offsets) * BLOCK_BYTES
+        return self.start(TransferKind.KV_IN, len(host_offsets) * BLOCK_BYTES)
 
     def trim(self, keep_slabs: int | None = None) -> KvUse:
-        return KvUse(len(self.on_device), 0)
+        if keep_slabs is not None:
+            self.cold = max(0, min(self.cold, keep_slabs - len(self.on_device)))
+        return KvUse(len(self.on_device) + self.cold, self.cold)
 
     def _produce(self, requests: Sequence[str]) -> list[Produced]:
         produced = []
@@ -147,6 +175,10 @@ class Bench:
         self.engines = {name: EngineDouble(name) for name in names or ("a",)}
         self.reports: list[Any] = []
         self.mailbox = Mailbox()
+        self.streams: dict[str, StreamDouble] = {}
+        self.swapper = Swapper(self._stream, on_end=self.mailbox.wake)
+        for engine in self.engines.values():
+            engine.swapper = self.swapper
         models = [wire.WorkerModel(name, f"/{name}", "bfloat16", 256, 8) for name in self.engines]
         configuration = wire.Configure(
             version=wire.PROTOCOL_VERSION,
@@ -160,6 +192,7 @@ class Bench:
         self.worker = Worker(
             configuration,
             Arena(RecordingVmm(20)),
+            self.swapper,
             self.mailbox,
             self._build,
             self.reports.append,
@@ -167,6 +200,9 @@ class Bench:
 
     def _build(self, model: wire.WorkerModel) -> EngineDouble:
         return self.engines[model.name]
+
+    def _stream(self, name: str) -> StreamDouble:
+        return self.streams.setdefault(name.removeprefix("swap-"), StreamDouble())
 
     def carry_out(self, *commands: wire.Down) -> list[Any]:
         """What the worker reports of these commands, but for the state of its pool."""
@@ -183,6 +219,12 @@ class Bench:
             load("a"),
             *(command for name in requests for command in (add(name, output), prefill(name))),
         )
+
+
+@pytest.fixture(autouse=True)
+def readable() -> None:
+    """No model's files are gone when a test begins."""
+    UNREADABLE.clear()
 
 
 def build(model: str) -> BuildModel:
@@ -270,51 +312,148 @@ def test_an_engine_that_cannot_be_built() -> None:
     assert isinstance(reports[1], ModelBuilt)
 
 
-def test_a_load_is_reported_once() -> None:
-    """Weights that are in place already are not reported as loaded again."""
+def test_a_load_is_reported_when_it_is_over() -> None:
+    """Weights land beside whatever else is done; the daemon hears of it once."""
     bench = Bench()
+    bench.streams["weights"].held = True
 
-    reports = bench.carry_out(build("a"), load("a"), load("a"))
+    assert bench.carry_out(build("a"), load("a"))[1:] == []
+    bench.streams["weights"].end_all()
+    loaded = only(bench.carry_out(), ModelLoaded)
 
-    loaded = only(reports, ModelLoaded)
     assert (loaded.moved_bytes, loaded.prefetched) == (WEIGHT_BYTES, False)
-    assert loaded.seconds >= 0
+    assert (loaded.queued_seconds, loaded.seconds) == (0.0, 0.0)
+    assert bench.carry_out() == []
 
 
-def test_a_load_joins_its_prefetch() -> None:
-    """A model that is on its way in is waited for, not loaded twice."""
+def test_a_prompt_waits_for_the_prefetch() -> None:
+    """A model on its way in is waited for, and told to be there before the prompt is done."""
     bench = Bench()
+    bench.streams["weights"].held = True
 
-    reports = bench.carry_out(build("a"), PrefetchModel(instance=3, model="a"), load("a"))
+    reports = bench.carry_out(
+        build("a"), PrefetchModel(instance=3, model="a"), add("r"), prefill("r")
+    )
 
+    assert [type(report) for report in reports[1:]] == [wire.Tokens, ModelLoaded, PrefillDone]
     assert only(reports, ModelLoaded).prefetched
-    assert bench.engines["a"].loaded
 
 
-def test_an_eviction_waits_for_the_prefetch() -> None:
+def test_an_eviction_stops_the_prefetch() -> None:
     """Weights on their way in are gone after an eviction, and can be loaded again."""
     bench = Bench()
+    bench.streams["weights"].held = True
     evict = EvictModel(instance=3, model="a")
 
-    bench.carry_out(build("a"), PrefetchModel(instance=3, model="a"), evict)
+    reports = bench.carry_out(build("a"), PrefetchModel(instance=3, model="a"), evict)
     assert not bench.engines["a"].loaded
+    assert [type(report) for report in reports] == [ModelBuilt]
 
-    reports = bench.carry_out(load("a"))
-    assert not only(reports, ModelLoaded).prefetched
+    bench.streams["weights"].held = False
+    assert not only(bench.carry_out(load("a")), ModelLoaded).prefetched
 
 
-def test_a_prefetch_that_fails_ends_the_worker() -> None:
-    """What goes wrong in the background comes out where its result is needed."""
+def test_a_load_that_cannot_be_mapped_ends_the_worker() -> None:
+    """A system that refuses memory that was promised is no answer for the daemon."""
     bench = Bench()
     bench.carry_out(build("a"))
 
-    def fail() -> int:
+    def fail() -> Transfer:
         raise OSError("cannot map")
 
     bench.engines["a"].begin_load = fail  # type: ignore[method-assign]
 
     with pytest.raises(OSError, match="cannot map"):
-        bench.carry_out(PrefetchModel(instance=3, model="a"), load("a"))
+        bench.carry_out(load("a"))
+
+
+def test_a_copy_that_fails_ends_the_worker() -> None:
+    """A copy within memory has no reason to fail; the books of a worker where it did are void."""
+    bench = Bench()
+    bench.streams["weights"].fail_next = OSError("EFAULT")
+
+    with pytest.raises(TransferFailed, match="EFAULT"):
+        bench.carry_out(build("a"), load("a"))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_files_that_cannot_be_read_cost_one_model(held: bool) -> None:
+    """The daemon is told what is wrong with them; the job that wanted them ends, others go on."""
+    bench = Bench("a", "b")
+    bench.carry_out(build("a"), build("b"))
+    bench.streams["weights"].held = held
+    bench.streams["weights"].fail_next = CheckpointError("model.safetensors was replaced")
+
+    reports = bench.carry_out(load("a"), add("r"), prefill("r"), turn("r"), load("a"), load("b"))
+    bench.streams["weights"].end_all()
+    reports += bench.carry_out()
+
+    told = only(reports, ModelFailed)
+    assert (told.model, told.reason) == ("a", "model.safetensors was replaced")
+    assert only(reports, PrefillDeferred).request == "r"
+    assert only(reports, TurnEnded).steps == 0
+    assert only(reports, ModelLoaded).model == "b"
+    assert not bench.engines["a"].loaded
+
+
+def test_an_image_that_cannot_be_filled_costs_one_model() -> None:
+    """A fill is refused like a load, and a load that was ordered behind it does not begin."""
+    bench = Bench()
+    UNREADABLE.add("a")
+    store = StoreWeights(instance=3, model="a", host_offsets=(0, 10), fill=True)
+
+    reports = bench.carry_out(build("a"), store, load("a"), add("r"), prefill("r"))
+
+    assert [type(report) for report in reports] == [ModelBuilt, ModelFailed, PrefillDeferred]
+    assert not bench.engines["a"].loaded
+
+
+def test_a_load_waits_for_slabs_under_kv_on_its_way_out() -> None:
+    """Slabs that were promised are there once the swap is over; only then is it waited for."""
+    bench = Bench("a", "b")
+    bench.ready("r")
+    bench.streams["kv_out"].held = True
+    bench.engines["b"].room = 0
+
+    def there_is_room(transfer: Transfer) -> None:
+        bench.engines["b"].room = 4
+
+    bench.carry_out(build("b"))
+    bench.mailbox.put(move(Direction.OUT, "r"))
+    bench.mailbox.put(wire.Shutdown())
+    bench.worker.run()
+    assert only_pending(bench).nbytes == 600
+    only_pending(bench).join = chain(only_pending(bench).join, there_is_room)  # type: ignore[method-assign]
+
+    reports = bench.carry_out(load("b"))
+
+    assert [type(report) for report in reports] == [KvMoved, ModelLoaded]
+
+
+def test_no_room_and_nothing_on_its_way_out_is_a_defect() -> None:
+    """The machine counts slabs; a worker that has fewer must not go on."""
+    bench = Bench()
+    bench.carry_out(build("a"))
+    bench.engines["a"].room = 0
+
+    with pytest.raises(PoolExhausted):
+        bench.carry_out(load("a"))
+
+
+def only_pending(bench: Bench) -> Transfer:
+    """The one swap outwards that is under way."""
+    (transfer,) = bench.streams["kv_out"].line
+    return transfer
+
+
+def chain(join: Callable[[], None], then: Then) -> Callable[[], None]:
+    """Join a transfer, then do something."""
+
+    def joined() -> None:
+        join()
+        then(None)  # type: ignore[arg-type]
+
+    return joined
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -531,6 +670,75 @@ def test_kv_of_a_released_request_is_missing(direction: Direction) -> None:
     moved = only(bench.carry_out(move(direction, "r", "s"), release("r")), KvMoved)
 
     assert (moved.moved, moved.missing, moved.moved_bytes) == (("s",), ("r",), 600)
+
+
+def test_kv_on_its_way_out_is_reported_in_the_middle_of_a_turn() -> None:
+    """Who waits for it elsewhere does not wait for the turn."""
+    bench = Bench()
+    bench.ready("r", "s", output=5)
+    bench.streams["kv_out"].held = True
+
+    def end_in_second(step: int) -> None:
+        if step == 2:
+            bench.streams["kv_out"].end_all()
+
+    bench.engines["a"].on_step = end_in_second
+
+    reports = bench.carry_out(move(Direction.OUT, "r"), turn("s"))
+
+    kinds = [type(report) for report in reports]
+    assert kinds == [wire.Tokens, wire.Tokens, KvMoved, wire.Tokens, wire.Tokens, TurnEnded]
+
+
+def test_a_turn_waits_for_its_kv() -> None:
+    """KV on its way in is there, and told to be, before the first step."""
+    bench = Bench()
+    bench.ready("r", output=3)
+    bench.carry_out(move(Direction.OUT, "r"))
+    bench.streams["kv_in"].held = True
+
+    reports = bench.carry_out(move(Direction.IN, "r"), turn("r"))
+
+    assert [type(r) for r in reports] == [KvMoved, wire.Tokens, wire.Tokens, TurnEnded]
+
+
+def test_a_step_waits_for_blocks_on_their_way_out() -> None:
+    """A step that finds its slabs still under KV on its way out waits, rather than end the turn."""
+    bench = Bench()
+    bench.ready("r", "s")
+    bench.streams["kv_out"].held = True
+
+    reports = bench.carry_out(
+        move(Direction.OUT, "s"), add("t"), prefill("t", kv_slabs=2), turn("r", quota=0.0)
+    )
+
+    assert [type(r) for r in reports] == [KvMoved, wire.Tokens, PrefillDone, wire.Tokens, TurnEnded]
+
+
+def test_cold_cache_is_given_up_when_told() -> None:
+    """What an order wants gone goes at once; reports tell what is left."""
+    bench = Bench()
+    bench.ready("r")
+    bench.engines["a"].cold = 3
+
+    ended = only(bench.carry_out(turn("r", quota=0.0)), TurnEnded)
+    assert (ended.kv_slabs, ended.cold_slabs) == (4, 3)
+    bench.carry_out(TrimKv(instance=3, model="a", kv_slabs=2))
+    ended = only(bench.carry_out(turn("r", quota=0.0)), TurnEnded)
+
+    assert (ended.kv_slabs, ended.cold_slabs) == (2, 1)
+
+
+def test_blocks_that_left_do_not_stay_as_cache() -> None:
+    """A swap outwards that is to free slabs frees those of cold cache, too."""
+    bench = Bench()
+    bench.ready("r")
+    bench.engines["a"].cold = 3
+    clear = msgspec.structs.replace(move(Direction.OUT, "r"), kv_slabs=0)
+
+    moved = only(bench.carry_out(clear), KvMoved)
+
+    assert (moved.kv_slabs, moved.cold_slabs) == (0, 0)
 
 
 # --- the mailbox ---------------------------------------------------------------------------------
