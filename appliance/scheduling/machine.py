@@ -435,12 +435,11 @@ class Machine:
     @_on.register
     def _(self, event: PrefillDone) -> bool:
         instance = self.instances[event.instance]
-        job = instance.job
-        assert isinstance(job, PrefillJob)
+        warm = isinstance(instance.job, PrefillJob) and instance.job.warm
         self._close_job(instance, event)
         request = self.requests.get(event.request)
         if request is not None:
-            if job.warm:
+            if warm:
                 self.costs.observe_prefill(event.model, request.kv_tokens, event.seconds)
             request.to_kv(KvPlace.DEVICE, instance.id)
             self._place_decode(request, self.floor.candidates(Role.DECODE))

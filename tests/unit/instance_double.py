@@ -328,14 +328,13 @@ class InstanceDouble:
         self._trim(command.model, command.kv_slabs)
         return [self._moved(command, tuple(leaving.moved), leaving.missing)]
 
-    def _grow(self, model: str, request: str, blocks: int, cap: int) -> list[Event] | None:
-        """Take blocks, after waiting for swaps outwards if need be; None if the cap is too low."""
-        events: list[Event] = []
+    def _grow(self, model: str, request: str, blocks: int, cap: int, events: list[Event]) -> bool:
+        """Take blocks, after waiting for swaps outwards if need be; False if the cap is too low."""
         while not self.engines[model].grow(request, blocks, cap):
             if not self.leaving:
-                return None
+                return False
             events += self.end_leaving()
-        return events
+        return True
 
     def _move_in(self, command: MoveKv) -> list[Event]:
         events: list[Event] = []
@@ -348,9 +347,8 @@ class InstanceDouble:
             for index, offset in enumerate(kv_move.host_offsets):
                 assert self.world.host[offset] == (kv_move.request, index, life.kv_tokens)
             blocks = len(kv_move.host_offsets)
-            grown = self._grow(command.model, kv_move.request, blocks, command.kv_slabs)
-            assert grown is not None, "the slabs for a move inwards were granted"
-            events += grown
+            grown = self._grow(command.model, kv_move.request, blocks, command.kv_slabs, events)
+            assert grown, "the slabs for a move inwards were granted"
             moved.append(kv_move.request)
         self._trim(command.model, command.kv_slabs)
         return [*events, self._moved(command, tuple(moved), tuple(missing))]
@@ -388,9 +386,8 @@ class InstanceDouble:
         if life.outcome is None:
             tokens = life.prompt_tokens + life.produced
             blocks = engine.model.kv.blocks(tokens)
-            grown = self._grow(command.model, command.request, blocks, command.kv_slabs)
-            assert grown is not None, "room for the prompt"
-            events += grown
+            grown = self._grow(command.model, command.request, blocks, command.kv_slabs, events)
+            assert grown, "room for the prompt"
             life.prefills += 1
             events.append(self._produce(command.model, [command.request]))
         self._trim(command.model, engine.slabs())
@@ -422,16 +419,14 @@ class InstanceDouble:
             name: engine.model.kv.blocks(self.world.lives[name].kv_tokens + 1) for name in alive
         }
         events: list[Event] = []
-        before = dict(engine.used)
+        grown_from: dict[str, int] = {}
         for name, blocks in needed.items():
-            grown = self._grow(turn.model, name, blocks, turn.kv_slabs)
-            if grown is None:
+            before = engine.used[name]
+            if not self._grow(turn.model, name, blocks, turn.kv_slabs, events):
                 assert self.steps, "a turn was granted room for at least one step"
-                engine.used = before
+                engine.used |= grown_from
                 return [*events, self._end_turn(turn, TurnEnd.KV_FULL)]
-            if grown:
-                events += grown
-                before = {n: engine.used[n] if n in needed else b for n, b in engine.used.items()}
+            grown_from[name] = before
         self.steps += 1
         return [*events, self._produce(turn.model, alive)]
 
