@@ -10,14 +10,17 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from appliance.memory import mapping
+from appliance.memory.arena import Arena
 from appliance.memory.hosttier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
-from appliance.memory.transferrules import TransferBook
+from appliance.memory.transferrules import Order, TransferBook
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_host import HostVmm
 
@@ -270,6 +273,49 @@ def test_a_failed_copy_fails_its_readers_and_its_place_is_written_again() -> Non
     swapper.close()
     vmm.release(base, 2 * PAGE)
     vmm.close()
+    tier.close()
+
+
+class WithoutRule2(TransferBook):
+    """A defect: who reads does not wait for who writes."""
+
+    def enter(self, *arguments: Any) -> Order:
+        return super().enter(*arguments)._replace(needs=())
+
+
+@pytest.mark.parametrize("book", [TransferBook, WithoutRule2])
+def test_poison_shows_a_read_of_what_has_not_landed(
+    book: type[TransferBook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block swapped out before it was in brings NaNs to the host; by the rules it never is."""
+    monkeypatch.setattr("appliance.memory.swapper.TransferBook", book)
+    arena, tier = Arena(HostVmm(1, PAGE), poison=True), HostTier.create(2 * PAGE)
+    region = arena.reserve("kv", 1)
+    region.map([0])
+    block = region.slot_address(0)
+    host = np.frombuffer(tier.view(0, 2 * PAGE), np.float32)
+    host[:] = 1.5
+    swapper = Swapper(arena.vmm.stream)
+    opened = threading.Event()
+
+    def late() -> Iterator[Copy]:
+        assert opened.wait(30)
+        yield Copy(block, tier.address(0, PAGE), PAGE)
+
+    swapper.start(KV_IN, "a", late(), nbytes=PAGE, reads=[0], writes=["block"])
+    out = [Copy(tier.address(PAGE, PAGE), block, PAGE)]
+    reader = swapper.start(KV_OUT, "a", out, nbytes=PAGE, reads=["block"], writes=[1])
+    if book is WithoutRule2:
+        reader.join()
+    opened.set()
+    swapper.settle()
+
+    seen = host[PAGE // 4 :]
+    assert np.isnan(seen).all() if book is WithoutRule2 else (seen == 1.5).all()
+    swapper.close()
+    region.release()
+    arena.vmm.close()
+    del host, seen
     tier.close()
 
 
