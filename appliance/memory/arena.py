@@ -171,7 +171,7 @@ class Arena:
 class _FreeSlabs:
     """Slab numbers that nobody has, handed out in runs as long as they come.
 
-    A byte per slab, searched in C: a pool of tens of thousands is looked through in microseconds.
+    A byte per slab, searched in C: a pool of tens of thousands costs microseconds a run.
     """
 
     def __init__(self, slabs: int) -> None:
@@ -187,17 +187,19 @@ class _FreeSlabs:
     def take(self, count: int) -> list[int]:
         """`count` of them, which there are: the first run that is long enough, else more."""
         slabs: list[int] = []
-        wanted = count
+        wanted, start = count, 0
         while missing := count - len(slabs):
             wanted = min(wanted, missing)
-            first = self._taken.find(bytes(wanted))
+            first = self._taken.find(bytes(wanted), start)
             if first < 0:
-                wanted //= 2
+                # Nothing this long: from the start again, for half of it.
+                wanted, start = (wanted if start else wanted // 2), 0
                 continue
             end = self._taken.find(1, first)
             size = min((len(self._taken) if end < 0 else end) - first, missing)
-            self._taken[first : first + size] = b"\1" * size
-            slabs.extend(range(first, first + size))
+            start = first + size
+            self._taken[first:start] = b"\1" * size
+            slabs.extend(range(first, start))
         self._count -= count
         return slabs
 
