@@ -191,6 +191,11 @@ class DeviceWeights:
         """The load that is over or under way, if the region is mapped."""
         return self._transfer
 
+    @property
+    def loaded(self) -> bool:
+        """Whether all of the image is in place."""
+        return self._transfer is not None and self._transfer.done and self._transfer.error is None
+
     def evict(self) -> None:
         """Unmap, once a load under way has let go; idempotent."""
         if self._transfer is None or self._thread is None:
