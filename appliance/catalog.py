@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from appliance.errors import CheckpointError
+from appliance.memory.safetensors import read_header, weight_files
 
 BYTES_PER_ELEMENT: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The types a model can be computed in."""
 
-_BITS: Final = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
-    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
-}  # fmt: skip
 _CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """Stored types that are converted to the type computed in; the others stay as they are."""
-
-_MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +58,7 @@ def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     config = _read_config(path / "config.json")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} has no *.safetensors file")
+    files = weight_files(path)
     resolved = _resolve_dtype(config, dtype, path)
     heads = _integer(config, "num_attention_heads", path)
     hidden = _integer(config, "hidden_size", path)
@@ -98,45 +90,12 @@ def tensor_bytes(file: Path, dtype: str) -> int:
 
     Raises `CheckpointError` when the header is damaged or the file is shorter than it says.
     """
-    return sum(_served_bytes(entry, dtype, file) for entry in _read_header(file).values())
-
-
-def _served_bytes(entry: Any, dtype: str, file: Path) -> int:
-    try:
-        stored, elements = str(entry["dtype"]), int(math.prod(entry["shape"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} is corrupt: a tensor has no dtype or shape") from error
-    if stored in _CONVERTED:
-        return elements * BYTES_PER_ELEMENT[dtype]
-    if stored not in _BITS:
-        raise CheckpointError(f"{file} has tensors of the unknown type {stored}")
-    return -(-elements * _BITS[stored] // 8)
-
-
-def _read_header(file: Path) -> dict[str, Any]:
-    """The JSON after an 8-byte little-endian length: name -> dtype, shape, data_offsets."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(f"{file} is truncated: {size} bytes hold no header")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(
-                f"{file} is truncated or corrupt: its header wants {length} bytes"
-            )
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{file} is corrupt: its header cannot be read") from error
-    if 8 + length + end != size:
-        raise CheckpointError(
-            f"{file} is truncated or corrupt: {size} bytes, its header wants {8 + length + end}"
-        )
-    return dict(header)
+    return sum(
+        math.prod(tensor.shape) * BYTES_PER_ELEMENT[dtype]
+        if tensor.dtype in _CONVERTED
+        else tensor.nbytes
+        for tensor in read_header(file).tensors
+    )
 
 
 def _read_config(file: Path) -> dict[str, Any]:

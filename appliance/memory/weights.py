@@ -5,21 +5,30 @@ the host tier the same bytes are cut in slabs, which need not be neighbours:
 
     region   | embed |qkv.0 .. |      |      |      addresses fixed for the engine's life
     image    [ slab 0 ] ... [ slab 2 ] .. [ slab 1 ]  offsets given by the ledger
+
+The image comes from the checkpoint's files, by whoever knows how. Without room for it in the host
+tier the files are read at every load.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import os
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
 
+from appliance.memory import mapping
 from appliance.memory.arena import Arena, Region
 from appliance.memory.hosttier import HostTier
-from appliance.memory.transfers import Transfer, TransferKind
+from appliance.memory.transfers import Transfer, TransferCancelled, TransferKind
 
 ALIGNMENT: Final = 256
+PIECE_BYTES: Final = 4 << 20
+"""What is copied at one go: the grain of progress and of cancellation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,65 +77,163 @@ class WeightLayout:
         return -(-self.nbytes // slab_bytes)
 
 
-class DeviceWeights:
-    """The weights of one engine: a region of the arena, filled from slabs of the host tier.
+class Image:
+    """The bytes of a layout, in slabs at `addresses` of this process, in order."""
 
-    Weights are read-only, so `evict` copies nothing. `load` and `evict` must not overlap.
+    def __init__(self, addresses: Sequence[int], slab_bytes: int) -> None:
+        self._runs: list[tuple[int, int, int]] = []  # offset, address, bytes; neighbours are one
+        for slab, address in enumerate(addresses):
+            if self._runs and sum(self._runs[-1][1:]) == address:
+                offset, first, nbytes = self._runs[-1]
+                self._runs[-1] = (offset, first, nbytes + slab_bytes)
+            else:
+                self._runs.append((slab * slab_bytes, address, slab_bytes))
+        self._offsets = [offset for offset, _, _ in self._runs]
+
+    def parts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Address and size of every piece of so many bytes from `offset` on."""
+        run = bisect.bisect_right(self._offsets, offset) - 1
+        while nbytes:
+            first, address, length = self._runs[run]
+            part = min(nbytes, first + length - offset)
+            yield address + offset - first, part
+            offset, nbytes, run = offset + part, nbytes - part, run + 1
+
+    def views(self, offset: int, nbytes: int) -> list[memoryview]:
+        """The same as memory to write to; not to be kept longer than the slabs are mapped."""
+        return [mapping.view(address, part) for address, part in self.parts(offset, nbytes)]
+
+    def put(self, offset: int, source: int, nbytes: int) -> None:
+        """Copy bytes from a host address to `offset`."""
+        for address, part in self.parts(offset, nbytes):
+            mapping.copy(address, source, part)
+            source += part
+
+
+Write = Callable[[Transfer, Image], None]
+"""Writes a whole image from its first byte to its last, and has the transfer land them in order.
+
+Raises `TransferCancelled` soon after the transfer was cancelled, and whatever goes wrong.
+"""
+
+
+class DeviceWeights:
+    """The weights of one engine: a region of the arena, filled from the host tier or the files.
+
+    Weights are read-only, so `evict` copies nothing. All methods are called from one thread at a
+    time; bytes are copied in another one.
     """
 
-    def __init__(self, owner: str, layout: WeightLayout, arena: Arena, host: HostTier) -> None:
+    def __init__(
+        self,
+        owner: str,
+        layout: WeightLayout,
+        arena: Arena,
+        host: HostTier,
+        write: Write,
+        cpus: Collection[int] | None = None,
+    ) -> None:
+        """`write` brings the image from the checkpoint. Copies run on `cpus`, if given."""
         self.layout = layout
         self.region: Region = arena.reserve(owner, layout.slabs(arena.slab_bytes))
+        self.filling: Transfer | None = None
+        """The last or present writing of the master image, for its progress."""
+        self._write = write
+        self._cpus = cpus
         self._transfer: Transfer | None = None
+        self._thread: threading.Thread | None = None
         self._vmm = arena.vmm
         self._slab_bytes = arena.slab_bytes
         self._host = host
-        self._sources: tuple[int, ...] = ()
+        self._master: Image | None = None
 
-    def attach(self, host_offsets: Sequence[int]) -> None:
-        """Say where the image's slabs lie in the host tier, in order, in bytes.
+    def store(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+        """Have the master image in these slabs of the host tier, given in order, in bytes; if
+        `fill`, write it there first. Without slabs there is none.
 
-        Raises `ValueError` for the wrong number of slabs or a place outside the tier.
+        Raises `ValueError` for the wrong number of slabs or a place outside the tier,
+        `RuntimeError` while the weights are on the device or on their way, and what `write`
+        raises; there is no master image then.
         """
-        if len(host_offsets) != self.region.slots:
+        if self._transfer is not None:
+            raise RuntimeError(f"{self.region.owner} is on the device")
+        if host_offsets and len(host_offsets) != self.region.slots:
             raise ValueError(f"{self.region.slots} slabs in {len(host_offsets)} places")
-        self._sources = tuple(self._host.address(o, self._slab_bytes) for o in host_offsets)
-
-    def fill(self, offset: int, source: int, nbytes: int) -> None:
-        """Write bytes at `source`, a host address, to the image, `offset` from its start."""
-        while nbytes:
-            slab, start = divmod(offset, self._slab_bytes)
-            part = min(nbytes, self._slab_bytes - start)
-            self._vmm.copy(self._sources[slab] + start, source, part)
-            offset, source, nbytes = offset + part, source + part, nbytes - part
+        self._master = None
+        if not host_offsets:
+            return
+        addresses = [self._host.address(offset, self._slab_bytes) for offset in host_offsets]
+        master = Image(addresses, self._slab_bytes)
+        if fill:
+            self.filling = self._new_transfer(f"master:{self.region.owner}")
+            _carry_out(self.filling, master, self._write)
+            if self.filling.error is not None:
+                raise self.filling.error.__cause__ or self.filling.error
+        self._master = master
 
     def begin_load(self) -> Transfer:
-        """Map the region and copy the image in, unless it is in place already.
+        """Map the region and start to bring the image in, unless that was done already.
 
         Raises `PoolExhausted` with nothing mapped.
         """
         if self._transfer is not None:
             return self._transfer
-        if not self._sources:
-            raise RuntimeError(f"{self.region.owner} has no master image yet")
-        owner, nbytes = self.region.owner, self.layout.nbytes
-        transfer = Transfer(TransferKind.WEIGHTS, owner, nbytes, time.monotonic())
         self.region.map(range(self.region.slots))
-        transfer.begin(time.monotonic())
-        for slot, source in enumerate(self._sources):
-            size = min(self._slab_bytes, self.layout.nbytes - slot * self._slab_bytes)
-            self._vmm.copy(self.region.slot_address(slot), source, size)
-            transfer.land(size)
-        transfer.finish(time.monotonic())
+        transfer = self._new_transfer(self.region.owner)
+        write = self._write if self._master is None else self._copy_master
+        self._thread = threading.Thread(target=self._load, args=(transfer, write), daemon=True)
         self._transfer = transfer
+        self._thread.start()
         return transfer
 
     @property
+    def transfer(self) -> Transfer | None:
+        """The load that is over or under way, if the region is mapped."""
+        return self._transfer
+
+    @property
     def loaded(self) -> bool:
-        return self._transfer is not None
+        """Whether all of the image is in place."""
+        return self._transfer is not None and self._transfer.done and self._transfer.error is None
 
     def evict(self) -> None:
-        """Unmap; idempotent."""
-        if self._transfer is not None:
-            self._transfer = None
-            self.region.unmap(range(self.region.slots))
+        """Unmap, once a load under way has let go; idempotent."""
+        if self._transfer is None or self._thread is None:
+            return
+        self._transfer.cancel()
+        self._thread.join()
+        self._transfer = self._thread = None
+        self.region.unmap(range(self.region.slots))
+
+    def _new_transfer(self, owner: str) -> Transfer:
+        return Transfer(TransferKind.WEIGHTS, owner, self.layout.nbytes, time.monotonic())
+
+    def _load(self, transfer: Transfer, write: Write) -> None:
+        if self._cpus is not None:
+            os.sched_setaffinity(0, self._cpus)  # of this thread
+        size = self.region.slots * self._slab_bytes
+        _carry_out(transfer, Image([self.region.address], size), write)
+
+    def _copy_master(self, transfer: Transfer, target: Image) -> None:
+        """A `Write` that takes the bytes from the master image."""
+        assert self._master is not None, "the master image was forgotten during a load"
+        for offset in range(0, transfer.nbytes, PIECE_BYTES):
+            if transfer.cancelled:
+                raise TransferCancelled(f"{transfer.owner} is not wanted any more")
+            size = min(PIECE_BYTES, transfer.nbytes - offset)
+            ((address, _),) = target.parts(offset, size)
+            for source, part in self._master.parts(offset, size):
+                self._vmm.copy(address, source, part)
+                address += part
+            transfer.land(size)
+
+
+def _carry_out(transfer: Transfer, target: Image, write: Write) -> None:
+    """Have the transfer begin and end around `write`."""
+    transfer.begin(time.monotonic())
+    try:
+        write(transfer, target)
+    except BaseException as error:
+        transfer.fail(error, time.monotonic())
+    else:
+        transfer.finish(time.monotonic())

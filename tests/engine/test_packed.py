@@ -16,6 +16,21 @@ from tests.engine.house import SLAB, Baseline, House, make_house, sequence, toke
 # The last one is no multiple of oneDNN's blocks: its packed bytes are more than its own.
 SHAPES = [(768, 256), (64, 512), (100, 36)]
 
+
+def pack(weight: Any) -> tuple[Any, Any]:
+    """A copy of a weight's packed bytes, made piece by piece, and how they lie."""
+    import torch
+
+    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.tensors import bytes_at
+
+    packing = packed.plan(tuple(weight.shape), weight.dtype)
+    pieces: list[Any] = []
+    for rows in weight.split(packing.piece_rows):
+        packed.pack(rows, packing, lambda a, n: pieces.append(bytes_at(a, n).clone()))
+    return torch.cat(pieces), packing
+
+
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="weights are packed on x86-64")
 
 
@@ -35,14 +50,14 @@ def test_products_come_from_our_memory(shape: tuple[int, int], dtype: str) -> No
         pytest.skip(f"this CPU has no instructions for {dtype}")
     torch.manual_seed(1)
     weight, bias = torch.randn(shape).to(typed), torch.randn(shape[0]).to(typed)
-    data, packing = packed.pack(weight)
+    data, packing = pack(weight)
     region = Arena(HostVmm(4, SLAB)).reserve("packed", 4)
 
     linear = packed.PackedLinear(region.address, packing)
     assert torch.ops.mkldnn.data_ptr(linear.view) == region.address
     region.map(range(4))
     memory = bytes_at(region.address, data.nbytes)
-    memory.copy_(data.view(torch.uint8))
+    memory.copy_(data)
 
     stock = vllm._custom_ops.create_onednn_mm(weight.t(), 32)
     for rows in (1, 2, 16, 77):
@@ -64,11 +79,52 @@ def test_packings_tell_layouts_apart() -> None:
 
     from appliance.engines.vllm import packed
 
-    _, first = packed.pack(torch.zeros(64, 32))
-    _, again = packed.pack(torch.ones(64, 32))
-    _, other = packed.pack(torch.zeros(32, 64))
+    first, other = packed.plan((64, 32), torch.float32), packed.plan((32, 64), torch.float32)
+    packed.plan.cache_clear()
+    again = packed.plan((64, 32), torch.float32)
     assert first == again
     assert first.digest == again.digest != other.digest
+
+
+@x86_64
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(4096, 2048), (3000, 1111), (70, 33), (64, 40000)], ids=str)
+def test_pieces_are_the_whole(shape: tuple[int, int], dtype: str) -> None:
+    """Packed some rows at a time, every bit is where oneDNN puts it when it packs all of them."""
+    import torch
+
+    from appliance.engines.vllm import packed
+
+    typed = getattr(torch, dtype)
+    if not packed.supports(typed):
+        pytest.skip(f"this CPU has no instructions for {dtype}")
+    # Any bits at all: infinities and NaN of all kinds among them.
+    bits = torch.empty(shape[0], shape[1] * typed.itemsize, dtype=torch.uint8)
+    weight = bits.random_(generator=torch.Generator().manual_seed(1)).view(typed)
+
+    data, packing = pack(weight)
+
+    with packed._reordered(weight) as (whole, descriptor):
+        assert torch.equal(data, whole)
+        assert packing.descriptor == descriptor
+    assert packing.nbytes == len(data)
+
+
+@x86_64
+def test_an_order_that_is_not_rows_is_packed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should oneDNN once put the blocks of rows in another order, none is packed alone."""
+    import torch
+
+    from appliance.engines.vllm import packed
+
+    packed.plan.cache_clear()
+    monkeypatch.setattr(packed, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(packed, "PIECE_BYTES", 8 * 32 * 4)
+    try:
+        packing = packed.plan((64, 32), torch.float32)
+    finally:
+        packed.plan.cache_clear()
+    assert (packing.piece_rows, packing.piece_bytes) == (64, packing.nbytes)
 
 
 @pytest.fixture
@@ -90,7 +146,7 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from appliance.engines.vllm import packed
     from appliance.engines.vllm.seams import SeamMoved
 
-    data, packing = packed.pack(torch.ones(64, 64))
+    data, packing = pack(torch.ones(64, 64))
     with monkeypatch.context() as patched:
         patched.setattr(packed, "_data_ptr", lambda tensor: 0)
         with pytest.raises(SeamMoved, match="copied"):

@@ -14,6 +14,7 @@ All tokens but the last are computed once a request has produced one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,7 +29,10 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from appliance.engines.protocol import KvExhausted, KvUse, Produced, SequenceSpec, TokenLogprob
 from appliance.engines.vllm import parameters
+from appliance.engines.vllm.gates import Gates
+from appliance.engines.vllm.loading import CheckpointImage, process_cpus
 from appliance.engines.vllm.placement import KvPlacement, placing
+from appliance.engines.vllm.recipe import LOAD_FORMAT, Recording, recording
 from appliance.engines.vllm.sampling import sampling_params, seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
@@ -36,7 +40,8 @@ from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.kvpool import BLOCK_TOKENS
-from appliance.memory.transfers import Transfer
+from appliance.memory.safetensors import read_header, weight_files
+from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.memory.weights import DeviceWeights
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
@@ -63,8 +68,11 @@ class VllmEngine:
         model: ModelName,
         core: EngineCore,
         placement: KvPlacement,
+        recorded: Recording,
         arena: Arena,
         host: HostTier,
+        *,
+        verify: bool,
     ) -> None:
         """Use `build`."""
         self.model = model
@@ -85,9 +93,8 @@ class VllmEngine:
             placement.region.address + geometry.layers * geometry.layer_bytes,
         )
         self._kv_bytes = placement.kv_bytes
-        self._packings = parameters.pack(self._runner.get_model())
-        layout = parameters.plan(self._runner.get_model(), self._packings)
-        self._weights = DeviceWeights(f"weights:{model}", layout, arena, host)
+        self._place_weights(recorded, arena, host, verify=verify)
+        layout = self._weights.layout
         self.weight_slabs = layout.slabs(arena.slab_bytes)
         self.host_slabs = self.weight_slabs
         self.layout_digest = layout.digest
@@ -110,15 +117,21 @@ class VllmEngine:
         max_batch: int,
         arena: Arena,
         host: HostTier,
+        verify: bool = False,
     ) -> VllmEngine:
-        """Load a checkpoint of safetensors into private memory and reserve its addresses.
+        """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
-        of a request in tokens; `max_batch` bounds the requests of a step. Raises `SeamMoved` for
-        another vLLM or torch, `UnsupportedKvCache` for a model whose KV cache has several shapes,
-        and whatever vLLM raises for a checkpoint that it cannot load.
+        of a request in tokens; `max_batch` bounds the requests of a step. With `verify`, the files
+        are compared with ``SHA256SUMS``, if that lies beside them, when they are first read.
+
+        Raises `SeamMoved` for another vLLM or torch, `UnsupportedKvCache` for a model whose KV
+        cache has several shapes, `CheckpointError` (`UnsupportedCheckpoint`) for files that are
+        damaged, or do not become the model's weights by copying, and whatever vLLM raises for a
+        checkpoint that it cannot load.
         """
         check_seams()
+        files = [read_header(file) for file in weight_files(Path(path))]
         parameters.forbid_packing()
         placement = KvPlacement(arena, f"kv:{model}", -(-max_context // BLOCK_TOKENS))
         config = EngineArgs(
@@ -128,7 +141,7 @@ class VllmEngine:
             max_num_seqs=max_batch,
             max_num_batched_tokens=max(BATCHED_TOKENS, max_batch),
             block_size=BLOCK_TOKENS,
-            load_format="safetensors",
+            load_format=LOAD_FORMAT,
             use_tqdm_on_load=False,
             trust_remote_code=False,
             skip_tokenizer_init=True,
@@ -142,9 +155,9 @@ class VllmEngine:
             scheduler_cls=ParkedScheduler,
         ).create_engine_config()
         try:
-            with placing(placement):
+            with placing(placement), recording(files) as recorded:
                 core = EngineCore(config, UniProcExecutor, log_stats=False)
-            return cls(model, core, placement, arena, host)
+            return cls(model, core, placement, recorded, arena, host, verify=verify)
         except BaseException:
             placement.discard()
             raise
@@ -152,18 +165,30 @@ class VllmEngine:
     # --- weights ---------------------------------------------------------------------------------
 
     def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
-        model = self._runner.get_model()
-        self._weights.attach(host_offsets)
-        if fill:
-            parameters.fill(model, self._weights)
-        parameters.rehome(model, self._weights, self._packings)
-        parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
+        self._weights.store(host_offsets, fill=fill)
 
     def begin_load(self) -> Transfer:
         return self._weights.begin_load()
 
     def evict_weights(self) -> None:
         self._weights.evict()
+
+    def _place_weights(
+        self, recorded: Recording, arena: Arena, host: HostTier, *, verify: bool
+    ) -> None:
+        """Give the model's parameters, which hold nothing yet, their addresses for good."""
+        model = self._runner.get_model()
+        ingredients = recorded.ingredients(model)
+        self._packings = parameters.pack(model)
+        layout = parameters.plan(model, self._packings)
+        cpus = process_cpus()
+        image = CheckpointImage(
+            recorded.files, layout, ingredients, self._packings, cpus=cpus, verify=verify
+        )
+        self._weights = DeviceWeights(f"weights:{self.model}", layout, arena, host, image, cpus)
+        parameters.rehome(model, self._weights, self._packings)
+        parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
+        self._gates = Gates(model, self._weights)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -324,10 +349,19 @@ class VllmEngine:
         return batch
 
     def _execute(self, batch: Sequence[Request]) -> list[Produced]:
-        if not self._weights.loaded:
+        transfer = self._weights.transfer
+        if transfer is None:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
-        with self._scheduler.step_only(batch):
-            outputs, _ = self._core.step()
+        computed = [request.num_computed_tokens for request in batch]
+        try:
+            with self._gates.holding(transfer), self._scheduler.step_only(batch):
+                outputs, _ = self._core.step()
+        except TransferFailed:
+            # vLLM counts tokens as computed when it schedules them.
+            for request, tokens in zip(batch, computed, strict=True):
+                request.num_computed_tokens = tokens
+            self._stepping = None
+            raise
         produced = [_produced(o) for o in outputs[0].outputs] if 0 in outputs else []
         for token in produced:
             if token.finished is not None:

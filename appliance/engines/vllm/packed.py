@@ -4,11 +4,16 @@ vLLM packs the weights of its CPU linear layers, too: batches run up to twice as
 packed copies are memory of oneDNN's own, which could never be unmapped. Here the packed bytes are
 plain data, to be kept, copied and mapped like any other weight:
 
-    pack        weight [out, in]  ->  its packed bytes, and the `Packing` that says how they lie
+    plan        shape, type       ->  the `Packing`: how packed bytes lie, and how many there are
+    pack        weight [out, in]  ->  its packed bytes
     view_at     an address        ->  a tensor over packed bytes, which multiplies but owns nothing
 
 The result of a product is bit for bit that of vLLM's own packed layers. The view is made through
 the C interface that torch keeps for models compiled ahead of time.
+
+oneDNN packs rows in blocks, one behind the other, so a weight can be packed some rows at a time,
+while they are in the cache. And what it does to pairs of 16-bit numbers is what it does to 32-bit
+ones, which takes a quarter of the time. Both are tried on every shape before they are relied on.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ import ctypes
 import functools
 import hashlib
 import platform
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +34,11 @@ from appliance.engines.vllm.seams import SeamMoved
 from appliance.engines.vllm.tensors import bytes_at
 
 TORCH: Final = "2.13.0"
+PIECE_BYTES: Final = 2 << 20
+"""About what is packed at a time."""
+BLOCK_ROWS: Final = 64
+"""Rows of a packed block; only tried, as any multiple of the true number would do."""
+
 # Rows of input that oneDNN plans for: a decode batch. What it packs serves any other number.
 PLANNED_ROWS: Final = 16
 
@@ -39,11 +51,19 @@ _DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How packed bytes are to be read: as a weight ``[out, in]``, in oneDNN's serialised words."""
+    """How packed bytes are to be read: as a weight ``[out, in]``, in oneDNN's serialised words.
+
+    A weight is packed `piece_rows` rows at a time; each piece but the last makes `piece_bytes`.
+    `word` is the type as which its bits are moved.
+    """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     descriptor: bytes
+    nbytes: int
+    piece_rows: int
+    piece_bytes: int
+    word: torch.dtype
 
     @property
     def digest(self) -> str:
@@ -86,20 +106,38 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def pack(weight: torch.Tensor) -> tuple[torch.Tensor, Packing]:
-    """The packed bytes of a weight ``[out, in]`` as a flat tensor of its type, and how they lie.
+@functools.cache
+def plan(shape: tuple[int, int], dtype: torch.dtype) -> Packing:
+    """How a weight of this shape and type is packed, whatever numbers it has.
 
-    There may be more of them than the weight has: oneDNN fills up blocks. Raises `SeamMoved`.
+    Packs one that is mostly zeros to find out, once per process. Raises `SeamMoved`.
     """
-    _library()
-    out_features, in_features = weight.shape
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PLANNED_ROWS)
-    if not packed.is_mkldnn:
-        raise SeamMoved(f"torch packed a {weight.dtype} weight as {packed.layout}")
-    descriptor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
-    address, nbytes = _data_ptr(packed), int(torch.ops.mkldnn._nbytes(packed))
-    data = bytes_at(address, nbytes).clone().view(weight.dtype)
-    return data, Packing((out_features, in_features), weight.dtype, descriptor)
+    rows, columns = shape
+    row_bytes = columns * dtype.itemsize
+    piece_rows = max(BLOCK_ROWS, PIECE_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
+    word = torch.float32 if row_bytes % 4 == 0 else dtype
+    weight = torch.zeros(shape, dtype=dtype)
+    bits = weight.view(torch.uint8)
+    pieces = -(-rows // piece_rows)
+    dice = torch.Generator().manual_seed(0)
+    for first in {0, (pieces - 1) * piece_rows}:
+        bits[first : first + piece_rows].random_(generator=dice)
+    with _reordered(weight) as (whole, descriptor):
+        nbytes = whole.nbytes
+        piece_bytes = -(-nbytes * piece_rows // (-(-rows // BLOCK_ROWS) * BLOCK_ROWS))
+        packing = Packing(
+            shape, dtype, descriptor, nbytes, piece_rows, min(piece_bytes, nbytes), word
+        )
+        if _packs_in_pieces(packing, weight, whole):
+            return packing
+    return replace(packing, piece_rows=rows, piece_bytes=nbytes, word=dtype)
+
+
+def pack(weight: torch.Tensor, packing: Packing, place: Callable[[int, int], None]) -> None:
+    """Pack a weight, or whole pieces of one, and call `place` with the address of the packed
+    bytes, which are gone when it returns, and their number. Raises `SeamMoved`."""
+    with _reordered(weight.view(packing.word)) as (data, _):
+        place(data.data_ptr(), data.nbytes)
 
 
 def view_at(address: int, packing: Packing) -> torch.Tensor:
@@ -133,6 +171,43 @@ def view_at(address: int, packing: Packing) -> torch.Tensor:
     return view
 
 
+def compute_alone() -> None:
+    """From now on torch's operations in this thread run in it alone, with no threads of their own.
+
+    For threads that share the CPUs among themselves. `torch.set_num_threads` is for the process.
+    """
+    torch.get_num_threads()  # the first question of a thread sets the number to the default
+    ctypes.CDLL(str(_torch_library())).omp_set_num_threads(1)
+
+
+@contextmanager
+def _reordered(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, bytes]]:
+    """The packed bytes of a weight, as long as the context lasts, and their descriptor."""
+    _library()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PLANNED_ROWS)
+    if not packed.is_mkldnn:
+        raise SeamMoved(f"torch packed a {weight.dtype} weight as {packed.layout}")
+    descriptor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
+    yield bytes_at(_data_ptr(packed), int(torch.ops.mkldnn._nbytes(packed))), descriptor
+
+
+def _packs_in_pieces(packing: Packing, weight: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether the first and the last piece come out alike alone and in `whole`, and between them
+    is nothing of theirs. All rows between are zero."""
+    rows, size = packing.shape[0], packing.piece_bytes
+    last = (rows - 1) // packing.piece_rows
+    alike = []
+
+    def compare(first: int, address: int, nbytes: int) -> None:
+        found = whole[first : first + nbytes]
+        alike.append(torch.equal(found, bytes_at(address, nbytes)))
+
+    for piece in {0, last}:
+        some = weight[piece * packing.piece_rows :][: packing.piece_rows]
+        pack(some, packing, functools.partial(compare, piece * size))
+    return all(alike) and not whole[size : last * size].any()
+
+
 def _data_ptr(packed: torch.Tensor) -> int:
     return int(torch.ops.mkldnn.data_ptr(packed))
 
@@ -145,12 +220,16 @@ def _capsule(pointer: int) -> Any:
     return new(pointer, None, None)
 
 
+def _torch_library() -> Path:
+    return Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Torch's C interface. Raises `SeamMoved` unless all that is used here is there."""
     if torch.__version__.partition("+")[0] != TORCH:
         raise SeamMoved(f"torch is {torch.__version__}, weights are packed for {TORCH}")
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    library = ctypes.CDLL(str(_torch_library()))
     pointer, code, number = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     try:
         create = library.aoti_torch_create_tensor_from_blob_v2

@@ -1,14 +1,14 @@
-"""A built model's parameters: packed, laid out, moved into the arena, and the proof of it.
+"""A built model's parameters: laid out, moved into the arena, and the proof of it.
 
 From `pack` on, the `weight` of a packed layer is a flat parameter of its packed bytes. It is
 stored, moved and checked like any other; the layer's `cpu_linear` is a view of the same place. No
-layer can take it for rows by mistake: it has one dimension.
+layer can take it for rows by mistake: it has one dimension. None of the parameters holds anything
+before `rehome`: their private memory was never touched.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,10 @@ import vllm._custom_ops
 import vllm.model_executor.layers.utils as vllm_layers
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from appliance.engines.vllm import packed
 from appliance.engines.vllm.packed import PackedLinear, Packing
@@ -34,7 +37,7 @@ class PrivateWeights(RuntimeError):
 def forbid_packing() -> None:
     """Keep vLLM's CPU linear layers from packing copies of their weights. Process-wide.
 
-    `pack` does it instead. `check_moved` proves, per model, that nothing was copied.
+    Loading packs them instead. `check_moved` proves, per model, that nothing was copied.
     """
     assert hasattr(vllm._custom_ops, "_supports_onednn"), "vLLM's oneDNN switch has moved"
     assert hasattr(vllm_layers, "check_cpu_sgl_kernel"), "vLLM's SGL switch has moved"
@@ -43,7 +46,7 @@ def forbid_packing() -> None:
 
 
 def pack(model: torch.nn.Module) -> Packings:
-    """Pack the weights of all layers that vLLM would pack, one by one, in private memory.
+    """Make room for packed weights in all layers that vLLM would pack.
 
     A head tied to the embedding becomes a parameter of its own, as the embedding goes on reading
     plain rows: vLLM has both, too, and without it the head's share of a step takes half as long
@@ -53,14 +56,16 @@ def pack(model: torch.nn.Module) -> Packings:
     head_dtypes = {m.head_dtype for m in model.modules() if isinstance(m, LogitsProcessor)}
     for name, module in model.named_modules():
         if _is_linear(module, head_dtypes) and packed.supports(module.weight.dtype):
-            data, packing = packed.pack(module.weight)
-            module.weight = torch.nn.Parameter(data, requires_grad=False)
+            dtype = module.weight.dtype
+            packing = packed.plan(tuple(module.weight.shape), dtype)
+            flat = torch.empty(packing.nbytes // dtype.itemsize, dtype=dtype)
+            module.weight = torch.nn.Parameter(flat, requires_grad=False)
             packings[f"{name}.weight"] = packing
     return packings
 
 
 def plan(model: torch.nn.Module, packings: Packings) -> WeightLayout:
-    """Every distinct parameter storage, in the order of `named_parameters`; tied weights once."""
+    """Every distinct parameter storage, in the order in which a forward pass needs them."""
     return WeightLayout.plan(
         StoredTensor(
             name=name,
@@ -70,26 +75,19 @@ def plan(model: torch.nn.Module, packings: Packings) -> WeightLayout:
             nbytes=parameter.untyped_storage().nbytes(),
             packing=packings[name].digest if name in packings else "",
         )
-        for name, parameter in _distinct(model)
+        for name, parameter in _stored(model)
     )
 
 
-def fill(model: torch.nn.Module, weights: DeviceWeights) -> None:
-    """Write the master image from the model's private parameters."""
-    for (_, parameter), offset in zip(_distinct(model), weights.layout.offsets, strict=True):
-        storage = parameter.untyped_storage()
-        weights.fill(offset, storage.data_ptr(), storage.nbytes())
-
-
 def rehome(model: torch.nn.Module, weights: DeviceWeights, packings: Packings) -> None:
-    """Point every parameter at its place in the region, and let go of the private copies.
+    """Point every parameter at its place in the region, and let go of the private ones.
 
     Packed layers get their view of that place. Nothing is read: the region may be unmapped.
     """
     region = bytes_at(weights.region.address, weights.layout.nbytes)
     places = {
         parameter.untyped_storage().data_ptr(): offset
-        for (_, parameter), offset in zip(_distinct(model), weights.layout.offsets, strict=True)
+        for (_, parameter), offset in zip(_stored(model), weights.layout.offsets, strict=True)
     }
     # All of them are looked up before one is moved: aliases share the storage they are found by.
     moves = [
@@ -104,8 +102,6 @@ def rehome(model: torch.nn.Module, weights: DeviceWeights, packings: Packings) -
     for name, packing in packings.items():
         layer: Any = model.get_submodule(name.rpartition(".")[0])
         layer.cpu_linear = PackedLinear(layer.weight.data_ptr(), packing)
-    # The C library keeps freed heap for itself; this much of it belongs to the others here.
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_moved(
@@ -149,14 +145,34 @@ def _is_linear(module: torch.nn.Module, head_dtypes: set[torch.dtype | None]) ->
     return isinstance(module.quant_method, UnquantizedLinearMethod)
 
 
-def _distinct(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The first parameter of every storage that holds anything."""
-    seen: set[int] = set()
+def _stored(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The first parameter of every storage that holds anything: embeddings, layers, norm, head."""
+    found: dict[int, tuple[str, torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        address = parameter.untyped_storage().data_ptr()
-        if parameter.numel() and address not in seen:
-            seen.add(address)
-            yield name, parameter
+        if parameter.numel():
+            found.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+    return sorted(found.values(), key=lambda item: _turn(model, item[0]))
+
+
+def _turn(model: torch.nn.Module, name: str) -> int:
+    """When the parameter is needed in a forward pass; layers go in the order of their list."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, ParallelLMHead):
+        return 3
+    if layer_of(model, name) is not None:
+        return 1
+    return 0 if isinstance(owner, VocabParallelEmbedding | torch.nn.Embedding) else 2
+
+
+def layer_of(model: torch.nn.Module, name: str) -> str | None:
+    """The name of the decoder layer (an item of a list of modules) that a name lies in, if any."""
+    module, path = model, name.split(".")
+    for depth, part in enumerate(path[:-1]):
+        child = getattr(module, part)
+        if isinstance(module, torch.nn.ModuleList):
+            return ".".join(path[: depth + 1])
+        module = child
+    return None
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -1,0 +1,91 @@
+"""Gates: a forward pass that starts before its weights are there, and waits layer by layer.
+
+The bytes of an image land in the order of the layers. For a step during a load, and only for that
+one, every decoder layer, embedding and norm has a hook that waits, before it computes, for as many
+bytes as end behind its own parameters. The logits wait for all of them.
+
+A layer as a whole has one gate: what is inside may read a weight without calling its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from appliance.engines.vllm.parameters import layer_of
+from appliance.engines.vllm.seams import SeamMoved
+from appliance.memory.transfers import Transfer
+from appliance.memory.weights import DeviceWeights
+
+
+class Gate(NamedTuple):
+    """What waits, and for how many bytes of the image."""
+
+    name: str
+    module: torch.nn.Module
+    end: int
+
+
+class Gates:
+    """The gates of one model, whose parameters lie in the region of `weights`."""
+
+    def __init__(self, model: torch.nn.Module, weights: DeviceWeights) -> None:
+        ends: dict[str, int] = {}
+        logits = [(n, m) for n, m in model.named_modules() if isinstance(m, LogitsProcessor)]
+        # Without a module to hold back, nothing can be: all must be there before the pass begins.
+        self._ahead = 0 if logits else weights.layout.nbytes
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            owner = name.rpartition(".")[0]
+            module = model.get_submodule(owner)
+            if not parameter.numel() or isinstance(module, ParallelLMHead):
+                continue
+            end = parameter.data_ptr() - weights.region.address
+            end += parameter.numel() * parameter.element_size()
+            gate = layer_of(model, name) or owner
+            if gate == owner and any(True for _ in module.children()):
+                # Nobody calls the model around the layers in a way that a hook would see.
+                self._ahead = max(self._ahead, end)
+            else:
+                ends[gate] = max(ends.get(gate, 0), end)
+        self._gates = [Gate(name, model.get_submodule(name), end) for name, end in ends.items()]
+        self._gates += [Gate(name, module, weights.layout.nbytes) for name, module in logits]
+
+    @contextmanager
+    def holding(self, transfer: Transfer) -> Iterator[None]:
+        """Within, a forward pass waits for its weights; nothing is in its way once all landed.
+
+        Raises `TransferFailed` if they do not land, in the pass or before, and `SeamMoved` if a
+        module did not come through its gate, and so may have computed with anything.
+        """
+        if transfer.done:
+            transfer.wait()
+            yield
+            return
+        transfer.wait(self._ahead)
+        passed: set[str] = set()
+        with ExitStack() as stack:
+            for gate in self._gates:
+                stack.enter_context(_closed(gate, transfer, passed))
+            yield
+        if missed := {gate.name for gate in self._gates} - passed:
+            raise SeamMoved(f"not called as modules, so not held back: {sorted(missed)}")
+
+
+@contextmanager
+def _closed(gate: Gate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
+    """Within, the module waits for its bytes before it computes."""
+
+    def wait(module: torch.nn.Module, args: object) -> None:
+        transfer.wait(gate.end)
+        passed.add(gate.name)
+
+    handle = gate.module.register_forward_pre_hook(wait)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,279 @@
+"""Loading: from a checkpoint's files to an image of the weights, as a recipe says.
+
+The image is cut in pieces, which several threads make in the order in which they lie in it:
+
+    as stored             read to its place
+    another type, strided read to a buffer, converted, copied to its place
+    packed                either of the two to a buffer, packed, copied to its place
+
+A piece lands when all before it have, so whoever waits for the first layers waits for nothing else.
+Files are read, not mapped: one that becomes shorter is an error then, and not the end of the
+process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from appliance.engines.vllm import packed
+from appliance.engines.vllm.packed import Packing
+from appliance.engines.vllm.recipe import Ingredients, Origin, Write
+from appliance.memory import mapping
+from appliance.memory.safetensors import WeightFile, verify_sums
+from appliance.memory.transfers import Transfer, TransferCancelled
+from appliance.memory.weights import Image, WeightLayout
+
+PIECE_BYTES: Final = 4 << 20
+THREADS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` bytes of the image, at `offset`: `elements` of `dtype`, or what they are packed to.
+
+    `writes` start at the piece's own first element.
+    """
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    elements: int
+    writes: tuple[Write, ...]
+    packing: Packing | None
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether it can be read straight to its place."""
+        return self.packing is None and all(_is_read(write, self.dtype) for write in self.writes)
+
+
+class CheckpointImage:
+    """Writes the image of one engine from its checkpoint: an `appliance.memory.weights.Write`."""
+
+    def __init__(
+        self,
+        files: Sequence[WeightFile],
+        layout: WeightLayout,
+        ingredients: Mapping[str, Ingredients],
+        packings: Mapping[str, Packing],
+        *,
+        cpus: Collection[int],
+        verify: bool,
+    ) -> None:
+        """`verify`: the first time, compare the files with the checksums beside them, if any."""
+        self._files = tuple(files)
+        self._cpus = cpus
+        self._unverified: list[Path] = [files[0].path.parent] if verify else []
+        self._pieces = [
+            piece
+            for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+            for piece in _pieces(ingredients[tensor.name], packings.get(tensor.name), offset)
+        ]
+
+    def __call__(self, transfer: Transfer, image: Image) -> None:
+        """Write the image; the transfer lands piece by piece, in order.
+
+        Raises `CheckpointError` for files that cannot be read, or are not what they were, and
+        `TransferCancelled`. No thread touches the image any more then.
+        """
+        while self._unverified:
+            verify_sums(self._unverified[-1])
+            self._unverified.pop()
+        with ExitStack() as stack:
+            descriptors = [stack.enter_context(file.open()) for file in self._files]
+            work = _Work(self._pieces, transfer)
+            threads = [
+                threading.Thread(target=self._make, args=(work, descriptors, image), daemon=True)
+                for _ in range(min(THREADS, len(self._cpus), len(self._pieces)))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if work.error is not None:
+                raise work.error
+
+    def _make(self, work: _Work, descriptors: Sequence[int], image: Image) -> None:
+        """What one thread does: pieces, until there are none left."""
+        os.sched_setaffinity(0, self._cpus)  # of this thread
+        packed.compute_alone()
+        bench = _Bench(self._files, descriptors, image)
+        try:
+            while (piece := work.take()) is not None:
+                if work.ahead is not None:
+                    bench.announce(work.ahead)
+                bench.make(piece)
+                work.done(piece)
+        except BaseException as error:
+            work.fail(error)
+
+
+class _Work:
+    """The pieces of one image, handed out in order; they land in order, too."""
+
+    def __init__(self, pieces: Sequence[Piece], transfer: Transfer) -> None:
+        self.error: BaseException | None = None
+        self.ahead: Piece | None = None
+        """A piece that is not needed yet, for the system to read ahead."""
+        self._pieces = iter(pieces)
+        self._ahead = itertools.islice(pieces, 2 * THREADS, None)
+        self._order = iter(pieces)
+        self._next = next(self._order, None)
+        self._made: set[int] = set()
+        self._transfer = transfer
+        self._lock = threading.Lock()
+
+    def take(self) -> Piece | None:
+        """The next piece, unless something failed. Raises `TransferCancelled`."""
+        if self._transfer.cancelled:
+            raise TransferCancelled(f"{self._transfer.owner} is not wanted any more")
+        with self._lock:
+            self.ahead = next(self._ahead, None)
+            return None if self.error is not None else next(self._pieces, None)
+
+    def done(self, piece: Piece) -> None:
+        with self._lock:
+            self._made.add(piece.offset)
+            landed = self._transfer.landed
+            while self._next is not None and self._next.offset in self._made:
+                self._made.remove(self._next.offset)
+                landed = self._next.offset + self._next.nbytes
+                self._next = next(self._order, None)
+            if landed > self._transfer.landed:
+                self._transfer.land(landed - self._transfer.landed)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the other threads stop; the first error is the one that counts."""
+        with self._lock:
+            self.error = self.error or error
+
+
+class _Bench:
+    """What one thread works with: descriptors of the files, the image, and its buffers."""
+
+    def __init__(
+        self, files: Sequence[WeightFile], descriptors: Sequence[int], image: Image
+    ) -> None:
+        self._files = files
+        self._descriptors = descriptors
+        self._image = image
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def announce(self, piece: Piece) -> None:
+        """Have the system read ahead."""
+        for write in piece.writes:
+            if isinstance(write.origin, Origin):
+                size = write.span * write.origin.dtype.itemsize
+                fd = self._descriptors[write.origin.file]
+                os.posix_fadvise(fd, write.origin.offset, size, os.POSIX_FADV_WILLNEED)
+
+    def make(self, piece: Piece) -> None:
+        if piece.as_stored:
+            for write in piece.writes:
+                start = piece.offset + write.start * piece.dtype.itemsize
+                self._read(write, self._image.views(start, write.elements * piece.dtype.itemsize))
+            return
+        plain = self._buffer("plain", piece.elements * piece.dtype.itemsize).view(piece.dtype)
+        for write in piece.writes:
+            self._assemble(write, plain)
+        if piece.packing is None:
+            self._image.put(piece.offset, plain.data_ptr(), piece.nbytes)
+            return
+        end = piece.offset
+
+        def place(address: int, nbytes: int) -> None:
+            nonlocal end
+            self._image.put(end, address, nbytes)
+            end += nbytes
+
+        matrix, each = plain.view(-1, piece.packing.shape[1]), piece.packing.piece_rows
+        for first in range(0, len(matrix), each):
+            packed.pack(matrix[first : first + each], piece.packing, place)
+        assert end == piece.offset + piece.nbytes, f"{end} is not the end of {piece}"
+
+    def _assemble(self, write: Write, plain: torch.Tensor) -> None:
+        """Do one write of a piece in a buffer."""
+        if _is_read(write, plain.dtype):
+            address = plain.data_ptr() + write.start * plain.element_size()
+            self._read(write, [mapping.view(address, write.elements * plain.element_size())])
+            return
+        sizes = [axis.size for axis in write.axes]
+        target = plain.as_strided(sizes, [axis.target for axis in write.axes], write.start)
+        if not isinstance(write.origin, Origin):
+            target.fill_(write.origin)
+            return
+        raw = self._buffer("raw", write.span * write.origin.dtype.itemsize)
+        self._read(write, [mapping.view(raw.data_ptr(), raw.nbytes)])
+        source = raw.view(write.origin.dtype)
+        target.copy_(source.as_strided(sizes, [axis.source for axis in write.axes], 0))
+
+    def _read(self, write: Write, views: list[memoryview]) -> None:
+        assert isinstance(write.origin, Origin), "a fill reads nothing"
+        file = write.origin.file
+        self._files[file].read_into(self._descriptors[file], views, write.origin.offset)
+
+    def _buffer(self, use: str, nbytes: int) -> torch.Tensor:
+        """So many bytes to work in, the same for every piece."""
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[use] = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes]
+
+
+def process_cpus() -> frozenset[int]:
+    """The CPUs that any thread of this process may run on.
+
+    vLLM ties the thread that builds an engine to one of them, and threads inherit that.
+    """
+    cpus: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            cpus |= os.sched_getaffinity(int(thread.name))
+        except ProcessLookupError:
+            pass  # it ended
+    return frozenset(cpus)
+
+
+def _is_read(write: Write, dtype: torch.dtype) -> bool:
+    """Whether a write takes neighbouring bytes as they are."""
+    return write.plain and isinstance(write.origin, Origin) and write.origin.dtype == dtype
+
+
+def _pieces(made_of: Ingredients, packing: Packing | None, offset: int) -> Iterator[Piece]:
+    """Cut a tensor whose image begins at `offset` by rows, if its writes can be cut there."""
+    row = math.prod(made_of.shape[1:])
+    rows, row_bytes = made_of.elements // row, row * made_of.dtype.itemsize
+    if packing is None:
+        nbytes, each = rows * row_bytes, max(1, PIECE_BYTES // row_bytes)
+        step = each * row_bytes
+    else:
+        nbytes, each, step = packing.nbytes, packing.piece_rows, packing.piece_bytes
+    inner_bounds = range(each * row, made_of.elements, each * row)
+    if any(
+        (bound - write.start) % write.unit
+        for bound in inner_bounds
+        for write in made_of.writes
+        if write.start < bound < write.start + write.elements
+    ):
+        each, step = rows, nbytes
+    for number, first in enumerate(range(0, made_of.elements, each * row)):
+        elements = min(each * row, made_of.elements - first)
+        cuts = (write.cut(first, first + elements) for write in made_of.writes)
+        yield Piece(
+            offset=offset + number * step,
+            nbytes=min(step, nbytes - number * step),
+            dtype=made_of.dtype,
+            elements=elements,
+            writes=tuple(replace(cut, start=cut.start - first) for cut in cuts if cut is not None),
+            packing=packing,
+        )
