@@ -26,6 +26,8 @@ from appliance import wire
 from appliance.engines.protocol import Engine, KvExhausted, Produced
 from appliance.memory.arena import Arena
 from appliance.memory.hosttier import HostTier
+from appliance.orders import Build, Seat
+from appliance.ranks import lead, replicated
 from appliance.vocabulary import (
     BuildModel,
     Command,
@@ -55,7 +57,6 @@ from appliance.vocabulary import (
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
 
-Build = Callable[[wire.WorkerModel], Engine]
 Send = Callable[[wire.Up], None]
 
 log = logging.getLogger("appliance.worker")
@@ -398,7 +399,10 @@ def main(arguments: list[str]) -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     host = HostTier.attach(int(arguments[1]), configuration.host_bytes)
-    build, arena = _engines(configuration, host)
+    seat, followers = lead(configuration, host.fd)
+    build, arena = engines(configuration, host, seat)
+    if followers is not None:
+        build = replicated(build, followers)
     sending = threading.Lock()
 
     def send(message: wire.Up) -> None:
@@ -419,13 +423,20 @@ def main(arguments: list[str]) -> None:
     os._exit(0)
 
 
-def _engines(configuration: wire.Configure, host: HostTier) -> tuple[Build, Arena]:
-    """The executor of this machine. vLLM is imported here and nowhere before."""
+def engines(configuration: wire.Configure, host: HostTier, seat: Seat) -> tuple[Build, Arena]:
+    """The executor of this machine, for one rank. vLLM is imported here and nowhere before.
+
+    Of several ranks, each waits here for the others.
+    """
     from appliance.engines.vllm.environment import prepare_environment
     from appliance.memory.vmm_host import HostVmm
 
-    prepare_environment(configuration.cpus)
+    prepare_environment(seat.cpus)
     from appliance.engines.vllm.engine import VllmEngine
+    from appliance.engines.vllm.executor import join_group
+
+    if seat.ranks > 1:
+        join_group(seat.rank, seat.ranks, seat.store, crowded=seat.crowded)
 
     arena = Arena(HostVmm(configuration.slabs, configuration.slab_bytes))
 
@@ -438,6 +449,7 @@ def _engines(configuration: wire.Configure, host: HostTier) -> tuple[Build, Aren
             max_batch=model.max_batch,
             arena=arena,
             host=host,
+            ranks=seat.ranks,
         )
 
     return build, arena

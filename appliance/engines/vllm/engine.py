@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from appliance.engines.protocol import KvExhausted, KvUse, Produced, SequenceSpec, TokenLogprob
 from appliance.engines.vllm import parameters
+from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.placement import KvPlacement, placing
 from appliance.engines.vllm.sampling import sampling_params, seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
@@ -110,11 +111,13 @@ class VllmEngine:
         max_batch: int,
         arena: Arena,
         host: HostTier,
+        ranks: int = 1,
     ) -> VllmEngine:
         """Load a checkpoint of safetensors into private memory and reserve its addresses.
 
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
-        of a request in tokens; `max_batch` bounds the requests of a step. Raises `SeamMoved` for
+        of a request in tokens; `max_batch` bounds the requests of a step. One of several `ranks`
+        (see `executor.join_group`) loads its shard. Raises `SeamMoved` for
         another vLLM or torch, `UnsupportedKvCache` for a model whose KV cache has several shapes,
         and whatever vLLM raises for a checkpoint that it cannot load.
         """
@@ -138,12 +141,15 @@ class VllmEngine:
             async_scheduling=False,
             # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
             kv_cache_memory_bytes=1,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
             worker_cls="appliance.engines.vllm.worker.ArenaWorker",
             scheduler_cls=ParkedScheduler,
         ).create_engine_config()
         try:
             with placing(placement):
-                core = EngineCore(config, UniProcExecutor, log_stats=False)
+                executor = UniProcExecutor if ranks == 1 else RankExecutor
+                core = EngineCore(config, executor, log_stats=False)
             return cls(model, core, placement, arena, host)
         except BaseException:
             placement.discard()
