@@ -7,6 +7,7 @@ the daemon read a file with the same `load_config`.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import tomllib
@@ -83,10 +84,17 @@ class Devices(Section, kw_only=True):
     instances: Annotated[
         int, Meta(ge=1, description="Worker processes; each serves every model.", examples=[2])
     ] = 1
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Ranks of each instance: a process each, with its shard of every model.",
+        ),
+    ] = 1
     memory_bytes: Annotated[
         Bytes,
         Meta(
-            description="Physical pool of each instance for weights and KV cache. Enforced.",
+            description="Physical pool of each rank for weights and KV cache. Enforced.",
             examples=["192MiB"],
         ),
     ] = msgspec.field(name="memory")
@@ -104,7 +112,7 @@ class Devices(Section, kw_only=True):
 
     @property
     def slabs(self) -> int:
-        """Whole slabs in the pool of one instance."""
+        """Whole slabs in the pool of one rank."""
         return self.memory_bytes // self.slab_bytes
 
 
@@ -244,8 +252,9 @@ def uncached(config: Config, entries: Iterable[CatalogEntry]) -> list[str]:
     pinned = {model.name for model in config.models if model.pin}
     room = config.devices.host_cache_bytes // slab - kv_floor_slabs(config, entries)
     left_out = []
+    ranks = config.devices.tensor_parallel
     for entry in sorted(entries, key=lambda entry: entry.name not in pinned):
-        slabs = -(-entry.weight_bytes // slab)
+        slabs = -(-_share(entry, ranks).weight_bytes // slab) * ranks
         if slabs <= room:
             room -= slabs
         else:
@@ -373,6 +382,7 @@ def _check(config: Config, report: _Report, check_files: bool) -> None:
         report.add(("journal", "path"), f"{directory} is not a directory", "create it")
     if check_files:
         entries = _read_checkpoints(config.models, report)
+        _check_heads(config, entries, report)
         _check_sizes(config, entries, report)
 
 
@@ -459,29 +469,49 @@ def _read_checkpoints(models: tuple[Model, ...], report: _Report) -> list[Catalo
     return entries
 
 
+def _check_heads(config: Config, entries: list[CatalogEntry | None], report: _Report) -> None:
+    """Every rank has as many attention heads as the others, and at least one for keys and values:
+    these are divided, or, if there are fewer than ranks, each is on equally many ranks."""
+    ranks = config.devices.tensor_parallel
+    for index, entry in enumerate(entries):
+        if entry is None or not (
+            entry.heads % ranks or max(entry.kv_heads, ranks) % min(entry.kv_heads, ranks)
+        ):
+            continue
+        report.add(
+            ("model", index),
+            f"{entry.name} has {entry.heads} attention heads and {entry.kv_heads} for keys and "
+            f"values, which {ranks} ranks cannot divide among them",
+            "set devices.tensor_parallel to a divisor of both",
+        )
+
+
 def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Report) -> None:
     """In whole slabs, as memory is given out. What this refuses can never work."""
     devices, slab = config.devices, config.devices.slab_bytes
+    ranks = devices.tensor_parallel
     if any(problem.key.startswith("devices.") for problem in report.problems):
         return  # sizes mean nothing yet
     pinned = 0
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None:
             continue
-        weights = -(-entry.weight_bytes // slab)
-        geometry = _kv_geometry(entry, slab)
+        share = _share(entry, ranks)
+        weights = -(-share.weight_bytes // slab)
+        geometry = _kv_geometry(share, slab)
         blocks = -(-model.max_context // BLOCK_TOKENS)
         kv = -(-blocks // geometry.group_blocks) * geometry.group_slabs
         if weights + kv > devices.slabs:
             report.add(
                 ("model", index),
                 f"{model.name} needs {human(weights * slab)} for its weights and "
-                f"{human(kv * slab)} for the KV cache of one request, in slabs of {human(slab)}: "
+                f"{human(kv * slab)} for the KV cache of one request{_on_each(ranks)}, in slabs of "
+                f"{human(slab)}: "
                 f"more than devices.memory ({human(devices.memory_bytes)})",
                 f"set devices.memory to {human((weights + kv) * slab)} or more, a smaller "
                 "devices.slab, or a smaller max_context",
             )
-        pinned += weights if model.pin else 0
+        pinned += weights * ranks if model.pin else 0
     longest = kv_floor_slabs(config, [entry for entry in entries if entry is not None])
     needed = (pinned + longest) * slab
     if needed > devices.host_cache_bytes:
@@ -496,19 +526,32 @@ def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Re
 
 def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:
     """Slabs of the host tier that hold the KV cache of any one request at full length."""
-    slab = config.devices.slab_bytes
+    slab, ranks = config.devices.slab_bytes, config.devices.tensor_parallel
     contexts = {model.name: model.max_context for model in config.models}
     return max(
         (
             _host_slabs(
                 -(-contexts[entry.name] // BLOCK_TOKENS),
-                _kv_geometry(entry, slab).block_bytes,
+                _kv_geometry(_share(entry, ranks), slab).block_bytes * ranks,
                 slab,
             )
             for entry in entries
         ),
         default=0,
     )
+
+
+def _share(entry: CatalogEntry, ranks: int) -> CatalogEntry:
+    """What one of the ranks has of a model: at least so much, as small tensors are not divided."""
+    return dataclasses.replace(
+        entry,
+        kv_heads=-(-entry.kv_heads // ranks),
+        weight_bytes=-(-entry.weight_bytes // ranks),
+    )
+
+
+def _on_each(ranks: int) -> str:
+    return f", on each of {ranks} ranks" if ranks > 1 else ""
 
 
 def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:

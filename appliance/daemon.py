@@ -108,8 +108,10 @@ class Daemon:
         limits: Limits,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ranks: int = 1,
     ) -> None:
-        """`pool_slabs` is the pool of each instance, `cpus[i]` the processors of instance i.
+        """`pool_slabs` is the pool of each rank of an instance, which has `ranks` of them;
+        `cpus[i]` are the processors of instance i.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
@@ -152,6 +154,7 @@ class Daemon:
                     slab_bytes=setup.slab_bytes,
                     host_bytes=setup.host_bytes,
                     models=[model.worker for model in models],
+                    ranks=ranks,
                 ),
                 self.host.fd,
                 self._on_message,

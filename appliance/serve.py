@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import uvicorn
@@ -17,6 +16,7 @@ import uvicorn
 from appliance.api.app import create_app
 from appliance.catalog import CatalogEntry, read_checkpoint
 from appliance.config import Config, Model, kv_floor_slabs, uncached, warnings
+from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon import Daemon, Limits, ServedModel
 from appliance.errors import ApplianceError
 from appliance.journal import Journal, Setup
@@ -47,7 +47,7 @@ async def _serve(config: Config) -> int:
         raise ApplianceError('vLLM is not installed: install the extra "cpu" of this package')
     daemon = make_daemon(config)
     allowed = sorted(os.sched_getaffinity(0))
-    if len(allowed) > config.devices.instances:
+    if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
         os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
     server = make_server(daemon, config)
     failures: list[BaseException] = []
@@ -101,9 +101,10 @@ def make_daemon(config: Config) -> Daemon:
         setup,
         models,
         devices.slabs,
-        share_cpus(sorted(os.sched_getaffinity(0)), devices.instances),
+        share_cpus(sorted(os.sched_getaffinity(0)), devices.instances, devices.tensor_parallel),
         Limits(config.api.max_queue, float(config.api.progress_deadline_seconds)),
         Journal(Path(config.journal.path), setup) if config.journal.path else None,
+        ranks=devices.tensor_parallel,
     )
 
 
@@ -137,16 +138,14 @@ def make_server(daemon: Daemon, config: Config) -> Server:
     )
 
 
-def share_cpus(allowed: Sequence[int], instances: int) -> list[str]:
+def share_cpus(allowed: Sequence[int], instances: int, ranks: int = 1) -> list[str]:
     """The processors of each instance, in vLLM's notation.
 
-    They are dealt out evenly; one is left to the daemon if there are more than instances. With
-    fewer processors than instances they are shared.
+    They are dealt out evenly; one is left to the daemon if there are more than worker processes,
+    of which an instance has `ranks`. With fewer processors than instances they are shared.
     """
-    usable = allowed[:-1] if len(allowed) > instances else allowed
-    bounds = [number * len(usable) // instances for number in range(instances + 1)]
-    shares = [usable[start:end] or [usable[start]] for start, end in pairwise(bounds)]
-    return [",".join(map(str, share)) for share in shares]
+    usable = allowed[:-1] if len(allowed) > instances * ranks else allowed
+    return [show_cpus(share) for share in deal_cpus(usable, instances)]
 
 
 def _served(model: Model, entry: CatalogEntry) -> ServedModel:

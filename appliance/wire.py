@@ -33,7 +33,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
     """The first frame down: what the worker is. `host_bytes` sizes the inherited host tier;
-    `cpus` are the processors of a CPU instance, as in ``0-3,8``."""
+    `cpus` are the processors of a CPU instance, as in ``0-3,8``. An instance of several `ranks`
+    has `slabs` on each of them, and divides its processors among them."""
 
     version: int
     instance: int
@@ -42,6 +43,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     slab_bytes: int
     host_bytes: int
     models: list[WorkerModel]
+    ranks: int = 1
 
 
 class AddSequence(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +114,7 @@ Up: TypeAlias = (
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-def encode(message: Down | Up) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """A whole frame."""
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body

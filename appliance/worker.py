@@ -31,6 +31,8 @@ from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
+from appliance.orders import Build, Seat
+from appliance.ranks import lead, replicated
 from appliance.vocabulary import (
     BuildModel,
     Command,
@@ -61,8 +63,8 @@ from appliance.vocabulary import (
 
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
+SWITCH_SECONDS = 0.0005
 
-Build = Callable[[wire.WorkerModel], Engine]
 Send = Callable[[wire.Up], None]
 T = TypeVar("T")
 
@@ -537,36 +539,53 @@ def main(arguments: list[str]) -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     host = HostTier.attach(int(arguments[1]), configuration.host_bytes)
-    build, arena = _engines(configuration, host)
+    mailbox = Mailbox()
+    seat, followers = lead(configuration, host.fd)
+    build, arena, swapper = engines(configuration, host, seat)
+    swapper.on_end = mailbox.wake
+    if followers is not None:
+        build = replicated(build, followers, swapper)
     sending = threading.Lock()
 
     def send(message: wire.Up) -> None:
         with sending:
             connection.sendall(wire.encode(message))
 
-    mailbox = Mailbox()
     reader = threading.Thread(target=_read, args=(connection, decoder, mailbox), daemon=True)
     send(wire.Hello(configuration.instance, os.getpid(), configuration.slabs))
     reader.start()
     # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
     # The same goes for a worker that failed: its books are void, the daemon starts another.
     try:
-        Worker(configuration, arena, mailbox, build, send).run()
+        Worker(configuration, arena, swapper, mailbox, build, send).run()
     except Exception:
         log.exception("worker failed")
         os._exit(1)
     os._exit(0)
 
 
-def _engines(configuration: wire.Configure, host: HostTier) -> tuple[Build, Arena]:
-    """The executor of this machine. vLLM is imported here and nowhere before."""
+def engines(
+    configuration: wire.Configure, host: HostTier, seat: Seat
+) -> tuple[Build, Arena, Swapper]:
+    """The executor of this machine, for one rank. vLLM is imported here and nowhere before.
+
+    Of several ranks, each waits here for the others.
+    """
     from appliance.engines.vllm.environment import prepare_environment
     from appliance.memory.vmm_host import HostVmm
 
-    prepare_environment(configuration.cpus)
-    from appliance.engines.vllm.engine import VllmEngine
-
+    # Before the process is bound to its processors: copies may use all that it was given.
     arena = Arena(HostVmm(configuration.slabs, configuration.slab_bytes))
+    swapper = Swapper(arena.vmm.stream)
+    # A thread that copies needs the interpreter for a moment after every piece, and would wait for
+    # the longest time that the main thread may keep it: ten times that of copying a piece.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    prepare_environment(seat.cpus)
+    from appliance.engines.vllm.engine import VllmEngine
+    from appliance.engines.vllm.executor import join_group
+
+    if seat.ranks > 1:
+        join_group(seat.rank, seat.ranks, seat.store, crowded=seat.crowded)
 
     def build(model: wire.WorkerModel) -> Engine:
         return VllmEngine.build(
@@ -577,9 +596,12 @@ def _engines(configuration: wire.Configure, host: HostTier) -> tuple[Build, Aren
             max_batch=model.max_batch,
             arena=arena,
             host=host,
+            swapper=swapper,
+            verify=model.verify,
+            ranks=seat.ranks,
         )
 
-    return build, arena
+    return build, arena, swapper
 
 
 if __name__ == "__main__":

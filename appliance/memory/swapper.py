@@ -81,6 +81,13 @@ class Swapper:
             raise
         return transfer
 
+    def follow(self, transfer: Transfer) -> None:
+        """Count a transfer in that somebody else carries out, and that has not begun: it is reaped,
+        settled and traced like those of `start`."""
+        transfer.on_end = self._note
+        self._book.enter(transfer, (), ())
+        self._pending[transfer] = None
+
     def reap(self) -> list[Transfer]:
         """Let go of the transfers that have ended since the last call: their `then`s run here.
 

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
 
 from appliance.memory import mapping
 from appliance.memory.arena import Arena, Region
 from appliance.memory.hosttier import HostTier
-from appliance.memory.transfers import Transfer, TransferCancelled, TransferKind
+from appliance.memory.streams import Copy
+from appliance.memory.swapper import Swapper
+from appliance.memory.transfers import Transfer, TransferKind
 
 ALIGNMENT: Final = 256
-PIECE_BYTES: Final = 4 << 20
-"""What is copied at one go: the grain of progress and of cancellation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +119,8 @@ Raises `TransferCancelled` soon after the transfer was cancelled, and whatever g
 class DeviceWeights:
     """The weights of one engine: a region of the arena, filled from the host tier or the files.
 
-    Weights are read-only, so `evict` copies nothing. All methods are called from one thread at a
-    time; bytes are copied in another one.
+    Weights are read-only, so `evict` copies nothing. All methods are called from one thread; bytes
+    are copied in others.
     """
 
     def __init__(
@@ -130,19 +129,17 @@ class DeviceWeights:
         layout: WeightLayout,
         arena: Arena,
         host: HostTier,
+        swapper: Swapper,
         write: Write,
-        cpus: Collection[int] | None = None,
     ) -> None:
-        """`write` brings the image from the checkpoint. Copies run on `cpus`, if given."""
+        """`write` brings the image from the checkpoint."""
         self.layout = layout
         self.region: Region = arena.reserve(owner, layout.slabs(arena.slab_bytes))
         self.filling: Transfer | None = None
         """The last or present writing of the master image, for its progress."""
         self._write = write
-        self._cpus = cpus
+        self._swapper = swapper
         self._transfer: Transfer | None = None
-        self._thread: threading.Thread | None = None
-        self._vmm = arena.vmm
         self._slab_bytes = arena.slab_bytes
         self._host = host
         self._master: Image | None = None
@@ -179,12 +176,18 @@ class DeviceWeights:
         if self._transfer is not None:
             return self._transfer
         self.region.map(range(self.region.slots))
-        transfer = self._new_transfer(self.region.owner)
-        write = self._write if self._master is None else self._copy_master
-        self._thread = threading.Thread(target=self._load, args=(transfer, write), daemon=True)
-        self._transfer = transfer
-        self._thread.start()
-        return transfer
+        if self._master is None:
+            self._transfer = self._new_transfer(self.region.owner)
+            self._swapper.follow(self._transfer)
+            threading.Thread(target=self._read_files, args=(self._transfer,), daemon=True).start()
+        else:
+            self._transfer = self._swapper.start(
+                TransferKind.WEIGHTS,
+                self.region.owner,
+                self._copies(self._master),
+                nbytes=self.layout.nbytes,
+            )
+        return self._transfer
 
     @property
     def transfer(self) -> Transfer | None:
@@ -198,34 +201,26 @@ class DeviceWeights:
 
     def evict(self) -> None:
         """Unmap, once a load under way has let go; idempotent."""
-        if self._transfer is None or self._thread is None:
+        if self._transfer is None:
             return
         self._transfer.cancel()
-        self._thread.join()
-        self._transfer = self._thread = None
+        self._transfer.join()
+        self._transfer = None
         self.region.unmap(range(self.region.slots))
 
     def _new_transfer(self, owner: str) -> Transfer:
         return Transfer(TransferKind.WEIGHTS, owner, self.layout.nbytes, time.monotonic())
 
-    def _load(self, transfer: Transfer, write: Write) -> None:
-        if self._cpus is not None:
-            os.sched_setaffinity(0, self._cpus)  # of this thread
+    def _read_files(self, transfer: Transfer) -> None:
         size = self.region.slots * self._slab_bytes
-        _carry_out(transfer, Image([self.region.address], size), write)
+        _carry_out(transfer, Image([self.region.address], size), self._write)
 
-    def _copy_master(self, transfer: Transfer, target: Image) -> None:
-        """A `Write` that takes the bytes from the master image."""
-        assert self._master is not None, "the master image was forgotten during a load"
-        for offset in range(0, transfer.nbytes, PIECE_BYTES):
-            if transfer.cancelled:
-                raise TransferCancelled(f"{transfer.owner} is not wanted any more")
-            size = min(PIECE_BYTES, transfer.nbytes - offset)
-            ((address, _),) = target.parts(offset, size)
-            for source, part in self._master.parts(offset, size):
-                self._vmm.copy(address, source, part)
-                address += part
-            transfer.land(size)
+    def _copies(self, master: Image) -> Iterator[Copy]:
+        """From the master image to the region, first byte to last."""
+        address = self.region.address
+        for source, nbytes in master.parts(0, self.layout.nbytes):
+            yield Copy(address, source, nbytes)
+            address += nbytes
 
 
 def _carry_out(transfer: Transfer, target: Image, write: Write) -> None:

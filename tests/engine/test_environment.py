@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from appliance.engines.vllm import prepare_environment
-from appliance.engines.vllm.environment import _cpus
 
 
 def test_the_package_loads_neither_torch_nor_vllm() -> None:
@@ -31,11 +30,3 @@ def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", object())
     with pytest.raises(RuntimeError, match="torch is imported already"):
         prepare_environment("auto")
-
-
-def test_lists_of_cpus() -> None:
-    """Ranges and single CPUs, as in taskset."""
-    assert _cpus("0-3,8") == {0, 1, 2, 3, 8}
-    for text in ("", "3-1", "a"):
-        with pytest.raises(ValueError, match=r"names no CPU|invalid literal"):
-            _cpus(text)

@@ -13,11 +13,10 @@ All tokens but the last are computed once a request has produced one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -29,6 +28,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from appliance.engines.protocol import KvExhausted, KvUse, Produced, SequenceSpec, TokenLogprob
 from appliance.engines.vllm import parameters
+from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.loading import CheckpointImage, process_cpus
 from appliance.engines.vllm.placement import KvPlacement, placing
@@ -36,12 +36,13 @@ from appliance.engines.vllm.recipe import LOAD_FORMAT, Recording, recording
 from appliance.engines.vllm.sampling import sampling_params, seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
-from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.kvpool import BLOCK_TOKENS
 from appliance.memory.safetensors import read_header, weight_files
-from appliance.memory.transfers import Transfer, TransferFailed
+from appliance.memory.streams import Copy
+from appliance.memory.swapper import Swapper
+from appliance.memory.transfers import Transfer, TransferFailed, TransferKind
 from appliance.memory.weights import DeviceWeights
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
@@ -71,6 +72,7 @@ class VllmEngine:
         recorded: Recording,
         arena: Arena,
         host: HostTier,
+        swapper: Swapper,
         *,
         verify: bool,
     ) -> None:
@@ -80,6 +82,7 @@ class VllmEngine:
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: CPUModelRunner = core.model_executor.driver_worker.worker.model_runner
         self._host = host
+        self._swapper = swapper
         self._pool = placement.pool
         geometry = placement.geometry
         self.kv = KvShape(
@@ -92,7 +95,9 @@ class VllmEngine:
             placement.region.address,
             placement.region.address + geometry.layers * geometry.layer_bytes,
         )
-        self._kv_bytes = placement.kv_bytes
+        self._geometry = geometry
+        self._arriving: dict[RequestId, Transfer] = {}
+        """Swaps inwards that may not be over."""
         self._place_weights(recorded, arena, host, verify=verify)
         layout = self._weights.layout
         self.weight_slabs = layout.slabs(arena.slab_bytes)
@@ -117,13 +122,16 @@ class VllmEngine:
         max_batch: int,
         arena: Arena,
         host: HostTier,
+        swapper: Swapper,
         verify: bool = False,
+        ranks: int = 1,
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
         of a request in tokens; `max_batch` bounds the requests of a step. With `verify`, the files
-        are compared with ``SHA256SUMS``, if that lies beside them, when they are first read.
+        are compared with ``SHA256SUMS``, if that lies beside them, when they are first read. One
+        of several `ranks` (see `executor.join_group`) has its shard of the model.
 
         Raises `SeamMoved` for another vLLM or torch, `UnsupportedKvCache` for a model whose KV
         cache has several shapes, `CheckpointError` (`UnsupportedCheckpoint`) for files that are
@@ -151,13 +159,16 @@ class VllmEngine:
             async_scheduling=False,
             # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
             kv_cache_memory_bytes=1,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
             worker_cls="appliance.engines.vllm.worker.ArenaWorker",
             scheduler_cls=ParkedScheduler,
         ).create_engine_config()
         try:
             with placing(placement), recording(files) as recorded:
-                core = EngineCore(config, UniProcExecutor, log_stats=False)
-            return cls(model, core, placement, recorded, arena, host, verify=verify)
+                executor = UniProcExecutor if ranks == 1 else RankExecutor
+                core = EngineCore(config, executor, log_stats=False)
+            return cls(model, core, placement, recorded, arena, host, swapper, verify=verify)
         except BaseException:
             placement.discard()
             raise
@@ -181,11 +192,17 @@ class VllmEngine:
         ingredients = recorded.ingredients(model)
         self._packings = parameters.pack(model)
         layout = parameters.plan(model, self._packings)
-        cpus = process_cpus()
         image = CheckpointImage(
-            recorded.files, layout, ingredients, self._packings, cpus=cpus, verify=verify
+            recorded.files,
+            layout,
+            ingredients,
+            self._packings,
+            cpus=process_cpus(),
+            verify=verify,
         )
-        self._weights = DeviceWeights(f"weights:{self.model}", layout, arena, host, image, cpus)
+        self._weights = DeviceWeights(
+            f"weights:{self.model}", layout, arena, host, self._swapper, image
+        )
         parameters.rehome(model, self._weights, self._packings)
         parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
         self._gates = Gates(model, self._weights)
@@ -224,6 +241,9 @@ class VllmEngine:
 
     def forget(self, request: RequestId) -> None:
         self._stepping = None
+        arriving = self._arriving.pop(request, None)
+        if arriving is not None:
+            arriving.join()  # its blocks are free from here on, so nothing may write there
         self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
         self._forget_state(request)
 
@@ -248,6 +268,7 @@ class VllmEngine:
         # Nothing moved since the last step if it was of the same list: the usual case by far.
         if requests is not self._stepping:
             self._batch = self._check(requests)
+            self._await_kv(requests)
             self._stepping = requests
         batch = self._batch
         if not batch:
@@ -259,32 +280,66 @@ class VllmEngine:
 
     # --- KV --------------------------------------------------------------------------------------
 
-    def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> int:
+    def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> Transfer:
         """Each place takes one block of ``kv.block_bytes``; places beyond the last are not used."""
         known = self._resident(request)
-        blocks = self._blocks(known)
-        for block, place in zip(blocks, self._places(host_offsets, len(blocks)), strict=True):
-            place.copy_(self._kv_bytes[:, block])
-        self._scheduler.kv_cache_manager.free(known)
+        self._await_kv([request])
+        places = self._places(host_offsets, self._scheduler.blocks_held(request))
+        leaving = self._scheduler.take_blocks(request)
+        blocks = [block.block_id for block in leaving]
         self._place(known, [])
-        return len(blocks) * self.kv.block_bytes
+        return self._swapper.start(
+            TransferKind.KV_OUT,
+            self._kv_owner,
+            [
+                Copy(
+                    place,
+                    self._block_address(block),
+                    self._geometry.layer_block_bytes,
+                    rows=self._geometry.layers,
+                    destination_pitch=self._geometry.layer_block_bytes,
+                    source_pitch=self._geometry.layer_bytes,
+                )
+                for block, place in zip(blocks, places, strict=True)
+            ],
+            nbytes=len(blocks) * self._geometry.block_bytes,
+            reads=[(self.model, block) for block in blocks],
+            writes=places,
+            then=lambda transfer: self._scheduler.give_blocks(leaving),
+        )
 
-    def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> int:
+    def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> Transfer:
         """The places are those of `swap_out`, of this engine or of another one of the model."""
         known = self._known(request)
         computed = known.num_tokens - 1
-        if self._blocks(known) or not known.num_output_tokens:
+        if self._scheduler.blocks_held(request) or not known.num_output_tokens:
             raise ValueError(f"request {request} has no KV elsewhere")
         places = self._places(host_offsets, self.kv.blocks(computed))
         self._ensure(len(places), kv_slabs)
         manager = self._scheduler.kv_cache_manager
         manager.coordinator.allocate_new_blocks(request, computed, computed)
         blocks = self._blocks(known)
-        for block, place in zip(blocks, places, strict=True):
-            self._kv_bytes[:, block].copy_(place)
         known.num_computed_tokens = computed
         self._place(known, blocks)
-        return len(blocks) * self.kv.block_bytes
+        self._arriving[request] = transfer = self._swapper.start(
+            TransferKind.KV_IN,
+            self._kv_owner,
+            [
+                Copy(
+                    self._block_address(block),
+                    place,
+                    self._geometry.layer_block_bytes,
+                    rows=self._geometry.layers,
+                    destination_pitch=self._geometry.layer_bytes,
+                    source_pitch=self._geometry.layer_block_bytes,
+                )
+                for block, place in zip(blocks, places, strict=True)
+            ],
+            nbytes=len(blocks) * self._geometry.block_bytes,
+            reads=places,
+            writes=[(self.model, block) for block in blocks],
+        )
+        return transfer
 
     def trim(self, keep_slabs: int | None = None) -> KvUse:
         return KvUse(self._pool.trim(), 0)
@@ -316,16 +371,27 @@ class VllmEngine:
         (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return list(blocks)
 
-    def _places(self, host_offsets: Sequence[int], blocks: int) -> list[torch.Tensor]:
-        """The first `blocks` places in the host tier, each ``[layers, bytes of a layer-block]``."""
+    @property
+    def _kv_owner(self) -> str:
+        return f"kv:{self.model}"
+
+    def _block_address(self, block: int) -> int:
+        """Of its part in the first layer; that of the next lies ``layer_bytes`` behind."""
+        return self._kv_addresses.start + block * self._geometry.layer_block_bytes
+
+    def _places(self, host_offsets: Sequence[int], blocks: int) -> list[int]:
+        """Addresses of the first `blocks` places in the host tier, where layers lie side by side."""
         if len(host_offsets) < blocks:
             raise ValueError(f"{blocks} blocks in {len(host_offsets)} places")
-        shape = (self._kv_bytes.shape[0], self._kv_bytes.shape[2])
-        size = self.kv.block_bytes
-        return [
-            bytes_at(self._host.address(offset, size), size).view(shape)
-            for offset in host_offsets[:blocks]
-        ]
+        size = self._geometry.block_bytes
+        return [self._host.address(offset, size) for offset in host_offsets[:blocks]]
+
+    def _await_kv(self, requests: Iterable[RequestId]) -> None:
+        """Compute comes after its KV is in (Aegaeon §5.3, the first of its rules)."""
+        for request in requests:
+            arriving = self._arriving.pop(request, None)
+            if arriving is not None:
+                arriving.wait()
 
     def _place(self, request: Request, blocks: list[int]) -> None:
         """Tell the runner that the request's blocks are others now."""

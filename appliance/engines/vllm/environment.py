@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from appliance.cpus import read_cpus
+
 
 def prepare_environment(threads_bind: str) -> None:
     """Set the process up for in-process vLLM engines; call before anything imports torch or vllm.
@@ -14,7 +16,7 @@ def prepare_environment(threads_bind: str) -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already; its threads can no longer be placed")
-    cpus = os.sched_getaffinity(0) if threads_bind == "auto" else _cpus(threads_bind)
+    cpus = sorted(os.sched_getaffinity(0)) if threads_bind == "auto" else read_cpus(threads_bind)
     os.sched_setaffinity(0, cpus)
     os.environ |= {
         "OMP_NUM_THREADS": str(len(cpus)),
@@ -33,14 +35,3 @@ def prepare_environment(threads_bind: str) -> None:
         "TRANSFORMERS_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-
-
-def _cpus(text: str) -> set[int]:
-    """The CPUs of a list such as ``0-3,8``."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    if not cpus:
-        raise ValueError(f"{text!r} names no CPU")
-    return cpus

@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 
+from appliance.cpus import deal_cpus, show_cpus
 from appliance.engines.vllm.environment import prepare_environment
 
 
@@ -23,12 +24,13 @@ class Prompt(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct):
-    """One model with its prompts; `max_context` in tokens."""
+    """One model with its prompts; `max_context` in tokens, `tensor_parallel` in processes."""
 
     path: str
     max_context: int
     prompts: list[Prompt]
     dtype: str = "float32"
+    tensor_parallel: int = 1
 
 
 class Task(msgspec.Struct):
@@ -53,6 +55,10 @@ def main() -> None:
 def _generate(checkpoint: Checkpoint) -> list[list[int]]:
     from vllm import LLM, SamplingParams, TokensPrompt
 
+    if checkpoint.tensor_parallel > 1:
+        # Left to itself, vLLM wants a NUMA node for each of its processes.
+        shares = deal_cpus(sorted(os.sched_getaffinity(0)), checkpoint.tensor_parallel)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(show_cpus, shares))
     llm = LLM(
         checkpoint.path,
         dtype=checkpoint.dtype,
@@ -62,6 +68,7 @@ def _generate(checkpoint: Checkpoint) -> list[list[int]]:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=256 << 20,
         max_num_seqs=8,
+        tensor_parallel_size=checkpoint.tensor_parallel,
     )
     answers = llm.generate(
         [TokensPrompt(prompt_token_ids=prompt.tokens) for prompt in checkpoint.prompts],
@@ -71,6 +78,9 @@ def _generate(checkpoint: Checkpoint) -> list[list[int]]:
         ],
         use_tqdm=False,
     )
+    if checkpoint.tensor_parallel > 1:
+        # Its processes, and their shared memory, would outlast this one's abrupt end.
+        llm.llm_engine.engine_core.shutdown()
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 

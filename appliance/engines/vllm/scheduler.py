@@ -88,5 +88,16 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         (single,) = self.kv_cache_manager.coordinator.single_type_managers
         return len(single.req_to_blocks.get(request_id, ()))
 
+    def take_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's blocks, in token order; it has none any more, and they stay in use."""
+        (single,) = self.kv_cache_manager.coordinator.single_type_managers
+        blocks: list[KVCacheBlock] = single.req_to_blocks.pop(request_id)
+        single.num_cached_block.pop(request_id, None)
+        return blocks
+
+    def give_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Free blocks of `take_blocks`: the last first, as who shares them needs the first."""
+        self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError(f"vLLM would recompute {request.request_id}: blocks were promised")

@@ -1,0 +1,242 @@
+"""A follower: the process of a rank that is not the leader of its tensor-parallel instance.
+
+Started by the leader as ``python -m appliance.follower SOCKET_FD HOST_FD``. It has one thread that
+works, and ends with its leader: the system kills it, or it finds the socket closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import singledispatchmethod
+
+from appliance import wire
+from appliance.engines.protocol import Engine
+from appliance.errors import CheckpointError
+from appliance.memory.hosttier import HostTier
+from appliance.memory.swapper import Swapper
+from appliance.memory.transfers import Transfer, TransferFailed
+from appliance.orders import (
+    READ_BYTES,
+    REFUSALS,
+    Add,
+    Answer,
+    BeginLoad,
+    Build,
+    BuildEngine,
+    Built,
+    Call,
+    Done,
+    Downward,
+    EvictWeights,
+    Failed,
+    Forget,
+    Invitation,
+    Order,
+    Prefill,
+    Refused,
+    Seat,
+    Step,
+    StoreWeights,
+    SwapIn,
+    SwapOut,
+    Trim,
+    block_places,
+    checksum,
+    decoder_of_orders,
+    image_slabs,
+)
+from appliance.vocabulary import ModelName, RequestId
+from appliance.worker import PR_SET_PDEATHSIG, engines
+
+log = logging.getLogger("appliance.follower")
+
+
+class WentAstray(RuntimeError):
+    """This rank drew other tokens than the leader; its KV cache is void."""
+
+
+class Follower:
+    """Carries the leader's orders out on its own engines. An error that it raises ends the rank."""
+
+    def __init__(
+        self, seat: Seat, build: Build, swapper: Swapper, send: Callable[[Answer], None]
+    ) -> None:
+        """`swapper` carries out what the engines move. `send` may be called from other threads."""
+        self._rank = seat.rank
+        self._ranks = seat.ranks
+        self._build = build
+        self._swapper = swapper
+        self._send = send
+        self._engines: dict[ModelName, Engine] = {}
+        self._batches: dict[ModelName, list[RequestId]] = {}
+        self._drawn = 0
+
+    def obey(self, order: Order) -> None:
+        """Carry an order out, and answer it if the leader waits for that."""
+        self._swapper.reap()
+        try:
+            self._carry_out(order.call, order.number)
+        except REFUSALS as refusal:
+            self._send(Refused(order.number, str(refusal)))
+
+    @singledispatchmethod
+    def _carry_out(self, call: Call, number: int) -> None:
+        raise TypeError(f"not an order for a rank: {call!r}")
+
+    @_carry_out.register
+    def _(self, call: BuildEngine, number: int) -> None:
+        # Whatever is wrong with one checkpoint must not take the other models down.
+        try:
+            engine = self._build(call.model)
+        except Exception as error:
+            log.exception("building %s failed", call.model.name)
+            self._send(Failed(number, f"{type(error).__name__}: {error}"))
+            return
+        self._engines[call.model.name] = engine
+        self._send(
+            Built(number, engine.weight_slabs, engine.host_slabs, engine.layout_digest, engine.kv)
+        )
+
+    @_carry_out.register
+    def _(self, call: StoreWeights, number: int) -> None:
+        mine = image_slabs(call.host_offsets, self._rank, self._ranks)
+        try:
+            self._engines[call.model].store_weights(mine, fill=call.fill)
+        except CheckpointError as error:
+            self._send(Failed(number, str(error), checkpoint=True))
+        else:
+            self._send(Done(number))
+
+    @_carry_out.register
+    def _(self, call: BeginLoad, number: int) -> None:
+        transfer = self._engines[call.model].begin_load()
+        threading.Thread(target=self._tell_end, args=(transfer, number), daemon=True).start()
+
+    @_carry_out.register
+    def _(self, call: EvictWeights, number: int) -> None:
+        self._engines[call.model].evict_weights()
+
+    @_carry_out.register
+    def _(self, call: Add, number: int) -> None:
+        self._engines[call.sequence.model].add(call.sequence)
+
+    @_carry_out.register
+    def _(self, call: Forget, number: int) -> None:
+        self._engines[call.model].forget(call.request)
+
+    @_carry_out.register
+    def _(self, call: Prefill, number: int) -> None:
+        self._check(call.drawn)
+        produced = self._engines[call.model].prefill(call.request, call.kv_slabs)
+        self._drawn = checksum(self._drawn, produced)
+
+    @_carry_out.register
+    def _(self, call: Step, number: int) -> None:
+        self._check(call.drawn)
+        if call.requests is not None:
+            self._batches[call.model] = call.requests
+        produced = self._engines[call.model].step(self._batches[call.model], call.kv_slabs)
+        self._drawn = checksum(self._drawn, produced)
+
+    @_carry_out.register
+    def _(self, call: SwapOut, number: int) -> None:
+        engine = self._engines[call.model]
+        places = block_places(call.host_offsets, self._rank, engine.kv.block_bytes)
+        self._move(engine.swap_out(call.request, places), number)
+
+    @_carry_out.register
+    def _(self, call: SwapIn, number: int) -> None:
+        engine = self._engines[call.model]
+        places = block_places(call.host_offsets, self._rank, engine.kv.block_bytes)
+        self._move(engine.swap_in(call.request, places, call.kv_slabs), number)
+
+    @_carry_out.register
+    def _(self, call: Trim, number: int) -> None:
+        self._engines[call.model].trim(call.keep_slabs)
+
+    def _move(self, transfer: Transfer, number: int) -> None:
+        """Blocks have to be free on all ranks at the same point."""
+        self._swapper.settle([transfer])
+        self._tell_end(transfer, number)
+
+    def _check(self, drawn: int) -> None:
+        """A rank that drew another token than the leader computes with other tokens from now on."""
+        if drawn != self._drawn:
+            raise WentAstray(f"rank {self._rank} drew other tokens than the leader")
+
+    def _tell_end(self, transfer: Transfer, number: int) -> None:
+        """Answer when the transfer is over."""
+        try:
+            transfer.wait()
+        except TransferFailed as failure:
+            checkpoint = isinstance(failure.__cause__, CheckpointError)
+            reason = str(failure.__cause__ if checkpoint else failure)
+            self._send(Failed(number, reason, checkpoint))
+        else:
+            self._send(Done(number))
+
+
+def main(arguments: list[str]) -> None:
+    """Run a follower over inherited descriptors: the socket, then the host tier."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(arguments[0]))
+    try:
+        _follow(connection, int(arguments[1]))
+    except ConnectionError:
+        pass  # the leader is gone in a hurry
+    except Exception:
+        # The leader hears of it by the end of the socket, and the daemon starts the instance anew.
+        log.exception("rank failed")
+        os._exit(1)
+    os._exit(0)
+
+
+def _follow(connection: socket.socket, host_fd: int) -> None:
+    frames = _frames(connection)
+    invitation = next(frames, None)
+    if invitation is None:
+        return
+    if not isinstance(invitation, Invitation):
+        raise RuntimeError(f"expected an invitation, got {invitation!r}")
+    configuration, seat = invitation.configuration, invitation.seat
+    logging.basicConfig(
+        level=logging.WARNING,
+        format=f"%(levelname)s instance={configuration.instance} rank={seat.rank} "
+        "%(name)s: %(message)s",
+    )
+    # As in the worker: at every engine vLLM warns of what is chosen here on purpose.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+    host = HostTier.attach(host_fd, configuration.host_bytes)
+    build, _, swapper = engines(configuration, host, seat)
+    sending = threading.Lock()
+
+    def send(answer: Answer) -> None:
+        with sending:
+            connection.sendall(wire.encode(answer))
+
+    follower = Follower(seat, build, swapper, send)
+    for order in frames:
+        if isinstance(order, Invitation):
+            raise RuntimeError("invited twice")
+        follower.obey(order)
+
+
+def _frames(connection: socket.socket) -> Iterator[Downward]:
+    """Until the leader is gone."""
+    decoder = decoder_of_orders()
+    while data := connection.recv(READ_BYTES):
+        yield from decoder.feed(data)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
