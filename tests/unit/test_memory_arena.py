@@ -110,7 +110,7 @@ def test_neighbours_are_mapped_by_one_call() -> None:
 
     a, b = regions
     assert [vmm.placed[a.slot_address(slot)] for slot in (0, 2, 3, 7, 9)] == [0, 2, 3, 7, 9]
-    assert vmm.calls == [(b.slot_address(0), 4, 3), (b.slot_address(7), 1, 1)]
+    assert vmm.calls == [(b.slot_address(0), 4, 3), (b.slot_address(7), 8, 1)]
 
 
 def test_poison_shows_until_it_is_written() -> None:
