@@ -102,6 +102,7 @@ class House:
 
     arena: Any
     host: Any
+    swapper: Any
     engines: dict[str, Any] = field(default_factory=dict)
     images: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _next: int = 0
@@ -128,16 +129,26 @@ class House:
             max_batch=16,
             arena=self.arena,
             host=self.host,
+            swapper=self.swapper,
         )
         self.images[model] = image or self.places(engine.weight_slabs, self.arena.slab_bytes)
         engine.store_weights(self.images[model], fill=not image)
         self.engines[model] = engine
         return engine
 
+    def swap_out(self, engine: Any, request: str, places: tuple[int, ...]) -> int:
+        """To the end; bytes."""
+        transfer = engine.swap_out(request, places)
+        self.swapper.settle([transfer])
+        moved: int = transfer.trace().moved_bytes
+        return moved
+
     def idle(self) -> None:
         """Nobody has anything: every slab is free again."""
         for engine in self.engines.values():
             engine.evict_weights()
+        self.swapper.settle()
+        for engine in self.engines.values():
             assert engine.trim().slabs == 0
             assert not engine._scheduler.requests
             assert not engine._runner.requests
@@ -151,9 +162,11 @@ class House:
 def make_house() -> House:
     from appliance.memory.arena import Arena
     from appliance.memory.hosttier import HostTier
+    from appliance.memory.swapper import Swapper
     from appliance.memory.vmm_host import HostVmm
 
-    return House(Arena(HostVmm(POOL_SLABS, SLAB)), HostTier.create(256 << 20))
+    arena = Arena(HostVmm(POOL_SLABS, SLAB))
+    return House(arena, HostTier.create(256 << 20), Swapper(arena.vmm.stream))
 
 
 def sequence(

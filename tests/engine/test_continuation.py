@@ -74,10 +74,10 @@ def test_migration(house: House, twin: House, sampling: Sampling, steps: int) ->
     output = tokens(source.prefill("r", 40))
     for _ in range(steps):
         output += tokens(source.step(["r"], 40))
-    moved = source.swap_out("r", places)
+    moved = house.swap_out(source, "r", places)
     source.forget("r")
     target.add(sequence(MODEL, "r", PROMPT, sampling, tuple(output)))
-    arrived = target.swap_in("r", places, 40)
+    arrived = target.swap_in("r", places, 40).nbytes
     output += finish(target, "r")
 
     assert output == expected

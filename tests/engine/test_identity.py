@@ -22,6 +22,7 @@ class Player:
     """One model's requests, of which nothing but the host tier survives between two turns."""
 
     def __init__(self, house: House, model: str, sampling: Sampling) -> None:
+        self.house = house
         self.engine: Any = house.engines[model]
         self.outputs: dict[str, list[int]] = {}
         self.places: dict[str, tuple[int, ...]] = {}
@@ -44,7 +45,7 @@ class Player:
         for _ in range(steps):
             self.take(self.engine.step(self.live, slabs))
         for name in self.live:
-            self.engine.swap_out(name, self.places[name])
+            self.house.swap_out(self.engine, name, self.places[name])
         assert self.engine.trim().slabs == 0
         self.engine.evict_weights()
 

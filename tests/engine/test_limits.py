@@ -67,7 +67,7 @@ def test_exhausted_swap_in_keeps_nothing(house: House) -> None:
     engine.add(sequence(MODEL, "r", prompt(500), GREEDY))
     engine.prefill("r", 90)
     places = house.swap_places(engine, 500)
-    engine.swap_out("r", places)
+    house.swap_out(engine, "r", places)
     engine.trim()
 
     with pytest.raises(KvExhausted):
