@@ -187,7 +187,7 @@ def test_a_load_that_fails_can_be_evicted_and_begun_again(bench: Bench) -> None:
     """Who waits for it hears why; the slabs come back, and the next load is a new one."""
     bench.error = CheckpointError("model.safetensors was replaced")
     failed = bench.weights.begin_load()
-    with pytest.raises(TransferFailed, match="weights:m: .* was replaced") as caught:
+    with pytest.raises(TransferFailed, match=r"weights:m: .* was replaced") as caught:
         failed.wait()
     assert caught.value.__cause__ is bench.error
     assert not bench.weights.loaded
