@@ -60,9 +60,19 @@ def checkpoints(folder: Path, models: int, mebibytes: int) -> dict[str, list[Pat
     """Models of about so many MiB in float32, and the same in bfloat16."""
     layer = 4 * 1024 * 1024 + 3 * 1024 * 2816
     layers = max(1, round(mebibytes * 2**20 / 4 / layer))
-    shape = dict(family="llama", hidden=1024, intermediate=2816, heads=16, kv_heads=16, head_dim=64)
     recipes = [
-        Recipe(name=f"float32-{seed}", layers=layers, seed=seed, **shape) for seed in range(models)
+        Recipe(
+            name=f"float32-{seed}",
+            family="llama",
+            layers=layers,
+            hidden=1024,
+            intermediate=2816,
+            heads=16,
+            kv_heads=16,
+            head_dim=64,
+            seed=seed,
+        )
+        for seed in range(models)
     ]
     full = make_checkpoints(folder, recipes=recipes)
     return {"float32": full, "bfloat16": [halve(path) for path in full]}
@@ -108,7 +118,7 @@ def measure(paths: dict[str, list[Path]], rounds: int) -> dict[str, object]:
             for form, taken in fills.items():
                 taken.append(seconds(lambda key=(dtype, form): fill(engines[key], room)))
         for form, taken in fills.items():
-            ratios = [ceiling / fill for ceiling, fill in zip(ceilings, taken, strict=True)]
+            ratios = [ceiling / ours for ceiling, ours in zip(ceilings, taken, strict=True)]
             results.append(
                 {
                     "dtype": dtype,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from appliance.errors import CheckpointError
 from appliance.memory import mapping
+from appliance.memory import weights as memory_weights
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
+from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed
 from appliance.memory.vmm_host import HostVmm
-from appliance.memory.weights import DeviceWeights, StoredTensor, WeightLayout
+from appliance.memory.weights import DeviceWeights, Image, StoredTensor, WeightLayout
 
 PAGE = mmap.PAGESIZE
 
@@ -45,60 +54,206 @@ def test_digest_names_the_layout() -> None:
     assert WeightLayout.plan([tensor("a", 512)]).digest == layout.digest
 
 
-def test_load_brings_a_scattered_image() -> None:
+@given(
+    order=st.permutations(range(5)),
+    spans=st.lists(st.tuples(st.integers(0, 5 * PAGE - 1), st.integers(1, 5 * PAGE)), max_size=8),
+)
+def test_an_image_is_in_order_wherever_it_lies(
+    order: list[int], spans: list[tuple[int, int]]
+) -> None:
+    """What is written at an offset is read there, and its parts are as few as can be."""
+    tier = HostTier.create(5 * PAGE)
+    try:
+        image = Image([tier.address(slab * PAGE, PAGE) for slab in order], PAGE)
+        model = bytearray(5 * PAGE)
+        for number, (offset, wanted) in enumerate(spans, start=1):
+            size = min(wanted, 5 * PAGE - offset)
+            text = ctypes.create_string_buffer(bytes([number]) * size, size)
+            image.put(offset, ctypes.addressof(text), size)
+            model[offset : offset + size] = text.raw
+        assert b"".join(image.views(0, 5 * PAGE)) == model
+        breaks = sum(after != before + 1 for before, after in pairwise(order))
+        assert len(list(image.parts(0, 5 * PAGE))) == 1 + breaks
+    finally:
+        tier.close()
+
+
+class Bench:
+    """Weights of two and a half pages, and a `Write` that can be held and made to fail."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(HostVmm(4, PAGE))
+        self.host = HostTier.create(8 * PAGE)
+        self.content = bytes(i * 31 % 251 for i in range(2 * PAGE + 100))
+        self.hold: threading.Event | None = None
+        self.reached = threading.Event()
+        self.error: Exception | None = None
+        self.writes = 0
+        layout = WeightLayout.plan([tensor("a", len(self.content))])
+        self.weights = DeviceWeights("weights:m", layout, self.arena, self.host, self.write)
+
+    def write(self, transfer: Transfer, image: Image) -> None:
+        self.writes += 1
+        for start in range(0, len(self.content), 3000):
+            part = self.content[start : start + 3000]
+            source = ctypes.create_string_buffer(part, len(part))
+            image.put(start, ctypes.addressof(source), len(part))
+            transfer.land(len(part))
+            self.reached.set()
+            if self.hold is not None:
+                assert self.hold.wait(60)
+            if transfer.cancelled:
+                raise TransferCancelled("not wanted")
+            if self.error is not None:
+                raise self.error
+
+    def on_device(self) -> bytes:
+        return bytes(mapping.view(self.weights.region.address, len(self.content)))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """All slabs are free again in the end."""
+    made = Bench()
+    yield made
+    made.weights.evict()
+    made.arena.check_integrity()
+    assert made.arena.free == 4
+    made.host.close()
+
+
+def test_load_brings_a_scattered_image(bench: Bench) -> None:
     """The image's slabs may lie anywhere; on the device their bytes are in order."""
-    arena = Arena(HostVmm(4, PAGE))
-    host = HostTier.create(8 * PAGE)
-    size = 2 * PAGE + 100
-    content = bytes(i * 31 % 251 for i in range(size))
-    weights = DeviceWeights("weights:m", WeightLayout.plan([tensor("a", size)]), arena, host)
-    with pytest.raises(RuntimeError, match="no master image"):
-        weights.begin_load()
+    weights = bench.weights
     with pytest.raises(ValueError, match="3 slabs in 2 places"):
-        weights.attach([0, PAGE])
+        weights.store([0, PAGE], fill=True)
     with pytest.raises(ValueError, match="outside"):
-        weights.attach([0, PAGE, 8 * PAGE])
-    weights.attach([6 * PAGE, 0, 3 * PAGE])
-
-    _fill(weights, content)
+        weights.store([0, PAGE, 8 * PAGE], fill=True)
+    weights.store([6 * PAGE, 0, 3 * PAGE], fill=True)
+    assert weights.filling is not None
+    assert weights.filling.landed == len(bench.content)
     transfer = weights.begin_load()
-    assert transfer.done
-    assert transfer.landed == size
+    transfer.wait()
+    assert transfer.landed == len(bench.content)
     assert weights.loaded
-    assert weights.begin_load() is transfer
-    assert bytes(mapping.view(weights.region.address, size)) == content
-    assert bytes(host.view(6 * PAGE, PAGE)) == content[:PAGE]
+    assert weights.begin_load() is transfer is weights.transfer
+    assert bench.on_device() == bench.content
+    assert bytes(bench.host.view(6 * PAGE, PAGE)) == bench.content[:PAGE]
+    assert bench.writes == 1
     weights.evict()
     weights.evict()
-    assert arena.free == 4
+    assert bench.arena.free == 4
     assert not weights.loaded
-    host.close()
+    assert weights.transfer is None
 
 
-def _fill(weights: DeviceWeights, content: bytes) -> None:
-    """Write the image from private memory, in pieces that cross slab boundaries."""
-    tier = HostTier.create(16 * PAGE)
-    tier.view(0, len(content))[:] = content
-    for start in range(0, len(content), 3000):
-        size = min(3000, len(content) - start)
-        weights.fill(start, tier.address(start, size), size)
-    tier.close()
+def test_an_image_of_another_instance_is_not_filled(bench: Bench) -> None:
+    """What lies in the tier is what comes onto the device."""
+    for page, offset in enumerate((6 * PAGE, 0, 3 * PAGE)):
+        bench.host.view(offset, PAGE)[:] = bytes([page]) * PAGE
+    bench.weights.store([6 * PAGE, 0, 3 * PAGE], fill=False)
+    bench.weights.begin_load().wait()
+    assert bench.writes == 0
+    assert bench.on_device() == bytes(PAGE) + b"\x01" * PAGE + b"\x02" * 100
 
 
-def test_exhausted_load_maps_nothing() -> None:
+def test_without_slabs_every_load_reads_the_files(bench: Bench) -> None:
+    """An image can be given up and had again elsewhere; loads find their bytes every time."""
+    for number, places in enumerate(([], [0, PAGE, 2 * PAGE], [], [5 * PAGE, 0, PAGE]), start=1):
+        bench.weights.store(places, fill=True)
+        bench.weights.begin_load().wait()
+        assert bench.on_device() == bench.content
+        assert bench.writes == number
+        with pytest.raises(RuntimeError, match="on the device"):
+            bench.weights.store([], fill=False)
+        bench.weights.evict()
+        bench.host.view(0, 8 * PAGE)[:] = bytes(8 * PAGE)
+
+
+def test_a_fill_that_fails_leaves_no_image(bench: Bench) -> None:
+    """The error is the one of the files, and no load takes half an image for a whole one."""
+    bench.error = CheckpointError("model.safetensors was replaced")
+    with pytest.raises(CheckpointError, match="replaced"):
+        bench.weights.store([0, PAGE, 2 * PAGE], fill=True)
+    assert bench.weights.filling is not None
+    assert bench.weights.filling.done
+    bench.error = None
+    bench.weights.begin_load().wait()
+    assert bench.writes == 2
+    assert bench.on_device() == bench.content
+
+
+def test_a_load_that_fails_can_be_evicted_and_begun_again(bench: Bench) -> None:
+    """Who waits for it hears why; the slabs come back, and the next load is a new one."""
+    bench.error = CheckpointError("model.safetensors was replaced")
+    failed = bench.weights.begin_load()
+    with pytest.raises(TransferFailed, match=r"weights:m: .* was replaced") as caught:
+        failed.wait()
+    assert caught.value.__cause__ is bench.error
+    assert not bench.weights.loaded
+    assert bench.weights.begin_load() is failed
+    bench.weights.evict()
+    assert bench.arena.free == 4
+    bench.error = None
+    bench.weights.begin_load().wait()
+    assert bench.on_device() == bench.content
+
+
+def test_evict_stops_a_load_and_waits_until_it_let_go(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread writes to the region when it is unmapped, and those who waited are told."""
+    bench.hold = threading.Event()
+    transfer = bench.weights.begin_load()
+    assert bench.reached.wait(60)
+    cancelled, cancel = threading.Event(), transfer.cancel
+    monkeypatch.setattr(transfer, "cancel", lambda: (cancel(), cancelled.set()))
+    evicting = threading.Thread(target=bench.weights.evict)
+    evicting.start()
+    assert cancelled.wait(60)
+    assert evicting.is_alive()
+    assert bench.arena.free == 1
+    bench.hold.set()
+    evicting.join(60)
+    assert bench.arena.free == 4
+    with pytest.raises(TransferCancelled):
+        transfer.wait()
+    assert transfer.landed < len(bench.content)
+
+
+def test_a_copy_from_the_image_stops_at_the_next_piece(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefetch that is not wanted any more costs no more than the piece under way."""
+    monkeypatch.setattr(memory_weights, "PIECE_BYTES", 1000)
+    bench.weights.store([0, 2 * PAGE, PAGE], fill=True)
+    copying, go_on = threading.Event(), threading.Event()
+    copy = bench.arena.vmm.copy
+
+    def held(destination: int, source: int, nbytes: int) -> None:
+        copying.set()
+        assert go_on.wait(60)
+        copy(destination, source, nbytes)
+
+    monkeypatch.setattr(bench.arena.vmm, "copy", held)
+    transfer = bench.weights.begin_load()
+    assert copying.wait(60)
+    transfer.cancel()
+    go_on.set()
+    bench.weights.evict()
+    assert transfer.landed == 1000
+    with pytest.raises(TransferCancelled):
+        transfer.wait()
+
+
+def test_exhausted_load_maps_nothing(bench: Bench) -> None:
     """A load that does not fit leaves the pool as it was, and works once there is room."""
-    arena = Arena(HostVmm(3, PAGE))
-    host = HostTier.create(2 * PAGE)
-    weights = DeviceWeights("weights:m", WeightLayout.plan([tensor("a", 2 * PAGE)]), arena, host)
-    weights.attach([0, PAGE])
-    other = arena.reserve("other", 2)
+    other = bench.arena.reserve("other", 2)
     other.map([0, 1])
-
     with pytest.raises(PoolExhausted):
-        weights.begin_load()
-
-    assert arena.free == 1
-    assert not weights.loaded
+        bench.weights.begin_load()
+    assert bench.arena.free == 2
+    assert not bench.weights.loaded
     other.unmap([0, 1])
-    assert weights.begin_load().landed == 2 * PAGE
-    host.close()
+    bench.weights.begin_load().wait()
+    assert bench.on_device() == bench.content

@@ -34,7 +34,7 @@ from appliance.engines.vllm.seams import SeamMoved
 from appliance.engines.vllm.tensors import bytes_at
 
 TORCH: Final = "2.13.0"
-PIECE_BYTES: Final = 2 << 20
+PIECE_BYTES: Final = 4 << 20
 """About what is packed at a time."""
 BLOCK_ROWS: Final = 64
 """Rows of a packed block; only tried, as any multiple of the true number would do."""

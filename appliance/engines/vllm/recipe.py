@@ -341,21 +341,24 @@ def _check_coverage(name: str, elements: int, writes: Sequence[Write]) -> None:
     """Raise `UnsupportedCheckpoint` unless every element is written once."""
     if not writes:
         raise UnsupportedCheckpoint(f"the checkpoint has no tensor for {name}")
+    if not _tile(elements, writes):
+        raise UnsupportedCheckpoint(
+            f"the checkpoint's tensors for {name} do not write each of its elements once"
+        )
+
+
+def _tile(elements: int, writes: Sequence[Write]) -> bool:
+    """Whether the writes cover so many elements without gap or overlap."""
     if all(write.dense for write in writes):
         end = 0
         for write in sorted(writes, key=lambda write: write.start):
             if write.start != end:
-                break
+                return False
             end += write.elements
-        whole = end == elements
-    else:
-        times = np.zeros(elements, np.uint8)
-        for write in writes:
-            shape = [axis.size for axis in write.axes]
-            strides = [axis.target for axis in write.axes]
-            np.lib.stride_tricks.as_strided(times[write.start :], shape, strides)[...] += 1
-        whole = bool((times == 1).all())
-    if not whole:
-        raise UnsupportedCheckpoint(
-            f"the checkpoint's tensors for {name} do not write each of its elements once"
-        )
+        return end == elements
+    times = np.zeros(elements, np.uint8)
+    for write in writes:
+        shape = [axis.size for axis in write.axes]
+        strides = [axis.target for axis in write.axes]
+        np.lib.stride_tricks.as_strided(times[write.start :], shape, strides)[...] += 1
+    return bool((times == 1).all())
