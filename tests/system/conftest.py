@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,9 +101,21 @@ def private_bytes(pid: int) -> int:
 
 
 def mapped_bytes(pid: int, name: str) -> int:
-    """Resident bytes of the process's mappings of memfds with this name."""
+    """Resident bytes of the process's mappings of memfds with this name.
+
+    The process is stopped meanwhile: the kernel tells of one mapping after the other, and would
+    count a slab twice that goes from one place to another in between.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stopped = Path(f"/proc/{pid}/stat")
+        while stopped.read_text().rpartition(")")[2].split()[0] != "T":
+            pass  # the signal is on its way
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    finally:
+        os.kill(pid, signal.SIGCONT)
     total, inside = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+    for line in lines:
         if "-" in line.split(" ", 1)[0]:
             inside = f"/memfd:{name}" in line
         elif inside and line.startswith("Rss:"):
