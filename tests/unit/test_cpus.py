@@ -1,0 +1,73 @@
+"""Lists of processors, and who gets which."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance import wire
+from appliance.cpus import deal_cpus, read_cpus, show_cpus
+from appliance.orders import Seat, seats
+from appliance.serve import share_cpus
+
+
+def test_lists_are_read() -> None:
+    """Ranges and single CPUs, as in taskset."""
+    assert read_cpus("0-3,8") == [0, 1, 2, 3, 8]
+    assert read_cpus(show_cpus([1, 5])) == [1, 5]
+    for text in ("", "3-1", "a"):
+        with pytest.raises(ValueError, match=r"names no CPU|invalid literal"):
+            read_cpus(text)
+
+
+def test_a_deal_is_even() -> None:
+    """Neighbours stay together, shares differ by one at most, scarce processors are shared."""
+    assert deal_cpus([2, 4, 6, 8], 2) == [[2, 4], [6, 8]]
+    assert deal_cpus([0, 1, 2], 2) == [[0], [1, 2]]
+    assert deal_cpus([5], 3) == [[5], [5], [5]]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "instances", "ranks", "shares"),
+    [
+        ([0, 1], 1, 2, ["0,1"]),
+        ([0, 1, 2], 1, 2, ["0,1"]),
+        ([0, 1, 2, 3, 4], 2, 2, ["0,1", "2,3"]),
+        ([0, 1], 2, 2, ["0", "1"]),
+    ],
+)
+def test_the_daemon_takes_what_ranks_leave(
+    allowed: list[int], instances: int, ranks: int, shares: list[str]
+) -> None:
+    """One processor is the daemon's only if every rank has one of its own."""
+    assert share_cpus(allowed, instances, ranks) == shares
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "shares", "crowded"),
+    [("4-7", 2, ["4,5", "6,7"], False), ("3", 2, ["3", "3"], True), ("0,1", 2, ["0", "1"], False)],
+)
+def test_ranks_divide_the_processors(
+    cpus: str, ranks: int, shares: list[str], crowded: bool
+) -> None:
+    """Every rank has its own, unless there are too few; then they know that they are crowded."""
+    assert seats(configuration(cpus, ranks), "/store") == [
+        Seat(rank, ranks, share, "/store", crowded) for rank, share in enumerate(shares)
+    ]
+
+
+def test_one_rank_has_all() -> None:
+    """An instance of one process is what it always was."""
+    assert seats(configuration("0-3", 1), "/store") == [Seat(0, 1, "0-3")]
+
+
+def configuration(cpus: str, ranks: int) -> wire.Configure:
+    return wire.Configure(
+        version=wire.PROTOCOL_VERSION,
+        instance=0,
+        cpus=cpus,
+        slabs=1,
+        slab_bytes=1,
+        host_bytes=1,
+        models=[],
+        ranks=ranks,
+    )
