@@ -1,0 +1,1 @@
+"""Kernels: CUDA C, compiled where they run, and what each one does in PyTorch's words."""

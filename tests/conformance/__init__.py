@@ -1,0 +1,5 @@
+"""What every backend of device memory has to do; the same tests for host, stand-in and GPU."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.conformance.vmm", "tests.conformance.streams")

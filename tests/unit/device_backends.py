@@ -1,0 +1,43 @@
+"""The backends of device memory that this machine can run: the host's, and CUDA on a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from appliance.memory.vmm_cuda import CudaVmm
+from appliance.memory.vmm_host import HostVmm
+from tests.conformance.bench import Bench
+from tests.stand_in.driver import StandIn, stand_in
+
+SLAB = 2 << 20
+"""What a GPU maps at least."""
+
+
+@pytest.fixture(params=["host", "cuda"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """One backend after the other; whatever is left behind in the driver is a failure."""
+    if request.param == "host":
+        bench = Bench("host", SLAB, HostVmm)
+        yield bench
+        bench.close()
+        return
+    driver = stand_in()
+    driver.reset()
+    before = driver.live()
+    bench = Bench("cuda", SLAB, lambda slabs, size: CudaVmm(0, slabs, size))
+    yield bench
+    bench.close()
+    assert driver.live() == before
+
+
+@pytest.fixture
+def driver() -> Iterator[StandIn]:
+    """The stand-in, with nothing injected before or after."""
+    driver = stand_in()
+    driver.reset()
+    before = driver.live()
+    yield driver
+    driver.reset()
+    assert driver.live() == before
