@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from cuda.bindings import nvrtc
 
 from appliance.kernels import loader
 
 ARCHITECTURES = ["sm_80", "sm_86", "sm_90"]
+COMPILER = Path(__file__).parent / "kernel_compiler.py"
 KERNELS = {
     loader.BLOCKS: ["gather_blocks", "scatter_blocks"],
     loader.FINGERPRINT: ["fingerprint"],
@@ -18,19 +20,13 @@ KERNELS = {
 
 def compiled(text: str, architecture: str) -> tuple[bool, str, bytes]:
     """Whether it compiles, what the compiler says, and the machine code."""
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
-    options = [f"-arch={architecture}".encode(), *(option.encode() for option in loader.OPTIONS)]
-    (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = bytearray(size)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    binary = bytearray()
-    if code == nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        _, size = nvrtc.nvrtcGetCUBINSize(program)
-        binary = bytearray(size)
-        nvrtc.nvrtcGetCUBIN(program, binary)
-    nvrtc.nvrtcDestroyProgram(program)
-    return not int(code), log.rstrip(b"\0").decode(), bytes(binary)
+    done = subprocess.run(
+        [sys.executable, str(COMPILER), architecture, *loader.OPTIONS],
+        input=text.encode(),
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode == 0, done.stderr.decode(), done.stdout
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
