@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -165,9 +166,17 @@ class Daemon:
         }
 
     def start(self) -> None:
-        """Start the workers; requests are taken at once."""
+        """Start the workers; requests are taken at once. The host tier's pages are brought in and
+        locked meanwhile, once, so that no request waits for that."""
+        threading.Thread(target=self._lock_host, name="host-tier", daemon=True).start()
         for worker in self.workers.values():
             worker.start()
+
+    def _lock_host(self) -> None:
+        if self.host.lock():
+            log.info("the host cache is in memory and page-locked")
+        else:
+            log.info("the host cache is not page-locked: %s", self.host.unlocked_because)
 
     async def drain(self, patience_seconds: float) -> None:
         """Take no more requests; let those that run end, and tell the rest after a while."""

@@ -1,11 +1,19 @@
 """What a switch costs on the host, everything in the host tier, beside a plain copy of its bytes.
 
-    python benchmarks/switch.py [--models llama-b qwen3-a] [--rounds 30] [--json FILE]
+    python benchmarks/switch.py [--mebibytes 256] [--dtype float32] [--rounds 20] [--json FILE]
 
-A switch evicts one model and loads the other. It is compared with the sum of its parts, measured
-on their own in the same round: `memcpy` of as many bytes between memory that is in place, and the
-mapping of as many slabs (and the unmapping of those evicted) without any copy. Times are medians.
-Nothing else should run on the machine.
+Two models of about that size each. In every round, in turns:
+
+* cold         evict the one, load the other, to the last byte. Compared with a copy of as many
+               bytes between the same memories with everything mapped; the mapping (and unmapping)
+               of as many slabs is shown apart, but it is part of the switch.
+* prefetched   the same when the other was brought in before, beside the first.
+* layer-ready  a prompt on a cold model, while its weights come in, compared with the sum of the
+               load and of the same prompt on the loaded model. The prompt is made so long that the
+               two take about as long. Compute has one processor, copies have the others.
+* kv           the KV of one request out and in again.
+
+Times are medians. Nothing else should run on the machine, which needs two processors.
 """
 
 from __future__ import annotations
@@ -13,6 +21,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
+import random
 import statistics
 import tempfile
 import time
@@ -20,132 +30,274 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.demo.checkpoints import make_checkpoints
+from appliance.demo.checkpoints import Recipe, make_checkpoints
 from appliance.engines.protocol import Sampling, SequenceSpec
 from appliance.engines.vllm import prepare_environment
-from appliance.memory.arena import Arena
+from appliance.memory.arena import Arena, Region
 from appliance.memory.hosttier import HostTier
+from appliance.memory.swapper import Swapper
 from appliance.memory.vmm_host import HostVmm
 
 if TYPE_CHECKING:
     from appliance.engines.vllm.engine import VllmEngine
 
 SLAB = 2 << 20
-POOL = 512 << 20
-HOST = 1 << 30
-PROMPT = 512
+CONTEXT = 2048
+KV_PROMPT = 512
+VOCABULARY = 2000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs=2, default=["llama-b", "qwen3-a"])
-    parser.add_argument("--checkpoints", nargs=2, type=Path, help="two directories instead")
+    parser.add_argument("--mebibytes", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    prepare_environment("auto")
-    arena = Arena(HostVmm(POOL // SLAB, SLAB))
-    host = HostTier.create(HOST)
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) < 2:
+        parser.error("copies need a processor beside that of compute")
+    room = 3 * (options.mebibytes << 20)
+    # Made before the process is bound, so that its streams are not.
+    vmm = HostVmm(room // SLAB, SLAB)
+    arena = Arena(vmm)
+    swapper = Swapper(arena.vmm.stream)
+    host = HostTier.create(room)
+    host.lock()
+    prepare_environment(str(processors[0]))
     with tempfile.TemporaryDirectory() as directory:
-        paths = options.checkpoints or make_checkpoints(Path(directory), options.models)
-        engines = build(paths, options.dtype, arena, host)
-        result = switch(engines, arena, options.rounds)
-        used = sum(engine.host_slabs * SLAB for engine in engines)
-        result["kv"] = [swap(engine, used, options.rounds) for engine in engines]
-    result |= {"models": [Path(path).name for path in paths], "dtype": options.dtype}
+        paths = make_checkpoints(Path(directory), recipes=recipes(options.mebibytes))
+        bench = Bench(arena, host, swapper)
+        engines = [bench.build(path, options.dtype) for path in paths]
+        result = {
+            "slab_bytes": SLAB,
+            "huge_pages": vmm.huge,
+            "bytes": [engine.begin_load().nbytes for engine in engines],
+            "dtype": options.dtype,
+            "rounds": options.rounds,
+        }
+        for engine in engines:
+            engine.evict_weights()
+        result["cold"] = cold(bench, engines, options.rounds)
+        result["prefetched"] = prefetched(bench, engines, options.rounds, result["cold"])
+        result["layer_ready"] = layer_ready(bench, engines[0], options.rounds)
+        result["kv"] = [swap(bench, engine, options.rounds) for engine in engines]
     print(json.dumps(result, indent=2))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def build(paths: list[Path], dtype: str, arena: Arena, host: HostTier) -> list[VllmEngine]:
-    """Both engines, their weights in the host tier one behind the other."""
-    from appliance.engines.vllm.engine import VllmEngine
+def recipes(mebibytes: int) -> list[Recipe]:
+    """Two models of about so many MiB in float32, of different shapes."""
+    wide = (1024, 2816, 16, 16, 64, "llama")
+    lean = (1024, 3072, 8, 4, 128, "qwen3")
+    made = []
+    for seed, (hidden, intermediate, heads, kv_heads, head_dim, family) in enumerate((wide, lean)):
+        attention = 2 * hidden * head_dim * (heads + kv_heads)
+        layer = attention + 3 * hidden * intermediate
+        made.append(
+            Recipe(
+                name=f"{family}-{mebibytes}",
+                family=family,
+                layers=max(1, round(mebibytes * 2**20 / 4 / layer)),
+                hidden=hidden,
+                intermediate=intermediate,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                seed=40 + seed,
+            )
+        )
+    return made
 
-    engines, offset = [], 0
-    for path in paths:
+
+class Bench:
+    """What the engines share, and prompts that no cache knows."""
+
+    def __init__(self, arena: Arena, host: HostTier, swapper: Swapper) -> None:
+        self.arena = arena
+        self.host = host
+        self.swapper = swapper
+        self.used = 0
+        """Bytes of the host tier that are taken."""
+        self._random = random.Random(7)
+        self._asked = 0
+
+    def build(self, path: Path, dtype: str) -> VllmEngine:
+        from appliance.engines.vllm.engine import VllmEngine
+
         engine = VllmEngine.build(
             path.name,
             str(path),
             dtype=dtype,
-            max_context=2 * PROMPT,
+            max_context=CONTEXT,
             max_batch=8,
-            arena=arena,
-            host=host,
+            arena=self.arena,
+            host=self.host,
+            swapper=self.swapper,
         )
-        places = [offset + slab * SLAB for slab in range(engine.weight_slabs)]
+        places = [self.used + slab * SLAB for slab in range(engine.host_slabs)]
         engine.store_weights(places, fill=True)
-        offset += engine.host_slabs * SLAB
-        engines.append(engine)
-    return engines
+        self.used += engine.host_slabs * SLAB
+        return engine
+
+    def ask(self, engine: VllmEngine, length: int) -> str:
+        """A request of so many random tokens, known to the engine."""
+        self._asked += 1
+        name = f"r{self._asked}"
+        prompt = tuple(self._random.randrange(3, VOCABULARY) for _ in range(length))
+        sampling = Sampling(max_tokens=CONTEXT, temperature=0.0, ignore_eos=True)
+        engine.add(SequenceSpec(request=name, model=engine.model, prompt=prompt, sampling=sampling))
+        return name
+
+    def prompt(self, engine: VllmEngine, length: int) -> float:
+        """Seconds of a prefill; the weights may be on their way."""
+        name = self.ask(engine, length)
+        slabs = engine.kv.slabs(engine.kv.blocks(length + 1))
+        taken = seconds(lambda: engine.prefill(name, slabs))
+        engine.forget(name)
+        engine.trim(0)
+        return taken
 
 
-def switch(engines: list[VllmEngine], arena: Arena, rounds: int) -> dict[str, object]:
-    """Switch back and forth; seconds of a switch and of its parts."""
-    bare = [arena.reserve("bare", engine.weight_slabs) for engine in engines]
-    sizes = [load(engine) for engine in engines]
-    source, target = (ctypes.create_string_buffer(max(sizes)) for _ in range(2))
-    ctypes.memset(source, 1, max(sizes))
-    ctypes.memset(target, 1, max(sizes))
-    engines[1].evict_weights()
-    bare[0].map(range(bare[0].slots))
+def load(engine: VllmEngine) -> None:
+    engine.begin_load().wait()
+
+
+def cold(bench: Bench, engines: list[VllmEngine], rounds: int) -> dict[str, object]:
+    """Switch back and forth."""
+    bare = [bench.arena.reserve("bare", engine.weight_slabs) for engine in engines]
+    sizes = [engine.begin_load().nbytes for engine in engines]
+    for engine in engines:
+        load(engine)
+        engine.evict_weights()
     switches, copies, mappings = [], [], []
+    load(engines[0])
     for number in range(2 * rounds):
         old, new = (0, 1) if number % 2 == 0 else (1, 0)
-        copies.append(seconds(lambda new=new: ctypes.memmove(target, source, sizes[new])))
-        mappings.append(seconds(lambda old=old, new=new: remap(bare[old], bare[new])))
         switches.append(seconds(lambda old=old, new=new: change(engines[old], engines[new])))
-    ratios = [s / (c + m) for s, c, m in zip(switches, copies, mappings, strict=True)]
+        # The same bytes again, from the host tier to where they are; the tier's first slabs will
+        # do for a source, whatever they hold.
+        place = bare[new]
+        place.map(range(place.slots))
+        source = bench.host.address(0, sizes[new])
+        address = place.address
+        copies.append(
+            seconds(lambda new=new, a=address, s=source: ctypes.memmove(a, s, sizes[new]))
+        )
+        place.unmap(range(place.slots))
+        bare[old].map(range(bare[old].slots))
+        mappings.append(seconds(lambda old=old, new=new: remap(bare[old], bare[new])))
+        bare[new].unmap(range(bare[new].slots))
+    engines[0].evict_weights()
+    for region in bare:
+        region.release()
+    ratios = [s / c for s, c in zip(switches, copies, strict=True)]
     return {
-        "what": "switch / (memcpy + mapping)",
-        "bytes": sizes,
-        "slab_bytes": SLAB,
+        "what": "switch, mapping included / memcpy",
         "switch_ms": statistics.median(switches) * 1e3,
         "memcpy_ms": statistics.median(copies) * 1e3,
         "mapping_ms": statistics.median(mappings) * 1e3,
         "ratio_median": statistics.median(ratios),
         "ratio_p90": sorted(ratios)[len(ratios) * 9 // 10],
-        "rounds": len(ratios),
     }
 
 
-def load(engine: VllmEngine) -> int:
-    """Bytes of a load."""
-    transfer = engine.begin_load()
-    transfer.wait()
-    return transfer.nbytes
-
-
-def remap(old: object, new: object) -> None:
+def remap(old: Region, new: Region) -> None:
     """What a switch does to the page tables, and nothing else."""
-    old.unmap(range(old.slots))  # type: ignore[attr-defined]
-    new.map(range(new.slots))  # type: ignore[attr-defined]
+    old.unmap(range(old.slots))
+    new.map(range(new.slots))
 
 
 def change(old: VllmEngine, new: VllmEngine) -> None:
     old.evict_weights()
-    new.begin_load().wait()
+    load(new)
 
 
-def swap(engine: VllmEngine, offset: int, rounds: int) -> dict[str, float]:
-    """Move the KV of one request of `PROMPT` tokens out and in again."""
-    engine.begin_load().wait()
-    sampling = Sampling(max_tokens=PROMPT, temperature=0.0, ignore_eos=True)
-    prompt = tuple(range(3, 3 + PROMPT))
-    slabs = engine.kv.slabs(engine.kv.blocks(2 * PROMPT))
-    engine.add(SequenceSpec(request="r", model=engine.model, prompt=prompt, sampling=sampling))
-    engine.prefill("r", slabs)
-    places = [offset + i * engine.kv.block_bytes for i in range(engine.kv.blocks(PROMPT))]
+def prefetched(
+    bench: Bench, engines: list[VllmEngine], rounds: int, cold_switch: object
+) -> dict[str, object]:
+    """Switch to a model whose weights came in before; the old one's go afterwards."""
+    assert isinstance(cold_switch, dict)
+    load(engines[0])
+    switches = []
+    for number in range(2 * rounds):
+        old, new = (0, 1) if number % 2 == 0 else (1, 0)
+        load(engines[new])  # beside whatever the old one does
+        bench.swapper.reap()
+        switches.append(seconds(lambda new=new: load(engines[new])))
+        engines[old].evict_weights()
+    engines[0].evict_weights()
+    median = statistics.median(switches) * 1e3
+    return {
+        "what": "prefetched switch / cold switch",
+        "switch_ms": median,
+        "ratio_median": median / cold_switch["switch_ms"],
+    }
+
+
+def layer_ready(bench: Bench, engine: VllmEngine, rounds: int) -> dict[str, object]:
+    """A prompt during the load, against load and prompt one after the other."""
+    length = alike(bench, engine)
+    copies, prompts, both = [], [], []
+    for _ in range(rounds):
+        copies.append(seconds(lambda: load(engine)))
+        prompts.append(bench.prompt(engine, length))
+        engine.evict_weights()
+        start = time.perf_counter()
+        engine.begin_load()
+        bench.prompt(engine, length)
+        both.append(time.perf_counter() - start)
+        engine.evict_weights()
+    ratios = [b / (c + p) for b, c, p in zip(both, copies, prompts, strict=True)]
+    return {
+        "what": "first token of a cold model / (load + prompt)",
+        "prompt_tokens": length,
+        "load_ms": statistics.median(copies) * 1e3,
+        "prompt_ms": statistics.median(prompts) * 1e3,
+        "both_ms": statistics.median(both) * 1e3,
+        "ratio_median": statistics.median(ratios),
+        "ratio_p90": sorted(ratios)[len(ratios) * 9 // 10],
+    }
+
+
+def alike(bench: Bench, engine: VllmEngine) -> int:
+    """The length of a prompt that takes about as long as the load."""
+    loads = []
+    for _ in range(5):
+        loads.append(seconds(lambda: load(engine)))
+        engine.evict_weights()
+    wanted = statistics.median(loads)
+    load(engine)
+    lengths = [2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    found = {}
+    for length in lengths:
+        found[length] = statistics.median(bench.prompt(engine, length) for _ in range(5))
+        if found[length] > 2 * wanted:
+            break
+    engine.evict_weights()
+    return min(found, key=lambda length: abs(found[length] - wanted))
+
+
+def swap(bench: Bench, engine: VllmEngine, rounds: int) -> dict[str, object]:
+    """Move the KV of one request of `KV_PROMPT` tokens out and in again."""
+    load(engine)
+    name = bench.ask(engine, KV_PROMPT)
+    slabs = engine.kv.slabs(engine.kv.blocks(KV_PROMPT + 1))
+    engine.prefill(name, slabs)
+    blocks = engine.kv.blocks(KV_PROMPT)
+    places = [bench.used + i * engine.kv.block_bytes for i in range(blocks)]
     out, back = [], []
     for _ in range(rounds):
-        out.append(seconds(lambda: engine.swap_out("r", places)))
-        back.append(seconds(lambda: engine.swap_in("r", places, slabs)))
-    engine.forget("r")
-    engine.trim()
+        out.append(seconds(lambda: bench.swapper.settle([engine.swap_out(name, places)])))
+        engine.trim(0)
+        back.append(seconds(lambda: bench.swapper.settle([engine.swap_in(name, places, slabs)])))
+    engine.forget(name)
+    engine.trim(0)
     engine.evict_weights()
-    nbytes = len(places) * engine.kv.block_bytes
+    nbytes = blocks * engine.kv.block_bytes
     return {
+        "model": engine.model,
         "bytes": nbytes,
         "out_gbytes_per_second": nbytes / statistics.median(out) / 1e9,
         "in_gbytes_per_second": nbytes / statistics.median(back) / 1e9,
