@@ -9,6 +9,10 @@ removed by `forget`, and in between a request is in one of three states:
     swapped   no blocks, tokens computed       -> `swap_in`
 
 All tokens but the last are computed once a request has produced one.
+
+Full blocks are cached by the hash of their tokens and all before them, while they are in use and,
+cold, afterwards. `prefill` computes, and `swap_in` copies, only what is not found there. A step
+that fails leaves its requests added.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ class VllmEngine:
     ) -> None:
         """Use `build`."""
         self.model = model
+        assert core.request_block_hasher is not None, "vLLM does not hash blocks"
         self._core = core
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: CPUModelRunner = core.model_executor.driver_worker.worker.model_runner
@@ -133,7 +138,8 @@ class VllmEngine:
             trust_remote_code=False,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
             disable_hybrid_kv_cache_manager=True,
             async_scheduling=False,
             # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
@@ -178,7 +184,8 @@ class VllmEngine:
         if max(sequence.prompt) >= self._vocabulary:
             raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
         params = sampling_params(sequence.sampling, self._generation_config, self._eos_token_id)
-        request = Request(name, list(sequence.prompt), params, None)
+        hasher = self._core.request_block_hasher
+        request = Request(name, list(sequence.prompt), params, None, block_hasher=hasher)
         request.append_output_token_ids(list(sequence.output))
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
@@ -206,17 +213,23 @@ class VllmEngine:
         known = self._known(request)
         if known.num_computed_tokens:
             raise ValueError(f"request {request} is computed already")
-        self._ensure(self.kv.blocks(known.num_tokens), kv_slabs)
+        known.num_computed_tokens = self._hold(known, known.num_tokens, kv_slabs)
+        self._place(known, self._blocks(known))
         state = self._runner.requests[request]
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
         # come from the request's own generator: vLLM cannot wind that back on a CPU.
         generator, state.generator = state.generator, None
-        while True:
-            if known.num_tokens - known.num_computed_tokens <= self._chunk_tokens:
-                self._runner.input_batch.remove_request(request)
-                state.generator = generator
-            if produced := self._execute([known]):
-                return produced
+        try:
+            while True:
+                if known.num_tokens - known.num_computed_tokens <= self._chunk_tokens:
+                    self._runner.input_batch.remove_request(request)
+                    state.generator = generator
+                if produced := self._execute([known]):
+                    return produced
+        except BaseException:
+            state.generator = generator
+            self._withdraw(known)
+            raise
 
     def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
         """Raises `ValueError` when there are too many, or one does not have its KV in place."""
@@ -229,13 +242,16 @@ class VllmEngine:
             return []
         # A resident request has all blocks but that of its last token, if this begins one.
         needed = sum(known.num_computed_tokens % BLOCK_TOKENS == 0 for known in batch)
-        self._ensure(needed, kv_slabs)
+        self._provide(needed, kv_slabs)
         return self._execute(batch)
 
     # --- KV --------------------------------------------------------------------------------------
 
     def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> int:
-        """Each place takes one block of ``kv.block_bytes``; places beyond the last are not used."""
+        """Each place takes one block of ``kv.block_bytes``; places beyond the last are not used.
+
+        Full blocks stay cached, cold once nobody else uses them.
+        """
         known = self._resident(request)
         blocks = self._blocks(known)
         for block, place in zip(blocks, self._places(host_offsets, len(blocks)), strict=True):
@@ -245,24 +261,27 @@ class VllmEngine:
         return len(blocks) * self.kv.block_bytes
 
     def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> int:
-        """The places are those of `swap_out`, of this engine or of another one of the model."""
+        """The places are those of `swap_out`, of this engine or of another one of the model.
+
+        Blocks that the cache still has are not copied; the bytes are those of the others.
+        """
         known = self._known(request)
         computed = known.num_tokens - 1
         if self._blocks(known) or not known.num_output_tokens:
             raise ValueError(f"request {request} has no KV elsewhere")
         places = self._places(host_offsets, self.kv.blocks(computed))
-        self._ensure(len(places), kv_slabs)
-        manager = self._scheduler.kv_cache_manager
-        manager.coordinator.allocate_new_blocks(request, computed, computed)
-        blocks = self._blocks(known)
-        for block, place in zip(blocks, places, strict=True):
+        cached = self._hold(known, computed, kv_slabs) // BLOCK_TOKENS
+        blocks = self._scheduler.fill(known, computed)
+        for block, place in zip(blocks[cached:], places[cached:], strict=True):
             self._kv_bytes[:, block].copy_(place)
+        self._scheduler.filled(known, computed)
         known.num_computed_tokens = computed
         self._place(known, blocks)
-        return len(blocks) * self.kv.block_bytes
+        return (len(blocks) - cached) * self.kv.block_bytes
 
     def trim(self, keep_slabs: int | None = None) -> KvUse:
-        return KvUse(self._pool.trim(), 0)
+        self._scheduler.blocks.trim(keep_slabs)
+        return KvUse(self._pool.mapped_slabs, self._pool.cold_slabs)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -308,9 +327,22 @@ class VllmEngine:
         self._runner.input_batch.remove_request(request.request_id)
         self._runner.requests[request.request_id].block_ids = (list(blocks),)
 
-    def _ensure(self, blocks: int, kv_slabs: int) -> None:
+    def _withdraw(self, request: Request) -> None:
+        """Nothing of the request is computed."""
+        self._scheduler.withdraw(request)
+        self._place(request, [])
+
+    def _hold(self, request: Request, tokens: int, kv_slabs: int) -> int:
+        """`ParkedScheduler.hold`; raises `KvExhausted`."""
         try:
-            self._pool.ensure(blocks, kv_slabs)
+            return self._scheduler.hold(request, tokens, kv_slabs)
+        except PoolExhausted as exhausted:
+            raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
+
+    def _provide(self, blocks: int, kv_slabs: int) -> None:
+        """`ElasticBlockPool.provide`; raises `KvExhausted`."""
+        try:
+            self._scheduler.blocks.provide(blocks, kv_slabs)
         except PoolExhausted as exhausted:
             raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
 
@@ -326,8 +358,13 @@ class VllmEngine:
     def _execute(self, batch: Sequence[Request]) -> list[Produced]:
         if not self._weights.loaded:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
-        with self._scheduler.step_only(batch):
-            outputs, _ = self._core.step()
+        try:
+            with self._scheduler.step_only(batch):
+                outputs, _ = self._core.step()
+        except BaseException:
+            for known in batch:
+                self._withdraw(known)
+            raise
         produced = [_produced(o) for o in outputs[0].outputs] if 0 in outputs else []
         for token in produced:
             if token.finished is not None:
