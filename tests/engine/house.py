@@ -149,7 +149,8 @@ class House:
             engine.evict_weights()
         self.swapper.settle()
         for engine in self.engines.values():
-            assert engine.trim().slabs == 0
+            assert engine.trim(0).slabs == 0
+            assert len(engine._scheduler.blocks.cached_block_hash_to_block) == 0
             assert not engine._scheduler.requests
             assert not engine._runner.requests
             engine._pool.check_integrity()

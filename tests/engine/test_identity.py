@@ -46,7 +46,7 @@ class Player:
             self.take(self.engine.step(self.live, slabs))
         for name in self.live:
             self.house.swap_out(self.engine, name, self.places[name])
-        assert self.engine.trim().slabs == 0
+        assert self.engine.trim(0).slabs == 0
         self.engine.evict_weights()
 
     def take(self, produced: list[Produced]) -> None:

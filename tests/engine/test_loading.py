@@ -331,7 +331,7 @@ def own(
         house = make_house()
         houses.append(house)
         settings = {"dtype": MODELS[model][1], "max_context": 1024, "max_batch": 16, **options}
-        engine = VllmEngine.build(model, str(path), arena=house.arena, host=house.host, **settings)
+        engine = VllmEngine.build(model, str(path), arena=house.arena, host=house.host, swapper=house.swapper, **settings)
         house.engines[model] = engine
         house.images[model] = house.places(engine.host_slabs, SLAB)
         return house, engine, path / "model.safetensors"
@@ -490,7 +490,7 @@ def test_a_truncated_file_is_named(own: Any) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
         VllmEngine.build(
             "again", str(file.parent), dtype="float32", max_context=256, max_batch=4,
-            arena=house.arena, host=house.host,
+            arena=house.arena, host=house.host, swapper=house.swapper,
         )  # fmt: skip
 
 

@@ -9,6 +9,10 @@ removed by `forget`, and in between a request is in one of three states:
     swapped   no blocks, tokens computed       -> `swap_in`
 
 All tokens but the last are computed once a request has produced one.
+
+Full blocks are cached by the hash of their tokens and all before them, while they are in use and,
+cold, afterwards. `prefill` computes, and `swap_in` copies, only what is not found there. A step
+that fails leaves its requests added.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from appliance.memory.kvpool import BLOCK_TOKENS
 from appliance.memory.safetensors import read_header, weight_files
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
-from appliance.memory.transfers import Transfer, TransferFailed, TransferKind
+from appliance.memory.transfers import Transfer, TransferKind
 from appliance.memory.weights import DeviceWeights
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
@@ -78,6 +82,7 @@ class VllmEngine:
     ) -> None:
         """Use `build`."""
         self.model = model
+        assert core.request_block_hasher is not None, "vLLM does not hash blocks"
         self._core = core
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: CPUModelRunner = core.model_executor.driver_worker.worker.model_runner
@@ -96,8 +101,8 @@ class VllmEngine:
             placement.region.address + geometry.layers * geometry.layer_bytes,
         )
         self._geometry = geometry
-        self._arriving: dict[RequestId, Transfer] = {}
-        """Swaps inwards that may not be over."""
+        self._arriving: dict[RequestId, list[Transfer]] = {}
+        """Swaps inwards of what a request's blocks hold, that may not be over."""
         self._place_weights(recorded, arena, host, verify=verify)
         layout = self._weights.layout
         self.weight_slabs = layout.slabs(arena.slab_bytes)
@@ -154,7 +159,8 @@ class VllmEngine:
             trust_remote_code=False,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
             disable_hybrid_kv_cache_manager=True,
             async_scheduling=False,
             # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
@@ -220,7 +226,8 @@ class VllmEngine:
         if max(sequence.prompt) >= self._vocabulary:
             raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
         params = sampling_params(sequence.sampling, self._generation_config, self._eos_token_id)
-        request = Request(name, list(sequence.prompt), params, None)
+        hasher = self._core.request_block_hasher
+        request = Request(name, list(sequence.prompt), params, None, block_hasher=hasher)
         request.append_output_token_ids(list(sequence.output))
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
@@ -241,8 +248,7 @@ class VllmEngine:
 
     def forget(self, request: RequestId) -> None:
         self._stepping = None
-        arriving = self._arriving.pop(request, None)
-        if arriving is not None:
+        for arriving in self._arriving.pop(request, ()):
             arriving.join()  # its blocks are free from here on, so nothing may write there
         self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
         self._forget_state(request)
@@ -251,17 +257,26 @@ class VllmEngine:
         known = self._known(request)
         if known.num_computed_tokens:
             raise ValueError(f"request {request} is computed already")
-        self._ensure(self.kv.blocks(known.num_tokens), kv_slabs)
+        known.num_computed_tokens = self._hold(known, known.num_tokens, kv_slabs)
+        if known.num_computed_tokens:
+            for arriving in self._under_way():
+                arriving.wait()
+        self._place(known, self._blocks(known))
         state = self._runner.requests[request]
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
         # come from the request's own generator: vLLM cannot wind that back on a CPU.
         generator, state.generator = state.generator, None
-        while True:
-            if known.num_tokens - known.num_computed_tokens <= self._chunk_tokens:
-                self._runner.input_batch.remove_request(request)
-                state.generator = generator
-            if produced := self._execute([known]):
-                return produced
+        try:
+            while True:
+                if known.num_tokens - known.num_computed_tokens <= self._chunk_tokens:
+                    self._runner.input_batch.remove_request(request)
+                    state.generator = generator
+                if produced := self._execute([known]):
+                    return produced
+        except BaseException:
+            state.generator = generator
+            self._withdraw(known)
+            raise
 
     def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
         """Raises `ValueError` when there are too many, or one does not have its KV in place."""
@@ -275,13 +290,16 @@ class VllmEngine:
             return []
         # A resident request has all blocks but that of its last token, if this begins one.
         needed = sum(known.num_computed_tokens % BLOCK_TOKENS == 0 for known in batch)
-        self._ensure(needed, kv_slabs)
+        self._provide(needed, kv_slabs)
         return self._execute(batch)
 
     # --- KV --------------------------------------------------------------------------------------
 
     def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> Transfer:
-        """Each place takes one block of ``kv.block_bytes``; places beyond the last are not used."""
+        """Each place takes one block of ``kv.block_bytes``; places beyond the last are not used.
+
+        Full blocks stay cached, cold once nobody else uses them.
+        """
         known = self._resident(request)
         self._await_kv([request])
         places = self._places(host_offsets, self._scheduler.blocks_held(request))
@@ -309,19 +327,23 @@ class VllmEngine:
         )
 
     def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> Transfer:
-        """The places are those of `swap_out`, of this engine or of another one of the model."""
+        """The places are those of `swap_out`, of this engine or of another one of the model.
+
+        Blocks that the cache still has are not copied; the bytes are those of the others.
+        """
         known = self._known(request)
         computed = known.num_tokens - 1
         if self._scheduler.blocks_held(request) or not known.num_output_tokens:
             raise ValueError(f"request {request} has no KV elsewhere")
         places = self._places(host_offsets, self.kv.blocks(computed))
-        self._ensure(len(places), kv_slabs)
-        manager = self._scheduler.kv_cache_manager
-        manager.coordinator.allocate_new_blocks(request, computed, computed)
-        blocks = self._blocks(known)
+        cached = self._hold(known, computed, kv_slabs) // BLOCK_TOKENS
+        blocks = self._scheduler.fill(known, computed)
+        self._scheduler.filled(known, computed)
         known.num_computed_tokens = computed
         self._place(known, blocks)
-        self._arriving[request] = transfer = self._swapper.start(
+        # Cached blocks may be still on their way in, for others.
+        shared = self._under_way() if cached else []
+        transfer = self._swapper.start(
             TransferKind.KV_IN,
             self._kv_owner,
             [
@@ -333,16 +355,18 @@ class VllmEngine:
                     destination_pitch=self._geometry.layer_bytes,
                     source_pitch=self._geometry.layer_block_bytes,
                 )
-                for block, place in zip(blocks, places, strict=True)
+                for block, place in zip(blocks[cached:], places[cached:], strict=True)
             ],
-            nbytes=len(blocks) * self._geometry.block_bytes,
-            reads=places,
-            writes=[(self.model, block) for block in blocks],
+            nbytes=(len(blocks) - cached) * self._geometry.block_bytes,
+            reads=places[cached:],
+            writes=[(self.model, block) for block in blocks[cached:]],
         )
+        self._arriving[request] = [*shared, transfer]
         return transfer
 
     def trim(self, keep_slabs: int | None = None) -> KvUse:
-        return KvUse(self._pool.trim(), 0)
+        self._scheduler.blocks.trim(keep_slabs)
+        return KvUse(self._pool.mapped_slabs, self._pool.cold_slabs)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -380,7 +404,7 @@ class VllmEngine:
         return self._kv_addresses.start + block * self._geometry.layer_block_bytes
 
     def _places(self, host_offsets: Sequence[int], blocks: int) -> list[int]:
-        """Addresses of the first `blocks` places in the host tier, where layers lie side by side."""
+        """Addresses of the first `blocks` places in the host tier; its layers lie side by side."""
         if len(host_offsets) < blocks:
             raise ValueError(f"{blocks} blocks in {len(host_offsets)} places")
         size = self._geometry.block_bytes
@@ -389,9 +413,12 @@ class VllmEngine:
     def _await_kv(self, requests: Iterable[RequestId]) -> None:
         """Compute comes after its KV is in (Aegaeon §5.3, the first of its rules)."""
         for request in requests:
-            arriving = self._arriving.pop(request, None)
-            if arriving is not None:
+            for arriving in self._arriving.pop(request, ()):
                 arriving.wait()
+
+    def _under_way(self) -> list[Transfer]:
+        """All swaps inwards that are not over."""
+        return [t for arriving in self._arriving.values() for t in arriving if not t.done]
 
     def _place(self, request: Request, blocks: list[int]) -> None:
         """Tell the runner that the request's blocks are others now."""
@@ -399,9 +426,22 @@ class VllmEngine:
         self._runner.input_batch.remove_request(request.request_id)
         self._runner.requests[request.request_id].block_ids = (list(blocks),)
 
-    def _ensure(self, blocks: int, kv_slabs: int) -> None:
+    def _withdraw(self, request: Request) -> None:
+        """Nothing of the request is computed."""
+        self._scheduler.withdraw(request)
+        self._place(request, [])
+
+    def _hold(self, request: Request, tokens: int, kv_slabs: int) -> int:
+        """`ParkedScheduler.hold`; raises `KvExhausted`."""
         try:
-            self._pool.ensure(blocks, kv_slabs)
+            return self._scheduler.hold(request, tokens, kv_slabs)
+        except PoolExhausted as exhausted:
+            raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
+
+    def _provide(self, blocks: int, kv_slabs: int) -> None:
+        """`ElasticBlockPool.provide`; raises `KvExhausted`."""
+        try:
+            self._scheduler.blocks.provide(blocks, kv_slabs)
         except PoolExhausted as exhausted:
             raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
 
@@ -418,15 +458,12 @@ class VllmEngine:
         transfer = self._weights.transfer
         if transfer is None:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
-        computed = [request.num_computed_tokens for request in batch]
         try:
             with self._gates.holding(transfer), self._scheduler.step_only(batch):
                 outputs, _ = self._core.step()
-        except TransferFailed:
-            # vLLM counts tokens as computed when it schedules them.
-            for request, tokens in zip(batch, computed, strict=True):
-                request.num_computed_tokens = tokens
-            self._stepping = None
+        except BaseException:
+            for known in batch:
+                self._withdraw(known)
             raise
         produced = [_produced(o) for o in outputs[0].outputs] if 0 in outputs else []
         for token in produced:

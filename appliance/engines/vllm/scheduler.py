@@ -18,20 +18,33 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from appliance.engines.vllm.placement import current_placement
-from appliance.memory.kvpool import KvPool
+from appliance.memory.kvpool import BLOCK_TOKENS, KvPool
 
 
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]
-    """vLLM's block objects, handed out as `KvPool` says, and empty. There is no prefix cache.
+    """vLLM's block objects and its map of hashes, over the blocks that `KvPool` has now.
 
-    Attention multiplies whole blocks, and what lies behind a request's last token with zero. In
-    memory that was others' there are bytes that this does not make zero: NaN and infinity.
+    A block that nobody references is cold in the pool while it has a hash, and free without one.
+    The engine provides blocks before a step (`provide`), and that is when cold ones are lost: what
+    vLLM is then handed out is free, and empty.
+
+    Empty, because attention multiplies whole blocks, and what lies behind a request's last token
+    with zero. In memory that was others' there are bytes that this does not make zero: NaN and
+    infinity. A block with a hash is full of tokens, so nothing else is in it.
     """
 
     def __init__(self, pool: KvPool, kv_bytes: torch.Tensor) -> None:
-        super().__init__(pool.geometry.blocks, enable_caching=False, hash_block_size=1)
+        super().__init__(pool.geometry.blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.kv = pool
         self._kv_bytes = kv_bytes  # [layers, blocks, bytes]
+
+    def provide(self, blocks: int, max_slabs: int) -> None:
+        """See `KvPool.ensure`: free blocks, at the cost of slabs first, then of cold blocks."""
+        self._forget(self.kv.ensure(blocks, max_slabs))
+
+    def trim(self, keep_slabs: int | None) -> None:
+        """See `KvPool.trim`."""
+        self._forget(self.kv.trim(keep_slabs))
 
     def get_num_free_blocks(self) -> int:
         return self.kv.free
@@ -39,22 +52,44 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         blocks = [self.blocks[number] for number in self.kv.take(num_blocks)]
         for block in blocks:
-            block.ref_cnt += 1
+            assert (block.ref_cnt, block.block_hash) == (0, None), f"{block} is not free"
+            block.ref_cnt = 1
             self._kv_bytes[:, block.block_id].zero_()
         return blocks
 
-    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        blocks = list(ordered_blocks)
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:
+            if block.ref_cnt == 0:
+                self.kv.revive(block.block_id)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        free: list[int] = []
+        cold: list[int] = []
+        for block in ordered_blocks:
             block.ref_cnt -= 1
-        self.kv.give(block.block_id for block in blocks)
+            if block.ref_cnt == 0:
+                (free if block.block_hash is None else cold).append(block.block_id)
+        self.kv.give(free)
+        self.kv.give(cold, keep=True)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that is cached, and unmap it; False, with nothing done, while blocks are used.
+
+        For new weights at the same addresses.
+        """
+        if self.kv.used:
+            return False
+        self.trim(0)
+        return True
 
     def get_usage(self) -> float:
-        total = self.kv.free + self.kv.used
+        total = self.kv.free + self.kv.cold + self.kv.used
         return self.kv.used / total if total else 0.0
 
-    def touch(self, blocks: Sequence[KVCacheBlock]) -> NoReturn:
-        raise NotImplementedError("blocks are not shared: there is no prefix cache")
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """These blocks lost their content: no hash may lead to them."""
+        self.evict_blocks(set(blocks))
 
 
 class ParkedScheduler(Scheduler):  # type: ignore[misc]
@@ -63,16 +98,18 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         placement = current_placement()
-        blocks = ElasticBlockPool(placement.pool, placement.kv_bytes)
+        self.blocks = ElasticBlockPool(placement.pool, placement.kv_bytes)
         manager = self.kv_cache_manager
         coordinator = manager.coordinator
         for owner in (manager, coordinator, *coordinator.single_type_managers):
             # Assigning to a name that vLLM does not use would change nothing, silently.
             assert isinstance(owner.block_pool, BlockPool), f"{owner} has no block pool"
-            owner.block_pool = blocks
+            assert owner.block_pool.enable_caching, f"{owner} does not cache prefixes"
+            assert owner.block_pool.hash_block_size == BLOCK_TOKENS, "hashes are of other blocks"
+            owner.block_pool = self.blocks
         for single in coordinator.single_type_managers:
             assert single._null_block.is_null, f"{single} has no null block"
-            single._null_block = blocks.null_block
+            single._null_block = self.blocks.null_block
 
     @contextmanager
     def step_only(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -82,6 +119,49 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             yield
         finally:
             self.running = []
+
+    def hold(self, request: Request, tokens: int, max_slabs: int) -> int:
+        """Give a request that has none the blocks of its first `tokens` tokens, cached ones first.
+
+        Returns how many tokens are in cached blocks; that is never all of the request's, so there
+        is always one to compute. The other blocks are provided; the steps that compute them take
+        them, or `fill` does. Raises `PoolExhausted` with no block given.
+        """
+        manager = self.kv_cache_manager
+        hits, cached, _ = manager.get_computed_blocks(request)
+        # First, because what is provided next must not be taken from the hits.
+        manager.coordinator.allocate_new_computed_blocks(
+            request.request_id, hits.blocks, cached, num_external_computed_tokens=0
+        )
+        try:
+            self.blocks.provide(-(-tokens // BLOCK_TOKENS) - cached // BLOCK_TOKENS, max_slabs)
+        except BaseException:
+            manager.free(request)
+            raise
+        return int(cached)
+
+    def fill(self, request: Request, tokens: int) -> list[int]:
+        """Take what `hold` provided; the blocks of the first `tokens` tokens, in their order."""
+        manager = self.kv_cache_manager
+        manager.coordinator.allocate_new_blocks(request.request_id, tokens, tokens)
+        (blocks,) = manager.get_block_ids(request.request_id)
+        return list(blocks)
+
+    def filled(self, request: Request, tokens: int) -> None:
+        """The blocks of the first `tokens` tokens have their KV: others may share them."""
+        self.kv_cache_manager.cache_blocks(request, tokens)
+
+    def withdraw(self, request: Request) -> None:
+        """Take the blocks of a request whose step failed; it is as if nothing had been computed.
+
+        vLLM caches a block when it schedules its last token. What the failed step was to compute
+        must not be found by others; what was computed before may be.
+        """
+        trusted = request.num_computed_tokens - request.num_in_flight_tokens
+        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        self.blocks.evict_blocks(set(blocks[trusted // BLOCK_TOKENS :]))
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
 
     def blocks_held(self, request_id: str) -> int:
         """How many blocks a request has; asked for every request of every step."""
