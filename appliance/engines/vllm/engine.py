@@ -180,14 +180,18 @@ class VllmEngine:
         model = self._runner.get_model()
         ingredients = recorded.ingredients(model)
         self._packings = parameters.pack(model)
-        layout = parameters.plan(model, self._packings)
+        layout = parameters.plan(model, ingredients, self._packings)
         cpus = process_cpus()
         image = CheckpointImage(
             recorded.files, layout, ingredients, self._packings, cpus=cpus, verify=verify
         )
         self._weights = DeviceWeights(f"weights:{self.model}", layout, arena, host, image, cpus)
-        parameters.rehome(model, self._weights, self._packings)
-        parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
+        try:
+            parameters.rehome(model, self._weights, self._packings)
+            parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
+        except BaseException:
+            self._weights.region.release()
+            raise
         self._gates = Gates(model, self._weights)
 
     # --- requests --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from typing import Final
 import torch
 
 from appliance.engines.vllm import packed
+from appliance.engines.vllm.experts import ExpertPacking
 from appliance.engines.vllm.packed import Packing
 from appliance.engines.vllm.recipe import Ingredients, Origin, Write
 from appliance.memory import mapping
@@ -49,7 +50,7 @@ class Piece:
     dtype: torch.dtype
     elements: int
     writes: tuple[Write, ...]
-    packing: Packing | None
+    packing: Packing | ExpertPacking | None
 
     @property
     def as_stored(self) -> bool:
@@ -196,9 +197,9 @@ class _Bench:
             self._image.put(end, address, nbytes)
             end += nbytes
 
-        matrix, each = plain.view(-1, piece.packing.shape[1]), piece.packing.piece_rows
-        for first in range(0, len(matrix), each):
-            packed.pack(matrix[first : first + each], piece.packing, place)
+        rows, each = plain.view(-1, *piece.packing.shape[1:]), piece.packing.piece_rows
+        for first in range(0, len(rows), each):
+            piece.packing.pack(rows[first : first + each], place)
         assert end == piece.offset + piece.nbytes, f"{end} is not the end of {piece}"
 
     def _assemble(self, write: Write, plain: torch.Tensor) -> None:
@@ -249,8 +250,9 @@ def _is_read(write: Write, dtype: torch.dtype) -> bool:
     return write.plain and isinstance(write.origin, Origin) and write.origin.dtype == dtype
 
 
-def _pieces(made_of: Ingredients, packing: Packing | None, offset: int) -> Iterator[Piece]:
+def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[Piece]:
     """Cut a tensor whose image begins at `offset` by rows, if its writes can be cut there."""
+    packing = linear or made_of.packing
     row = math.prod(made_of.shape[1:])
     rows, row_bytes = made_of.elements // row, row * made_of.dtype.itemsize
     if packing is None:
