@@ -101,8 +101,10 @@ def save(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str
     return tensors
 
 
-def written(path: Path, model: Any) -> tuple[Any, bytes]:
-    """The layout that a toy gets, and its image, made from the file."""
+def written(
+    path: Path, model: Any, after: Callable[[Any], None] = lambda model: None
+) -> tuple[Any, bytes]:
+    """The layout that a toy gets, and its image, made from the file; `after` follows loading."""
     from appliance.engines.vllm import parameters
     from appliance.engines.vllm.loading import CheckpointImage, process_cpus
     from appliance.engines.vllm.recipe import Recording
@@ -110,10 +112,11 @@ def written(path: Path, model: Any) -> tuple[Any, bytes]:
     files = [read_header(path)]
     recording = Recording(files)
     recording.load(model)
-    layout = parameters.plan(model, {})
-    write = CheckpointImage(
-        files, layout, recording.ingredients(model), {}, cpus=process_cpus(), verify=False
-    )
+    with recording.recorder:
+        after(model)
+    made_of = recording.ingredients(model)
+    layout = parameters.plan(model, made_of, {})
+    write = CheckpointImage(files, layout, made_of, {}, cpus=process_cpus(), verify=False)
     slabs = layout.slabs(4096)
     tier = HostTier.create(slabs * 4096)
     try:
@@ -257,22 +260,55 @@ def test_what_is_not_copying_is_refused(
         written(tmp_path / "model.safetensors", toy({"w": (8, 4)}, load, "float32"))
 
 
-def test_a_parameter_changed_after_loading_is_refused(tmp_path: Path) -> None:
-    """Its recipe would be that of another one: vLLM repacks some layers of some models."""
+def replace_it(model: Any) -> None:
     import torch
 
-    from appliance.engines.vllm.recipe import Recording, UnsupportedCheckpoint
+    model.w = torch.nn.Parameter(torch.zeros(8, 4))
+
+
+def double_it(model: Any) -> None:
+    model.w.data.mul_(2)
+
+
+def turn_it(model: Any) -> None:
+    model.w.data = model.w.data.t().contiguous()
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        (replace_it, "vLLM rearranges w"),
+        (double_it, r"aten\.mul_\.Tensor with the parameter w"),
+        (turn_it, r"aten\.clone\.default with the parameter w"),
+    ],
+)
+def test_a_parameter_changed_after_loading_is_refused(
+    tmp_path: Path, after: Callable[[Any], None], reason: str
+) -> None:
+    """Its recipe would be that of another one: vLLM computes with some weights of some models."""
+    from appliance.engines.vllm.recipe import UnsupportedCheckpoint
 
     def load(model: Any, name: str, tensor: Any) -> None:
         model.w.data.copy_(tensor)
 
     save(tmp_path / "model.safetensors", {"w": (8, 4)}, "float32")
-    model = toy({"w": (8, 4)}, load, "float32")
-    recording = Recording([read_header(tmp_path / "model.safetensors")])
-    recording.load(model)
-    model.w = torch.nn.Parameter(torch.zeros(8, 4))
-    with pytest.raises(UnsupportedCheckpoint, match="vLLM rearranges w"):
-        recording.ingredients(model)
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        written(tmp_path / "model.safetensors", toy({"w": (8, 4)}, load, "float32"), after)
+
+
+def test_copying_a_parameter_to_itself_is_nothing(tmp_path: Path) -> None:
+    """vLLM does that where another device would need padding."""
+    import torch
+
+    def load(model: Any, name: str, tensor: Any) -> None:
+        model.w.data.copy_(tensor)
+
+    def after(model: Any) -> None:
+        model.w.data.copy_(model.w.data)
+
+    tensors = save(tmp_path / "model.safetensors", {"w": (8, 4)}, "float32")
+    _, image = written(tmp_path / "model.safetensors", toy({"w": (8, 4)}, load, "float32"), after)
+    assert image == tensors["w"].view(torch.uint8).numpy().tobytes()
 
 
 # --- engines: what is in the host tier, and when the files are read ------------------------------
@@ -331,7 +367,9 @@ def own(
         house = make_house()
         houses.append(house)
         settings = {"dtype": MODELS[model][1], "max_context": 1024, "max_batch": 16, **options}
-        engine = VllmEngine.build(model, str(path), arena=house.arena, host=house.host, swapper=house.swapper, **settings)
+        engine = VllmEngine.build(
+            model, str(path), arena=house.arena, host=house.host, swapper=house.swapper, **settings
+        )
         house.engines[model] = engine
         house.images[model] = house.places(engine.host_slabs, SLAB)
         return house, engine, path / "model.safetensors"
@@ -366,13 +404,59 @@ def test_a_head_beside_the_embedding_counts(own: Any, checkpoints: dict[str, str
 
     engine = VllmEngine.build(
         "untied", str(untied.parent), dtype="float32", max_context=256, max_batch=4,
-        arena=house.arena, host=house.host,
+        arena=house.arena, host=house.host, swapper=house.swapper,
     )  # fmt: skip
     house.engines["untied"] = engine
     house.images["untied"] = house.places(engine.host_slabs, SLAB)
     engine.store_weights(house.images["untied"], fill=True)
     expected = expected_image(engine, str(untied.parent), "float32")
     assert image_of(house, "untied") == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_packed_as_they_are_read(tmp_path: Path, dtype: str) -> None:
+    """vLLM packs a mixture's experts after loading them; that is noted, and done with the reads."""
+    import torch
+    import vllm._custom_ops
+
+    def load(model: Any, name: str, tensor: Any) -> None:
+        expert, part = int(name[1]), slice(0, 32) if name[0] == "a" else slice(32, 64)
+        model.experts.data[expert, part].copy_(tensor)
+
+    def prepack(model: Any) -> None:
+        packed = vllm._custom_ops.cpu_prepack_moe_weight(model.experts, "vec")
+        model.experts = torch.nn.Parameter(packed, requires_grad=False)
+
+    shapes = {f"{part}{expert}": (32, 96) for expert in range(5) for part in "ab"}
+    tensors = save(tmp_path / "model.safetensors", shapes, dtype)
+    expected = toy({"experts": (5, 64, 96)}, load, dtype)
+    expected.load_weights(tensors.items())
+    prepack(expected)
+
+    model = toy({"experts": (5, 64, 96)}, load, dtype)
+    layout, image = written(tmp_path / "model.safetensors", model, prepack)
+
+    assert image == expected.experts.detach().view(torch.uint8).numpy().tobytes()
+    assert layout.tensors[0].packing == "experts vec"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_pack_alike_alone_and_together(dtype: str) -> None:
+    """So an expert can be packed as soon as it is read."""
+    import torch
+    import vllm._custom_ops
+
+    from appliance.engines.vllm.experts import ExpertPacking
+    from appliance.engines.vllm.tensors import bytes_at
+
+    weight = torch.randn(5, 64, 128).to(getattr(torch, dtype))
+    whole = vllm._custom_ops.cpu_prepack_moe_weight(weight, "vec").view(torch.uint8).flatten()
+    packing = ExpertPacking(tuple(weight.shape), weight.dtype, "vec")
+    pieces: list[Any] = []
+    for expert in weight:
+        packing.pack(expert, lambda a, n: pieces.append(bytes_at(a, n).clone()))
+    assert torch.equal(torch.cat(pieces), whole)
+    assert packing.nbytes == whole.nbytes == 5 * packing.piece_bytes
 
 
 def test_a_build_reads_headers_only(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +598,9 @@ def test_an_evicted_stream_stops_reading(own: Any, monkeypatch: pytest.MonkeyPat
     reading, go_on = threading.Event(), threading.Event()
     preadv, reads = os.preadv, []
 
-    def held(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def held(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            return preadv(fd, buffers, offset, flags)
         reads.append(offset)
         reading.set()
         assert go_on.wait(60)
@@ -673,14 +759,12 @@ def test_decoding_waits_as_well(
 ) -> None:
     """A step on KV that came back before the weights did is held back like a prefill."""
     engine, loader = held
-    monkey = engine._weights._write
     engine.store_weights(house.images["llama-mha"], fill=False)
     engine.begin_load().wait()
     engine.add(sequence("llama-mha", "r", PROMPT, GREEDY))
     produced = list(engine.prefill("r", 40))
     engine.evict_weights()
     engine.store_weights((), fill=False)
-    assert engine._weights._write is monkey
     transfer = engine.begin_load()
     second = engine._gates._gates[1].module
     handle = second.register_forward_pre_hook(lambda *args: loader.release())

@@ -27,7 +27,7 @@ def pack(weight: Any) -> tuple[Any, Any]:
     packing = packed.plan(tuple(weight.shape), weight.dtype)
     pieces: list[Any] = []
     for rows in weight.split(packing.piece_rows):
-        packed.pack(rows, packing, lambda a, n: pieces.append(bytes_at(a, n).clone()))
+        packing.pack(rows, lambda a, n: pieces.append(bytes_at(a, n).clone()))
     return torch.cat(pieces), packing
 
 

@@ -29,16 +29,16 @@ BOTH = pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "see
 class PoisonVmm(HostVmm):
     """Fills a slab with 0xFF, NaN in any type, when it is taken away from an address."""
 
-    def unmap(self, address: int) -> None:
-        ctypes.memset(address, 0xFF, self.slab_bytes)
-        super().unmap(address)
+    def unmap(self, address: int, count: int = 1) -> None:
+        ctypes.memset(address, 0xFF, count * self.slab_bytes)
+        super().unmap(address, count)
 
 
 @pytest.fixture(scope="module")
 def _poisoned(checkpoints: dict[str, str]) -> House:
     from appliance.memory.arena import Arena
     from appliance.memory.hosttier import HostTier
-from appliance.memory.swapper import Swapper
+    from appliance.memory.swapper import Swapper
 
     arena = Arena(PoisonVmm(POOL_SLABS, SLAB))
     house = House(arena, HostTier.create(64 << 20), Swapper(arena.vmm.stream))
@@ -379,6 +379,7 @@ class Crowd:
     """Requests with common prefixes, to whom things happen at random."""
 
     def __init__(self, house: House, engine: Any, dice: random.Random) -> None:
+        self.house = house
         self.engine = engine
         self.dice = dice
         self.sampling = [GREEDY, SEEDED]

@@ -158,6 +158,27 @@ def test_short_reads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert b"".join(parts) == path.read_bytes()[10:23]
 
 
+def test_only_what_is_not_in_memory_is_announced(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of the disk are asked for in advance, bytes in memory are left alone."""
+    file = read_header(path)
+    announced: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *span: announced.append(span[:2]))
+
+    def answer(fd: int, buffers: object, offset: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        if offset < 100:
+            return 1
+        raise BlockingIOError(errno.EAGAIN, "it would have to wait")
+
+    with file.open() as fd:
+        monkeypatch.setattr(os, "preadv", answer)
+        file.read_ahead(fd, 50, 20)
+        file.read_ahead(fd, 100, 20)
+    assert announced == [(100, 20)]
+
+
 def test_errors_of_the_disk_are_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file and the errno are in the message, whatever the system refused."""
     file = read_header(path)

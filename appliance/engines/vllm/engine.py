@@ -197,7 +197,7 @@ class VllmEngine:
         model = self._runner.get_model()
         ingredients = recorded.ingredients(model)
         self._packings = parameters.pack(model)
-        layout = parameters.plan(model, self._packings)
+        layout = parameters.plan(model, ingredients, self._packings)
         image = CheckpointImage(
             recorded.files,
             layout,
@@ -209,8 +209,12 @@ class VllmEngine:
         self._weights = DeviceWeights(
             f"weights:{self.model}", layout, arena, host, self._swapper, image
         )
-        parameters.rehome(model, self._weights, self._packings)
-        parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
+        try:
+            parameters.rehome(model, self._weights, self._packings)
+            parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
+        except BaseException:
+            self._weights.region.release()
+            raise
         self._gates = Gates(model, self._weights)
 
     # --- requests --------------------------------------------------------------------------------

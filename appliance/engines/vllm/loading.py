@@ -26,6 +26,7 @@ from typing import Final
 import torch
 
 from appliance.engines.vllm import packed
+from appliance.engines.vllm.experts import ExpertPacking
 from appliance.engines.vllm.packed import Packing
 from appliance.engines.vllm.recipe import Ingredients, Origin, Write
 from appliance.memory import mapping
@@ -49,7 +50,7 @@ class Piece:
     dtype: torch.dtype
     elements: int
     writes: tuple[Write, ...]
-    packing: Packing | None
+    packing: Packing | ExpertPacking | None
 
     @property
     def as_stored(self) -> bool:
@@ -109,9 +110,10 @@ class CheckpointImage:
         packed.compute_alone()
         bench = _Bench(self._files, descriptors, image)
         try:
-            while (piece := work.take()) is not None:
-                if work.ahead is not None:
-                    bench.announce(work.ahead)
+            while (taken := work.take()) is not None:
+                piece, later = taken
+                if later is not None:
+                    bench.announce(later)
                 bench.make(piece)
                 work.done(piece)
         except BaseException as error:
@@ -123,22 +125,22 @@ class _Work:
 
     def __init__(self, pieces: Sequence[Piece], transfer: Transfer) -> None:
         self.error: BaseException | None = None
-        self.ahead: Piece | None = None
-        """A piece that is not needed yet, for the system to read ahead."""
-        self._pieces = iter(pieces)
-        self._ahead = itertools.islice(pieces, 2 * THREADS, None)
+        ahead = itertools.islice(pieces, 2 * THREADS, None)
+        self._pieces = iter(itertools.zip_longest(pieces, ahead))
         self._order = iter(pieces)
         self._next = next(self._order, None)
         self._made: set[int] = set()
         self._transfer = transfer
         self._lock = threading.Lock()
 
-    def take(self) -> Piece | None:
-        """The next piece, unless something failed. Raises `TransferCancelled`."""
+    def take(self) -> tuple[Piece, Piece | None] | None:
+        """The next piece, unless something failed, and a later one for the system to read ahead.
+
+        Raises `TransferCancelled`.
+        """
         if self._transfer.cancelled:
             raise TransferCancelled(f"{self._transfer.owner} is not wanted any more")
         with self._lock:
-            self.ahead = next(self._ahead, None)
             return None if self.error is not None else next(self._pieces, None)
 
     def done(self, piece: Piece) -> None:
@@ -173,9 +175,9 @@ class _Bench:
         """Have the system read ahead."""
         for write in piece.writes:
             if isinstance(write.origin, Origin):
-                size = write.span * write.origin.dtype.itemsize
-                fd = self._descriptors[write.origin.file]
-                os.posix_fadvise(fd, write.origin.offset, size, os.POSIX_FADV_WILLNEED)
+                number, offset, dtype = write.origin
+                fd = self._descriptors[number]
+                self._files[number].read_ahead(fd, offset, write.span * dtype.itemsize)
 
     def make(self, piece: Piece) -> None:
         if piece.as_stored:
@@ -196,9 +198,9 @@ class _Bench:
             self._image.put(end, address, nbytes)
             end += nbytes
 
-        matrix, each = plain.view(-1, piece.packing.shape[1]), piece.packing.piece_rows
-        for first in range(0, len(matrix), each):
-            packed.pack(matrix[first : first + each], piece.packing, place)
+        rows, each = plain.view(-1, *piece.packing.shape[1:]), piece.packing.piece_rows
+        for first in range(0, len(rows), each):
+            piece.packing.pack(rows[first : first + each], place)
         assert end == piece.offset + piece.nbytes, f"{end} is not the end of {piece}"
 
     def _assemble(self, write: Write, plain: torch.Tensor) -> None:
@@ -249,8 +251,9 @@ def _is_read(write: Write, dtype: torch.dtype) -> bool:
     return write.plain and isinstance(write.origin, Origin) and write.origin.dtype == dtype
 
 
-def _pieces(made_of: Ingredients, packing: Packing | None, offset: int) -> Iterator[Piece]:
+def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[Piece]:
     """Cut a tensor whose image begins at `offset` by rows, if its writes can be cut there."""
+    packing = linear or made_of.packing
     row = math.prod(made_of.shape[1:])
     rows, row_bytes = made_of.elements // row, row * made_of.dtype.itemsize
     if packing is None:

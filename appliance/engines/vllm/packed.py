@@ -4,9 +4,9 @@ vLLM packs the weights of its CPU linear layers, too: batches run up to twice as
 packed copies are memory of oneDNN's own, which could never be unmapped. Here the packed bytes are
 plain data, to be kept, copied and mapped like any other weight:
 
-    plan        shape, type       ->  the `Packing`: how packed bytes lie, and how many there are
-    pack        weight [out, in]  ->  its packed bytes
-    view_at     an address        ->  a tensor over packed bytes, which multiplies but owns nothing
+    plan          shape, type       ->  a `Packing`: how packed bytes lie, and how many there are
+    Packing.pack  weight [out, in]  ->  its packed bytes
+    view_at       an address        ->  a tensor over packed bytes: it multiplies, but owns nothing
 
 The result of a product is bit for bit that of vLLM's own packed layers. The view is made through
 the C interface that torch keeps for models compiled ahead of time.
@@ -70,6 +70,12 @@ class Packing:
         """Equal for packed bytes that are read alike."""
         return hashlib.sha256(self.descriptor).hexdigest()
 
+    def pack(self, weight: torch.Tensor, place: Callable[[int, int], None]) -> None:
+        """Pack a weight, or whole pieces of one, and call `place` with the address of the packed
+        bytes, which are gone when it returns, and their number. Raises `SeamMoved`."""
+        with _reordered(weight.view(self.word)) as (data, _):
+            place(data.data_ptr(), data.nbytes)
+
 
 class PackedLinear:
     """What a vLLM layer calls as its `cpu_linear`: the product with a view of packed bytes."""
@@ -131,13 +137,6 @@ def plan(shape: tuple[int, int], dtype: torch.dtype) -> Packing:
         if _packs_in_pieces(packing, weight, whole):
             return packing
     return replace(packing, piece_rows=rows, piece_bytes=nbytes, word=dtype)
-
-
-def pack(weight: torch.Tensor, packing: Packing, place: Callable[[int, int], None]) -> None:
-    """Pack a weight, or whole pieces of one, and call `place` with the address of the packed
-    bytes, which are gone when it returns, and their number. Raises `SeamMoved`."""
-    with _reordered(weight.view(packing.word)) as (data, _):
-        place(data.data_ptr(), data.nbytes)
 
 
 def view_at(address: int, packing: Packing) -> torch.Tensor:
@@ -204,7 +203,7 @@ def _packs_in_pieces(packing: Packing, weight: torch.Tensor, whole: torch.Tensor
 
     for piece in {0, last}:
         some = weight[piece * packing.piece_rows :][: packing.piece_rows]
-        pack(some, packing, functools.partial(compare, piece * size))
+        packing.pack(some, functools.partial(compare, piece * size))
     return all(alike) and not whole[size : last * size].any()
 
 

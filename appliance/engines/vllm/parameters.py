@@ -8,6 +8,7 @@ before `rehome`: their private memory was never touched.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from appliance.engines.vllm import packed
 from appliance.engines.vllm.packed import PackedLinear, Packing
+from appliance.engines.vllm.recipe import Ingredients
 from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.weights import DeviceWeights, StoredTensor, WeightLayout
 
@@ -64,7 +66,9 @@ def pack(model: torch.nn.Module) -> Packings:
     return packings
 
 
-def plan(model: torch.nn.Module, packings: Packings) -> WeightLayout:
+def plan(
+    model: torch.nn.Module, made_of: Mapping[str, Ingredients], packings: Packings
+) -> WeightLayout:
     """Every distinct parameter storage, in the order in which a forward pass needs them."""
     return WeightLayout.plan(
         StoredTensor(
@@ -73,9 +77,10 @@ def plan(model: torch.nn.Module, packings: Packings) -> WeightLayout:
             shape=tuple(parameter.shape),
             stride=tuple(parameter.stride()),
             nbytes=parameter.untyped_storage().nbytes(),
-            packing=packings[name].digest if name in packings else "",
+            packing=packing.digest if packing is not None else "",
         )
         for name, parameter in _stored(model)
+        for packing in (packings.get(name) or made_of[name].packing,)
     )
 
 
@@ -102,6 +107,8 @@ def rehome(model: torch.nn.Module, weights: DeviceWeights, packings: Packings) -
     for name, packing in packings.items():
         layer: Any = model.get_submodule(name.rpartition(".")[0])
         layer.cpu_linear = PackedLinear(layer.weight.data_ptr(), packing)
+    # The C library keeps freed heap for itself; this much of it belongs to the others here.
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_moved(

@@ -10,15 +10,15 @@ and transposed placeholders are views that say where they lie in their tensor:
 
     Write(origin=(file, 1024 + 2048 * 4096 * 2), axes=((8388608, 1, 1),), start=0)
 
-What computes with a placeholder cannot be written down, and is an error that names it. Afterwards a
-fill is nothing but reads (`appliance.engines.vllm.loading`).
+What computes with a placeholder, or with a parameter, cannot be written down, and is an error that
+names it. Afterwards a fill is nothing but reads (`appliance.engines.vllm.loading`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -31,6 +31,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from appliance.engines.vllm.experts import PREPACK, ExpertPacking
 from appliance.errors import CheckpointError
 from appliance.memory.safetensors import TensorEntry, WeightFile
 
@@ -133,11 +134,13 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Ingredients:
-    """Everything that makes up the storage of one parameter: `elements` of `dtype`."""
+    """Everything that makes up the storage of one parameter: `elements` of `dtype`, packed
+    afterwards if there is a packing."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     writes: tuple[Write, ...]
+    packing: ExpertPacking | None = None
 
     @property
     def elements(self) -> int:
@@ -149,8 +152,7 @@ class Recording:
 
     def __init__(self, files: Sequence[WeightFile]) -> None:
         self.files = tuple(files)
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._writes: dict[int, list[Write]] = {}
+        self.recorder = _Recorder()
 
     def load(self, model: torch.nn.Module) -> None:
         """Have vLLM load placeholders into the model, whose parameters stay untouched.
@@ -160,22 +162,15 @@ class Recording:
         """
         if getattr(model, "secondary_weights", ()):
             raise UnsupportedCheckpoint(f"{type(model).__name__} wants weights from elsewhere, too")
-        names: dict[int, str] = {}
         for name, parameter in model.named_parameters():
-            storage = parameter.untyped_storage()
-            # Kept, so that no other storage can come to have the same identity.
-            self._storages[storage._cdata] = storage
-            names.setdefault(storage._cdata, name)
-        recorder = _Recorder(names)
-        placeholders = recorder.placeholders(self.files)
-        with recorder:
+            self.recorder.know(name, parameter)
+        with self.recorder:
             try:
-                model.load_weights(placeholders)  # type: ignore[operator]
+                model.load_weights(self.recorder.placeholders(self.files))  # type: ignore[operator]
             except AssertionError as error:
                 raise UnsupportedCheckpoint(
-                    f"{recorder.current} does not fit {type(model).__name__}: {error}"
+                    f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
                 ) from error
-        self._writes = recorder.writes
 
     def ingredients(self, model: torch.nn.Module) -> Mapping[str, Ingredients]:
         """By the name of each parameter that holds anything, aliases included.
@@ -183,22 +178,25 @@ class Recording:
         Raises `UnsupportedCheckpoint` when a parameter is not what was loaded, or when an element
         of one was not written, or twice.
         """
-        found = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            storage = parameter.untyped_storage()
-            if not parameter.numel():
-                continue
-            if storage._cdata not in self._storages:
-                raise UnsupportedCheckpoint(
-                    f"vLLM rearranges {name} after loading; such models are not supported"
-                )
-            writes = tuple(self._writes.get(storage._cdata, ()))
-            elements = storage.nbytes() // parameter.element_size()
-            _check_coverage(name, elements, writes)
-            whole = parameter.is_contiguous() and parameter.numel() == elements
-            shape = tuple(parameter.shape) if whole else (elements,)
-            found[name] = Ingredients(parameter.dtype, shape, writes)
-        return found
+        return {
+            name: self._ingredients(name, parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.numel()
+        }
+
+    def _ingredients(self, name: str, parameter: torch.nn.Parameter) -> Ingredients:
+        key = _key(parameter)
+        key, packing = self.recorder.packings.get(key, (key, None))
+        if key not in self.recorder.names:
+            raise UnsupportedCheckpoint(
+                f"vLLM rearranges {name} after loading it; such models are not supported"
+            )
+        writes = tuple(self.recorder.writes.get(key, ()))
+        elements = parameter.untyped_storage().nbytes() // parameter.element_size()
+        _check_coverage(name, elements, writes)
+        whole = parameter.is_contiguous() and parameter.numel() == elements
+        shape = tuple(parameter.shape) if whole else (elements,)
+        return Ingredients(parameter.dtype, shape, writes, packing)
 
 
 _current: ContextVar[Recording] = ContextVar("recording")
@@ -222,21 +220,41 @@ class RecordingLoader(BaseModelLoader):  # type: ignore[misc]
     def download_model(self, model_config: ModelConfig) -> None:
         """The files are there."""
 
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with ExitStack() as self._watched:
+            model: torch.nn.Module = super().load_model(*args, **kwargs)
+            return model
+
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         # vLLM would compare a head with the embedding to tie them again. There are no numbers yet.
         model_config.word_embeddings_untied_by_checkpoint = False
-        _current.get().load(model)
+        recorded = _current.get()
+        recorded.load(model)
+        # What vLLM does with the weights from here on is no copy from the checkpoint any more.
+        self._watched.enter_context(recorded.recorder)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of torch; lets views pass, writes copies down, refuses the rest."""
+    """Sees every operation of torch; lets views pass, writes copies down, refuses the rest.
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    Storages are known by their identity. Those that matter are kept, so that no other comes to have
+    the same one.
+    """
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[int, str] = {}
         self.writes: dict[int, list[Write]] = {}
+        self.packings: dict[int, tuple[int, ExpertPacking]] = {}
+        """Of parameters that hold another one's elements, packed: that one, and how."""
         self.current = "nothing"
-        self._names = names
-        self._origins: dict[int, tuple[torch.UntypedStorage, str, Origin]] = {}
+        self._origins: dict[int, tuple[str, Origin]] = {}
+        self._kept: list[torch.UntypedStorage] = []
+
+    def know(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Nothing but copies may be written to this parameter from now on."""
+        self._kept.append(parameter.untyped_storage())
+        self.names.setdefault(_key(parameter), name)
 
     def placeholders(self, files: Iterable[WeightFile]) -> Iterator[tuple[str, torch.Tensor]]:
         for number, file in enumerate(files):
@@ -249,9 +267,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnsupportedCheckpoint(f"{self.current} is of type {entry.dtype}")
         dtype = _DTYPES[entry.dtype]
         placeholder = torch.empty(entry.shape, dtype=dtype, device="meta")
-        storage = placeholder.untyped_storage()
-        origin = Origin(number, entry.offset, dtype)
-        self._origins[storage._cdata] = (storage, entry.name, origin)
+        self._kept.append(placeholder.untyped_storage())
+        self._origins[_key(placeholder)] = (entry.name, Origin(number, entry.offset, dtype))
         return placeholder
 
     def __torch_dispatch__(
@@ -263,24 +280,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1])
-        if func in _FILLS and self._key(args[0]) in self._names:
+        if func.name() == f"_C::{PREPACK}":
+            return self._pack(*args)
+        if func in _FILLS and _key(args[0]) in self.names:
             value = float(args[1]) if len(args) > 1 else 0.0
             self._note(args[0], torch.empty((), device="meta").expand(args[0].shape), value)
             return args[0]
-        if not _is_view(func):
+        if not _is_view(func) and func not in _LIKE:
             for tensor in tree_iter((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
                     self._refuse(func, tensor)
         return func(*args, **(kwargs or {}))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        known = self._origins.get(self._key(source))
+        known = self._origins.get(_key(source))
         if known is None:
+            if _same(target, source):
+                return target
             self._refuse("a copy", target)
             self._refuse("a copy", source)
             return target.copy_(source)
-        _, name, origin = known
-        if self._key(target) not in self._names:
+        name, origin = known
+        if _key(target) not in self.names:
             raise UnsupportedCheckpoint(f"vLLM keeps {name} outside of the model's parameters")
         first = origin.offset + int(source.storage_offset()) * source.element_size()
         origin = origin._replace(offset=first, dtype=source.dtype)
@@ -291,25 +312,43 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         axes = _axes(target.shape, source.stride(), target.stride())
         if target.numel():
             write = Write(origin, axes, int(target.storage_offset()))
-            self.writes.setdefault(self._key(target), []).append(write)
+            self.writes.setdefault(_key(target), []).append(write)
+
+    def _pack(self, weight: torch.Tensor, output: torch.Tensor, isa: str) -> None:
+        if _key(weight) not in self.names or not weight.is_contiguous():
+            raise UnsupportedCheckpoint("vLLM packs experts that are no parameter of their own")
+        self._kept.append(output.untyped_storage())
+        packing = ExpertPacking(tuple(weight.shape), weight.dtype, isa)
+        self.packings[_key(output)] = (_key(weight), packing)
 
     def _refuse(self, func: object, tensor: torch.Tensor) -> None:
         """Raise if the tensor is a placeholder or a parameter: neither holds anything yet."""
-        key = self._key(tensor)
+        key = _key(tensor)
         if key in self._origins:
-            name = self._origins[key][1]
+            name = self._origins[key][0]
             raise UnsupportedCheckpoint(f"vLLM computes {func} with {name} while loading it")
-        if key in self._names:
+        if key in self.names:
             raise UnsupportedCheckpoint(
-                f"vLLM computes {func} with the parameter {self._names[key]} while loading"
+                f"vLLM computes {func} with the parameter {self.names[key]} while loading"
             )
-
-    @staticmethod
-    def _key(tensor: torch.Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
 
 
 _FILLS: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_LIKE: Final = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
+"""These take a tensor for its shape and type alone."""
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements, so that copying one to the other does nothing."""
+    return _key(one) == _key(other) and (
+        (one.storage_offset(), one.shape, one.stride(), one.dtype)
+        == (other.storage_offset(), other.shape, other.stride(), other.dtype)
+    )
 
 
 def _is_view(func: Any) -> bool:

@@ -10,6 +10,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import vllm
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -51,6 +55,10 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (CPUWorker.determine_available_memory, ()),
     (CPUWorker._maybe_get_memory_pool_context, ("tag",)),
     (CPUModelRunner.get_kv_cache_spec, ()),
+    (register_model_loader, ("load_format",)),
+    (BaseModelLoader.load_weights, ("model", "model_config")),
+    (BaseModelLoader.download_model, ("model_config",)),
+    (LogitsProcessor.forward, ("lm_head", "hidden_states")),
     (
         CachedRequestState.__init__,
         (
@@ -72,10 +80,12 @@ class SeamMoved(RuntimeError):
 
 
 def check_seams() -> None:
-    """Raise `SeamMoved` unless vLLM has the version and the signatures relied on."""
+    """Raise `SeamMoved` unless vLLM has the version, signatures and fields relied on."""
     if vllm.__version__ != VERSION:
         raise SeamMoved(f"vLLM is {vllm.__version__}, the adapter is for {VERSION}")
     for function, expected in SIGNATURES:
         names = [name for name in inspect.signature(function).parameters if name != "self"]
         if tuple(names[: len(expected)]) != expected:
             raise SeamMoved(f"{function.__qualname__} takes {names}, not {expected}")
+    if not hasattr(ModelConfig, "word_embeddings_untied_by_checkpoint"):
+        raise SeamMoved("ModelConfig does not say any more whether a checkpoint unties the head")
