@@ -103,6 +103,7 @@ def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
             {
                 "path": model.path,
                 "max_context": model.max_context,
+                "tensor_parallel": config.devices.tensor_parallel,
                 "prompts": [
                     {"tokens": prompt, "max_tokens": chat.max_tokens}
                     for chat, prompt in zip(

@@ -1,0 +1,116 @@
+"""A rank killed in mid-stream: the client sees a pause, as with any worker, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from appliance.config import load_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.run import free_port, reference, running_daemon
+from appliance.demo.traffic import Answer, Chat, burst, send
+from tests.system.conftest import Appliance, memfds
+
+MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
+TOKENS_BEFORE_KILL = 12
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of one instance of two ranks, whose pools hold one or two of the models."""
+    directory = tmp_path_factory.mktemp("ranks")
+    make_checkpoints(directory, MODELS)
+    path = write_config(
+        directory, MODELS, instances=1, memory="20MiB", bind=f"127.0.0.1:{free_port()}"
+    )
+    path.write_text(path.read_text().replace("[devices]\n", "[devices]\ntensor_parallel = 2\n"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Chat]:
+    """Three of each model, the longest of them first."""
+    return sorted(burst(MODELS, 3), key=lambda chat: -chat.max_tokens)
+
+
+@pytest.fixture(scope="module")
+def expected(file: Path, chats: list[Chat]) -> dict[Chat, list[int]]:
+    """Tokens of every chat on plain vLLM with two processes, undisturbed."""
+    return reference(load_config(file), chats)
+
+
+@contextmanager
+def start(file: Path) -> Iterator[Appliance]:
+    config = load_config(file)
+    with running_daemon(file, config) as (url, pid):
+        yield Appliance(url, pid, config, Path(config.journal.path))
+
+
+def test_ranks_are_killed_in_mid_stream(
+    file: Path, chats: list[Chat], expected: dict[Chat, list[int]]
+) -> None:
+    """Follower, leader, follower: every stream completes with the tokens of plain vLLM on two
+    processes; no process, memfd or shared memory stays behind."""
+    shared = _shared_memory()
+    with start(file) as appliance:
+        for number, kill_leader in enumerate((False, True, False)):
+            trio = chats[3 * number : 3 * number + 3]
+            ranks: set[int] = set()
+            answers = asyncio.run(_send_and_kill(appliance, trio, ranks, kill_leader))
+            assert len(ranks) == 2, "every round kills a rank in mid-stream"
+            assert [answer.error for answer in answers] == [None] * 3
+            assert [answer.tokens for answer in answers] == [expected[chat] for chat in trio]
+            asyncio.run(_until_gone(ranks))
+        (leader,) = appliance.worker_pids()
+        ranks = {leader, _follower(leader)}
+        pools = {stat.st_ino for pid in ranks for stat in memfds(pid, "appliance-pool")}
+        assert len(pools) == 2, "each rank has a pool of its own"
+    asyncio.run(_until_gone(ranks))
+    assert _shared_memory() <= shared
+
+
+async def _send_and_kill(
+    appliance: Appliance, chats: list[Chat], ranks: set[int], kill_leader: bool
+) -> list[Answer]:
+    """Send; kill a rank when a stream is well under way. `ranks` gets those of that instance."""
+
+    def on_token(answer: Answer) -> None:
+        if ranks or len(answer.tokens) < TOKENS_BEFORE_KILL or answer.finish:
+            return
+        for leader in appliance.worker_pids():
+            follower = _follower(leader)
+            ranks.update((leader, follower))
+            os.kill(leader if kill_leader else follower, signal.SIGKILL)
+
+    return await send(appliance.url, chats, on_token)
+
+
+def _follower(leader: int) -> int:
+    children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
+    (pid,) = (
+        int(child)
+        for child in children
+        if "appliance.follower" in Path(f"/proc/{child}/cmdline").read_text()
+    )
+    return pid
+
+
+async def _until_gone(pids: set[int]) -> None:
+    """A follower of a killed leader is reaped by the system's first process, in its own time."""
+    async with asyncio.timeout(60):
+        while _exist(pids):  # noqa: ASYNC110 - they are other processes
+            await asyncio.sleep(0.05)
+
+
+def _exist(pids: set[int]) -> bool:
+    return any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}

@@ -1,0 +1,76 @@
+"""What a configuration of tensor-parallel instances may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.config import load_config
+from appliance.errors import ConfigError, Problem
+
+Make = Callable[..., Path]
+
+TEXT = """\
+[devices]
+tensor_parallel = {ranks}
+memory = "{memory}"
+slab = "64KiB"
+host_cache = "16MiB"
+
+[[model]]
+name = "tiny"
+path = "tiny"
+max_context = 1024
+dtype = "float32"
+"""
+
+
+def load(directory: Path, ranks: object, memory: str = "8MiB") -> int:
+    """The ranks of the configuration that is read."""
+    path = directory / "appliance.toml"
+    path.write_text(TEXT.format(ranks=ranks, memory=memory), encoding="utf-8")
+    return load_config(path).devices.tensor_parallel
+
+
+def problem(directory: Path, ranks: object, memory: str = "8MiB") -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        load(directory, ranks, memory)
+    (one,) = caught.value.problems
+    return one
+
+
+def test_an_instance_has_at_least_one_rank(tmp_path: Path, fake_checkpoint: Make) -> None:
+    """The key is checked like any other."""
+    fake_checkpoint()
+
+    assert load(tmp_path, 1) == 1
+    assert problem(tmp_path, 0).key == "devices.tensor_parallel"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "fits"),
+    [(4, 4, 2, True), (4, 2, 4, True), (4, 1, 2, True), (3, 3, 2, False), (6, 4, 3, False)],
+)
+def test_heads_are_divided(
+    tmp_path: Path, fake_checkpoint: Make, heads: int, kv_heads: int, ranks: int, fits: bool
+) -> None:
+    """Evenly; one for keys and values may be on several ranks, if it is so for all of them."""
+    fake_checkpoint(num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+    if fits:
+        assert load(tmp_path, ranks) == ranks
+    else:
+        found = problem(tmp_path, ranks)
+        assert found.key == "model[0]"
+        assert f"{heads} attention heads and {kv_heads} for keys and values" in found.wrong
+
+
+def test_a_rank_holds_its_share(tmp_path: Path, fake_checkpoint: Make) -> None:
+    """Memory is that of each rank, so two of them take what is too much for one."""
+    fake_checkpoint()
+
+    assert "more than devices.memory (1MiB)" in problem(tmp_path, 1, "1MiB").wrong
+    assert load(tmp_path, 2, "1MiB") == 2
+    assert "on each of 2 ranks" in problem(tmp_path, 2, "512KiB").wrong
