@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 
 def device_bytes(address: int, nbytes: int, device: int = 0) -> torch.Tensor:
@@ -19,5 +20,5 @@ def device_bytes(address: int, nbytes: int, device: int = 0) -> torch.Tensor:
         # With the device named, CuPy does not ask the driver whose the address is.
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=device)
         array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        tensor: torch.Tensor = torch.from_dlpack(array)
+        tensor: torch.Tensor = from_dlpack(array)
     return tensor
