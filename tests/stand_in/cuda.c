@@ -287,6 +287,8 @@ void standin_live(u64 *n) { u64 all[] = {live_handles, n_mappings, n_ranges, n_p
 void standin_forget(void) { live_handles = live_streams = live_events = 0; }
 const char *standin_calls(void) { return calls; }
 
+// NVRTC, in the same process, looks for tables of a driver that it finds loaded; it can do without.
+int cuGetExportTable(const void **table, const void *id) { *table = 0; return NOT_FOUND; }
 int cuGetProcAddress_v2(const char *name, void **f, int version, u64 flags, int *status) {
   static void *self;
   Dl_info here;
