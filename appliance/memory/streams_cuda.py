@@ -24,6 +24,9 @@ from appliance.memory.pinning_cuda import HostPinning, cut
 from appliance.memory.streams import Copy, pieces, require
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 
+PIECE_BYTES: Final = 8 << 20
+"""Larger than on the host: handing a piece over costs the same for any size, and links are fast."""
+
 AHEAD_PIECES: Final = 32
 """Pieces in line with the driver: enough that it never runs dry, few enough to cancel soon."""
 
@@ -197,7 +200,7 @@ class CudaStream:
         try:
             self._begin(job)
             issued = 0
-            for piece in pieces(job.copies):
+            for piece in pieces(job.copies, PIECE_BYTES):
                 for part in cut(piece, self._pinnings):
                     size = part.nbytes * part.rows
                     with self._changed:

@@ -2,4 +2,6 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.conformance.vmm", "tests.conformance.streams")
+pytest.register_assert_rewrite(
+    "tests.conformance.vmm", "tests.conformance.streams", "tests.conformance.swapping"
+)

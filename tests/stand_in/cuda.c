@@ -53,6 +53,7 @@ static __thread void *current;
 // Failures: the n-th call of a name from now on returns a code.
 static struct { char name[64]; int in, code; } failing[16];
 static char calls[1 << 20];
+static u64 calls_end;
 static int injected(const char *name) {
   for (int i = 0; i < 16; i++)
     if (failing[i].in && !strcmp(failing[i].name, name) && !--failing[i].in) return failing[i].code;
@@ -60,7 +61,7 @@ static int injected(const char *name) {
 }
 #define CALL(name, context) \
   pthread_mutex_lock(&lock); \
-  if (strlen(calls) + 64 < sizeof calls) strcat(strcat(calls, name), "\n"); \
+  if (calls_end + 64 < sizeof calls) calls_end += sprintf(calls + calls_end, "%s\n", name); \
   int code = !initialised ? NOT_INITIALIZED : sticky ? sticky : context && !current ? INVALID_CONTEXT : injected(name); \
   if (code) goto end;
 #define FAIL(error) do { code = error; goto end; } while (0)
@@ -277,7 +278,7 @@ void standin_hold(Stream *s, int held) {
 void standin_reset(u64 bytes) {  // a new driver, as far as failures and the budget go
   pthread_mutex_lock(&lock);
   memset(failing, 0, sizeof failing);
-  sticky = 0, calls[0] = 0, legacy.held = 0;
+  sticky = 0, calls_end = 0, calls[0] = 0, legacy.held = 0;
   if (bytes) budget = bytes;
   pthread_mutex_unlock(&lock);
 }
@@ -286,6 +287,8 @@ void standin_live(u64 *n) { u64 all[] = {live_handles, n_mappings, n_ranges, n_p
 void standin_forget(void) { live_handles = live_streams = live_events = 0; }
 const char *standin_calls(void) { return calls; }
 
+// NVRTC, in the same process, looks for tables of a driver that it finds loaded; it can do without.
+int cuGetExportTable(const void **table, const void *id) { *table = 0; return NOT_FOUND; }
 int cuGetProcAddress_v2(const char *name, void **f, int version, u64 flags, int *status) {
   static void *self;
   Dl_info here;

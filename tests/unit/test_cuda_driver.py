@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -64,8 +66,9 @@ def test_every_thread_uses_the_context_itself(driver: StandIn) -> None:
     assert [error.name for error in errors] == ["CUDA_ERROR_INVALID_CONTEXT"]
 
 
-def test_a_machine_without_a_driver() -> None:
+def test_a_machine_without_a_driver(tmp_path: Path) -> None:
     """Without libcuda the error says what is missing, and importing needs none of it."""
+    (tmp_path / "libcuda.so.1").write_text("in the place of one that may be installed")
     program = (
         "import sys\n"
         "import appliance.memory.vmm_cuda as vmm\n"
@@ -74,7 +77,12 @@ def test_a_machine_without_a_driver() -> None:
         "except OSError as error:\n    print(error)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
     )
 
     imported, told = ended.stdout.splitlines()

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.memory.cuda_driver import CudaError, call
 from appliance.memory.hosttier import HostTier
-from appliance.memory.streams import PIECE_BYTES, Copy
+from appliance.memory.streams import Copy
 from appliance.memory.streams_cuda import AHEAD_PIECES, CudaStream
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_cuda import CudaVmm
@@ -362,15 +362,15 @@ def test_the_pool_copies_after_compute(device: Device) -> None:
 
 def test_the_host_tier_is_pinned_in_chunks(device: Device) -> None:
     """Copies cross the borders between chunks, while they are pinned and afterwards."""
-    nbytes = 2 * PIECE_BYTES
+    nbytes = 8 << 20
     data = bytes(range(256)) * (nbytes // 256)
     device.host.view(100, nbytes)[:] = data
-    pinning = device.vmm.register(device.at(0), 3 * PIECE_BYTES, chunk_bytes=1 << 20)
+    pinning = device.vmm.register(device.at(0), 12 << 20, chunk_bytes=1 << 20)
     early = device.give(
         device.first, TransferKind.WEIGHTS, Copy(device.base, device.at(100), nbytes)
     )
     pinning.wait()
-    assert pinning.pinned_bytes == 3 * PIECE_BYTES
+    assert pinning.pinned_bytes == 12 << 20
     early.wait()
     late = device.transfer(nbytes)
     rows = Copy(device.at(100), device.base, 1 << 10, nbytes >> 10, 1 << 10, 1 << 10)

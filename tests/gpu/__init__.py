@@ -1,0 +1,1 @@
+"""Tests that need a real GPU; see docs/gpu.md."""
