@@ -8,7 +8,7 @@ CONFIG ?= etc/appliance.toml
 COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-coverage test-engine test-system lint format generate clean
+.PHONY: help install demo serve test test-unit test-coverage test-engine test-system test-gpu lint format generate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every br
 
 test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
 	$(BIN)/python -m pytest -q tests/engine
+
+test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/gpu.md)
+	$(BIN)/python -m pytest -q tests/gpu
 
 test-system: $(VENV)/.dev ## The whole appliance
 	$(BIN)/python -m pytest -q tests/system

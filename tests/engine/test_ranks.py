@@ -37,6 +37,7 @@ from appliance.vocabulary import (
     RunPrefill,
     RunTurn,
     StoreWeights,
+    TrimKv,
     TurnEnd,
     TurnEnded,
     WeightsStored,
@@ -175,10 +176,10 @@ class Box:
         return self.until(TurnEnded)
 
     def move(self, model: str, direction: Direction, places: dict[str, tuple[int, ...]]) -> KvMoved:
+        """Outwards until nothing of the model's KV is left, cold or not."""
         moves = tuple(KvMove(request=r, host_offsets=offsets) for r, offsets in places.items())
-        self.send(
-            MoveKv(instance=0, model=model, direction=direction, moves=moves, kv_slabs=KV_SLABS)
-        )
+        slabs = KV_SLABS if direction is Direction.IN else 0
+        self.send(MoveKv(instance=0, model=model, direction=direction, moves=moves, kv_slabs=slabs))
         return self.until(KvMoved)
 
     def children(self) -> dict[int, str]:
@@ -331,6 +332,8 @@ def test_a_full_pool_is_an_answer(box: Box) -> None:
     model = MODELS[0]
     box.load(model)
     box.add(model, "full", prompts(model)[0])
+    # Cold cache of the tests before would do, else.
+    box.send(TrimKv(instance=0, model=model, kv_slabs=0))
 
     assert isinstance(box.prefill(model, "full", kv_slabs=0), PrefillDeferred)
     assert isinstance(box.prefill(model, "full"), PrefillDone)

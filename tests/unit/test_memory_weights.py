@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,15 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import CheckpointError
-from appliance.memory import mapping
-from appliance.memory import weights as memory_weights
+from appliance.memory import mapping, streams
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
-from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed
+from appliance.memory.streams import Stream
+from appliance.memory.swapper import Swapper
+from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_host import HostVmm
 from appliance.memory.weights import DeviceWeights, Image, StoredTensor, WeightLayout
+from tests.unit.stream_double import StreamDouble
 
 PAGE = mmap.PAGESIZE
+
+both_sources = pytest.mark.parametrize("places", [[], [0, 2 * PAGE, PAGE]], ids=["files", "image"])
+"""Where the master image is; without places loads read the files."""
 
 
 def tensor(name: str, nbytes: int) -> StoredTensor:
@@ -79,18 +85,19 @@ def test_an_image_is_in_order_wherever_it_lies(
 
 
 class Bench:
-    """Weights of two and a half pages, and a `Write` that can be held and made to fail."""
+    """Weights of two and a half pages, and a `Write` that can be made to fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Callable[[str], Stream] | None = None) -> None:
         self.arena = Arena(HostVmm(4, PAGE))
         self.host = HostTier.create(8 * PAGE)
+        self.swapper = Swapper(stream or self.arena.vmm.stream)
         self.content = bytes(i * 31 % 251 for i in range(2 * PAGE + 100))
-        self.hold: threading.Event | None = None
-        self.reached = threading.Event()
         self.error: Exception | None = None
         self.writes = 0
         layout = WeightLayout.plan([tensor("a", len(self.content))])
-        self.weights = DeviceWeights("weights:m", layout, self.arena, self.host, self.write)
+        self.weights = DeviceWeights(
+            "weights:m", layout, self.arena, self.host, self.swapper, self.write
+        )
 
     def write(self, transfer: Transfer, image: Image) -> None:
         self.writes += 1
@@ -99,9 +106,6 @@ class Bench:
             source = ctypes.create_string_buffer(part, len(part))
             image.put(start, ctypes.addressof(source), len(part))
             transfer.land(len(part))
-            self.reached.set()
-            if self.hold is not None:
-                assert self.hold.wait(60)
             if transfer.cancelled:
                 raise TransferCancelled("not wanted")
             if self.error is not None:
@@ -110,16 +114,41 @@ class Bench:
     def on_device(self) -> bytes:
         return bytes(mapping.view(self.weights.region.address, len(self.content)))
 
+    def check(self) -> None:
+        """After `evict`: all slabs are free, and nothing is under way."""
+        self.arena.check_integrity()
+        assert self.arena.free == 4
+        self.swapper.settle()
+        assert self.swapper.pending == 0
+        self.swapper.check_integrity()
+
+    def end(self) -> None:
+        self.weights.evict()
+        self.check()
+        self.swapper.close()
+        self.host.close()
+
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    """All slabs are free again in the end."""
+    """All slabs are free again in the end, and no load is under way."""
     made = Bench()
     yield made
-    made.weights.evict()
-    made.arena.check_integrity()
-    assert made.arena.free == 4
-    made.host.close()
+    made.end()
+
+
+class HeldCopy:
+    """Lets no copy within this process be done before `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self._copy = mapping.copy
+        monkeypatch.setattr(mapping, "copy", self.copy)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        self.reached.set()
+        assert self.go_on.wait(60)
+        self._copy(destination, source, nbytes)
 
 
 def test_load_brings_a_scattered_image(bench: Bench) -> None:
@@ -193,19 +222,100 @@ def test_a_load_that_fails_can_be_evicted_and_begun_again(bench: Bench) -> None:
     assert not bench.weights.loaded
     assert bench.weights.begin_load() is failed
     bench.weights.evict()
-    assert bench.arena.free == 4
+    bench.check()
     bench.error = None
     bench.weights.begin_load().wait()
     assert bench.on_device() == bench.content
 
 
-def test_evict_stops_a_load_and_waits_until_it_let_go(
+def test_a_copy_from_the_image_that_fails_can_be_begun_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread writes to the region when it is unmapped, and those who waited are told."""
-    bench.hold = threading.Event()
+    """It is heard as a failure of the files is, and the image is as good as before."""
+    bench.weights.store([0, 2 * PAGE, PAGE], fill=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(mapping, "copy", broken_copy)
+        failed = bench.weights.begin_load()
+        with pytest.raises(TransferFailed, match="weights of weights:m: broken"):
+            failed.wait()
+    assert not bench.weights.loaded
+    bench.weights.evict()
+    bench.check()
+    bench.weights.begin_load().wait()
+    assert bench.on_device() == bench.content
+    assert bench.writes == 1
+
+
+def broken_copy(destination: int, source: int, nbytes: int) -> None:
+    raise OSError("broken")
+
+
+@both_sources
+def test_a_load_is_reaped_once(bench: Bench, places: list[int]) -> None:
+    """The worker is woken by its end and finds it; filling the image was none of the swapper's."""
+    woken = threading.Event()
+    bench.swapper.on_end = woken.set
+    bench.weights.store(places, fill=True)
+    assert (bench.swapper.pending, woken.is_set()) == (0, False)
     transfer = bench.weights.begin_load()
-    assert bench.reached.wait(60)
+    assert (bench.swapper.pending, bench.swapper.is_over(transfer)) == (1, False)
+    assert woken.wait(60)
+
+    assert bench.swapper.reap() == [transfer]
+    assert bench.weights.begin_load() is transfer
+    assert (bench.swapper.reap(), bench.swapper.is_over(transfer)) == ([], True)
+    (trace,) = bench.swapper.take_traces()
+    assert trace == transfer.trace()
+    assert (trace.kind, trace.owner) == (TransferKind.WEIGHTS, "weights:m")
+    assert trace.moved_bytes == len(bench.content)
+
+
+def test_loads_from_images_take_turns_and_those_from_files_do_not() -> None:
+    """Only a copy from memory is worth a place in the line of the stream."""
+    stream = StreamDouble()
+    stream.held = True
+    bench = Bench(lambda name: stream)
+    bench.weights.begin_load().wait()
+    assert bench.on_device() == bench.content
+    bench.weights.evict()
+    bench.weights.store([0, 2 * PAGE, PAGE], fill=True)
+
+    transfer = bench.weights.begin_load()
+    assert (stream.line, bench.weights.loaded) == ([transfer], False)
+    stream.end_all()
+    assert bench.weights.loaded
+    bench.end()
+
+
+def test_evict_gives_up_a_load_that_has_not_begun() -> None:
+    """What waits in line lands no byte, and the next load is another."""
+    stream = StreamDouble()
+    stream.held = True
+    bench = Bench(lambda name: stream)
+    bench.weights.store([0, 2 * PAGE, PAGE], fill=True)
+    given_up = bench.weights.begin_load()
+    bench.weights.evict()
+    assert (given_up.done, given_up.landed) == (True, 0)
+    assert isinstance(given_up.error, TransferCancelled)
+    bench.check()
+
+    transfer = bench.weights.begin_load()
+    assert transfer is not given_up
+    assert bench.swapper.pending == 1
+    stream.end_all()
+    assert bench.weights.loaded
+    bench.end()
+
+
+@both_sources
+def test_evict_stops_a_load_and_waits_until_it_let_go(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, places: list[int]
+) -> None:
+    """No thread writes to the region when it is unmapped, and those who waited are told."""
+    bench.weights.store(places, fill=True)
+    held = HeldCopy(monkeypatch)
+    transfer = bench.weights.begin_load()
+    assert held.reached.wait(60)
     cancelled, cancel = threading.Event(), transfer.cancel
     monkeypatch.setattr(transfer, "cancel", lambda: (cancel(), cancelled.set()))
     evicting = threading.Thread(target=bench.weights.evict)
@@ -213,33 +323,29 @@ def test_evict_stops_a_load_and_waits_until_it_let_go(
     assert cancelled.wait(60)
     assert evicting.is_alive()
     assert bench.arena.free == 1
-    bench.hold.set()
+    held.go_on.set()
     evicting.join(60)
     assert bench.arena.free == 4
+    assert bench.weights.transfer is None
     with pytest.raises(TransferCancelled):
         transfer.wait()
-    assert transfer.landed < len(bench.content)
+    assert 0 < transfer.landed < len(bench.content)
+    assert not bench.swapper.is_over(transfer)
+    bench.check()
+    assert bench.swapper.is_over(transfer)
 
 
 def test_a_copy_from_the_image_stops_at_the_next_piece(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefetch that is not wanted any more costs no more than the piece under way."""
-    monkeypatch.setattr(memory_weights, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(streams, "pieces", partial(streams.pieces, piece_bytes=1000))
     bench.weights.store([0, 2 * PAGE, PAGE], fill=True)
-    copying, go_on = threading.Event(), threading.Event()
-    copy = bench.arena.vmm.copy
-
-    def held(destination: int, source: int, nbytes: int) -> None:
-        copying.set()
-        assert go_on.wait(60)
-        copy(destination, source, nbytes)
-
-    monkeypatch.setattr(bench.arena.vmm, "copy", held)
+    held = HeldCopy(monkeypatch)
     transfer = bench.weights.begin_load()
-    assert copying.wait(60)
+    assert held.reached.wait(60)
     transfer.cancel()
-    go_on.set()
+    held.go_on.set()
     bench.weights.evict()
     assert transfer.landed == 1000
     with pytest.raises(TransferCancelled):
@@ -254,6 +360,7 @@ def test_exhausted_load_maps_nothing(bench: Bench) -> None:
         bench.weights.begin_load()
     assert bench.arena.free == 2
     assert not bench.weights.loaded
+    assert bench.swapper.pending == 0
     other.unmap([0, 1])
     bench.weights.begin_load().wait()
     assert bench.on_device() == bench.content

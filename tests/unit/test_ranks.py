@@ -16,19 +16,26 @@ from appliance.engines.protocol import KvExhausted, KvUse, Produced, Sampling, S
 from appliance.errors import CheckpointError
 from appliance.follower import Follower, WentAstray
 from appliance.memory.arena import PoolExhausted
+from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.orders import Add, BuildEngine, Order, Seat, Step, SwapIn, decoder_of_orders
 from appliance.ranks import Followers, RankFailed, ReplicatedEngine, replicated
 from appliance.vocabulary import KvShape
+from tests.unit.stream_double import StreamDouble
 
 SHAPE = KvShape(block_tokens=32, block_bytes=100, group_blocks=4, group_slabs=2)
 MODEL = wire.WorkerModel("a", "/a", "float32", 256, 8)
 LIMIT_SECONDS = 30.0
 """How long a test waits for what must come; nothing comes by itself after a while."""
+SWAPS = [("swap_out", ("r", [0])), ("swap_in", ("r", [0], 1))]
 
 
 class EngineDouble:
-    """Writes down what it is asked. `on[name]` is called in the midst of the method `name`."""
+    """Writes down what it is asked. `on[name]` is called in the midst of the method `name`.
+
+    Its swaps end when they are waited for; `reaped` has their requests once their blocks are free.
+    A load is `transfer`, which the test ends.
+    """
 
     model = "a"
     weight_slabs = 3
@@ -41,6 +48,10 @@ class EngineDouble:
         self.on: dict[str, Callable[[], None]] = {}
         self.token = 7
         self.transfer = transfer()
+        self.stream = StreamDouble()
+        self.stream.held = True
+        self.swapper = Swapper(lambda name: self.stream)
+        self.reaped: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def _note(self, name: str, *arguments: Any) -> None:
         self.calls.put((name, *arguments))
@@ -73,17 +84,26 @@ class EngineDouble:
         self._note("step", list(requests), kv_slabs)
         return [Produced(request=request, token=self.token) for request in requests]
 
-    def swap_out(self, request: str, host_offsets: Sequence[int]) -> int:
+    def swap_out(self, request: str, host_offsets: Sequence[int]) -> Transfer:
         self._note("swap_out", request, list(host_offsets))
-        return len(host_offsets) * SHAPE.block_bytes
+        return self._swap(TransferKind.KV_OUT, request, len(host_offsets))
 
-    def swap_in(self, request: str, host_offsets: Sequence[int], kv_slabs: int) -> int:
+    def swap_in(self, request: str, host_offsets: Sequence[int], kv_slabs: int) -> Transfer:
         self._note("swap_in", request, list(host_offsets), kv_slabs)
-        return len(host_offsets) * SHAPE.block_bytes
+        return self._swap(TransferKind.KV_IN, request, len(host_offsets))
 
     def trim(self, keep_slabs: int | None = None) -> KvUse:
         self._note("trim", keep_slabs)
         return KvUse(4, 1)
+
+    def _swap(self, kind: TransferKind, request: str, blocks: int) -> Transfer:
+        return self.swapper.start(
+            kind,
+            "kv:a",
+            (),
+            nbytes=blocks * SHAPE.block_bytes,
+            then=lambda transfer: self.reaped.put(request),
+        )
 
 
 class Instance:
@@ -107,9 +127,10 @@ class Instance:
             thread.start()
         self.ours = [ours for ours, _ in pairs]
         self.followers = Followers(self.ours, self.lost.put)
+        self.swapper = self.doubles[0].swapper
 
     def engine(self) -> Any:
-        return replicated(self.builds[0], self.followers)(MODEL)
+        return replicated(self.builds[0], self.followers, self.swapper)(MODEL)
 
     def reason(self) -> str:
         """Why the instance is lost."""
@@ -123,6 +144,9 @@ class Instance:
             assert not thread.is_alive()
         for connection in self.ours:
             connection.close()
+        for double in self.doubles:
+            double.swapper.check_integrity()
+        assert [double.swapper.pending for double in self.doubles] == [0] * len(self.doubles)
 
     def _follow(self, rank: int, connection: socket.socket) -> None:
         def build(model: wire.WorkerModel) -> Any:
@@ -131,7 +155,8 @@ class Instance:
         def send(answer: Any) -> None:
             connection.sendall(wire.encode(answer))
 
-        follower = Follower(Seat(rank, len(self.doubles), "0"), build, send)
+        seat = Seat(rank, len(self.doubles), "0")
+        follower = Follower(seat, build, self.doubles[rank].swapper, send)
         decoder = decoder_of_orders()
         try:
             while data := connection.recv(1 << 16):
@@ -196,8 +221,8 @@ def test_every_rank_does_the_same_in_the_same_order(start: Start) -> None:
     produced = engine.prefill("r", 6)
     engine.step(batch, 6)
     engine.step(batch, 6)
-    moved = engine.swap_out("r", [600, 0])
-    engine.swap_in("r", [300], 5)
+    out = engine.swap_out("r", [600, 0])
+    into = engine.swap_in("r", [300], 5)
     engine.forget("r")
     use = engine.trim(2)
     engine.evict_weights()
@@ -216,7 +241,9 @@ def test_every_rank_does_the_same_in_the_same_order(start: Start) -> None:
             ("evict_weights",),
         ]
     assert produced == [Produced(request="r", token=7)]
-    assert (moved, use) == (2 * 3 * 100, KvUse(4, 1))
+    assert (out.kind, out.owner, out.nbytes) == (TransferKind.KV_OUT, "kv:a", 2 * 3 * 100)
+    assert (into.kind, into.owner, into.nbytes) == (TransferKind.KV_IN, "kv:a", 3 * 100)
+    assert use == KvUse(4, 1)
 
 
 def test_a_master_image_can_be_forgotten(start: Start) -> None:
@@ -258,7 +285,9 @@ def test_threads_of_the_leader_do_not_mix_orders_up(start: Start) -> None:
 def test_an_unchanged_batch_is_named_once() -> None:
     """The list of a turn crosses once, with its first step."""
     ours, theirs = socket.socketpair()
-    engine = ReplicatedEngine(EngineDouble(), [], Followers([ours], lambda reason: None))
+    double = EngineDouble()
+    followers = Followers([ours], lambda reason: None)
+    engine = ReplicatedEngine(double, [], followers, double.swapper)
     batch = ["r", "s"]
     decoder = decoder_of_orders()
     steps: list[Any] = []
@@ -375,6 +404,7 @@ def test_a_load_is_over_when_all_ranks_are(start: Start) -> None:
         double.transfer.finish(time.monotonic())
     whole.wait()
     assert (whole.done, whole.landed) == (True, 3000)
+    instance.swapper.settle()
 
 
 def test_a_load_under_way_is_the_same_load(start: Start) -> None:
@@ -394,6 +424,29 @@ def test_a_load_under_way_is_the_same_load(start: Start) -> None:
 
     assert second is not first
     second.wait()
+    assert instance.swapper.pending == 2
+    instance.swapper.settle()
+
+
+def test_a_load_of_all_ranks_is_reaped_once(start: Start) -> None:
+    """Whoever looks after transfers is woken by its end and finds it, however often asked for."""
+    instance = start()
+    engine, swapper = instance.engine(), instance.swapper
+    woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+    swapper.on_end = lambda: woken.put(None)
+    whole = engine.begin_load()
+    engine.begin_load()
+    assert (swapper.pending, swapper.is_over(whole)) == (1, False)
+    instance.doubles[0].transfer.finish(time.monotonic())
+    assert swapper.reap() == []
+    instance.doubles[1].transfer.finish(time.monotonic())
+    woken.get(timeout=LIMIT_SECONDS)
+
+    assert swapper.reap() == [whole]
+    assert engine.begin_load() is whole
+    assert (swapper.reap(), swapper.pending, swapper.is_over(whole)) == ([], 0, True)
+    assert [trace.moved_bytes for trace in swapper.take_traces()] == [2000]
+    assert woken.empty()
 
 
 def test_a_load_that_fails_on_a_follower(start: Start) -> None:
@@ -407,6 +460,7 @@ def test_a_load_that_fails_on_a_follower(start: Start) -> None:
     with pytest.raises(TransferFailed, match="rank 1: x was replaced") as caught:
         whole.wait()
     assert isinstance(caught.value.__cause__, CheckpointError)
+    instance.swapper.settle()
 
 
 def test_a_load_that_is_cancelled(start: Start) -> None:
@@ -418,18 +472,82 @@ def test_a_load_that_is_cancelled(start: Start) -> None:
 
     with pytest.raises(TransferCancelled, match="evicted"):
         whole.wait()
+    instance.swapper.settle()
+
+
+@pytest.mark.parametrize(("name", "arguments"), SWAPS)
+def test_a_swap_is_over_on_all_ranks_when_it_returns(
+    start: Start, name: str, arguments: tuple[Any, ...]
+) -> None:
+    """The leader, done long ago, waits until the blocks are free on the last of the ranks."""
+    instance = start(3)
+    engine = instance.engine()
+    under_way: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+    returned: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+    last = instance.doubles[2]
+    last.stream.run = (  # type: ignore[method-assign]
+        lambda transfer, copies, **order: under_way.put(transfer)
+    )
+    thread = threading.Thread(target=lambda: returned.put(getattr(engine, name)(*arguments)))
+    thread.start()
+    slow = under_way.get(timeout=LIMIT_SECONDS)
+    for double in instance.doubles[:2]:
+        assert double.reaped.get(timeout=LIMIT_SECONDS) == "r"
+    assert (returned.empty(), last.reaped.empty()) == (True, True)
+    slow.finish(time.monotonic())
+
+    whole = returned.get(timeout=LIMIT_SECONDS)
+    assert last.reaped.get_nowait() == "r"
+    assert (whole.done, whole.error, instance.swapper.is_over(whole)) == (True, None, True)
+    thread.join()
+
+
+def test_the_bytes_of_a_swap_are_those_of_all_ranks(start: Start) -> None:
+    """Its trace is that of the leader's copy, with what the others moved beside it."""
+    instance = start(3)
+    whole = instance.engine().swap_out("r", [0, 300])
+
+    (local,) = instance.swapper.take_traces()
+    trace = whole.trace()
+    assert (local.moved_bytes, trace.moved_bytes) == (2 * 100, 3 * 2 * 100)
+    assert (trace.queued, trace.began) == (local.queued, local.began)
+    assert trace.ended >= local.ended
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [(0, "^kv_in of kv:a: broken"), (1, "rank 1: kv_in of kv:a: broken")],
+)
+def test_a_swap_that_fails_on_a_rank(start: Start, rank: int, told: str) -> None:
+    """It is raised, once it is over on all ranks, and nothing of it is under way any more."""
+    instance = start()
+    engine = instance.engine()
+    instance.doubles[rank].stream.fail_next = OSError("broken")
+
+    with pytest.raises(TransferFailed, match=told):
+        engine.swap_in("r", [0], 1)
+
+    for double in instance.doubles:
+        assert double.reaped.get_nowait() == "r"
+        assert double.swapper.pending == 0
+    assert instance.lost.empty()
 
 
 # --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [KvExhausted("full"), PoolExhausted("full"), ValueError("full")])
-@pytest.mark.parametrize("name", ["step", "add", "begin_load"])
+@pytest.mark.parametrize("name", ["step", "add", "begin_load", "swap_in"])
 def test_what_all_ranks_refuse_is_an_answer(start: Start, error: Exception, name: str) -> None:
     """It is raised on the leader, and followers go on."""
     instance = start(3)
     engine = instance.engine()
-    arguments = {"step": (["r"], 1), "add": (sequence("r"),), "begin_load": ()}[name]
+    arguments = {
+        "step": (["r"], 1),
+        "add": (sequence("r"),),
+        "begin_load": (),
+        "swap_in": ("r", [0], 1),
+    }[name]
     for double in instance.doubles:
         double.on[name] = refuse(error)
 
@@ -443,11 +561,14 @@ def test_what_all_ranks_refuse_is_an_answer(start: Start, error: Exception, name
     for double in instance.doubles:
         assert [call[0] for call in taken(double, 2)] == [name] * 2
         double.transfer.finish(time.monotonic())
+    instance.swapper.settle()
 
 
-@pytest.mark.parametrize("name", ["step", "begin_load"])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("step", (["r"], 1)), ("begin_load", ()), ("swap_in", ("r", [0], 1))]
+)
 def test_a_refusal_of_the_leader_alone(
-    start: Start, monkeypatch: pytest.MonkeyPatch, name: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[Any, ...]
 ) -> None:
     """The followers did what it did not: the ranks are out of step."""
     monkeypatch.setattr(ranks, "AGREEMENT_SECONDS", 0.01)
@@ -457,7 +578,7 @@ def test_a_refusal_of_the_leader_alone(
     instance.doubles[1].transfer.finish(time.monotonic())
 
     with pytest.raises(KvExhausted):
-        getattr(engine, name)(*{"step": (["r"], 1), "begin_load": ()}[name])
+        getattr(engine, name)(*arguments)
 
     assert "the leader alone refused order 2: full" in instance.reason()
 
@@ -467,11 +588,24 @@ def test_a_refusal_of_a_follower_alone(start: Start, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ranks, "AGREEMENT_SECONDS", 0.01)
     instance = start()
     engine = instance.engine()
-    instance.doubles[1].on["swap_in"] = refuse(KvExhausted("full"))
+    instance.doubles[1].on["add"] = refuse(ValueError("too long"))
 
-    engine.swap_in("r", [0], 1)
+    engine.add(sequence("r"))
 
     assert "order 2 was not refused by the leader" in instance.reason()
+
+
+@pytest.mark.parametrize(("name", "arguments"), SWAPS)
+def test_a_swap_that_a_follower_alone_refuses(
+    start: Start, name: str, arguments: tuple[Any, ...]
+) -> None:
+    """It is no refusal that could be answered with a retry: the ranks are out of step."""
+    instance = start(3)
+    engine = instance.engine()
+    instance.doubles[2].on[name] = refuse(KvExhausted("full"))
+
+    with pytest.raises(TransferFailed, match="rank 2: full"):
+        getattr(engine, name)(*arguments)
 
 
 # --- what ends the instance ----------------------------------------------------------------------
@@ -486,14 +620,21 @@ def test_a_follower_that_dies(start: Start) -> None:
     assert instance.reason() == "rank 2 is gone"
 
 
-def test_nobody_waits_for_the_dead(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [("store_weights", ([0, 1],), RankFailed), ("swap_out", ("r", [0]), TransferFailed)],
+)
+def test_nobody_waits_for_the_dead(
+    start: Start, name: str, arguments: tuple[Any, ...], error: type[Exception]
+) -> None:
     """A leader that waits for an answer is told that there will be none."""
     instance = start()
     engine = instance.engine()
-    instance.doubles[1].on["store_weights"] = refuse(OSError("dies"))
+    instance.doubles[1].on[name] = refuse(OSError("dies"))
+    keywords = {"fill": True} if name == "store_weights" else {}
 
-    with pytest.raises(RankFailed, match="rank 1 is gone"):
-        engine.store_weights([0, 1], fill=True)
+    with pytest.raises(error, match="rank 1 is gone"):
+        getattr(engine, name)(*arguments, **keywords)
     assert instance.reason() == "rank 1 is gone"
 
 
@@ -568,7 +709,8 @@ def test_the_same_list_reaches_the_engine_again() -> None:
         return []
 
     double.step = step  # type: ignore[method-assign]
-    follower = Follower(Seat(1, 2, "0"), lambda model: double, lambda answer: None)
+    seat = Seat(1, 2, "0")
+    follower = Follower(seat, lambda model: double, double.swapper, lambda answer: None)
 
     for number, call in enumerate(
         [BuildEngine(MODEL), Step("a", ["r"], 1, 0), Step("a", None, 1, 0)], start=1
