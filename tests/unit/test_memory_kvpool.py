@@ -268,7 +268,7 @@ def test_random_histories() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         KvPoolMachine,
         settings=settings(
-            max_examples=1100,
+            max_examples=1200,
             stateful_step_count=100,
             derandomize=True,
             database=None,

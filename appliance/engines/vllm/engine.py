@@ -82,7 +82,6 @@ class VllmEngine:
     ) -> None:
         """Use `build`."""
         self.model = model
-        assert core.request_block_hasher is not None, "vLLM does not hash blocks"
         self._core = core
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: CPUModelRunner = core.model_executor.driver_worker.worker.model_runner

@@ -33,8 +33,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     infinity. A block with a hash is full of tokens, so nothing else is in it.
     """
 
-    def __init__(self, pool: KvPool, kv_bytes: torch.Tensor) -> None:
-        super().__init__(pool.geometry.blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+    def __init__(self, pool: KvPool, kv_bytes: torch.Tensor, *, enable_caching: bool) -> None:
+        super().__init__(pool.geometry.blocks, enable_caching, hash_block_size=BLOCK_TOKENS)
         self.kv = pool
         self._kv_bytes = kv_bytes  # [layers, blocks, bytes]
 
@@ -98,13 +98,15 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         placement = current_placement()
-        self.blocks = ElasticBlockPool(placement.pool, placement.kv_bytes)
         manager = self.kv_cache_manager
+        # vLLM turns the cache off on CPUs where it is not supported; no block has a hash then.
+        self.blocks = ElasticBlockPool(
+            placement.pool, placement.kv_bytes, enable_caching=manager.enable_caching
+        )
         coordinator = manager.coordinator
         for owner in (manager, coordinator, *coordinator.single_type_managers):
             # Assigning to a name that vLLM does not use would change nothing, silently.
             assert isinstance(owner.block_pool, BlockPool), f"{owner} has no block pool"
-            assert owner.block_pool.enable_caching, f"{owner} does not cache prefixes"
             assert owner.block_pool.hash_block_size == BLOCK_TOKENS, "hashes are of other blocks"
             owner.block_pool = self.blocks
         for single in coordinator.single_type_managers:
