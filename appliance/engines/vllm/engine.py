@@ -26,13 +26,21 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from appliance.engines.protocol import KvExhausted, KvUse, Produced, SequenceSpec, TokenLogprob
+from appliance.engines.protocol import (
+    KvExhausted,
+    KvUse,
+    Produced,
+    SequenceSpec,
+    TokenLogprob,
+    Verdict,
+)
 from appliance.engines.vllm import parameters
 from appliance.engines.vllm.placement import KvPlacement, placing
 from appliance.engines.vllm.sampling import sampling_params, seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
 from appliance.engines.vllm.tensors import bytes_at
+from appliance.kernels.reference import fingerprint
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.kvpool import BLOCK_TOKENS
@@ -164,6 +172,22 @@ class VllmEngine:
 
     def evict_weights(self) -> None:
         self._weights.evict()
+
+    def verify(self) -> Verdict:
+        master, region = self._weights.master, self._weights.region
+        if not self._weights.loaded:
+            return Verdict.NOT_LOADED
+        if master is None:
+            return Verdict.NO_IMAGE
+        # Tensor by tensor: what lies between them is nobody's, and may differ.
+        layout = self._weights.layout
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=True):
+            device = region.address + start
+            for address, size in master.parts(start, tensor.nbytes):
+                if fingerprint(bytes_at(device, size)) != fingerprint(bytes_at(address, size)):
+                    return Verdict.DIFFERS
+                device += size
+        return Verdict.OK
 
     # --- requests --------------------------------------------------------------------------------
 
