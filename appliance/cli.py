@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import click
 import httpx
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -115,6 +116,30 @@ def ps(url: str, as_json: bool) -> None:
         for row in status["instances"]
     ]  # fmt: skip
     _print_table(["INSTANCE", "ROLE", "STATE", "PID", "RUNS", "USED", "POOL"], instances)
+
+
+@cli.command()
+@click.option(
+    "--config", "path", type=file_type, default=Path("etc/appliance.toml"), show_default=True
+)
+@click.option(
+    "--verify", is_flag=True,
+    help="Read everything: checkpoints against their checksums, the weights on the devices of a "
+    "running daemon against those in host memory.",
+)  # fmt: skip
+@json_option
+def doctor(path: Path, verify: bool, as_json: bool) -> None:
+    """Check what the appliance needs, one line each: ok, warn or fail, and what to do about it."""
+    from appliance.doctor import Level, examine  # loads the memory's parts
+
+    findings = []
+    for finding in examine(path, verify=verify):
+        findings.append(finding)
+        if not as_json:
+            click.echo(str(finding))
+    if as_json:
+        _print_json([msgspec.to_builtins(finding) for finding in findings])
+    sys.exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
 
 
 @cli.group()

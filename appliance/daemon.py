@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import singledispatchmethod
+from itertools import chain
 
 import msgspec
 
@@ -25,6 +26,9 @@ from appliance.api.service import (
     Generation,
     GenerationFailed,
     InstanceActivity,
+    InstanceVerification,
+    KvShapeActivity,
+    KvTierActivity,
     ModelActivity,
     ModelCard,
     ModelNotFound,
@@ -32,6 +36,8 @@ from appliance.api.service import (
     Readiness,
     SubmitRequest,
 )
+from appliance.engines.protocol import KvBytes
+from appliance.fragmentation import KvMeter, by_shape, fragmentation, together
 from appliance.generation import RequestStream
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
@@ -40,6 +46,7 @@ from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import InstanceState
 from appliance.tokens import Tokenizer
+from appliance.verification import Verifications
 from appliance.vocabulary import (
     Command,
     Direction,
@@ -52,6 +59,7 @@ from appliance.vocabulary import (
     InstanceUp,
     KvMoved,
     ModelFailed,
+    ModelLoaded,
     ModelName,
     ModelSpec,
     MoveKv,
@@ -141,6 +149,8 @@ class Daemon:
         self._running: dict[InstanceId, ModelName] = {}
         self._prefetched: dict[InstanceId, set[ModelName]] = {}
         self._pools: dict[InstanceId, wire.PoolReport] = {}
+        self._host_meter = KvMeter()
+        self._verifications = Verifications(self._send_verify, self._images)
         self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
         self._restarts_counted: dict[InstanceId, int] = {}
         for name in self._served:
@@ -255,7 +265,21 @@ class Daemon:
             uptime_seconds=self._clock() - self._started,
             instances=tuple(self._instance_activity(i) for i in self.machine.instances.values()),
             models=tuple(self._model_activity(name) for name in self._served),
+            kv=self._kv_activity(),
         )
+
+    async def verify(self) -> list[InstanceVerification]:
+        up = [instance.id for instance in self.machine.instances.values() if instance.up]
+        answers = await self._verifications.ask(up)
+        verifications = []
+        for number in self.machine.instances:
+            verdicts = answers.get(number)
+            verifications.append(
+                InstanceVerification(
+                    instance=number, answered=verdicts is not None, models=dict(verdicts or {})
+                )
+            )
+        return verifications
 
     def metrics(self) -> bytes:
         self._refresh_metrics()
@@ -316,6 +340,8 @@ class Daemon:
                 self._on_tokens(message)
             case wire.PoolReport():
                 self._pools[message.instance] = message
+            case wire.Verified():
+                self._verifications.answered(message)
             case _:
                 self._observe(message)
                 self._tell(message)
@@ -324,6 +350,7 @@ class Daemon:
         self._running.pop(instance, None)
         self._pools.pop(instance, None)
         self._prefetched.pop(instance, None)
+        self._verifications.lost(instance)
         self._known[instance] = set()
         self._tell(InstanceLost(instance=instance))
 
@@ -362,10 +389,19 @@ class Daemon:
         """What a worker reports beside what the machine needs to know."""
         if isinstance(event, KvMoved):
             self.metrics_of_run.kv_swapped(event.direction, event.model, event.moved_bytes)
+            if event.moved:
+                self._measure_transfer(f"kv_{event.direction.value}", event)
+        elif isinstance(event, ModelLoaded):
+            self._measure_transfer("weights", event)
         elif isinstance(event, PrefillDone):
             self.metrics_of_run.prefill(event.model)
         elif isinstance(event, ModelFailed):
             log.error("model %s cannot be served: %s", event.model, event.reason)
+
+    def _measure_transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
+        self.metrics_of_run.transfer(
+            kind, event.model, event.moved_bytes, event.queued_seconds, event.seconds
+        )
 
     def _cancel(self, request: RequestId) -> None:
         if request in self._streams:
@@ -452,6 +488,9 @@ class Daemon:
     def _send(self, command: Command) -> None:
         self.workers[command.instance].send(command)  # type: ignore[attr-defined,arg-type]
 
+    def _send_verify(self, instance: InstanceId, message: wire.Verify) -> None:
+        self.workers[instance].send(message)
+
     def _introduce(self, instance: InstanceId, request: RequestId) -> None:
         """Make sure the worker knows the request, with every token it has so far."""
         if request not in self._known[instance]:
@@ -517,6 +556,28 @@ class Daemon:
             waiting=len(mine) - running,
         )
 
+    def _images(self, instance: InstanceId) -> dict[ModelName, int]:
+        """Versions of the whole master images that the instance's engines load from."""
+        found = {}
+        for name, engine in self.machine.instances[instance].engines.items():
+            master = self.machine.masters.get(name)
+            if master is not None and master.filler is None and engine.attached == master.version:
+                found[name] = master.version
+        return found
+
+    def _kv_activity(self) -> dict[str, KvTierActivity]:
+        """KV of all instances, each with a peak of its own, and of the host tier."""
+        reports = self._pools.values()
+        device = by_shape(chain.from_iterable(report.kv.items() for report in reports))
+        device_peak = sum(report.kv_peak_bytes for report in reports)
+        ledger = self.machine.host
+        host = self._host_meter.measure(
+            (shape, KvBytes(slabs, used, 0, slabs))
+            for shape, (used, slabs) in ledger.kv_use().items()
+        )
+        host_peak = ledger.peak_kv_slabs * self._setup.slab_bytes
+        return {"device": _tier(device, device_peak), "host": _tier(host, host_peak)}
+
     def _refresh_metrics(self) -> None:
         """Bring what is counted elsewhere into the registry."""
         metrics = self.metrics_of_run
@@ -527,6 +588,9 @@ class Daemon:
         metrics.host("weights", host.weight_slabs * slab)
         metrics.host("kv", host.kv_slabs * slab)
         metrics.host("free", host.free_slabs * slab)
+        for tier, kv in self._kv_activity().items():
+            shapes = {shape: use.fragmentation for shape, use in kv.shapes.items()}
+            metrics.kv_fragmentation(tier, shapes, kv.fragmentation)
         for name in self._served:
             activity = self._model_activity(name)
             metrics.queues(name, activity.running, activity.waiting)
@@ -537,6 +601,18 @@ class Daemon:
             for _ in range(worker.restarts - self._restarts_counted.get(number, 0)):
                 metrics.worker_restart(number)
             self._restarts_counted[number] = worker.restarts
+
+
+def _tier(shapes: Mapping[int, KvBytes], peak_bytes: int) -> KvTierActivity:
+    overall = together(shapes.values())._replace(peak_bytes=peak_bytes)
+    return KvTierActivity(
+        fragmentation=fragmentation(overall),
+        shapes={
+            str(shape): KvShapeActivity(**use._asdict(), fragmentation=fragmentation(use))
+            for shape, use in shapes.items()
+            if use.peak_bytes
+        },
+    )
 
 
 def _shutting_down() -> GenerationFailed:

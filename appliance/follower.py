@@ -33,6 +33,7 @@ from appliance.orders import (
     BuildEngine,
     Built,
     Call,
+    Compared,
     Done,
     Downward,
     EvictWeights,
@@ -48,6 +49,7 @@ from appliance.orders import (
     SwapIn,
     SwapOut,
     Trim,
+    Verify,
     block_places,
     checksum,
     decoder_of_orders,
@@ -161,6 +163,10 @@ class Follower:
     @_carry_out.register
     def _(self, call: Trim, number: int) -> None:
         self._engines[call.model].trim(call.keep_slabs)
+
+    @_carry_out.register
+    def _(self, call: Verify, number: int) -> None:
+        self._send(Compared(number, self._engines[call.model].verify()))
 
     def _move(self, transfer: Transfer, number: int) -> None:
         """Blocks have to be free on all ranks at the same point."""

@@ -14,7 +14,7 @@ import msgspec
 
 from appliance import wire
 from appliance.cpus import deal_cpus, read_cpus, show_cpus
-from appliance.engines.protocol import Engine, KvExhausted, Produced, SequenceSpec
+from appliance.engines.protocol import Engine, KvExhausted, Produced, SequenceSpec, Verdict
 from appliance.memory.arena import PoolExhausted
 from appliance.vocabulary import KvShape, ModelName, RequestId
 
@@ -123,6 +123,10 @@ class Trim(msgspec.Struct, frozen=True, tag=True):
     keep_slabs: int | None
 
 
+class Verify(msgspec.Struct, frozen=True, tag=True):
+    model: ModelName
+
+
 Call: TypeAlias = (
     BuildEngine
     | StoreWeights
@@ -135,6 +139,7 @@ Call: TypeAlias = (
     | SwapOut
     | SwapIn
     | Trim
+    | Verify
 )
 
 
@@ -161,6 +166,13 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Compared(msgspec.Struct, frozen=True, tag=True):
+    """What `Verify` found on this rank."""
+
+    number: int
+    verdict: Verdict
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The engine answered with one of `REFUSALS`; nothing changed."""
 
@@ -177,7 +189,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Downward: TypeAlias = Invitation | Order
-Answer: TypeAlias = Built | Done | Refused | Failed
+Answer: TypeAlias = Built | Done | Compared | Refused | Failed
 
 
 def decoder_of_orders() -> wire.Decoder[Downward]:

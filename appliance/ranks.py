@@ -33,7 +33,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from appliance import wire
-from appliance.engines.protocol import Engine, KvUse, Produced, SequenceSpec
+from appliance.engines.protocol import Engine, KvBytes, KvUse, Produced, SequenceSpec, Verdict
 from appliance.errors import CheckpointError
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
@@ -47,6 +47,7 @@ from appliance.orders import (
     BuildEngine,
     Built,
     Call,
+    Compared,
     EvictWeights,
     Failed,
     Forget,
@@ -60,6 +61,7 @@ from appliance.orders import (
     SwapIn,
     SwapOut,
     Trim,
+    Verify,
     block_places,
     checksum,
     decoder_of_answers,
@@ -70,6 +72,8 @@ from appliance.vocabulary import RequestId
 
 AGREEMENT_SECONDS: Final = 120.0
 """How long a rank may take to refuse what another refused; a load may be under way before it."""
+
+WORST_FIRST: Final = (Verdict.DIFFERS, Verdict.NOT_LOADED, Verdict.NO_IMAGE, Verdict.OK)
 
 T = TypeVar("T")
 
@@ -425,6 +429,16 @@ class ReplicatedEngine:
         return self._followers.follow(
             Trim(self.model, keep_slabs), lambda: self._engine.trim(keep_slabs)
         )
+
+    def kv_use(self) -> KvBytes:
+        """Of all ranks, who all have the same."""
+        return KvBytes(*(size * self._followers.ranks for size in self._engine.kv_use()))
+
+    def verify(self) -> Verdict:
+        """The worst verdict of all ranks."""
+        mine, answers = self._followers.ask(Verify(self.model), self._engine.verify)
+        found = {mine, *(a.verdict for a in answers if isinstance(a, Compared))}
+        return next(verdict for verdict in WORST_FIRST if verdict in found)
 
 
 def replicated(build: Build, followers: Followers, swapper: Swapper) -> Build:

@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 import msgspec
 
 from appliance import vocabulary as v
-from appliance.engines.protocol import Produced, SequenceSpec
+from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
 
 PROTOCOL_VERSION: Final = 1
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
@@ -52,6 +52,13 @@ class AddSequence(msgspec.Struct, frozen=True, tag=True):
     sequence: SequenceSpec
 
 
+class Verify(msgspec.Struct, frozen=True, tag=True):
+    """Compare all weights on the device with their master images, after what was ordered before;
+    the answer has the same number."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the worker after what was ordered before."""
 
@@ -73,16 +80,31 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class PoolReport(msgspec.Struct, frozen=True, tag=True):
-    """Slabs by owner (``weights:<model>``, ``kv:<model>``, ``free``) and the most ever mapped."""
+    """Slabs by owner (``weights:<model>``, ``kv:<model>``, ``free``) and the most ever mapped.
+
+    `kv` is the KV of each shape, which is known by its block size in bytes, and `kv_peak_bytes` the
+    most that all shapes together took, as far as was seen between jobs.
+    """
 
     instance: int
     slabs: dict[str, int]
     high_water_slabs: int
+    kv: dict[int, KvBytes]
+    kv_peak_bytes: int
+
+
+class Verified(msgspec.Struct, frozen=True, tag=True):
+    """What `Verify` found, for every engine that is built."""
+
+    instance: int
+    number: int
+    models: dict[str, Verdict]
 
 
 Down: TypeAlias = (
     Configure
     | AddSequence
+    | Verify
     | Shutdown
     | v.BuildModel
     | v.StoreWeights
@@ -100,6 +122,7 @@ Up: TypeAlias = (
     Hello
     | Tokens
     | PoolReport
+    | Verified
     | v.ModelBuilt
     | v.ModelFailed
     | v.WeightsStored

@@ -27,6 +27,7 @@ from typing import TypeVar
 from appliance import wire
 from appliance.engines.protocol import Engine, KvExhausted, Produced
 from appliance.errors import CheckpointError
+from appliance.fragmentation import KvMeter
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.swapper import Swapper
@@ -165,6 +166,7 @@ class Worker:
         self._engines: dict[ModelName, Engine] = {}
         self._loads: dict[ModelName, Load] = {}
         self._moves: list[Move] = []
+        self._kv_meter = KvMeter()
         self._unreadable: set[ModelName] = set()
         """Models whose weights could not be read; the daemon was told."""
 
@@ -224,6 +226,12 @@ class Worker:
                     reason=str(error),
                 )
             )
+
+    @_carry_out.register
+    def _(self, message: wire.Verify) -> None:
+        """Jobs wait meanwhile: it reads all weights on the device, and as many in the host tier."""
+        verdicts = {model: engine.verify() for model, engine in self._engines.items()}
+        self._send(wire.Verified(self.instance, message.number, verdicts))
 
     # --- engines and weights ---------------------------------------------------------------------
 
@@ -491,7 +499,17 @@ class Worker:
         return releases
 
     def _report_pool(self) -> None:
-        self._send(wire.PoolReport(self.instance, self._arena.usage(), self._arena.high_water))
+        engines = self._engines.values()
+        kv = self._kv_meter.measure((e.kv.block_bytes, e.kv_use()) for e in engines)
+        self._send(
+            wire.PoolReport(
+                self.instance,
+                self._arena.usage(),
+                self._arena.high_water,
+                kv,
+                self._kv_meter.peak_bytes,
+            )
+        )
 
 
 def _read(connection: socket.socket, decoder: wire.Decoder[wire.Down], mailbox: Mailbox) -> None:

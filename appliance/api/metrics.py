@@ -7,7 +7,7 @@ The daemon calls the methods; label values are checked by nobody, so they stay f
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -28,6 +28,11 @@ _INTER_TOKEN_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+_TRANSFER_BUCKETS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
+)
+_TRANSFER_KINDS = ("weights", "kv_in", "kv_out")
 
 
 class Metrics:
@@ -35,6 +40,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._prefetch_outcomes: dict[str, int] = {}
+        self._prefetch_hit_ratio: Gauge | None = None  # not shown before there is one
         self._add_appliance()
         self._add_vllm()
 
@@ -51,6 +58,8 @@ class Metrics:
         self._recoveries.labels(model)
         for direction in Direction:
             self._kv_swapped.labels(direction.value, model)
+        for kind in _TRANSFER_KINDS:
+            self._transfer_bytes.labels(kind, model)
 
     def switch(self, instance: InstanceId, model: ModelName, reason: str) -> None:
         self._switches.labels(instance, model, reason).inc()
@@ -60,6 +69,14 @@ class Metrics:
 
     def kv_swapped(self, direction: Direction, model: ModelName, moved_bytes: int) -> None:
         self._kv_swapped.labels(direction.value, model).inc(moved_bytes)
+
+    def transfer(
+        self, kind: str, model: ModelName, moved_bytes: int, queued_seconds: float, seconds: float
+    ) -> None:
+        """A transfer ended. `seconds` is how long its bytes took, after it waited for its turn."""
+        self._transfer_bytes.labels(kind, model).inc(moved_bytes)
+        self._transfer_queue_seconds.labels(kind).observe(queued_seconds)
+        self._transfer_seconds.labels(kind).observe(seconds)
 
     def prefill(self, model: ModelName) -> None:
         """A prompt was computed: once for each request, again only after its worker was lost."""
@@ -77,12 +94,33 @@ class Metrics:
     def host(self, owner: str, held_bytes: int) -> None:
         self._host.labels(owner).set(held_bytes)
 
+    def kv_fragmentation(self, tier: str, shapes: Mapping[str, float], overall: float) -> None:
+        """Unused / peak allocated KV memory of a tier; a shape not named has none there."""
+        for shape in self._kv_shapes.get(tier, set()) - shapes.keys():
+            self._kv_fragmentation.remove(tier, shape)
+        self._kv_shapes[tier] = set(shapes)
+        for shape, share in shapes.items():
+            self._kv_fragmentation.labels(tier, shape).set(share)
+        self._kv_fragmentation_overall.labels(tier).set(overall)
+
     def request_ended(self, model: ModelName, outcome: str) -> None:
         """`outcome` is a finish reason, or the code of the rejection."""
         self._requests.labels(model, outcome).inc()
 
     def prefetch(self, outcome: str) -> None:
+        """``started``, and later ``used`` or ``wasted``. The ratio leaves out those that were
+        neither, because their worker was lost."""
         self._prefetches.labels(outcome).inc()
+        self._prefetch_outcomes[outcome] = self._prefetch_outcomes.get(outcome, 0) + 1
+        used = self._prefetch_outcomes.get("used", 0)
+        ended = used + self._prefetch_outcomes.get("wasted", 0)
+        if not ended:
+            return
+        if self._prefetch_hit_ratio is None:
+            self._prefetch_hit_ratio = self._gauge(
+                "appliance_prefetch_hit_ratio", "Weight prefetches used, of those used or wasted."
+            )
+        self._prefetch_hit_ratio.set(used / ended)
 
     def recovery(self, model: ModelName) -> None:
         """A request went on after its worker was lost."""
@@ -128,6 +166,18 @@ class Metrics:
         self._kv_swapped = counter(
             "appliance_kv_swapped_bytes", "KV moved between device and host.", "direction", "model"
         )
+        self._transfer_bytes = counter(
+            "appliance_transfer_bytes", "Bytes of weights and KV transferred.", "kind", "model"
+        )
+        self._transfer_seconds = self._histogram(
+            "appliance_transfer_seconds", "Time of a transfer's bytes.", _TRANSFER_BUCKETS, "kind"
+        )
+        self._transfer_queue_seconds = self._histogram(
+            "appliance_transfer_queue_seconds",
+            "Time that a transfer waited for its turn.",
+            _TRANSFER_BUCKETS,
+            "kind",
+        )
         self._prefills = counter("appliance_prefills", "Prompts computed.", "model")
         self._pool = gauge("appliance_pool_bytes", "Device pool by owner.", "instance", "owner")
         self._pool_owners: dict[InstanceId, set[str]] = {}
@@ -135,6 +185,16 @@ class Metrics:
             "appliance_pool_high_water_bytes", "Most of the pool ever mapped.", "instance"
         )
         self._host = gauge("appliance_host_bytes", "Host tier by owner.", "owner")
+        self._kv_fragmentation = gauge(
+            "appliance_kv_fragmentation",
+            "Unused / peak allocated KV memory of the shape whose blocks have so many bytes.",
+            "tier",
+            "shape",
+        )
+        self._kv_shapes: dict[str, set[str]] = {}
+        self._kv_fragmentation_overall = gauge(
+            "appliance_kv_fragmentation_overall", "The same for all shapes of a tier.", "tier"
+        )
         self._requests = counter("appliance_requests", "Requests ended.", "model", "outcome")
         self._prefetches = counter("appliance_prefetches", "Weight prefetches.", "outcome")
         self._recoveries = counter(
@@ -157,10 +217,10 @@ class Metrics:
             "vllm:request_success", "Requests that ran to their end.", name, "finished_reason"
         )
         self._ttft = self._histogram(
-            "vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS
+            "vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS, name
         )
         self._latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Time to the last token.", _LATENCY_BUCKETS
+            "vllm:e2e_request_latency_seconds", "Time to the last token.", _LATENCY_BUCKETS, name
         )
         self._inter_token = WeightedHistogram(
             "vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_BUCKETS
@@ -173,10 +233,10 @@ class Metrics:
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
         return Gauge(name, about, labels, registry=self._registry)
 
-    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(
-            name, about, ("model_name",), registry=self._registry, buckets=tuple(buckets)
-        )
+    def _histogram(
+        self, name: str, about: str, buckets: Sequence[float], *labels: str
+    ) -> Histogram:
+        return Histogram(name, about, labels, registry=self._registry, buckets=tuple(buckets))
 
 
 class WeightedHistogram(Collector):

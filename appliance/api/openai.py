@@ -76,7 +76,7 @@ def model_routes(service: Service) -> list[HTTPRouteHandler]:
 
 
 def operator_routes(service: Service) -> list[HTTPRouteHandler]:
-    """Probes, metrics and status."""
+    """Probes, metrics and status, and what `appliance doctor` asks."""
 
     @get(["/livez", "/health"], operation_id="live")
     async def live() -> ASGIResponse:
@@ -99,7 +99,11 @@ def operator_routes(service: Service) -> list[HTTPRouteHandler]:
     async def status() -> ASGIResponse:
         return _encoded(service.activity())
 
-    return [live, ready, version, metrics, status]
+    @post("/api/verify", status_code=200, operation_id="verify")
+    async def verify() -> ASGIResponse:
+        return _encoded({"instances": await service.verify()})
+
+    return [live, ready, version, metrics, status, verify]
 
 
 class _Model(msgspec.Struct, kw_only=True):

@@ -1,7 +1,7 @@
 """The seam between the HTTP API and the appliance: what the API asks, what it is answered.
 
 Everything here is called on the event loop and must return at once; only iterating over a
-`Generation` waits.
+`Generation` waits, and `verify`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from appliance.engines.protocol import Produced, Sampling
+from appliance.engines.protocol import Produced, Sampling, Verdict
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import FinishReason, InstanceId, ModelName, RequestClass, RequestId
 
@@ -114,6 +114,25 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
 
 
+class KvShapeActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """KV of one shape in one tier. `fragmentation` is unused / peak (Aegaeon §7.3)."""
+
+    mapped_bytes: int
+    """Whole slabs."""
+    used_bytes: int
+    cold_bytes: int
+    """Prefix cache that nobody uses now."""
+    peak_bytes: int
+    fragmentation: float
+
+
+class KvTierActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """KV in one tier, of all instances together. `shapes` by the bytes of a block."""
+
+    fragmentation: float
+    shapes: dict[str, KvShapeActivity]
+
+
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """The body of ``GET /api/status``."""
 
@@ -121,6 +140,19 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     uptime_seconds: float
     instances: tuple[InstanceActivity, ...]
     models: tuple[ModelActivity, ...]
+    kv: dict[str, KvTierActivity] = {}
+    """By tier: ``device``, ``host``."""
+
+
+class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the weights on one instance's device are those of their master images, by model.
+
+    An instance that is down, or did not answer in time, has no verdicts.
+    """
+
+    instance: InstanceId
+    answered: bool
+    models: dict[ModelName, Verdict] = {}
 
 
 class Service(Protocol):
@@ -141,6 +173,12 @@ class Service(Protocol):
     def readiness(self) -> Readiness: ...
 
     def activity(self) -> Activity: ...
+
+    async def verify(self) -> list[InstanceVerification]:
+        """Have every instance compare its weights; ends when all have answered, or after a while.
+
+        Requests wait while their instance compares.
+        """
 
     def metrics(self) -> bytes:
         """Prometheus text exposition."""

@@ -11,6 +11,7 @@ An engine is driven from one thread. What it copies goes on in other threads (or
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -75,6 +76,25 @@ class KvUse(NamedTuple):
 
     slabs: int
     cold_slabs: int
+
+
+class KvBytes(NamedTuple):
+    """KV memory of a tier: what is taken in whole slabs, what of it used blocks and cold ones
+    (prefix cache) fill, and the most that was ever taken."""
+
+    mapped_bytes: int
+    used_bytes: int
+    cold_bytes: int
+    peak_bytes: int
+
+
+class Verdict(StrEnum):
+    """What comparing the weights on a device with their master image says."""
+
+    OK = "ok"
+    DIFFERS = "differs"
+    NOT_LOADED = "not loaded"
+    NO_IMAGE = "no image"
 
 
 class KvExhausted(Exception):
@@ -151,4 +171,14 @@ class Engine(Protocol):
 
         With `keep_slabs`, drop cold prefix cache, too, coldest first, until at most so many slabs
         are mapped or nothing cold is left.
+        """
+
+    def kv_use(self) -> KvBytes:
+        """The model's KV on the device, O(1); `peak_bytes` since the engine was built."""
+
+    def verify(self) -> Verdict:
+        """Compare the weights on the device with the master image, by their 64-bit fingerprints.
+
+        Reads all of both. A load under way counts as not loaded. The image is compared where
+        `store_weights` said that it is, even if its slabs were given to somebody else since.
         """

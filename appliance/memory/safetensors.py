@@ -7,7 +7,6 @@ every descriptor is compared with that description before its bytes are believed
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -15,9 +14,10 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from appliance.checksums import read_sums
 from appliance.errors import CheckpointError
 
 BITS: Final = {
@@ -26,7 +26,6 @@ BITS: Final = {
 }  # fmt: skip
 """Bits of an element of every type that safetensors knows."""
 
-SUMS: Final = "SHA256SUMS"
 
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
@@ -170,29 +169,15 @@ def read_header(path: Path) -> WeightFile:
 
 
 def verify_sums(directory: Path) -> None:
-    """Compare the files that ``SHA256SUMS`` lists (the format of sha256sum) with their checksums.
+    """Compare the files that ``SHA256SUMS`` lists with their checksums, if it is there.
 
-    Without that file there is nothing to compare. Raises `CheckpointError` for one that differs,
-    is missing, or lies outside of the directory.
+    Raises `CheckpointError` for one that differs, is missing, or lies outside of the directory.
     """
-    listing = directory / SUMS
-    if not listing.exists():
-        return
-    with io_errors(listing):
-        lines = listing.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        expected, _, name = line.partition(" ")
-        # The second character between them tells text from binary, which are the same here.
-        relative = PurePath(name[1:])
-        if len(expected) != 64 or not relative.name or {"..", "/"} & set(relative.parts):
-            raise CheckpointError(f"{listing}:{number} is not a checksum and a file beside it")
-        file = directory / relative
-        if _digest(file) != expected.lower():
-            raise CheckpointError(
-                f"{file} is corrupt: its SHA-256 is not the one in {SUMS}; fetch the file again"
-            )
+    with io_errors(directory):
+        checksums = read_sums(directory)
+    for checksum in checksums:
+        with io_errors(checksum.file):
+            checksum.check()
 
 
 @contextmanager
@@ -222,11 +207,3 @@ def _entry(path: Path, name: str, entry: Any, data: int) -> TensorEntry:
             f"{path} is corrupt: {name} has {stop - start} bytes for {dtype} {list(shape)}"
         )
     return TensorEntry(name, dtype, shape, data + start, nbytes)
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with io_errors(file), file.open("rb") as stream:
-        while chunk := stream.read(_HASHED_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

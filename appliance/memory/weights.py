@@ -190,6 +190,11 @@ class DeviceWeights:
         return self._transfer
 
     @property
+    def master(self) -> Image | None:
+        """The master image that the weights are loaded from, if there is one."""
+        return self._master
+
+    @property
     def transfer(self) -> Transfer | None:
         """The load that is over or under way, if the region is mapped."""
         return self._transfer

@@ -117,6 +117,8 @@ class WorkerDouble:
             case wire.AddSequence():
                 self._introduce(heard)
                 return
+            case wire.Verify():
+                return  # the test answers
             case RunPrefill():
                 assert heard.request in self._known, "named before it was introduced"
             case MoveKv(direction=Direction.IN):

@@ -14,6 +14,9 @@ from appliance.api.service import (
     Activity,
     GenerationFailed,
     InstanceActivity,
+    InstanceVerification,
+    KvShapeActivity,
+    KvTierActivity,
     ModelActivity,
     ModelCard,
     ModelNotFound,
@@ -21,7 +24,7 @@ from appliance.api.service import (
     Readiness,
     SubmitRequest,
 )
-from appliance.engines.protocol import Produced, TokenLogprob
+from appliance.engines.protocol import Produced, TokenLogprob, Verdict
 from appliance.tokens import ChatTemplate, Tokenizer
 from appliance.vocabulary import FinishReason
 
@@ -35,6 +38,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 EOS = "<eos>"
+KV = KvShapeActivity(
+    mapped_bytes=400, used_bytes=200, cold_bytes=100, peak_bytes=400, fragmentation=0.25
+)
 
 
 @lru_cache
@@ -164,7 +170,18 @@ class FakeService:
             uptime_seconds=1.5,
             instances=(InstanceActivity(instance=0, role="mixed", state="up"),),
             models=(ModelActivity(model="small", state="device", residency={"0": "device"}),),
+            kv={"host": KvTierActivity(fragmentation=0.25, shapes={"300": KV})},
         )
+
+    async def verify(self) -> list[InstanceVerification]:
+        return [
+            InstanceVerification(
+                instance=0,
+                answered=True,
+                models={"small": Verdict.OK, "org/small": Verdict.NO_IMAGE},
+            ),
+            InstanceVerification(instance=1, answered=False),
+        ]
 
     def metrics(self) -> bytes:
         return b"some_metric 1\n"

@@ -46,6 +46,60 @@ def test_what_the_appliance_counts() -> None:
     assert found["appliance_policy_errors_total{policy=mine}"] == 1
 
 
+def test_transfers_by_kind() -> None:
+    """Bytes by kind and model, from the start; time in the queue apart from the time of bytes."""
+    metrics = Metrics()
+    metrics.declare("m")
+    metrics.transfer("weights", "m", 1000, queued_seconds=0.3, seconds=0.004)
+    metrics.transfer("weights", "n", 500, queued_seconds=0.0, seconds=2.0)
+    metrics.transfer("kv_out", "m", 64, queued_seconds=0.1, seconds=0.01)
+    found = samples(metrics)
+
+    assert {name: value for name, value in found.items() if "transfer_bytes" in name} == {
+        "appliance_transfer_bytes_total{kind=weights,model=m}": 1000,
+        "appliance_transfer_bytes_total{kind=weights,model=n}": 500,
+        "appliance_transfer_bytes_total{kind=kv_in,model=m}": 0,
+        "appliance_transfer_bytes_total{kind=kv_out,model=m}": 64,
+    }
+    assert found["appliance_transfer_seconds_count{kind=weights}"] == 2
+    assert found["appliance_transfer_seconds_sum{kind=weights}"] == 2.004
+    assert found["appliance_transfer_seconds_bucket{kind=weights,le=0.005}"] == 1
+    assert found["appliance_transfer_queue_seconds_sum{kind=weights}"] == 0.3
+    assert found["appliance_transfer_queue_seconds_bucket{kind=kv_out,le=0.1}"] == 1
+    assert found["appliance_transfer_queue_seconds_bucket{kind=kv_out,le=0.05}"] == 0
+
+
+def test_the_hit_ratio_of_prefetches() -> None:
+    """Used, of those used or wasted; nothing before the first of them."""
+    metrics = Metrics()
+    name = "appliance_prefetch_hit_ratio{}"
+    metrics.prefetch("started")
+    assert name not in samples(metrics)
+
+    metrics.prefetch("wasted")
+    assert samples(metrics)[name] == 0
+    for _ in range(3):
+        metrics.prefetch("used")
+
+    assert samples(metrics)[name] == 0.75
+
+
+def test_fragmentation_forgets_shapes_that_are_gone() -> None:
+    """By tier and shape as of now, and one figure for each tier."""
+    metrics = Metrics()
+    metrics.kv_fragmentation("device", {"300": 0.5, "500": 0.25}, 0.4)
+    metrics.kv_fragmentation("host", {"300": 0.1}, 0.1)
+    metrics.kv_fragmentation("device", {"500": 0.0}, 0.2)
+    found = samples(metrics)
+
+    assert {name: value for name, value in found.items() if "fragmentation" in name} == {
+        "appliance_kv_fragmentation{shape=500,tier=device}": 0,
+        "appliance_kv_fragmentation{shape=300,tier=host}": 0.1,
+        "appliance_kv_fragmentation_overall{tier=device}": 0.2,
+        "appliance_kv_fragmentation_overall{tier=host}": 0.1,
+    }
+
+
 def test_the_pool_forgets_owners_that_hold_nothing() -> None:
     """The pool gauge shows the last report and nothing of the one before."""
     metrics = Metrics()

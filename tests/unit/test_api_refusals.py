@@ -264,6 +264,20 @@ async def test_probes_and_status(client: httpx.AsyncClient) -> None:
     status = (await client.get("/api/status")).json()
     assert status["instances"][0]["state"] == "up"
     assert status["models"][0]["residency"] == {"0": "device"}
+    assert status["kv"]["host"]["shapes"]["300"]["fragmentation"] == 0.25
+
+
+async def test_verification(client: httpx.AsyncClient) -> None:
+    """Every instance with its verdicts, in words; without any if it did not answer."""
+    answer = await client.post("/api/verify")
+
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "instances": [
+            {"instance": 0, "answered": True, "models": {"small": "ok", "org/small": "no image"}},
+            {"instance": 1, "answered": False, "models": {}},
+        ]
+    }
 
 
 async def test_readiness(client: httpx.AsyncClient, service: FakeService) -> None:

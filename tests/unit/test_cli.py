@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 import appliance
 from appliance.cli import cli
 from appliance.config import Config, load_config
+from appliance.doctor import Finding, Level
 from appliance.errors import PolicyError
 
 Make = Callable[..., Path]
@@ -303,6 +304,39 @@ def test_config_sample_and_docs_print_the_generated_files() -> None:
 
     assert call("config", "sample").stdout == (root / "etc/appliance.toml").read_text("utf-8")
     assert call("config", "docs").stdout == (root / "docs/configuration.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(("level", "status"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_doctor_prints_what_it_finds(
+    monkeypatch: pytest.MonkeyPatch, level: str, status: int
+) -> None:
+    """One line for each check, or JSON; a failure is exit status 1."""
+    asked: list[tuple[Path, bool]] = []
+
+    def examine(path: Path, *, verify: bool) -> Iterator[Finding]:
+        asked.append((path, verify))
+        yield Finding(Level.OK, "python", "3.11")
+        yield Finding(Level(level), "memory", "8GiB", "buy some")
+        yield Finding(Level.OK, "daemon", "ready")
+
+    monkeypatch.setattr("appliance.doctor.examine", examine)
+
+    plain = call("doctor", "--config", "my.toml")
+    as_json = call("doctor", "--config", "my.toml", "--verify", "--json")
+
+    assert (plain.exit_code, as_json.exit_code) == (status, status)
+    assert plain.stdout.splitlines() == [
+        "ok    python  3.11",
+        f"{level:<4}  memory  8GiB  buy some",
+        "ok    daemon  ready",
+    ]
+    assert [list(row.values()) for row in json.loads(as_json.stdout)] == [
+        ["ok", "python", "3.11", ""],
+        [level, "memory", "8GiB", "buy some"],
+        ["ok", "daemon", "ready", ""],
+    ]
+    assert asked == [(Path("my.toml"), False), (Path("my.toml"), True)]
+    assert call("doctor", "--what").exit_code == 2
 
 
 def test_demo_hands_its_options_on_and_exits_with_its_status(

@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance import wire
@@ -17,11 +18,14 @@ from appliance.api.service import (
     Generation,
     GenerationFailed,
     InstanceActivity,
+    InstanceVerification,
+    KvShapeActivity,
+    KvTierActivity,
     ModelNotFound,
     QueueFull,
 )
 from appliance.daemon import Limits
-from appliance.engines.protocol import Produced
+from appliance.engines.protocol import KvBytes, Produced, Verdict
 from appliance.hookspecs import hookimpl
 from appliance.journal import Journal, Setup, read, replay
 from appliance.plugins.aegaeon import Aegaeon
@@ -30,11 +34,14 @@ from appliance.scheduling.questions import InstanceView, PlannedTurn
 from appliance.serve import share_cpus
 from appliance.vocabulary import (
     Command,
+    Direction,
     Event,
     EvictModel,
     Finish,
     FinishReason,
+    KvMoved,
     ModelFailed,
+    ModelLoaded,
     PrefetchModel,
     Release,
     RequestArrived,
@@ -634,6 +641,86 @@ def test_work_is_counted(make_box: MakeBox) -> None:
     assert box.samples("appliance_recoveries_total") == {"model=a": 0, "model=b": 0}
 
 
+def test_transfers_are_measured(make_box: MakeBox) -> None:
+    """Loads and swaps by kind, with their bytes and both times; what moved nothing is no swap."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a")
+    box.settle()
+    before = box.samples("appliance_transfer_seconds_count")
+    observe = box.daemon._observe
+    observe(ModelLoaded(instance=0, model="b", moved_bytes=70, seconds=0.5, queued_seconds=0.25))
+    nothing = KvMoved(
+        instance=0, model="a", direction=Direction.IN, moved=(), missing=("r",), moved_bytes=0,
+        seconds=0.0, queued_seconds=0.0, kv_slabs=0,
+    )  # fmt: skip
+    observe(nothing)
+    observe(msgspec.structs.replace(nothing, moved=("r",), moved_bytes=5, queued_seconds=2.0))
+
+    assert before == {"kind=weights": 1}
+    assert box.samples("appliance_transfer_bytes_total") == {
+        "kind=weights,model=a": 4000, "kind=weights,model=b": 70, "kind=kv_in,model=a": 5,
+        "kind=kv_in,model=b": 0, "kind=kv_out,model=a": 0, "kind=kv_out,model=b": 0,
+    }  # fmt: skip
+    counts = box.samples("appliance_transfer_seconds_count")
+    assert counts == {"kind=weights": 2, "kind=kv_in": 1}
+    assert box.samples("appliance_transfer_queue_seconds_sum") == {
+        "kind=weights": 0.25, "kind=kv_in": 2.0,
+    }  # fmt: skip
+
+
+def test_fragmentation_of_the_devices(make_box: MakeBox) -> None:
+    """By shape over all instances, cold cache counted as used; gone with the worker."""
+    box = make_box(instances=2)
+    box.start()
+    assert box.samples("appliance_kv_fragmentation_overall") == {"tier=device": 0, "tier=host": 0}
+    one = {300: KvBytes(1000, 600, 200, 2000), 500: KvBytes(1000, 500, 0, 1000)}
+    other = {300: KvBytes(2000, 1500, 0, 2000)}
+    box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 0, one, 2500))
+    box.workers[1].deliver(wire.PoolReport(1, {"free": 20}, 0, other, 2000))
+
+    assert box.samples("appliance_kv_fragmentation") == {
+        "shape=300,tier=device": 0.175,
+        "shape=500,tier=device": 0.5,
+    }
+    overall = box.samples("appliance_kv_fragmentation_overall")
+    assert overall == {"tier=device": 1200 / 4500, "tier=host": 0}
+    assert box.daemon.activity().kv["device"] == KvTierActivity(
+        fragmentation=1200 / 4500,
+        shapes={
+            "300": KvShapeActivity(
+                mapped_bytes=3000,
+                used_bytes=2100,
+                cold_bytes=200,
+                peak_bytes=4000,
+                fragmentation=0.175,
+            ),
+            "500": KvShapeActivity(
+                mapped_bytes=1000, used_bytes=500, cold_bytes=0, peak_bytes=1000, fragmentation=0.5
+            ),
+        },
+    )
+    box.workers[0].die()
+    assert box.samples("appliance_kv_fragmentation") == {"shape=300,tier=device": 0.25}
+
+
+def test_fragmentation_of_the_host_tier(make_box: MakeBox) -> None:
+    """A request's places in whole slabs; they are given back, the peak is remembered."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", prompt=20, output=5)  # two blocks of 300 bytes, three to a slab
+    busy = box.daemon.activity().kv["host"]
+    box.settle()
+    idle = box.daemon.activity().kv["host"]
+
+    taken = KvShapeActivity(
+        mapped_bytes=1000, used_bytes=600, cold_bytes=0, peak_bytes=1000, fragmentation=0.4
+    )
+    assert busy == KvTierActivity(fragmentation=0.4, shapes={"300": taken})
+    given_back = msgspec.structs.replace(taken, mapped_bytes=0, used_bytes=0, fragmentation=0.0)
+    assert idle == KvTierActivity(fragmentation=0.0, shapes={"300": given_back})
+
+
 def test_restarts_are_counted_once(make_box: MakeBox) -> None:
     """What a keeper counted is shown, whatever the number of scrapes."""
     box = make_box(instances=2)
@@ -650,8 +737,9 @@ def test_pools_are_shown_in_bytes(make_box: MakeBox) -> None:
     """The last report of a worker, by owner; nothing is left of it when the worker dies."""
     box = make_box()
     box.start()
-    box.workers[0].deliver(wire.PoolReport(0, {"weights:a": 4, "free": 16}, 4))
-    box.workers[0].deliver(wire.PoolReport(0, {"weights:a": 4, "kv:a": 2, "free": 14}, 9))
+    box.workers[0].deliver(wire.PoolReport(0, {"weights:a": 4, "free": 16}, 4, {}, 0))
+    slabs = {"weights:a": 4, "kv:a": 2, "free": 14}
+    box.workers[0].deliver(wire.PoolReport(0, slabs, 9, {}, 0))
 
     assert box.samples("appliance_pool_bytes") == {
         "instance=0,owner=weights:a": 4000,
@@ -779,7 +867,7 @@ def test_activity_of_instances(make_box: MakeBox) -> None:
     box.start()
     box.ask("r", "a")
     box.settle()
-    box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 6))
+    box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 6, {}, 0))
 
     assert box.daemon.activity().instances == (
         InstanceActivity(
@@ -818,6 +906,104 @@ def test_activity_of_models(make_box: MakeBox) -> None:
     assert box.samples("vllm:num_requests_running") == running
     waiting = {"model_name=a": 1.0, "model_name=b": 1.0}
     assert box.samples("vllm:num_requests_waiting") == waiting
+
+
+# --- verification --------------------------------------------------------------------------------
+
+
+async def verifying(box: Box) -> asyncio.Task[list[InstanceVerification]]:
+    """A verification whose questions are on their way."""
+    task = asyncio.ensure_future(box.daemon.verify())
+    await asyncio.sleep(0)
+    return task
+
+
+def answer(box: Box, instance: int, **models: Verdict) -> None:
+    """The worker's answer to the newest question."""
+    number = box.workers[instance].heard(wire.Verify)[-1].number
+    box.workers[instance].deliver(wire.Verified(instance, number, models))
+
+
+async def test_every_instance_is_asked_at_once(make_box: MakeBox) -> None:
+    """Verdicts come in any order; an instance that never came up has none."""
+    box = make_box(instances=3)
+    box.daemon.start()
+    for number in (0, 1):
+        box.workers[number].greet()
+    box.settle()
+
+    task = await verifying(box)
+    answer(box, 1, a=Verdict.NOT_LOADED)
+    assert not task.done()
+    answer(box, 0, a=Verdict.OK, b=Verdict.DIFFERS)
+
+    assert await task == [
+        InstanceVerification(
+            instance=0, answered=True, models={"a": Verdict.OK, "b": Verdict.DIFFERS}
+        ),
+        InstanceVerification(instance=1, answered=True, models={"a": Verdict.NOT_LOADED}),
+        InstanceVerification(instance=2, answered=False),
+    ]
+    assert box.workers[2].sent == []
+
+
+async def test_two_verifications_at_a_time(make_box: MakeBox) -> None:
+    """Each gets the answers to its own questions."""
+    box = make_box()
+    box.start()
+
+    first, second = await verifying(box), await verifying(box)
+    one, two = (question.number for question in box.workers[0].heard(wire.Verify))
+    box.workers[0].deliver(wire.Verified(0, two, {"a": Verdict.DIFFERS}))
+    box.workers[0].deliver(wire.Verified(0, one, {"a": Verdict.OK}))
+
+    assert [v.models for v in await first] == [{"a": Verdict.OK}]
+    assert [v.models for v in await second] == [{"a": Verdict.DIFFERS}]
+
+
+async def test_a_lost_worker_has_no_answer(make_box: MakeBox) -> None:
+    """It is not waited for, and the next worker's answers are not taken for its."""
+    box = make_box()
+    box.start()
+
+    task = await verifying(box)
+    number = box.workers[0].heard(wire.Verify)[-1].number
+    box.workers[0].die()
+    box.workers[0].greet()
+    box.workers[0].deliver(wire.Verified(0, number, {"a": Verdict.OK}))
+
+    assert await task == [InstanceVerification(instance=0, answered=False)]
+
+
+async def test_a_worker_that_takes_too_long_has_no_answer(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait has an end; what is answered later goes nowhere."""
+    monkeypatch.setattr("appliance.verification.ANSWER_SECONDS", 0.0)
+    box = make_box()
+    box.start()
+
+    assert await box.daemon.verify() == [InstanceVerification(instance=0, answered=False)]
+    answer(box, 0, a=Verdict.OK)
+
+
+async def test_an_image_that_went_meanwhile_is_none(make_box: MakeBox) -> None:
+    """An engine compares with slabs that may be another model's by now: that says nothing."""
+    box = make_box()
+    box.start()
+    masters = box.daemon.machine.masters
+
+    task = await verifying(box)
+    masters.give_up("a")
+    answer(box, 0, a=Verdict.DIFFERS, b=Verdict.DIFFERS)
+    assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.DIFFERS}
+
+    task = await verifying(box)
+    master = masters.take("a", 4, 0, 0.0)
+    assert master is not None
+    masters.filled("a", master.version)
+    answer(box, 0, a=Verdict.DIFFERS, b=Verdict.NOT_LOADED)
+    assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.NOT_LOADED}
 
 
 # --- processors ----------------------------------------------------------------------------------

@@ -10,7 +10,15 @@ import msgspec
 import pytest
 
 from appliance import wire
-from appliance.engines.protocol import KvExhausted, KvUse, Produced, Sampling, SequenceSpec
+from appliance.engines.protocol import (
+    KvBytes,
+    KvExhausted,
+    KvUse,
+    Produced,
+    Sampling,
+    SequenceSpec,
+    Verdict,
+)
 from appliance.errors import CheckpointError
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.swapper import Swapper, Then
@@ -52,6 +60,7 @@ from tests.unit.stream_double import StreamDouble
 SHAPE = KvShape(block_tokens=16, block_bytes=300, group_blocks=4, group_slabs=2)
 WEIGHT_BYTES = 4000
 BLOCK_BYTES = 300
+NO_KV = KvBytes(0, 0, 0, 0)
 UNREADABLE: set[str] = set()
 """Models whose files are gone."""
 
@@ -80,6 +89,8 @@ class EngineDouble:
     room: int = 1_000_000
     """Slabs that can be mapped."""
     cold: int = 0
+    use: KvBytes = NO_KV
+    verdict: Verdict = Verdict.OK
 
     def start(self, kind: TransferKind, nbytes: int, then: Then | None = None) -> Transfer:
         assert self.swapper is not None
@@ -155,6 +166,12 @@ class EngineDouble:
         if keep_slabs is not None:
             self.cold = max(0, min(self.cold, keep_slabs - len(self.on_device)))
         return KvUse(len(self.on_device) + self.cold, self.cold)
+
+    def kv_use(self) -> KvBytes:
+        return self.use
+
+    def verify(self) -> Verdict:
+        return self.verdict
 
     def _produce(self, requests: Sequence[str]) -> list[Produced]:
         produced = []
@@ -470,7 +487,7 @@ def test_a_prompt_is_reported_after_its_token() -> None:
     done = reports[1]
     assert isinstance(done, PrefillDone)
     assert (done.instance, done.request, done.kv_slabs) == (3, "r", 1)
-    assert bench.reports[-1] == wire.PoolReport(3, {"free": 20}, 0)
+    assert bench.reports[-1] == wire.PoolReport(3, {"free": 20}, 0, {300: NO_KV}, 0)
 
 
 def test_a_prompt_that_does_not_fit_is_deferred() -> None:
@@ -790,7 +807,42 @@ def test_an_idle_worker_reports_its_pool_after_a_release() -> None:
 
     bench.carry_out(release("r"))
 
-    assert bench.reports == [wire.PoolReport(3, {"free": 20}, 0)]
+    assert bench.reports == [wire.PoolReport(3, {"free": 20}, 0, {300: NO_KV}, 0)]
+
+
+def test_the_pool_s_kv_is_reported_by_shape() -> None:
+    """Models of one shape are one figure; the peak is the most that was ever seen of it."""
+    bench = Bench("a", "b", "c")
+    bench.engines["c"].kv = msgspec.structs.replace(SHAPE, block_bytes=500)
+    bench.carry_out(build("a"), build("b"), build("c"))
+    bench.engines["a"].use = KvBytes(100, 60, 20, 100)
+    bench.engines["b"].use = KvBytes(100, 90, 0, 150)
+    bench.engines["c"].use = KvBytes(50, 10, 0, 50)
+    bench.carry_out(release("r"))
+    (full,) = bench.reports
+    bench.engines["a"].use = KvBytes(0, 0, 0, 100)
+    bench.carry_out(release("r"))
+    (later,) = bench.reports
+
+    assert full.kv == {300: KvBytes(200, 150, 20, 200), 500: KvBytes(50, 10, 0, 50)}
+    assert later.kv == {300: KvBytes(100, 90, 0, 200), 500: KvBytes(50, 10, 0, 50)}
+    assert (full.kv_peak_bytes, later.kv_peak_bytes) == (250, 250)
+
+
+def test_weights_are_verified_between_jobs() -> None:
+    """What was ordered before is done first; every engine that is built has a verdict."""
+    bench = Bench("a", "b", "c")
+    bench.engines["a"].verdict = Verdict.DIFFERS
+    bench.engines["b"].verdict = Verdict.NO_IMAGE
+
+    reports = bench.carry_out(
+        build("a"), build("b"), load("a"), add("r", 3), prefill("r"), turn("r"), wire.Verify(7)
+    )
+
+    assert reports[-2:] == [
+        only(reports, TurnEnded),
+        wire.Verified(3, 7, {"a": Verdict.DIFFERS, "b": Verdict.NO_IMAGE}),
+    ]
 
 
 def test_what_is_no_command_is_an_error() -> None:

@@ -30,7 +30,15 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from appliance.engines.protocol import KvExhausted, KvUse, Produced, SequenceSpec, TokenLogprob
+from appliance.engines.protocol import (
+    KvBytes,
+    KvExhausted,
+    KvUse,
+    Produced,
+    SequenceSpec,
+    TokenLogprob,
+    Verdict,
+)
 from appliance.engines.vllm import parameters
 from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
@@ -40,6 +48,8 @@ from appliance.engines.vllm.recipe import LOAD_FORMAT, Recording, recording
 from appliance.engines.vllm.sampling import sampling_params, seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
+from appliance.engines.vllm.tensors import bytes_at
+from appliance.kernels.reference import fingerprint
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.kvpool import BLOCK_TOKENS
@@ -188,6 +198,22 @@ class VllmEngine:
 
     def evict_weights(self) -> None:
         self._weights.evict()
+
+    def verify(self) -> Verdict:
+        master, region = self._weights.master, self._weights.region
+        if not self._weights.loaded:
+            return Verdict.NOT_LOADED
+        if master is None:
+            return Verdict.NO_IMAGE
+        # Tensor by tensor: what lies between them is nobody's, and may differ.
+        layout = self._weights.layout
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=True):
+            device = region.address + start
+            for address, size in master.parts(start, tensor.nbytes):
+                if fingerprint(bytes_at(device, size)) != fingerprint(bytes_at(address, size)):
+                    return Verdict.DIFFERS
+                device += size
+        return Verdict.OK
 
     def _place_weights(
         self, recorded: Recording, arena: Arena, host: HostTier, *, verify: bool
@@ -370,6 +396,12 @@ class VllmEngine:
     def trim(self, keep_slabs: int | None = None) -> KvUse:
         self._scheduler.blocks.trim(keep_slabs)
         return KvUse(self._pool.mapped_slabs, self._pool.cold_slabs)
+
+    def kv_use(self) -> KvBytes:
+        pool, size = self._pool, self.kv.block_bytes
+        return KvBytes(
+            pool.mapped_bytes, pool.used * size, pool.cold * size, pool.peak_mapped_bytes
+        )
 
     # --- inside ----------------------------------------------------------------------------------
 
