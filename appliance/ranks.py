@@ -130,8 +130,10 @@ class Followers:
         self._polls: dict[int, _Poll] = {}
         self._refusals: dict[int, _Refusal] = {}
         for rank, connection in enumerate(connections, start=1):
+            # Made here: msgspec crashes where threads are the first to make decoders of a type.
+            listening = (rank, connection, decoder_of_answers())
             threading.Thread(
-                target=self._listen, args=(rank, connection), name=f"rank-{rank}", daemon=True
+                target=self._listen, args=listening, name=f"rank-{rank}", daemon=True
             ).start()
 
     def invite(self, configuration: wire.Configure, taken: Sequence[Seat]) -> None:
@@ -257,8 +259,7 @@ class Followers:
             self._answered.notify_all()
         self._on_lost(reason)
 
-    def _listen(self, rank: int, connection: socket.socket) -> None:
-        decoder = decoder_of_answers()
+    def _listen(self, rank: int, connection: socket.socket, decoder: wire.Decoder[Answer]) -> None:
         try:
             while data := connection.recv(READ_BYTES):
                 for answer in decoder.feed(data):

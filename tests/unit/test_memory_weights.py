@@ -317,7 +317,12 @@ def test_evict_stops_a_load_and_waits_until_it_let_go(
     transfer = bench.weights.begin_load()
     assert held.reached.wait(60)
     cancelled, cancel = threading.Event(), transfer.cancel
-    monkeypatch.setattr(transfer, "cancel", lambda: (cancel(), cancelled.set()))
+
+    def cancel_and_tell() -> None:
+        cancel()
+        cancelled.set()
+
+    monkeypatch.setattr(transfer, "cancel", cancel_and_tell)
     evicting = threading.Thread(target=bench.weights.evict)
     evicting.start()
     assert cancelled.wait(60)
