@@ -6,6 +6,7 @@ works, and ends with its leader: the system kills it, or it finds the socket clo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -227,7 +228,7 @@ def _follow(connection: socket.socket, host_fd: int) -> None:
     sending = threading.Lock()
 
     def send(answer: Answer) -> None:
-        with sending:
+        with sending, contextlib.suppress(ConnectionError):  # the leader is gone: so are we, soon
             connection.sendall(wire.encode(answer))
 
     follower = Follower(seat, build, swapper, send)

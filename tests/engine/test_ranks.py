@@ -366,7 +366,6 @@ def test_a_killed_rank_ends_the_instance(
     made: Callable[[int], Box], killed: str, processors: int
 ) -> None:
     """In mid-turn, from whatever it waits in; no process and no shared memory stays behind."""
-    before = _shared_memory()
     box = made(processors)
     model = MODELS[0]
     box.build(model)
@@ -375,6 +374,8 @@ def test_a_killed_rank_ends_the_instance(
     box.add(model, "long", (5, 6, 7), endless)
     box.prefill(model, "long")
     follower = box.follower()
+    assert _nameless(box.process.pid)
+    assert _nameless(follower)
     pidfds = [os.pidfd_open(pid) for pid in box.children()]
     box.begin_turn(model, ["long"], 600)
     while len(box.outputs["long"]) < 20:
@@ -387,11 +388,13 @@ def test_a_killed_rank_ends_the_instance(
     for pidfd in pidfds:
         assert _ended(pidfd), "a process outlives the instance"
         os.close(pidfd)
-    assert _shared_memory() <= before
 
 
-def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def _nameless(pid: int) -> bool:
+    """Whether a process shares memory, and none of it has a name, which would outlive it."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    shared = [line for line in lines if "/dev/shm/" in line]
+    return bool(shared) and all(line.endswith(" (deleted)") for line in shared)
 
 
 def _ended(pidfd: int) -> bool:

@@ -59,6 +59,8 @@ def _generate(checkpoint: Checkpoint) -> list[list[int]]:
         # Left to itself, vLLM wants a NUMA node for each of its processes.
         shares = deal_cpus(sorted(os.sched_getaffinity(0)), checkpoint.tensor_parallel)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(show_cpus, shares))
+        # Killed before they end by themselves, they would leave their shared memory behind.
+        os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "120"
     llm = LLM(
         checkpoint.path,
         dtype=checkpoint.dtype,
