@@ -17,6 +17,7 @@ import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.parameters import layer_of
 from appliance.engines.vllm.seams import SeamMoved
 from appliance.memory.transfers import Transfer
@@ -34,7 +35,8 @@ class Gate(NamedTuple):
 class Gates:
     """The gates of one model, whose parameters lie in the region of `weights`."""
 
-    def __init__(self, model: torch.nn.Module, weights: DeviceWeights) -> None:
+    def __init__(self, model: torch.nn.Module, weights: DeviceWeights, device: Device) -> None:
+        self._device = device
         ends: dict[str, int] = {}
         logits = [(n, m) for n, m in model.named_modules() if isinstance(m, LogitsProcessor)]
         # Without a module to hold back, nothing can be: all must be there before the pass begins.
@@ -56,8 +58,9 @@ class Gates:
         self._gates += [Gate(name, module, weights.layout.nbytes) for name, module in logits]
 
     @contextmanager
-    def holding(self, transfer: Transfer) -> Iterator[None]:
+    def holding(self, transfer: Transfer, *, graph: bool) -> Iterator[None]:
         """Within, a forward pass waits for its weights; nothing is in its way once all landed.
+        A pass that runs as a `graph` calls no module, so it waits for all of them.
 
         Raises `TransferFailed` if they do not land, in the pass or before, and `SeamMoved` if a
         module did not come through its gate, and so may have computed with anything.
@@ -66,26 +69,31 @@ class Gates:
             transfer.wait()
             yield
             return
-        transfer.wait(self._ahead)
+        if graph:
+            self._device.wait(transfer)
+            yield
+            transfer.wait()
+            return
+        self._device.wait(transfer, self._ahead)
         passed: set[str] = set()
         with ExitStack() as stack:
             for gate in self._gates:
-                stack.enter_context(_closed(gate, transfer, passed))
+                stack.enter_context(self._closed(gate, transfer, passed))
             yield
+        transfer.wait(max((gate.end for gate in self._gates), default=self._ahead))
         if missed := {gate.name for gate in self._gates} - passed:
             raise SeamMoved(f"not called as modules, so not held back: {sorted(missed)}")
 
+    @contextmanager
+    def _closed(self, gate: Gate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
+        """Within, the module waits for its bytes before it computes."""
 
-@contextmanager
-def _closed(gate: Gate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
-    """Within, the module waits for its bytes before it computes."""
+        def wait(module: torch.nn.Module, args: object) -> None:
+            self._device.wait(transfer, gate.end)
+            passed.add(gate.name)
 
-    def wait(module: torch.nn.Module, args: object) -> None:
-        transfer.wait(gate.end)
-        passed.add(gate.name)
-
-    handle = gate.module.register_forward_pre_hook(wait)
-    try:
-        yield
-    finally:
-        handle.remove()
+        handle = gate.module.register_forward_pre_hook(wait)
+        try:
+            yield
+        finally:
+            handle.remove()
