@@ -413,10 +413,9 @@ class VllmEngine:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
         computed = [request.num_computed_tokens for request in batch]
         try:
-            with (
-                self._gates.holding(transfer, graph=self._as_graph(batch)),
-                self._scheduler.step_only(batch),
-            ):
+            gates = self._gates
+            hold = gates.holding_all if self._as_graph(batch) else gates.holding
+            with hold(transfer), self._scheduler.step_only(batch):
                 outputs, _ = self._core.step()
         except TransferFailed:
             # vLLM counts tokens as computed when it schedules them.

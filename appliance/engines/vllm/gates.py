@@ -58,9 +58,8 @@ class Gates:
         self._gates += [Gate(name, module, weights.layout.nbytes) for name, module in logits]
 
     @contextmanager
-    def holding(self, transfer: Transfer, *, graph: bool) -> Iterator[None]:
+    def holding(self, transfer: Transfer) -> Iterator[None]:
         """Within, a forward pass waits for its weights; nothing is in its way once all landed.
-        A pass that runs as a `graph` calls no module, so it waits for all of them.
 
         Raises `TransferFailed` if they do not land, in the pass or before, and `SeamMoved` if a
         module did not come through its gate, and so may have computed with anything.
@@ -68,11 +67,6 @@ class Gates:
         if transfer.done:
             transfer.wait()
             yield
-            return
-        if graph:
-            self._device.wait(transfer)
-            yield
-            transfer.wait()
             return
         self._device.wait(transfer, self._ahead)
         passed: set[str] = set()
@@ -83,6 +77,14 @@ class Gates:
         transfer.wait(max((gate.end for gate in self._gates), default=self._ahead))
         if missed := {gate.name for gate in self._gates} - passed:
             raise SeamMoved(f"not called as modules, so not held back: {sorted(missed)}")
+
+    @contextmanager
+    def holding_all(self, transfer: Transfer) -> Iterator[None]:
+        """The same for a pass that calls no module, as it runs as a graph: it waits for all."""
+        if not transfer.done:
+            self._device.wait(transfer)
+        yield
+        transfer.wait()
 
     @contextmanager
     def _closed(self, gate: Gate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
