@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from appliance.memory.swapper import Swapper
 
 SLAB: Final = 2 << 20
-MODELS: Final = 8
 BATCH: Final = 4
 PROMPT: Final = 512
 CONTEXT: Final = 2048
@@ -49,6 +48,7 @@ BATCH_INVARIANT: Final = {"VLLM_BATCH_INVARIANT": "1"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
@@ -62,12 +62,12 @@ def main() -> None:
         if options.json:
             parser.error("--smoke measures nothing, so there is nothing to write")
         options.hidden, options.layers, options.tokens, options.turn = 256, 4, 8, 4
-        options.runtime_mib = 1024
+        options.runtime_mib, options.models = 1024, 3
     if options.alone:
         print(json.dumps(alone(options.alone, options)))
         sys.stdout.flush()
         os._exit(0)  # vLLM's threads may outlast its engine
-    result = {"what": "eight models in a pool for two"} | about()
+    result = {"what": f"{options.models} models in a pool for {FIT}"} | about()
     with tempfile.TemporaryDirectory() as directory:
         paths = make_checkpoints(Path(directory), options)
         dedicated = [reference(path, options) for path in paths]
@@ -85,7 +85,7 @@ def make_checkpoints(directory: Path, options: argparse.Namespace) -> list[Path]
     script = f"""
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-for number in range({MODELS}):
+for number in range({options.models}):
     torch.manual_seed(number)
     heads = {options.hidden} // 64
     config = LlamaConfig(
@@ -99,7 +99,7 @@ for number in range({MODELS}):
     model.save_pretrained({str(directory)!r} + f"/model-{{number}}")
 """
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
-    return [directory / f"model-{number}" for number in range(MODELS)]
+    return [directory / f"model-{number}" for number in range(options.models)]
 
 
 def prompts(model: int) -> list[list[int]]:
@@ -166,7 +166,7 @@ def pooled(
     kv_slabs = 2 * BATCH * (PROMPT + options.tokens) * 4 * options.hidden * options.layers // SLAB
     # A tied head is stored once, and so it is in memory.
     slabs = FIT * (max(sizes) // SLAB + 1) + kv_slabs
-    host_slabs = sum(size // SLAB + 2 for size in sizes) + MODELS * kv_slabs
+    host_slabs = sum(size // SLAB + 2 for size in sizes) + len(paths) * kv_slabs
     host = HostTier.create(host_slabs * SLAB)
     from appliance.worker import engines
 
@@ -199,7 +199,7 @@ def pooled(
     after = graphs()
     same = [turns.answers[number] == found["tokens"] for number, found in enumerate(dedicated)]
     return {
-        "models": MODELS,
+        "models": len(paths),
         "fit": FIT,
         "weights_bytes": sizes,
         "pool_slabs": slabs,

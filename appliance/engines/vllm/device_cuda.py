@@ -78,7 +78,7 @@ class CudaDevice:
         self._scrap = Scrap(self._index, vmm.slab_bytes)
         torch.cuda.set_device(self._index)
         # Not CUDA's default stream, on which no graph can be captured. vLLM goes on using it.
-        stream = torch.cuda.Stream()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(stream)
         vmm.compute_stream = stream.cuda_stream
         # Kept: torch has the bare addresses of the two functions.
