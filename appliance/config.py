@@ -30,9 +30,10 @@ from msgspec import Meta
 from appliance import policies
 from appliance.catalog import CatalogEntry, read_checkpoint
 from appliance.errors import CheckpointError, ConfigError, PolicyError, Problem
+from appliance.gpus import Gpu, GpusUnknown, list_gpus
 from appliance.memory.kvpool import BLOCK_TOKENS, KvGeometry
 from appliance.tomllines import KeyPath, LineMap, dotted
-from appliance.units import Address, Bytes, Seconds, human, toml
+from appliance.units import Address, Bytes, Memory, Seconds, human, toml
 
 PAGE_BYTES: Final = 4096
 LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -79,25 +80,39 @@ class Devices(Section, kw_only=True):
 
     kind: Annotated[
         Literal["auto", "cuda", "cpu"],
-        Meta(description="`cpu`, or `auto` for what is there. `cuda` is not in this version yet."),
+        Meta(description="`cuda` for NVIDIA GPUs, or `auto`: GPUs if there are any, else the CPU."),
     ] = "auto"
     instances: Annotated[
-        int, Meta(ge=1, description="Worker processes; each serves every model.", examples=[2])
+        int,
+        Meta(
+            ge=1,
+            description="Worker processes; each serves every model. On GPUs: one for each.",
+            examples=[2],
+        ),
     ] = 1
     tensor_parallel: Annotated[
         int,
         Meta(
             ge=1,
-            description="Ranks of each instance: a process each, with its shard of every model.",
+            description="Ranks of each instance: a process each, with its shard of every model. "
+            "On GPUs: 1.",
         ),
     ] = 1
     memory_bytes: Annotated[
-        Bytes,
+        Memory,
         Meta(
-            description="Physical pool of each rank for weights and KV cache. Enforced.",
+            description="Physical pool of each rank for weights and KV cache. Enforced. On GPUs it "
+            'may be a share of their memory, such as "90%".',
             examples=["192MiB"],
         ),
     ] = msgspec.field(name="memory")
+    runtime_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="On GPUs: what of `memory` is kept for activations, workspaces and CUDA "
+            "graphs of all models together. Enforced."
+        ),
+    ] = msgspec.field(default=Bytes(4 << 30), name="runtime")
     slab_bytes: Annotated[
         Bytes,
         Meta(description="Unit in which the pool changes hands: a power of two, at least 4KiB."),
@@ -111,9 +126,19 @@ class Devices(Section, kw_only=True):
     ] = msgspec.field(default=Bytes(4 << 30), name="host_cache")
 
     @property
+    def cuda(self) -> bool:
+        """Whether models run on GPUs; known once the file has been read."""
+        return self.kind == "cuda"
+
+    @property
+    def runtime_slabs(self) -> int:
+        """Slabs of the pool that weights and KV cache never get."""
+        return -(-self.runtime_bytes // self.slab_bytes) if self.cuda else 0
+
+    @property
     def slabs(self) -> int:
-        """Whole slabs in the pool of one rank."""
-        return self.memory_bytes // self.slab_bytes
+        """Whole slabs for weights and KV cache in the pool of one rank."""
+        return max(0, self.memory_bytes // self.slab_bytes - self.runtime_slabs)
 
 
 class PolicyChoice(Section, kw_only=True):
@@ -224,6 +249,7 @@ def load_config(path: Path, *, check_files: bool = True) -> Config:
     config = _read_document(document, report)
     if config is not None:
         config = _with_absolute_paths(config, path.absolute().parent)
+        config = _with_devices(config, report)
         _check(config, report, check_files)
     if report.problems:
         raise ConfigError(sorted(report.problems, key=lambda problem: problem.line))
@@ -370,6 +396,52 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     return replace(config, journal=journal, models=models)
 
 
+def _with_devices(config: Config, report: _Report) -> Config:
+    """`auto` and shares become what they mean on this machine."""
+    devices = config.devices
+    gpus: list[Gpu] = []
+    if devices.kind != "cpu":
+        try:
+            gpus = list_gpus()
+            reason = "this machine has no NVIDIA GPU"
+        except GpusUnknown as error:
+            reason = str(error)
+        if not gpus and devices.kind == "cuda":
+            report.add(("devices", "kind"), reason, 'or use "cpu"')
+            return config
+    if not gpus:
+        if devices.memory_bytes.share is not None:
+            report.add(
+                ("devices", "memory"),
+                "a share is of a GPU's memory, and models run on the CPU here",
+                "give a size, such as 192MiB",
+            )
+        devices = msgspec.structs.replace(devices, kind="cpu")
+    else:
+        if devices.instances > len(gpus):
+            report.add(
+                ("devices", "instances"),
+                f"{devices.instances} instances have {len(gpus)} GPUs",
+                f"use {len(gpus)} or fewer: each has one to itself",
+            )
+        if devices.tensor_parallel > 1:
+            report.add(
+                ("devices", "tensor_parallel"),
+                "groups of GPUs are not driven by this version",
+                'use 1, or kind = "cpu"',
+            )
+        least = min(gpu.memory_bytes for gpu in gpus[: devices.instances])
+        memory = devices.memory_bytes.taken(least)
+        if memory > least:
+            report.add(
+                ("devices", "memory"),
+                f"{human(memory)} are more than the {human(least)} of a GPU",
+                'use a share, such as "90%"',
+            )
+        devices = msgspec.structs.replace(devices, kind="cuda", memory_bytes=memory)
+    return msgspec.structs.replace(config, devices=devices)
+
+
 # --- checks across keys --------------------------------------------------------------------------
 
 
@@ -394,15 +466,12 @@ def _check_devices(devices: Devices, report: _Report) -> None:
             f"{human(slab)} is not a power of two of at least {human(PAGE_BYTES)}",
             'use a size such as "2MiB"',
         )
-    elif not devices.slabs:
+    elif devices.memory_bytes.share is None and not devices.slabs:
+        beside = f" beside devices.runtime ({human(devices.runtime_bytes)})" if devices.cuda else ""
         report.add(
-            ("devices", "memory"), f"is smaller than a slab of {human(slab)}", "make it larger"
-        )
-    if devices.kind == "cuda":
-        report.add(
-            ("devices", "kind"),
-            "GPUs are not driven by this version",
-            'use "cpu", or "auto" for what is there',
+            ("devices", "memory"),
+            f"is smaller than a slab of {human(slab)}{beside}",
+            "make it larger",
         )
 
 
@@ -498,7 +567,7 @@ def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Re
             continue
         share = _share(entry, ranks)
         weights = -(-share.weight_bytes // slab)
-        geometry = _kv_geometry(share, slab)
+        geometry = _kv_geometry(share, devices)
         blocks = -(-model.max_context // BLOCK_TOKENS)
         kv = -(-blocks // geometry.group_blocks) * geometry.group_slabs
         if weights + kv > devices.slabs:
@@ -526,13 +595,14 @@ def _check_sizes(config: Config, entries: list[CatalogEntry | None], report: _Re
 
 def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:
     """Slabs of the host tier that hold the KV cache of any one request at full length."""
-    slab, ranks = config.devices.slab_bytes, config.devices.tensor_parallel
+    devices = config.devices
+    slab, ranks = devices.slab_bytes, devices.tensor_parallel
     contexts = {model.name: model.max_context for model in config.models}
     return max(
         (
             _host_slabs(
                 -(-contexts[entry.name] // BLOCK_TOKENS),
-                _kv_geometry(_share(entry, ranks), slab).block_bytes * ranks,
+                _kv_geometry(_share(entry, ranks), devices).block_bytes * ranks,
                 slab,
             )
             for entry in entries
@@ -560,11 +630,13 @@ def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:
     return -(-blocks // (run * slab_bytes // block_bytes)) * run
 
 
-def _kv_geometry(entry: CatalogEntry, slab_bytes: int) -> KvGeometry:
+def _kv_geometry(entry: CatalogEntry, devices: Devices) -> KvGeometry:
+    """On a GPU, where all layers of a block lie side by side, they count as one."""
+    layers = 1 if devices.cuda else entry.layers
     return KvGeometry.plan(
-        layers=entry.layers,
-        layer_block_bytes=entry.kv_bytes(BLOCK_TOKENS) // entry.layers,
-        slab_bytes=slab_bytes,
+        layers=layers,
+        layer_block_bytes=entry.kv_bytes(BLOCK_TOKENS) // layers,
+        slab_bytes=devices.slab_bytes,
         pool_slabs=1,
         least_blocks=1,
     )

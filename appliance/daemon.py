@@ -118,9 +118,12 @@ class Daemon:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         ranks: int = 1,
+        devices: Sequence[str] = (),
+        runtime_slabs: int = 0,
     ) -> None:
         """`pool_slabs` is the pool of each rank of an instance, which has `ranks` of them;
-        `cpus[i]` are the processors of instance i.
+        `cpus[i]` are the processors of instance i, and `devices[i]` is what it computes on, if that
+        is not the CPU. A GPU has `runtime_slabs` beside its pool.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
@@ -166,6 +169,8 @@ class Daemon:
                     host_bytes=setup.host_bytes,
                     models=[model.worker for model in models],
                     ranks=ranks,
+                    device=devices[number] if devices else "cpu",
+                    runtime_slabs=runtime_slabs,
                 ),
                 self.host.fd,
                 self._on_message,

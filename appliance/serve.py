@@ -44,7 +44,8 @@ def serve(config: Config) -> int:
 
 async def _serve(config: Config) -> int:
     if importlib.util.find_spec("vllm") is None:
-        raise ApplianceError('vLLM is not installed: install the extra "cpu" of this package')
+        extra = "gpu" if config.devices.cuda else "cpu"
+        raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
     daemon = make_daemon(config)
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
@@ -105,6 +106,8 @@ def make_daemon(config: Config) -> Daemon:
         Limits(config.api.max_queue, float(config.api.progress_deadline_seconds)),
         Journal(Path(config.journal.path), setup) if config.journal.path else None,
         ranks=devices.tensor_parallel,
+        devices=[f"cuda:{number}" for number in range(devices.instances)] if devices.cuda else (),
+        runtime_slabs=devices.runtime_slabs,
     )
 
 

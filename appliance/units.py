@@ -21,12 +21,31 @@ class Bytes(int):
     def read(cls, value: object) -> Bytes:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value)
-        if isinstance(value, str) and value.endswith("%"):
-            raise ValueError("a share is of a GPU's memory; give a size, such as 192MiB")
         size = _quantity(value, _SIZE_UNITS, 'a size, such as "192MiB"')
         if size < 1 or size != int(size):
             raise ValueError("expected a whole number of bytes, more than 0")
         return cls(int(size))
+
+
+class Memory(Bytes):
+    """A size, or a share of a GPU's memory: ``"90%"``. A share has no size until it is `taken`."""
+
+    share: float | None = None
+
+    @classmethod
+    def read(cls, value: object) -> Memory:
+        if not isinstance(value, str) or not value.endswith("%"):
+            return cls(super().read(value))
+        percent = _quantity(value.removesuffix("%"), {"": 1}, 'a share, such as "90%"')
+        if not 0 < percent <= 100:
+            raise ValueError("expected a share of more than 0% and at most 100%")
+        memory = cls(0)
+        memory.share = percent / 100
+        return memory
+
+    def taken(self, whole_bytes: int) -> Memory:
+        """The size that this is of so many bytes; itself if it is no share."""
+        return self if self.share is None else Memory(int(self.share * whole_bytes))
 
 
 class Seconds(float):

@@ -33,8 +33,9 @@ class WorkerModel(msgspec.Struct, frozen=True):
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
     """The first frame down: what the worker is. `host_bytes` sizes the inherited host tier;
-    `cpus` are the processors of a CPU instance, as in ``0-3,8``. An instance of several `ranks`
-    has `slabs` on each of them, and divides its processors among them."""
+    `cpus` are its processors, as in ``0-3,8``. An instance of several `ranks` has `slabs` on each
+    of them, and divides its processors among them. `device` is "cpu", or "cuda:N" for the GPU that
+    NVML numbers N; such a one has `runtime_slabs` more, for what is neither weights nor KV."""
 
     version: int
     instance: int
@@ -44,6 +45,8 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     host_bytes: int
     models: list[WorkerModel]
     ranks: int = 1
+    device: str = "cpu"
+    runtime_slabs: int = 0
 
 
 class AddSequence(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, singledispatchmethod
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from appliance import wire
 from appliance.engines.protocol import Engine, KvExhausted, Produced
@@ -61,6 +61,9 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
+
+if TYPE_CHECKING:
+    from appliance.engines.vllm.device import Device
 
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
@@ -589,6 +592,8 @@ def engines(
 
     Of several ranks, each waits here for the others.
     """
+    if configuration.device != "cpu":
+        return _engines_on_gpu(configuration, host, seat)
     from appliance.engines.vllm.environment import prepare_environment
     from appliance.memory.vmm_host import HostVmm
 
@@ -599,11 +604,39 @@ def engines(
     # the longest time that the main thread may keep it: ten times that of copying a piece.
     sys.setswitchinterval(SWITCH_SECONDS)
     prepare_environment(seat.cpus)
-    from appliance.engines.vllm.engine import VllmEngine
+    from appliance.engines.vllm.device import HostDevice
     from appliance.engines.vllm.executor import join_group
 
     if seat.ranks > 1:
         join_group(seat.rank, seat.ranks, seat.store, crowded=seat.crowded)
+    return _builder(host, arena, swapper, HostDevice(), seat.ranks), arena, swapper
+
+
+def _engines_on_gpu(
+    configuration: wire.Configure, host: HostTier, seat: Seat
+) -> tuple[Build, Arena, Swapper]:
+    """The same on a GPU. Its pool holds what models take besides weights and KV, too."""
+    from appliance.engines.vllm.environment import prepare_environment
+    from appliance.memory.vmm_cuda import CudaVmm
+
+    if seat.ranks > 1:
+        raise ValueError("groups of GPUs are not driven by this version")
+    # Before the driver is loaded: it asks the environment which GPU is ours.
+    prepare_environment(seat.cpus, configuration.device)
+    slabs = configuration.slabs + configuration.runtime_slabs
+    vmm = CudaVmm(0, slabs, configuration.slab_bytes)
+    vmm.register(host.address(0, host.nbytes), host.nbytes)
+    arena = Arena(vmm)
+    swapper = Swapper(vmm.stream)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    from appliance.engines.vllm.device_cuda import CudaDevice
+
+    device = CudaDevice(vmm, arena, configuration.runtime_slabs)
+    return _builder(host, arena, swapper, device, seat.ranks), arena, swapper
+
+
+def _builder(host: HostTier, arena: Arena, swapper: Swapper, device: Device, ranks: int) -> Build:
+    from appliance.engines.vllm.engine import VllmEngine
 
     def build(model: wire.WorkerModel) -> Engine:
         return VllmEngine.build(
@@ -616,10 +649,11 @@ def engines(
             host=host,
             swapper=swapper,
             verify=model.verify,
-            ranks=seat.ranks,
+            ranks=ranks,
+            device=device,
         )
 
-    return build, arena, swapper
+    return build
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ tier the files are read at every load.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import hashlib
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,9 +25,9 @@ from typing import Final
 from appliance.memory import mapping
 from appliance.memory.arena import Arena, Region
 from appliance.memory.hosttier import HostTier
-from appliance.memory.streams import Copy
+from appliance.memory.streams import PIECE_BYTES, Copy
 from appliance.memory.swapper import Swapper
-from appliance.memory.transfers import Transfer, TransferKind
+from appliance.memory.transfers import Transfer, TransferCancelled, TransferKind
 
 ALIGNMENT: Final = 256
 
@@ -131,13 +133,18 @@ class DeviceWeights:
         host: HostTier,
         swapper: Swapper,
         write: Write,
+        *,
+        staged: bool = False,
     ) -> None:
-        """`write` brings the image from the checkpoint."""
+        """`write` brings the image from the checkpoint. It writes to host memory only: where the
+        region is none, the weights are `staged` in some on their way from the files."""
         self.layout = layout
         self.region: Region = arena.reserve(owner, layout.slabs(arena.slab_bytes))
         self.filling: Transfer | None = None
         """The last or present writing of the master image, for its progress."""
         self._write = write
+        self._staged = staged
+        self._copy = arena.vmm.copy
         self._swapper = swapper
         self._transfer: Transfer | None = None
         self._slab_bytes = arena.slab_bytes
@@ -218,7 +225,20 @@ class DeviceWeights:
 
     def _read_files(self, transfer: Transfer) -> None:
         size = self.region.slots * self._slab_bytes
-        _carry_out(transfer, Image([self.region.address], size), self._write)
+        write = self._write_staged if self._staged else self._write
+        _carry_out(transfer, Image([self.region.address], size), write)
+
+    def _write_staged(self, transfer: Transfer, image: Image) -> None:
+        """A `Write`, to memory that the host cannot write to. Lands when all of it was read."""
+        with mmap.mmap(-1, self.layout.nbytes) as buffer:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            self._write(_Staging(transfer), Image([address], self.layout.nbytes))
+            for start in range(0, self.layout.nbytes, PIECE_BYTES):
+                if transfer.cancelled:
+                    raise TransferCancelled(f"{self.region.owner} was cancelled")
+                size = min(PIECE_BYTES, self.layout.nbytes - start)
+                self._copy(self.region.address + start, address + start, size)
+                transfer.land(size)
 
     def _copies(self, master: Image) -> Iterator[Copy]:
         """From the master image to the region, first byte to last."""
@@ -226,6 +246,18 @@ class DeviceWeights:
         for source, nbytes in master.parts(0, self.layout.nbytes):
             yield Copy(address, source, nbytes)
             address += nbytes
+
+
+class _Staging(Transfer):
+    """The first half of a transfer; cancelled when the whole is."""
+
+    def __init__(self, whole: Transfer) -> None:
+        super().__init__(whole.kind, whole.owner, whole.nbytes, whole.queued)
+        self._whole = whole
+
+    @property
+    def cancelled(self) -> bool:
+        return self._whole.cancelled
 
 
 def _carry_out(transfer: Transfer, target: Image, write: Write) -> None:

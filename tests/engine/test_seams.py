@@ -134,7 +134,8 @@ def test_mixed_kv_shapes_are_refused() -> None:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    from appliance.engines.vllm.worker import ArenaWorker, UnsupportedKvCache
+    from appliance.engines.vllm.worker import UnsupportedKvCache
+    from appliance.engines.vllm.worker_cpu import ArenaWorker
 
     def worker(*specs: object) -> ArenaWorker:
         made = object.__new__(ArenaWorker)

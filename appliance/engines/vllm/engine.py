@@ -19,16 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.engines.protocol import (
     KvBytes,
@@ -40,6 +41,7 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.engines.vllm import parameters
+from appliance.engines.vllm.device import Device, HostDevice
 from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.loading import CheckpointImage, process_cpus
@@ -50,7 +52,7 @@ from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
 from appliance.engines.vllm.tensors import bytes_at
 from appliance.kernels.reference import fingerprint
-from appliance.memory.arena import Arena, PoolExhausted
+from appliance.memory.arena import Arena, PoolExhausted, Region
 from appliance.memory.hosttier import HostTier
 from appliance.memory.kvpool import BLOCK_TOKENS
 from appliance.memory.safetensors import read_header, weight_files
@@ -83,18 +85,16 @@ class VllmEngine:
         model: ModelName,
         core: EngineCore,
         placement: KvPlacement,
-        recorded: Recording,
+        weights: PlacedWeights,
         arena: Arena,
         host: HostTier,
         swapper: Swapper,
-        *,
-        verify: bool,
     ) -> None:
         """Use `build`."""
         self.model = model
         self._core = core
         self._scheduler: ParkedScheduler = core.scheduler
-        self._runner: CPUModelRunner = core.model_executor.driver_worker.worker.model_runner
+        self._runner: GPUModelRunner = core.model_executor.driver_worker.worker.model_runner
         self._host = host
         self._swapper = swapper
         self._pool = placement.pool
@@ -112,7 +112,11 @@ class VllmEngine:
         self._geometry = geometry
         self._arriving: dict[RequestId, list[Transfer]] = {}
         """Swaps inwards of what a request's blocks hold, that may not be over."""
-        self._place_weights(recorded, arena, host, verify=verify)
+        self._device = placement.device
+        self._weights, self._packings = weights
+        model_of_vllm = self._runner.get_model()
+        parameters.check_moved(model_of_vllm, self._weights, self._packings, self._kv_addresses)
+        self._gates = Gates(model_of_vllm, self._weights, self._device)
         layout = self._weights.layout
         self.weight_slabs = layout.slabs(arena.slab_bytes)
         self.host_slabs = self.weight_slabs
@@ -139,13 +143,15 @@ class VllmEngine:
         swapper: Swapper,
         verify: bool = False,
         ranks: int = 1,
+        device: Device | None = None,
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
         of a request in tokens; `max_batch` bounds the requests of a step. With `verify`, the files
         are compared with ``SHA256SUMS``, if that lies beside them, when they are first read. One
-        of several `ranks` (see `executor.join_group`) has its shard of the model.
+        of several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
+        `device`: the CPU, if None.
 
         Raises `SeamMoved` for another vLLM or torch, `UnsupportedKvCache` for a model whose KV
         cache has several shapes, `CheckpointError` (`UnsupportedCheckpoint`) for files that are
@@ -155,7 +161,18 @@ class VllmEngine:
         check_seams()
         files = [read_header(file) for file in weight_files(Path(path))]
         parameters.forbid_packing()
-        placement = KvPlacement(arena, f"kv:{model}", -(-max_context // BLOCK_TOKENS))
+        where: Device = device or HostDevice()
+        placed: list[PlacedWeights] = []
+
+        def place(built: torch.nn.Module) -> Region:
+            placed.append(
+                PlacedWeights.place(
+                    model, built, recorded, arena, host, swapper, where, verify=verify
+                )
+            )
+            return placed[0].weights.region
+
+        placement = KvPlacement(arena, f"kv:{model}", -(-max_context // BLOCK_TOKENS), where, place)
         config = EngineArgs(
             model=path,
             dtype=dtype,
@@ -167,7 +184,6 @@ class VllmEngine:
             use_tqdm_on_load=False,
             trust_remote_code=False,
             skip_tokenizer_init=True,
-            enforce_eager=True,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
             disable_hybrid_kv_cache_manager=True,
@@ -176,14 +192,14 @@ class VllmEngine:
             kv_cache_memory_bytes=1,
             tensor_parallel_size=ranks,
             distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
-            worker_cls="appliance.engines.vllm.worker.ArenaWorker",
             scheduler_cls=ParkedScheduler,
+            **where.engine_args,
         ).create_engine_config()
         try:
             with placing(placement), recording(files) as recorded:
                 executor = UniProcExecutor if ranks == 1 else RankExecutor
                 core = EngineCore(config, executor, log_stats=False)
-            return cls(model, core, placement, recorded, arena, host, swapper, verify=verify)
+            return cls(model, core, placement, placed[0], arena, host, swapper)
         except BaseException:
             placement.discard()
             raise
@@ -210,37 +226,11 @@ class VllmEngine:
         for tensor, start in zip(layout.tensors, layout.offsets, strict=True):
             device = region.address + start
             for address, size in master.parts(start, tensor.nbytes):
-                if fingerprint(bytes_at(device, size)) != fingerprint(bytes_at(address, size)):
+                here = self._device.bytes_at(device, size)
+                if fingerprint(here) != fingerprint(bytes_at(address, size)):
                     return Verdict.DIFFERS
                 device += size
         return Verdict.OK
-
-    def _place_weights(
-        self, recorded: Recording, arena: Arena, host: HostTier, *, verify: bool
-    ) -> None:
-        """Give the model's parameters, which hold nothing yet, their addresses for good."""
-        model = self._runner.get_model()
-        ingredients = recorded.ingredients(model)
-        self._packings = parameters.pack(model)
-        layout = parameters.plan(model, ingredients, self._packings)
-        image = CheckpointImage(
-            recorded.files,
-            layout,
-            ingredients,
-            self._packings,
-            cpus=process_cpus(),
-            verify=verify,
-        )
-        self._weights = DeviceWeights(
-            f"weights:{self.model}", layout, arena, host, self._swapper, image
-        )
-        try:
-            parameters.rehome(model, self._weights, self._packings)
-            parameters.check_moved(model, self._weights, self._packings, self._kv_addresses)
-        except BaseException:
-            self._weights.region.release()
-            raise
-        self._gates = Gates(model, self._weights)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -289,7 +279,7 @@ class VllmEngine:
         known.num_computed_tokens = self._hold(known, known.num_tokens, kv_slabs)
         if known.num_computed_tokens:
             for arriving in self._under_way():
-                arriving.wait()
+                self._device.wait(arriving)
         self._place(known, self._blocks(known))
         state = self._runner.requests[request]
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
@@ -449,7 +439,7 @@ class VllmEngine:
         """Compute comes after its KV is in (Aegaeon §5.3, the first of its rules)."""
         for request in requests:
             for arriving in self._arriving.pop(request, ()):
-                arriving.wait()
+                self._device.wait(arriving)
 
     def _under_way(self) -> list[Transfer]:
         """All swaps inwards that are not over."""
@@ -494,7 +484,9 @@ class VllmEngine:
         if transfer is None:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
         try:
-            with self._gates.holding(transfer), self._scheduler.step_only(batch):
+            gates = self._gates
+            hold = gates.holding_all if self._as_graph(batch) else gates.holding
+            with hold(transfer), self._scheduler.step_only(batch):
                 outputs, _ = self._core.step()
         except BaseException:
             for known in batch:
@@ -507,6 +499,12 @@ class VllmEngine:
                 self._forget_state(token.request)
         return produced
 
+    def _as_graph(self, batch: Sequence[Request]) -> bool:
+        """Whether vLLM may run the step as a graph: it does when every request has one token."""
+        return self._device.graphs and all(
+            request.num_tokens - request.num_computed_tokens == 1 for request in batch
+        )
+
     def _forget_state(self, request: RequestId) -> None:
         """Remove what the runner knows of a finished request now, not with the next step.
 
@@ -515,6 +513,49 @@ class VllmEngine:
         self._runner.requests.pop(request, None)
         self._runner.input_batch.remove_request(request)
         self._scheduler.finished_req_ids.discard(request)
+
+
+class PlacedWeights(NamedTuple):
+    """The weights of a model that vLLM has built."""
+
+    weights: DeviceWeights
+    packings: parameters.Packings
+
+    @classmethod
+    def place(
+        cls,
+        name: ModelName,
+        model: torch.nn.Module,
+        recorded: Recording,
+        arena: Arena,
+        host: HostTier,
+        swapper: Swapper,
+        device: Device,
+        *,
+        verify: bool,
+    ) -> PlacedWeights:
+        """Give the model's parameters, which hold nothing yet, their addresses for good."""
+        ingredients = recorded.ingredients(model)
+        packings = parameters.pack(model)
+        layout = parameters.plan(model, ingredients, packings)
+        image = CheckpointImage(
+            recorded.files, layout, ingredients, packings, cpus=process_cpus(), verify=verify
+        )
+        weights = DeviceWeights(
+            f"weights:{name}",
+            layout,
+            arena,
+            host,
+            swapper,
+            image,
+            staged=not device.host_memory,
+        )
+        try:
+            parameters.rehome(model, weights, packings, device)
+        except BaseException:
+            weights.region.release()
+            raise
+        return cls(weights, packings)
 
 
 def _produced(output: EngineCoreOutput) -> Produced:

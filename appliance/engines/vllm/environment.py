@@ -8,10 +8,11 @@ import sys
 from appliance.cpus import read_cpus
 
 
-def prepare_environment(threads_bind: str) -> None:
+def prepare_environment(threads_bind: str, device: str = "cpu") -> None:
     """Set the process up for in-process vLLM engines; call before anything imports torch or vllm.
 
     `threads_bind` names the CPUs of this worker ("0-3,8"), or is "auto" for all that it may use.
+    `device` is "cpu", or "cuda:N" for NVML's GPU N, which is the only one this process sees then.
     Raises `RuntimeError` when torch is imported already, `ValueError` for a list that names no CPU.
     """
     if "torch" in sys.modules:
@@ -35,3 +36,10 @@ def prepare_environment(threads_bind: str) -> None:
         "TRANSFORMERS_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if device != "cpu":
+        os.environ |= {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's
+            "CUDA_VISIBLE_DEVICES": device.removeprefix("cuda:"),
+            "NCCL_SOCKET_IFNAME": "lo",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # torch's draws what the CPU's draws
+        }

@@ -17,6 +17,7 @@ import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.parameters import layer_of
 from appliance.engines.vllm.seams import SeamMoved
 from appliance.memory.transfers import Transfer
@@ -34,7 +35,8 @@ class Gate(NamedTuple):
 class Gates:
     """The gates of one model, whose parameters lie in the region of `weights`."""
 
-    def __init__(self, model: torch.nn.Module, weights: DeviceWeights) -> None:
+    def __init__(self, model: torch.nn.Module, weights: DeviceWeights, device: Device) -> None:
+        self._device = device
         ends: dict[str, int] = {}
         logits = [(n, m) for n, m in model.named_modules() if isinstance(m, LogitsProcessor)]
         # Without a module to hold back, nothing can be: all must be there before the pass begins.
@@ -66,26 +68,34 @@ class Gates:
             transfer.wait()
             yield
             return
-        transfer.wait(self._ahead)
+        self._device.wait(transfer, self._ahead)
         passed: set[str] = set()
         with ExitStack() as stack:
             for gate in self._gates:
-                stack.enter_context(_closed(gate, transfer, passed))
+                stack.enter_context(self._closed(gate, transfer, passed))
             yield
+        transfer.wait(max((gate.end for gate in self._gates), default=self._ahead))
         if missed := {gate.name for gate in self._gates} - passed:
             raise SeamMoved(f"not called as modules, so not held back: {sorted(missed)}")
 
-
-@contextmanager
-def _closed(gate: Gate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
-    """Within, the module waits for its bytes before it computes."""
-
-    def wait(module: torch.nn.Module, args: object) -> None:
-        transfer.wait(gate.end)
-        passed.add(gate.name)
-
-    handle = gate.module.register_forward_pre_hook(wait)
-    try:
+    @contextmanager
+    def holding_all(self, transfer: Transfer) -> Iterator[None]:
+        """The same for a pass that calls no module, as it runs as a graph: it waits for all."""
+        if not transfer.done:
+            self._device.wait(transfer)
         yield
-    finally:
-        handle.remove()
+        transfer.wait()
+
+    @contextmanager
+    def _closed(self, gate: Gate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
+        """Within, the module waits for its bytes before it computes."""
+
+        def wait(module: torch.nn.Module, args: object) -> None:
+            self._device.wait(transfer, gate.end)
+            passed.add(gate.name)
+
+        handle = gate.module.register_forward_pre_hook(wait)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -23,9 +23,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from appliance.engines.vllm import packed
+from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.packed import PackedLinear, Packing
 from appliance.engines.vllm.recipe import Ingredients
-from appliance.engines.vllm.tensors import bytes_at
 from appliance.memory.weights import DeviceWeights, StoredTensor, WeightLayout
 
 # By the name of the parameter that holds the packed bytes.
@@ -84,12 +84,14 @@ def plan(
     )
 
 
-def rehome(model: torch.nn.Module, weights: DeviceWeights, packings: Packings) -> None:
+def rehome(
+    model: torch.nn.Module, weights: DeviceWeights, packings: Packings, device: Device
+) -> None:
     """Point every parameter at its place in the region, and let go of the private ones.
 
     Packed layers get their view of that place. Nothing is read: the region may be unmapped.
     """
-    region = bytes_at(weights.region.address, weights.layout.nbytes)
+    region = device.bytes_at(weights.region.address, weights.layout.nbytes)
     places = {
         parameter.untyped_storage().data_ptr(): offset
         for (_, parameter), offset in zip(_stored(model), weights.layout.offsets, strict=True)

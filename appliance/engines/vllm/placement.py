@@ -6,13 +6,13 @@ While an engine is being built, its placement is the value of a context variable
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 
-from appliance.engines.vllm.tensors import bytes_at
+from appliance.engines.vllm.device import Device
 from appliance.memory.arena import Arena, Region
 from appliance.memory.kvpool import KvGeometry, KvPool
 
@@ -20,12 +20,34 @@ from appliance.memory.kvpool import KvGeometry, KvPool
 class KvPlacement:
     """The KV address range of one engine; empty until the worker knows the model's KV shape."""
 
-    def __init__(self, arena: Arena, owner: str, least_blocks: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        owner: str,
+        least_blocks: int,
+        device: Device,
+        on_loaded: Callable[[torch.nn.Module], Region],
+    ) -> None:
+        """`on_loaded` gives the parameters of the model, once it is built, their addresses."""
+        self.device = device
+        self.kv_layers = 0
+        """Layers that keep KV."""
+        self._on_loaded = on_loaded
+        self._weights: Region | None = None
         self._arena = arena
         self._owner = owner
         self._least_blocks = least_blocks
         self._region: Region | None = None
         self._pool: KvPool | None = None
+
+    def loaded(self, model: torch.nn.Module) -> None:
+        """Called by the worker once it has built the model."""
+        self._weights = self._on_loaded(model)
+
+    @property
+    def weights(self) -> Region:
+        assert self._weights is not None, "the model is not built yet"
+        return self._weights
 
     @property
     def region(self) -> Region:
@@ -45,12 +67,23 @@ class KvPlacement:
     def kv_bytes(self) -> torch.Tensor:
         """The cache as ``[layers, blocks, bytes]``; only to be indexed at blocks in use."""
         geometry, region = self.geometry, self.region
-        cache = bytes_at(region.address, geometry.layers * geometry.layer_bytes)
+        cache = self.device.bytes_at(region.address, geometry.layers * geometry.layer_bytes)
         return cache.view(geometry.layers, geometry.blocks, geometry.layer_block_bytes)
 
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Bytes from a layer to the next within a block, and from a block to the next."""
+        geometry = self.geometry
+        if self.device.block_outermost:
+            return geometry.layer_block_bytes // self.kv_layers, geometry.layer_block_bytes
+        return geometry.layer_bytes, geometry.layer_block_bytes
+
     def plan(self, layers: int, layer_block_bytes: int) -> KvGeometry:
-        """Reserve the addresses; called once."""
+        """Reserve the addresses; called once. Layers side by side in a block are one to us."""
         assert self._region is None, "a KV cache is placed once"
+        self.kv_layers = layers
+        if self.device.block_outermost:
+            layers, layer_block_bytes = 1, layers * layer_block_bytes
         geometry = KvGeometry.plan(
             layers=layers,
             layer_block_bytes=layer_block_bytes,

@@ -19,9 +19,9 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 VERSION: Final = "0.32.0"
 
@@ -52,9 +52,11 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (BlockPool.evict_blocks, ("block_ids",)),
     (BlockPool.reset_prefix_cache, ()),
     (InputBatch.remove_request, ("req_id",)),
-    (CPUWorker.determine_available_memory, ()),
-    (CPUWorker._maybe_get_memory_pool_context, ("tag",)),
-    (CPUModelRunner.get_kv_cache_spec, ()),
+    # Of the classes that the CPU's are made from: to import those would spoil torch for a GPU.
+    (Worker.load_model, ("load_dummy_weights",)),
+    (Worker.determine_available_memory, ()),
+    (Worker._maybe_get_memory_pool_context, ("tag",)),
+    (GPUModelRunner.get_kv_cache_spec, ()),
     (register_model_loader, ("load_format",)),
     (BaseModelLoader.load_weights, ("model", "model_config")),
     (BaseModelLoader.download_model, ("model_config",)),

@@ -1,27 +1,32 @@
-"""vLLM's CPU worker, with its KV cache in the arena instead of in memory of its own."""
+"""What vLLM's workers do otherwise here: weights and KV cache lie in the arena. For any device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from appliance.engines.vllm.placement import current_placement
-from appliance.engines.vllm.tensors import bytes_at
 
 
 class UnsupportedKvCache(ValueError):
     """The model's KV cache is not one uniform group of full attention layers."""
 
 
-class ArenaWorker(CPUWorker):  # type: ignore[misc]
-    """Takes the KV cache's size and place from the placement of the engine being built."""
+class InArena:
+    """For a worker of vLLM's: takes the size of the KV cache, and the places of cache and weights,
+    from the placement of the engine being built."""
+
+    model_runner: Any
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
+        current_placement().loaded(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
         """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
@@ -35,20 +40,21 @@ class ArenaWorker(CPUWorker):  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         _check_layout(kv_cache_config)
-        super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """`kv_cache` only: for the other tags the device's own memory is the right one."""
         if tag != "kv_cache":
-            context: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
-            return context
+            return nullcontext()
         placement = current_placement()
         size = placement.geometry.layers * placement.geometry.layer_bytes
-        return _PlaceOneAllocation(placement.region.address, size)
+        return _PlaceOneAllocation(placement.device.bytes_at(placement.region.address, size))
 
 
 def _check_layout(config: KVCacheConfig) -> None:
     """Raise `UnsupportedKvCache` unless the cache lies as `KvGeometry` says."""
-    geometry = current_placement().geometry
+    placement = current_placement()
+    geometry = placement.geometry
     if len(config.kv_cache_groups) != 1 or len(config.kv_cache_tensors) != 1:
         raise UnsupportedKvCache(
             f"{len(config.kv_cache_groups)} KV cache groups in "
@@ -56,8 +62,8 @@ def _check_layout(config: KVCacheConfig) -> None:
         )
     tensor = config.kv_cache_tensors[0]
     found = (tensor.offset, tensor.layer_stride, tensor.block_stride, config.num_blocks)
-    wanted = (0, geometry.layer_bytes, geometry.layer_block_bytes, geometry.blocks)
-    if found != wanted or len(tensor.layers) != geometry.layers:
+    wanted = (0, *placement.strides, geometry.blocks)
+    if found != wanted or len(tensor.layers) != placement.kv_layers:
         raise UnsupportedKvCache(f"offset, strides and blocks are {found}, not {wanted}")
 
 
@@ -67,10 +73,9 @@ class _PlaceOneAllocation(TorchFunctionMode):
     There is no memory behind them yet; `ElasticBlockPool` empties every block that it hands out.
     """
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, cache: torch.Tensor) -> None:
         super().__init__()
-        self._address = address
-        self._nbytes = nbytes
+        self._cache = cache
         self._placed = 0
 
     def __torch_function__(
@@ -80,9 +85,9 @@ class _PlaceOneAllocation(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.zeros and tuple(args) == (self._nbytes,):
+        if func is torch.zeros and tuple(args) == (self._cache.numel(),):
             self._placed += 1
-            return bytes_at(self._address, self._nbytes).view(torch.int8)
+            return self._cache.view(torch.int8)
         return func(*args, **(kwargs or {}))
 
     def __exit__(

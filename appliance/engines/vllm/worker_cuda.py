@@ -1,0 +1,48 @@
+"""vLLM's GPU worker, with weights, KV cache and all else in the arena. See `device_cuda`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from appliance.engines.vllm.device_cuda import CudaDevice
+from appliance.engines.vllm.placement import current_placement
+from appliance.engines.vllm.worker import InArena, UnsupportedKvCache
+
+
+class ArenaWorker(InArena, Worker):  # type: ignore[misc]
+    """Builds a model whose weights have addresses, and captures its graphs there."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        device = _device()
+        with device.loading():
+            super().load_model(load_dummy_weights=load_dummy_weights)
+            device.check_no_scrap(self.model_runner.get_model())
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Those in which a block is one extent."""
+        names: list[str] = super().get_supported_kv_cache_layouts()
+        fitting = [name for name in names if KVCacheLayout[name].is_block_outermost]
+        # Of these, the ones that put the layers next: a layer's part of a block is one run.
+        fitting = [name for name in fitting if KVCacheLayout[name].is_block_compact]
+        if not fitting:
+            raise UnsupportedKvCache(f"the attention backend lays KV out as {names} only")
+        return fitting
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        placement = current_placement()
+        group = placement.geometry.slots_of(0)
+        with _device().warming_up(placement.weights, placement.region, group):
+            return super().compile_or_warm_up_model()
+
+    def _get_cudagraph_capture_context(self) -> AbstractContextManager[None]:
+        return _device().capturing()
+
+
+def _device() -> CudaDevice:
+    device = current_placement().device
+    assert isinstance(device, CudaDevice), "this worker is for a GPU"
+    return device
