@@ -41,6 +41,7 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (Worker.get_supported_kv_cache_layouts, ()),
     (Worker.compile_or_warm_up_model, ()),
     (Worker._get_cudagraph_capture_context, ()),
+    (Worker._init_workspace_and_model_runner, ()),
     (GPUModelRunner.initialize_kv_cache, ("kv_cache_config", "is_profiling")),
 )
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from appliance.engines.vllm.device_cuda import CudaDevice
 from appliance.engines.vllm.placement import current_placement
@@ -15,6 +16,12 @@ from appliance.engines.vllm.worker import InArena, UnsupportedKvCache
 
 class ArenaWorker(InArena, Worker):  # type: ignore[misc]
     """Builds a model whose weights have addresses, and captures its graphs there."""
+
+    def _init_workspace_and_model_runner(self) -> None:
+        """Keeps this engine's workspace: the next engine's takes its place in the process, but
+        graphs go on using the memory that they were captured with."""
+        super()._init_workspace_and_model_runner()
+        self._workspace = current_workspace_manager()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         device = _device()
