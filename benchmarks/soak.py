@@ -31,8 +31,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -790,7 +791,7 @@ class Soak:
 
     # --- room ------------------------------------------------------------------------------------
 
-    def _caps(self, engine: VllmEngine) -> Iterable[int]:
+    def _caps(self, engine: VllmEngine) -> Iterator[int]:
         """Slabs that the model's KV may have: at first sometimes too few, then all."""
         if self._dice.random() < 0.1:
             few = engine.kv.group_slabs * self._dice.randint(0, 2)
@@ -828,13 +829,13 @@ class Soak:
         ways: list[Callable[[], object]] = []
         for engine in instance.engines.values():
             if engine._pool.cold_slabs:
-                ways.append(lambda engine=engine: engine.trim(0))
+                ways.append(partial(engine.trim, 0))
         for other in instance.loads:
             if other != model:
-                ways.append(lambda other=other: self._evict_one(instance, other))
+                ways.append(partial(self._evict_one, instance, other))
         for job in self._residents(instance):
             if job not in batch:
-                ways.append(lambda job=job: self._out_or_gone(job))
+                ways.append(partial(self._out_or_gone, job))
         if not ways:
             return False
         self._dice.choice(ways)()
