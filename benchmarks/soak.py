@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--families", type=int, default=12, help="of prompts, for each model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    told = about()
     prepare_environment("auto")
     with tempfile.TemporaryDirectory() as directory:
         paths = make_checkpoints(Path(directory), recipes=RECIPES)
@@ -135,7 +136,7 @@ def main() -> None:
         soak.finish()
     complaints = soak.complaints()
     result = {
-        **about(),
+        **told,
         "what": "six models of four KV shapes on two pools, a random schedule, tokens compared",
         "seed": options.seed,
         **soak.report(),
@@ -393,8 +394,8 @@ class Soak:
             self._migrate: 8,
             self._prefetch: 4,
             self._evict: 4,
-            self._trim: 1,
-            self._forget: 1,
+            self._trim: 3,
+            self._forget: 2,
             self._drop_master: 1,
             self._fill_master: 2,
         }
