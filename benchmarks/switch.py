@@ -236,9 +236,13 @@ def prefetched(
     }
 
 
-def layer_ready(bench: Bench, engine: VllmEngine, rounds: int) -> dict[str, object]:
+def layer_ready(bench: Bench, engine: VllmEngine, rounds: int) -> list[dict[str, object]]:
+    """Prompts that take about as long as the load: the nearest, and its neighbours."""
+    return [overlapped(bench, engine, length, rounds) for length in alike(bench, engine)]
+
+
+def overlapped(bench: Bench, engine: VllmEngine, length: int, rounds: int) -> dict[str, object]:
     """A prompt during the load, against load and prompt one after the other."""
-    length = alike(bench, engine)
     copies, prompts, both = [], [], []
     for _ in range(rounds):
         copies.append(seconds(lambda: load(engine)))
@@ -261,22 +265,23 @@ def layer_ready(bench: Bench, engine: VllmEngine, rounds: int) -> dict[str, obje
     }
 
 
-def alike(bench: Bench, engine: VllmEngine) -> int:
-    """The length of a prompt that takes about as long as the load."""
+def alike(bench: Bench, engine: VllmEngine) -> list[int]:
+    """The length of the prompt that takes most nearly as long as the load, and those beside it."""
     loads = []
     for _ in range(5):
         loads.append(seconds(lambda: load(engine)))
         engine.evict_weights()
     wanted = statistics.median(loads)
     load(engine)
-    lengths = [2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    lengths = [1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]
     found = {}
     for length in lengths:
         found[length] = statistics.median(bench.prompt(engine, length) for _ in range(5))
         if found[length] > 2 * wanted:
             break
     engine.evict_weights()
-    return min(found, key=lambda length: abs(found[length] - wanted))
+    nearest = lengths.index(min(found, key=lambda length: abs(found[length] - wanted)))
+    return lengths[max(0, nearest - 1) : nearest + 2]
 
 
 def swap(bench: Bench, engine: VllmEngine, rounds: int) -> dict[str, object]:
