@@ -381,6 +381,7 @@ class ReplicatedEngine:
         return self._whole
 
     def evict_weights(self) -> None:
+        self._local = self._whole = None
         self._followers.follow(EvictWeights(self.model), self._engine.evict_weights)
 
     def add(self, sequence: SequenceSpec) -> None:
@@ -393,6 +394,9 @@ class ReplicatedEngine:
         self._followers.follow(Forget(self.model, request), lambda: self._engine.forget(request))
 
     def prefill(self, request: RequestId, kv_slabs: int) -> list[Produced]:
+        # A load that fails under a step would be the end of the ranks; here it is an answer.
+        if self._whole is not None:
+            self._whole.wait()
         call = Prefill(self.model, request, kv_slabs, self._followers.drawn)
         return self._followers.compute(call, lambda: self._engine.prefill(request, kv_slabs))
 

@@ -187,7 +187,8 @@ class Worker:
     def _look_around(self) -> list[Release]:
         """Forget what was released, and report the transfers that ended; O(those)."""
         releases = self._forget_released()
-        if self._swapper.reap():
+        self._swapper.reap()
+        if self._loads or self._moves:
             self._report_transfers()
         return releases
 
@@ -400,7 +401,7 @@ class Worker:
         if command.model in self._unreadable:
             computed = False
         elif engine.knows(request):
-            prefill = partial(engine.prefill, request, command.kv_slabs)
+            prefill = partial(self._prefill, command)
             try:
                 self._tokens(command.model, self._when_there_is_room(prefill))
             except KvExhausted:
@@ -433,6 +434,12 @@ class Worker:
                 )
             )
         self._report_pool()
+
+    def _prefill(self, command: RunPrefill) -> list[Produced]:
+        # Its load may have failed while there was no room yet.
+        if command.model in self._unreadable:
+            raise TransferFailed(f"the weights of {command.model} cannot be read")
+        return self._engines[command.model].prefill(command.request, command.kv_slabs)
 
     @_carry_out.register
     def _(self, command: RunTurn) -> None:

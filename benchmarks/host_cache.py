@@ -30,6 +30,7 @@ from appliance.demo.checkpoints import Recipe, make_checkpoints
 from appliance.engines.vllm import prepare_environment
 from appliance.memory.arena import Arena
 from appliance.memory.hosttier import HostTier
+from appliance.memory.swapper import Swapper
 from appliance.memory.vmm_host import HostVmm
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ def build(path: Path, dtype: str, arena: Arena, host: HostTier) -> VllmEngine:
         max_batch=1,
         arena=arena,
         host=host,
+        swapper=Swapper(arena.vmm.stream),
     )
 
 

@@ -109,8 +109,7 @@ class WeightFile:
         found = (status.st_size, status.st_mtime_ns, status.st_ino)
         if found != (self.nbytes, self.mtime_ns, self.inode):
             raise CheckpointError(
-                f"{self.path} was replaced while it was served: "
-                "restart the daemon, or put the file back"
+                f"{self.path} was replaced while it was served: restart the daemon"
             )
 
 
@@ -124,7 +123,7 @@ def weight_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is corrupt: it has no weight_map") from error
         if missing := sorted(named - {file.name for file in files}):
             raise CheckpointError(f"{directory} lacks {missing[0]}, which {index.name} names")
@@ -157,7 +156,9 @@ def read_header(path: Path) -> WeightFile:
         spans = {name: entry["data_offsets"] for name, entry in header.items()}
         end = max((stop for _, stop in spans.values()), default=0)
         wanted = 8 + length + end
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise CheckpointError(f"{path} is corrupt: its header cannot be read") from error
     if wanted != size:
         raise CheckpointError(
@@ -198,7 +199,7 @@ def _entry(path: Path, name: str, entry: Any, data: int) -> TensorEntry:
         dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
         start, stop = (int(offset) for offset in entry["data_offsets"])
         nbytes = -(-math.prod(shape) * BITS.get(dtype, 0) // 8)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} is corrupt: a tensor has no dtype or shape") from error
     if dtype not in BITS:
         raise CheckpointError(f"{path} has tensors of the unknown type {dtype}")

@@ -37,6 +37,7 @@ from appliance.vocabulary import (
     Command,
     Direction,
     Event,
+    EvictModel,
     Finish,
     FinishReason,
     InstanceId,
@@ -108,7 +109,7 @@ class Machine:
         self._host_queue: dict[RequestId, None] = {}
         """Requests that wait for room in the host tier, the longest waiting first."""
         self._zombies: dict[RequestId, tuple[InstanceId, tuple[int, ...]]] = {}
-        """Ended requests whose places in the host tier an instance is still writing."""
+        """Ended requests whose places in the host tier an instance is still writing or reading."""
         self._out: list[Command] = []
         self._now = 0.0
         self._again = False
@@ -250,7 +251,7 @@ class Machine:
         if request.kv_instance is not None:
             residents = self.instances[request.kv_instance].engines[request.model].residents
             residents.pop(request.id, None)
-        if request.kv is KvPlace.LEAVING and request.kv_instance is not None:
+        if request.kv in (KvPlace.LEAVING, KvPlace.ARRIVING) and request.kv_instance is not None:
             self._zombies[request.id] = (request.kv_instance, request.host_offsets)
         else:
             self.host.give_blocks(request.host_offsets)
@@ -281,7 +282,7 @@ class Machine:
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:
             self.host.give_blocks(self._zombies.pop(zombie)[1])
         self.masters.lost(instance.id)
-        self._blame(instance.job)
+        self._blame(instance)
         stranded = [
             request
             for request in self.requests.values()
@@ -309,15 +310,15 @@ class Machine:
         for request in sorted(requests, key=lambda request: (request.arrived, request.id)):
             self._place(request)
 
-    def _blame(self, job: BuildJob | PrefillJob | TurnJob | None) -> None:
+    def _blame(self, lost: InstanceState) -> None:
         """Count a death against what the worker was at; what keeps killing workers is given up."""
-        match job:
-            case BuildJob():
-                self._count_build_loss(job.model)
-            case PrefillJob():
-                self._count_request_losses([job.request])
-            case TurnJob():
-                self._count_request_losses(job.requests)
+        match lost.job:
+            case BuildJob(model=model):
+                self._count_build_loss(model, lost.id)
+            case PrefillJob(request=request):
+                self._count_request_losses([request])
+            case TurnJob(requests=requests):
+                self._count_request_losses(requests)
 
     def _count_request_losses(self, names: Iterable[RequestId]) -> None:
         for request in [self.requests[name] for name in names if name in self.requests]:
@@ -326,15 +327,16 @@ class Machine:
                 message = f"{request.losses} workers in a row died computing it"
                 self._abandon(request, _reject(request.id, "request_failed", message))
 
-    def _count_build_loss(self, model: ModelName) -> None:
+    def _count_build_loss(self, model: ModelName, instance: InstanceId) -> None:
         losses = self._build_losses[model] = self._build_losses.get(model, 0) + 1
         if losses >= MAX_BUILD_LOSSES:
-            self._fail(model, f"its worker died {losses} times while the engine was built")
+            message = f"its worker died {losses} times while the engine was built"
+            self._fail(model, message, instance)
 
-    def _fail(self, model: ModelName, reason: str) -> None:
-        """The model cannot be served; its requests hear it."""
+    def _fail(self, model: ModelName, reason: str, instance: InstanceId) -> None:
+        """The model cannot be served, says an instance; its requests hear it."""
         self.failed[model] = reason
-        self.masters.give_up(model)
+        self.masters.give_up(model, instance)
         for request in [r for r in self.requests.values() if r.model == model]:
             self._abandon(request, _reject(request.id, "model_failed", reason))
 
@@ -345,10 +347,12 @@ class Machine:
         engine.weight_slabs, engine.kv = event.weight_slabs, event.kv
         engine.host_slabs = event.host_slabs
         self._build_losses.pop(event.model, None)
-        reason = self._why_never(event.model, instance, event.kv, event.layout)
+        reason = self.failed.get(event.model) or self._why_never(
+            event.model, instance, event.kv, event.layout
+        )
         if reason is not None:
             self._close_build(instance, event.model, Engine.FAILED)
-            self._fail(event.model, reason)
+            self._fail(event.model, reason, instance.id)
             return True
         self._out.append(self._first_store(instance, event.model, event.host_slabs))
         return False
@@ -388,7 +392,7 @@ class Machine:
         elif instance.engines[event.model].stage is Engine.LOADING:
             instance.engines[event.model].to_stage(Engine.FAILED, event.model)
             instance.ledger.evict(event.model)
-        self._fail(event.model, event.reason)
+        self._fail(event.model, event.reason, instance.id)
         return True
 
     @_on.register
@@ -703,10 +707,13 @@ class Machine:
         upcoming = instance.upcoming()
         for name in sorted(instance.ledger.loading - {model, *upcoming}):
             self._out.append(self.residency.evict(instance, name))
+        # What goes with this job is not brought back beside it: a load of it may be about to be
+        # reported, and would be taken for the new one.
+        gone = {c.model for c in self._out if isinstance(c, EvictModel)}
         wanted = [
             name
             for name in upcoming
-            if name != model and instance.engines[name].stage is Engine.STORED
+            if name != model and name not in gone and instance.engines[name].stage is Engine.STORED
         ]
         if wanted and not instance.ledger.loading - {model}:
             view = self.floor.instance_view(instance)

@@ -25,6 +25,8 @@ class Master:
     filler: InstanceId | None
     """Who writes it; nobody once it is whole."""
     used: float
+    doomed: bool = False
+    """Nobody wants it, but it is still being written."""
 
 
 class Masters:
@@ -76,14 +78,23 @@ class Masters:
     def filled(self, model: ModelName, version: int) -> None:
         """The image of this version is whole; an older one is gone, and does not matter."""
         master = self._masters.get(model)
-        if master is not None and master.version == version:
-            master.filler = None
-
-    def give_up(self, model: ModelName) -> None:
-        """The model cannot be served: neither image nor room for one is kept."""
-        self._host.hold_back(model, 0)
-        if model in self._masters:
+        if master is None or master.version != version:
+            return
+        master.filler = None
+        if master.doomed:
             self._drop(model)
+
+    def give_up(self, model: ModelName, instance: InstanceId) -> None:
+        """The model cannot be served, says an instance: neither image nor room for one is kept.
+        What another instance is writing goes when that is done."""
+        self._host.hold_back(model, 0)
+        master = self._masters.get(model)
+        if master is None:
+            return
+        if master.filler in (None, instance):
+            self._drop(model)
+        else:
+            master.doomed = True
 
     def lost(self, instance: InstanceId) -> None:
         """What the instance was writing will never be whole."""

@@ -994,7 +994,7 @@ async def test_an_image_that_went_meanwhile_is_none(make_box: MakeBox) -> None:
     masters = box.daemon.machine.masters
 
     task = await verifying(box)
-    masters.give_up("a")
+    masters.give_up("a", 0)
     answer(box, 0, a=Verdict.DIFFERS, b=Verdict.DIFFERS)
     assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.DIFFERS}
 

@@ -58,6 +58,7 @@ class HostCache(RuleBasedStateMachine):
         """slab offset -> whose bytes are there; "half a" while they are being written."""
         self.filling: dict[str, tuple[int, int]] = {}
         """model -> (the instance that writes, the version)."""
+        self.doomed: set[str] = set()
         self.reading: dict[str, int] = {}
         """model -> the version of the image that an instance is loading from."""
         self.kv: list[tuple[int, ...]] = []
@@ -91,7 +92,8 @@ class HostCache(RuleBasedStateMachine):
         assert master is not None
         self.tier |= dict.fromkeys(master.offsets, model)
         self.masters.filled(model, version)
-        assert master.filler is None
+        assert (self.masters.get(model) is None) == (model in self.doomed)
+        self.doomed.discard(model)
 
     @rule(instance=st.sampled_from(INSTANCES))
     def worker_dies(self, instance: int) -> None:
@@ -102,6 +104,7 @@ class HostCache(RuleBasedStateMachine):
         for model in lost:
             fills_lost += 1
             del self.filling[model]
+            self.doomed.discard(model)
             assert self.masters.get(model) is None, "half an image is none"
 
     @rule(model=st.sampled_from(MODELS))
@@ -122,12 +125,18 @@ class HostCache(RuleBasedStateMachine):
         assert master.version == version, "another image is where one was being read"
         assert {self.tier[offset] for offset in master.offsets} == {model}
 
-    @rule(model=st.sampled_from(MODELS))
-    def fill_fails(self, model: str) -> None:
-        """Its files cannot be read: the model is given up."""
-        if model in self.filling:
-            del self.filling[model]
-            self.masters.give_up(model)
+    @rule(model=st.sampled_from(MODELS), instance=st.sampled_from(INSTANCES))
+    def give_up(self, model: str, instance: int) -> None:
+        """An instance cannot read its files; what another one writes is kept until that is done."""
+        if model in self.reading:
+            return
+        self.masters.give_up(model, instance)
+        if model in self.filling and self.filling[model][0] != instance:
+            assert self.masters.get(model) is not None
+            self.doomed.add(model)
+        else:
+            self.filling.pop(model, None)
+            self.doomed.discard(model)
             assert self.masters.get(model) is None
 
     @rule(size=st.sampled_from([30, 100, 250]), count=st.integers(1, 6))
@@ -164,7 +173,7 @@ def test_images_under_any_schedule() -> None:
     run_state_machine_as_test(
         HostCache,
         settings=settings(
-            max_examples=2600,
+            max_examples=3000,
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

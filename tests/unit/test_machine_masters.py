@@ -229,3 +229,20 @@ def test_a_lost_instance_reads_nothing() -> None:
     floor.settle()
 
     assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())
+
+
+def test_what_another_instance_writes_is_not_given_away() -> None:
+    """A model that fails on one instance keeps slabs that another one fills until that is done."""
+    floor = FloorDouble(
+        {"a": ModelDouble(4, shape())}, instances=2, slabs=12, max_context=128, host_slabs=20
+    )
+    floor.start()
+    floor.work(0)
+    floor.up[1].queue.clear()
+
+    floor.tell(ModelFailed(instance=1, model="a", reason="its files are gone"))
+
+    assert floor.machine.host.weight_slabs == 4
+    floor.settle()
+    assert floor.machine.host.weight_slabs == 0
+    assert floor.ask("a1", "a").outcome == "model_failed"

@@ -320,3 +320,24 @@ def test_a_prefetch_nobody_wants_any_more_is_stopped() -> None:
     assert evicted(floor) == ["c"]
     floor.settle()
     assert floor.machine.instances[0].ledger.weights.keys() == {"a"}
+
+
+def test_places_are_kept_while_they_are_read() -> None:
+    """KV of a request that is cancelled on its way in keeps its places until it has arrived."""
+    floor = built("ab", slabs=15, policy="aegaeon")
+    for name in ("a1", "b1", "a2", "b2"):
+        floor.ask(name, name[0], prompt=100, output=100)
+
+    def arriving() -> list[MoveKv]:
+        return [c for c in floor.commands(MoveKv) if c.direction is Direction.IN]
+
+    floor.work_until(0, lambda: bool(arriving()))
+    name = arriving()[0].moves[0].request
+    places = floor.machine.requests[name].host_offsets
+
+    floor.cancel(name)
+
+    assert floor.machine._zombies[name] == (0, places)
+    floor.settle()
+    assert floor.machine._zombies == {}
+    assert floor.machine.host.kv_slabs == 0

@@ -707,6 +707,26 @@ def test_kv_on_its_way_out_is_reported_in_the_middle_of_a_turn() -> None:
     assert kinds == [wire.Tokens, wire.Tokens, KvMoved, wire.Tokens, wire.Tokens, TurnEnded]
 
 
+def test_kv_that_left_during_a_cold_prefill_is_reported() -> None:
+    """Who waits for it elsewhere hears of it, whichever wait noticed the end."""
+    bench = Bench()
+    bench.ready("r", output=5)
+    engine = bench.engines["a"]
+    bench.carry_out(EvictModel(instance=3, model="a"))
+    bench.streams["weights"].held = bench.streams["kv_out"].held = True
+    prefill_as_usual = engine.prefill
+
+    def end_meanwhile(request: str, kv_slabs: int) -> list[Produced]:
+        bench.streams["kv_out"].end_all()
+        return prefill_as_usual(request, kv_slabs)
+
+    engine.prefill = end_meanwhile  # type: ignore[method-assign]
+
+    reports = bench.carry_out(move(Direction.OUT, "r"), load("a"), add("s", 1), prefill("s"))
+
+    assert {type(report) for report in reports} == {wire.Tokens, ModelLoaded, PrefillDone, KvMoved}
+
+
 def test_a_turn_waits_for_its_kv() -> None:
     """KV on its way in is there, and told to be, before the first step."""
     bench = Bench()

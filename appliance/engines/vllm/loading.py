@@ -13,6 +13,7 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -103,13 +104,16 @@ class CheckpointImage:
                 thread.join()
             if work.error is not None:
                 raise work.error
+            assert work.over, "pieces were left over"
 
     def _make(self, work: _Work, descriptors: Sequence[int], image: Image) -> None:
         """What one thread does: pieces, until there are none left."""
-        os.sched_setaffinity(0, self._cpus)  # of this thread
-        packed.compute_alone()
-        bench = _Bench(self._files, descriptors, image)
         try:
+            # A machine that took CPUs away since then makes this slower, not impossible.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self._cpus)  # of this thread
+            packed.compute_alone()
+            bench = _Bench(self._files, descriptors, image)
             while (taken := work.take()) is not None:
                 piece, later = taken
                 if later is not None:
@@ -132,6 +136,11 @@ class _Work:
         self._made: set[int] = set()
         self._transfer = transfer
         self._lock = threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """Whether every piece was made."""
+        return self._next is None
 
     def take(self) -> tuple[Piece, Piece | None] | None:
         """The next piece, unless something failed, and a later one for the system to read ahead.
