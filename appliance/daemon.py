@@ -73,6 +73,7 @@ from appliance.vocabulary import (
     RequestSpec,
     RunPrefill,
     RunTurn,
+    Ticked,
     TokenCount,
     TokensProduced,
 )
@@ -147,6 +148,8 @@ class Daemon:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at: float | None = None
         self._faulty: set[tuple[str, str]] = set()
         self._known: dict[InstanceId, set[RequestId]] = {}
         self._running: dict[InstanceId, ModelName] = {}
@@ -203,6 +206,8 @@ class Daemon:
 
     async def stop(self) -> None:
         """End the workers and give all memory back."""
+        if self._alarm is not None:
+            self._alarm.cancel()
         stops = (worker.stop() for worker in self.workers.values())
         # What a worker's keeper failed of was told to `on_failure` when it happened.
         await asyncio.gather(*stops, return_exceptions=True)
@@ -319,11 +324,29 @@ class Daemon:
             self._write_down(now, event, commands)
         for command in commands:
             self._perform(command)
+        self._set_alarm(now)
         for fault in self._stack.take_faults():
             self.metrics_of_run.policy_error(fault.policy)
             if (fault.policy, fault.hook) not in self._faulty:
                 self._faulty.add((fault.policy, fault.hook))
                 log.error("policy %s failed at %s: %s", fault.policy, fault.hook, fault.reason)
+
+    def _set_alarm(self, now: float) -> None:
+        """Be woken when the machine has something to do that no event brings about."""
+        deadline = self.machine.next_deadline()
+        if deadline == self._alarm_at:
+            return
+        self._alarm_at = deadline
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(max(0.0, deadline - now), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = self._alarm_at = None
+        self._tell(Ticked())
 
     def _write_down(self, now: float, event: Event, commands: list[Command]) -> None:
         """A journal that cannot be written must not stop the service."""
@@ -542,7 +565,7 @@ class Daemon:
         size = self._setup.slab_bytes
         return InstanceActivity(
             instance=instance.id,
-            role=self.machine.floor.roles[instance.id].value,
+            role=instance.placement.role.value,
             state=state,
             pid=worker.pid,
             model=self._running.get(instance.id),

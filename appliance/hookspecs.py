@@ -2,7 +2,9 @@
 
 An implementation is a method marked with `hookimpl` on the object that the policy's entry point
 (group ``appliance.policies``) makes from its table of parameters. It gets frozen views, changes
-nothing, and returns an answer, or None to leave the question to the next policy of the stack.
+nothing, and returns an answer, or None to leave the question to the next policy of the stack. It
+may leave out arguments that it does not need. A hook has the name of the decision it makes, which
+is also its key in ``[policy]``.
 """
 
 from __future__ import annotations
@@ -12,16 +14,28 @@ from collections.abc import Sequence
 import pluggy
 
 from appliance.scheduling.questions import (
+    Admitted,
+    BatchLimits,
+    Costs,
+    DecodingView,
+    Fleet,
+    FloorView,
     InstanceView,
+    Migration,
     Phase,
+    Placement,
     PlannedTurn,
     PrefillChoice,
+    Refusal,
     RequestView,
 )
-from appliance.vocabulary import InstanceId, ModelName, Role
+from appliance.vocabulary import InstanceId, ModelName
 
 PROJECT = "appliance"
 ENTRY_POINTS = "appliance.policies"
+API_VERSION = 1
+"""Of the hooks below and the views they get. A policy may name the one it was written for in an
+attribute ``api_version``; another one is refused when it is loaded."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -31,34 +45,84 @@ class PolicySpec:
     """Every hook, and when it is asked. Views and answers: `appliance.scheduling.questions`."""
 
     @hookspec(firstresult=True)
-    def assign_roles(self, instances: int) -> Sequence[Role] | None:
-        """Once, at start: the role of each of `instances` instances, in order."""
+    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement] | None:
+        """At start, when an instance comes or goes, and every second while there is work: what each
+        instance is for, in order. Every model has to be placed somewhere."""
 
     @hookspec(firstresult=True)
-    def choose_prefill(
-        self, request: RequestView, instances: Sequence[InstanceView]
-    ) -> PrefillChoice | None:
-        """When a request arrives (or is prefilled again after a loss): which queue it joins."""
+    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet | None:
+        """After `place`: how many instances take interactive requests only, any, batch ones only;
+        the rest finish what they have and take nothing."""
 
     @hookspec(firstresult=True)
-    def choose_decode(
-        self, request: RequestView, prefilled_on: InstanceId, instances: Sequence[InstanceView]
+    def prefill(
+        self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
+    ) -> PrefillChoice | Refusal | None:
+        """When a request arrives, and when it has to be prefilled again after a loss or a change of
+        places: which queue it joins, or that it is refused."""
+
+    @hookspec(firstresult=True)
+    def decode(
+        self,
+        now: float,
+        request: RequestView,
+        prefilled_on: InstanceId,
+        instances: Sequence[InstanceView],
+        costs: Costs,
     ) -> InstanceId | None:
         """When a prompt is computed: which instance decodes the request."""
 
     @hookspec(firstresult=True)
-    def choose_phase(self, instance: InstanceView) -> Phase | None:
-        """When an instance has both prompts and batches waiting, and when a request joins its queue
-        during a turn (answering ``PREFILL`` then preempts the turn)."""
+    def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted | None:
+        """When an instance is free and several groups of prompts wait: the numbers of the groups in
+        the order they are to be served; those left out come after."""
 
     @hookspec(firstresult=True)
-    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn] | None:
+    def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase | None:
+        """When an instance is free and has both prompts and batches waiting; the next prompt is of
+        the first group."""
+
+    @hookspec(firstresult=True)
+    def round(
+        self, now: float, instance: InstanceView, costs: Costs
+    ) -> Sequence[PlannedTurn] | None:
         """When a round is over: the turns of the next, each model with runnable requests once at
         most, at least one of them."""
 
     @hookspec(firstresult=True)
-    def choose_prefetch(
-        self, instance: InstanceView, upcoming: Sequence[ModelName]
+    def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float | None:
+        """When a request joins an instance during a turn: how many seconds more the turn may go on
+        (0: end it now; infinity: leave it alone)."""
+
+    @hookspec(firstresult=True)
+    def batch(
+        self, now: float, model: ModelName, instance: InstanceView, costs: Costs
+    ) -> BatchLimits | None:
+        """Before a turn or a prompt of `model`: how many requests decode together, and in chunks of
+        how many tokens prompts are computed beside them."""
+
+    @hookspec(firstresult=True)
+    def flow(
+        self,
+        now: float,
+        instance: InstanceView,
+        requests: Sequence[DecodingView],
+        others: Sequence[InstanceView],
+        costs: Costs,
+    ) -> Sequence[Migration] | None:
+        """When a turn ends and there are other instances that decode: which of the requests on this
+        one go on elsewhere."""
+
+    @hookspec(firstresult=True)
+    def evict(
+        self, now: float, instance: InstanceView, victims: Sequence[ModelName], costs: Costs
+    ) -> Sequence[ModelName] | None:
+        """When memory is short: in which order models lose their place; those left out come after.
+        `victims` are in the order they would lose it otherwise."""
+
+    @hookspec(firstresult=True)
+    def prefetch(
+        self, now: float, instance: InstanceView, upcoming: Sequence[ModelName], costs: Costs
     ) -> Sequence[ModelName] | None:
         """When a job starts: which of the models that run next here and are not in place is brought
         in beside it: a sequence of at most one."""

@@ -18,13 +18,22 @@ import pluggy
 from appliance.errors import PolicyError
 from appliance.hookspecs import ENTRY_POINTS, PROJECT, PolicySpec
 from appliance.scheduling.questions import (
+    Admitted,
+    BatchLimits,
+    Costs,
+    DecodingView,
+    Fleet,
+    FloorView,
     InstanceView,
+    Migration,
     Phase,
+    Placement,
     PlannedTurn,
     PrefillChoice,
+    Refusal,
     RequestView,
 )
-from appliance.vocabulary import InstanceId, ModelName, Role, Word
+from appliance.vocabulary import InstanceId, ModelName, Word
 
 FALLBACK = "aegaeon"
 """The built-in that answers when no policy of the stack does; it answers every question."""
@@ -85,20 +94,40 @@ class PolicyStack:
         faults, self.faults = self.faults, []
         return faults
 
-    def assign_roles(self, instances: int) -> Sequence[Role]:
-        def check(roles: Sequence[Role]) -> str | None:
-            if len(roles) != instances or not all(isinstance(role, Role) for role in roles):
-                return f"{instances} roles were asked for, not {roles!r}"
+    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
+        models = {model.name for model in floor.models}
+
+        def check(placements: Sequence[Placement]) -> str | None:
+            if len(placements) != len(floor.instances) or not all(
+                isinstance(placement, Placement) for placement in placements
+            ):
+                return f"{len(floor.instances)} placements were asked for, not {placements!r}"
+            if any(placement.models is None for placement in placements):
+                return None
+            placed = {model for placement in placements for model in placement.models or ()}
+            if placed != models:
+                return f"every model has to be placed, and no other: {sorted(placed ^ models)}"
             return None
 
-        return self._ask("assign_roles", check, instances=instances)
+        return self._ask("place", check, now=now, floor=floor, costs=costs)
 
-    def choose_prefill(
-        self, request: RequestView, instances: Sequence[InstanceView]
-    ) -> PrefillChoice:
+    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet:
+        def check(fleet: Fleet) -> str | None:
+            counts = (fleet.interactive, fleet.mixed, fleet.batch)
+            if min(counts) < 0 or sum(counts) > len(floor.instances):
+                return f"{counts} instances of {len(floor.instances)}"
+            return None if fleet.mixed + fleet.interactive else "nobody serves interactive requests"
+
+        return self._ask("scale", check, now=now, floor=floor, costs=costs)
+
+    def prefill(
+        self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
+    ) -> PrefillChoice | Refusal:
         offered = {view.id: view for view in instances}
 
-        def check(choice: PrefillChoice) -> str | None:
+        def check(choice: PrefillChoice | Refusal) -> str | None:
+            if isinstance(choice, Refusal):
+                return None
             if choice.instance not in offered:
                 return f"instance {choice.instance} was not offered"
             groups = offered[choice.instance].groups
@@ -110,31 +139,50 @@ class PolicyStack:
                 return f"group {choice.group} is of another model"
             return None
 
-        return self._ask("choose_prefill", check, request=request, instances=instances)
+        return self._ask(
+            "prefill", check, now=now, request=request, instances=instances, costs=costs
+        )
 
-    def choose_decode(
-        self, request: RequestView, prefilled_on: InstanceId, instances: Sequence[InstanceView]
+    def decode(
+        self,
+        now: float,
+        request: RequestView,
+        prefilled_on: InstanceId,
+        instances: Sequence[InstanceView],
+        costs: Costs,
     ) -> InstanceId:
-        offered = {view.id for view in instances}
+        offered = {view.id: view for view in instances}
 
         def check(chosen: InstanceId) -> str | None:
             return None if chosen in offered else f"instance {chosen} was not offered"
 
         return self._ask(
-            "choose_decode",
+            "decode",
             check,
+            now=now,
             request=request,
             prefilled_on=prefilled_on,
             instances=instances,
+            costs=costs,
         )
 
-    def choose_phase(self, instance: InstanceView) -> Phase:
+    def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
+        def check(order: Admitted) -> str | None:
+            if len(set(order)) < len(order) or not set(range(len(instance.groups))).issuperset(
+                order
+            ):
+                return f"an order of {len(instance.groups)} groups, not {order!r}"
+            return None
+
+        return self._ask("admit", check, now=now, instance=instance, costs=costs)
+
+    def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
         def check(phase: Phase) -> str | None:
             return None if isinstance(phase, Phase) else f"{phase!r} is not a phase"
 
-        return self._ask("choose_phase", check, instance=instance)
+        return self._ask("phase", check, now=now, instance=instance, costs=costs)
 
-    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
+    def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
         runnable = {batch.model for batch in instance.batches if batch.runnable}
 
         def check(turns: Sequence[PlannedTurn]) -> str | None:
@@ -145,10 +193,64 @@ class PolicyStack:
                 return "a quota is a finite number of seconds above 0"
             return None
 
-        return self._ask("plan_round", check, instance=instance)
+        return self._ask("round", check, now=now, instance=instance, costs=costs)
 
-    def choose_prefetch(
-        self, instance: InstanceView, upcoming: Sequence[ModelName]
+    def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
+        def check(seconds: float) -> str | None:
+            return None if seconds >= 0 else f"{seconds!r} is no number of seconds from 0 up"
+
+        return self._ask("preempt", check, now=now, instance=instance, costs=costs)
+
+    def batch(
+        self, now: float, model: ModelName, instance: InstanceView, costs: Costs
+    ) -> BatchLimits:
+        def check(limits: BatchLimits) -> str | None:
+            if limits.requests < 1 or limits.chunk_tokens < 0:
+                return f"at least one request, and chunks from 0 tokens up, not {limits!r}"
+            return None
+
+        return self._ask("batch", check, now=now, model=model, instance=instance, costs=costs)
+
+    def flow(
+        self,
+        now: float,
+        instance: InstanceView,
+        requests: Sequence[DecodingView],
+        others: Sequence[InstanceView],
+        costs: Costs,
+    ) -> Sequence[Migration]:
+        movable = {request.id for request in requests}
+        targets = {view.id for view in others}
+
+        def check(flows: Sequence[Migration]) -> str | None:
+            names = [flow.request for flow in flows]
+            if len(set(names)) < len(names) or not movable.issuperset(names):
+                return f"some of the requests shown, once each, not {names}"
+            wrong = {flow.target for flow in flows} - targets
+            return f"instances {sorted(wrong)} were not offered" if wrong else None
+
+        return self._ask(
+            "flow",
+            check,
+            now=now,
+            instance=instance,
+            requests=requests,
+            others=others,
+            costs=costs,
+        )
+
+    def evict(
+        self, now: float, instance: InstanceView, victims: Sequence[ModelName], costs: Costs
+    ) -> Sequence[ModelName]:
+        def check(order: Sequence[ModelName]) -> str | None:
+            if len(set(order)) < len(order) or not set(victims).issuperset(order):
+                return f"an order of {list(victims)}, not {order!r}"
+            return None
+
+        return self._ask("evict", check, now=now, instance=instance, victims=victims, costs=costs)
+
+    def prefetch(
+        self, now: float, instance: InstanceView, upcoming: Sequence[ModelName], costs: Costs
     ) -> ModelName | None:
         def check(chosen: Sequence[ModelName]) -> str | None:
             if len(chosen) > 1 or not set(upcoming).issuperset(chosen):
@@ -156,7 +258,7 @@ class PolicyStack:
             return None
 
         chosen: Sequence[ModelName] = self._ask(
-            "choose_prefetch", check, instance=instance, upcoming=upcoming
+            "prefetch", check, now=now, instance=instance, upcoming=upcoming, costs=costs
         )
         return chosen[0] if chosen else None
 

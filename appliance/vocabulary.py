@@ -55,6 +55,15 @@ class RequestClass(StrEnum):
     BATCH = "batch"
 
 
+class InstanceClass(StrEnum):
+    """Whose requests an instance takes: interactive ones, any, batch ones, or none for now."""
+
+    INTERACTIVE = "interactive"
+    MIXED = "mixed"
+    BATCH = "batch"
+    PARKED = "parked"
+
+
 class FinishReason(StrEnum):
     """Why a request ended: the model stopped, the length limit, the client left, or an error."""
 
@@ -276,6 +285,10 @@ class KvMoved(Event, frozen=True, kw_only=True):
     cold_slabs: int = 0
 
 
+class Ticked(Event, frozen=True, kw_only=True):
+    """The time that the machine named as its next deadline is there."""
+
+
 # --- commands ------------------------------------------------------------------------------------
 # A worker carries the commands of an instance out in the order given, except `Preempt` and
 # `Release`, which take effect at the next step boundary, and `PrefetchModel`, which goes on in the
@@ -330,7 +343,12 @@ class RunPrefill(Command, frozen=True):
 
 
 class RunTurn(Command, frozen=True):
-    """Decode `requests` for `quota_seconds`; the model may map at most `kv_slabs` slabs of KV."""
+    """Decode `requests` for `quota_seconds`; the model may map at most `kv_slabs` slabs of KV.
+
+    With `prompts` it is a mixed turn: they are computed beside the decoding steps, at most
+    `chunk_tokens` tokens of them in a step, and the turn is over when they are done, each reported
+    as by `RunPrefill`. They decode from the next turn on.
+    """
 
     instance: InstanceId
     model: ModelName
@@ -338,6 +356,8 @@ class RunTurn(Command, frozen=True):
     requests: tuple[RequestId, ...]
     quota_seconds: float
     kv_slabs: int
+    prompts: tuple[RequestId, ...] = ()
+    chunk_tokens: int = 0
 
 
 class Preempt(Command, frozen=True):
@@ -406,6 +426,7 @@ AnyEvent: TypeAlias = (
     | TokensProduced
     | TurnEnded
     | KvMoved
+    | Ticked
 )
 
 AnyCommand: TypeAlias = (

@@ -7,6 +7,7 @@ corrected: c counts the switches of the round's models, a lone model needs none 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
@@ -15,10 +16,16 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import (
+    Admitted,
+    BatchLimits,
     BatchView,
-    GroupView,
+    Costs,
+    Fleet,
+    FloorView,
     InstanceView,
+    Migration,
     Phase,
+    Placement,
     PlannedTurn,
     PrefillChoice,
     RequestView,
@@ -27,6 +34,9 @@ from appliance.vocabulary import InstanceId, ModelName, Role
 
 Positive: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
 Count: TypeAlias = Annotated[int, Meta(ge=1)]
+
+UNLIMITED = 1 << 20
+"""More requests than any batch has."""
 
 
 def quotas(
@@ -66,33 +76,38 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     such instances.)"""
 
     @hookimpl
-    def assign_roles(self, instances: int) -> Sequence[Role]:
+    def place(self, floor: FloorView) -> Sequence[Placement]:
+        instances = len(floor.instances)
         if instances == 1:
-            return [Role.MIXED]
+            return [Placement(role=Role.MIXED)]
         prefill = min(instances - 1, max(1, round(instances * self.prefill_share)))
-        return [Role.PREFILL] * prefill + [Role.DECODE] * (instances - prefill)
+        roles = [Role.PREFILL] * prefill + [Role.DECODE] * (instances - prefill)
+        return [Placement(role=role) for role in roles]
 
     @hookimpl
-    def choose_prefill(
-        self, request: RequestView, instances: Sequence[InstanceView]
+    def scale(self, floor: FloorView) -> Fleet:
+        """All instances, for everybody."""
+        return Fleet(interactive=0, mixed=len(floor.instances), batch=0)
+
+    @hookimpl
+    def prefill(
+        self, request: RequestView, instances: Sequence[InstanceView], costs: Costs
     ) -> PrefillChoice:
         """Alg. 1: the first open group of the model, else a new one where least time waits."""
         for view in instances:
             for index, group in enumerate(view.groups):
                 if group.model == request.model and group.admitted < self.max_group:
                     return PrefillChoice(instance=view.id, group=index)
-        best = min(instances, key=lambda view: (_queued_seconds(view.groups), view.load, view.id))
+        best = min(instances, key=lambda view: (queued_seconds(view, costs), view.load, view.id))
         return PrefillChoice(instance=best.id)
 
     @hookimpl
-    def choose_decode(
-        self, request: RequestView, prefilled_on: InstanceId, instances: Sequence[InstanceView]
-    ) -> InstanceId:
+    def decode(self, request: RequestView, instances: Sequence[InstanceView]) -> InstanceId:
         """Alg. 2: where the model decodes already, else where the fewest batches are."""
         best = min(
             instances,
             key=lambda view: (
-                all(batch.model != request.model for batch in view.batches),
+                all([batch.model != request.model for batch in view.batches]),
                 len(view.batches),
                 view.id,
             ),
@@ -100,48 +115,82 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return best.id
 
     @hookimpl
-    def choose_phase(self, instance: InstanceView) -> Phase:
-        """On a mixed instance: a prompt joins the model that runs at once; prompts of others come
-        between turns, one group's worth at most before the next turn."""
-        if instance.turn is not None:
-            joins = instance.groups[0].model == instance.turn
-            return Phase.PREFILL if joins else Phase.DECODE
+    def admit(self, instance: InstanceView) -> Admitted:
+        """First come, first served; groups of batch work only come last."""
+        groups = instance.groups
+        return sorted(range(len(groups)), key=lambda number: not groups[number].interactive)
+
+    @hookimpl
+    def phase(self, instance: InstanceView) -> Phase:
+        """On a mixed instance: prompts come between turns, one group's worth at most before the
+        next turn."""
         owed = instance.prefills_since_turn >= self.max_group
         return Phase.DECODE if owed else Phase.PREFILL
 
     @hookimpl
-    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
+    def preempt(self, instance: InstanceView) -> float:
+        """A prompt joins the model that runs at once; those of others wait."""
+        groups = instance.groups
+        return 0.0 if groups and groups[0].model == instance.turn else math.inf
+
+    @hookimpl
+    def round(self, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
         """Alg. 2: one turn for each model, with the quotas of Eq. 2-3; shorter while prompts wait
         here, and a single step for the model that the next prompt is for, which costs no switch."""
         batches = [batch for batch in instance.batches if batch.runnable]
-        switching = sum(batch.switch_seconds for batch in batches) if len(batches) > 1 else 0.0
+        switches = [costs.switch_seconds(batch.model) for batch in batches]
+        steps = [
+            costs.step_seconds(batch.model, batch.requests, batch.kv_tokens) for batch in batches
+        ]
         lengths = quotas(
             [batch.slo.tbt_seconds for batch in batches],
-            [batch.step_seconds for batch in batches],
-            switching,
+            steps,
+            sum(switches) if len(batches) > 1 else 0.0,
             self.q_max_seconds,
             self.alpha_floor,
         )
         return [
             PlannedTurn(
-                model=batch.model, quota_seconds=min(length, self._longest(instance, batch))
+                model=batch.model, quota_seconds=min(length, self._longest(instance, batch, step))
             )
-            for batch, length in zip(batches, lengths, strict=True)
+            for batch, length, step in zip(batches, lengths, steps, strict=True)
         ]
 
-    def _longest(self, instance: InstanceView, batch: BatchView) -> float:
+    def _longest(self, instance: InstanceView, batch: BatchView, step_seconds: float) -> float:
         if not instance.groups:
             return self.q_max_seconds
         joins = instance.groups[0].model == batch.model
-        return batch.step_seconds if joins else self.interleave_seconds
+        return step_seconds if joins else self.interleave_seconds
 
     @hookimpl
-    def choose_prefetch(
-        self, instance: InstanceView, upcoming: Sequence[ModelName]
-    ) -> Sequence[ModelName]:
+    def batch(self) -> BatchLimits:
+        """As many as the model allows; prompts whole."""
+        return BatchLimits(requests=UNLIMITED)
+
+    @hookimpl
+    def flow(self) -> Sequence[Migration]:
+        """Nobody: requests stay where they decode."""
+        return []
+
+    @hookimpl
+    def evict(self, victims: Sequence[ModelName]) -> Sequence[ModelName]:
+        """Idle models first, then the one that runs again last."""
+        return victims
+
+    @hookimpl
+    def prefetch(self, upcoming: Sequence[ModelName]) -> Sequence[ModelName]:
         """The very next model (§5.3)."""
         return upcoming[:1]
 
 
-def _queued_seconds(groups: Sequence[GroupView]) -> float:
-    return sum(group.seconds for group in groups)
+def queued_seconds(view: InstanceView, costs: Costs) -> float:
+    """Time that the queued prompts of an instance take, with a switch at each change of model
+    (§4.2)."""
+    seconds, model = 0.0, view.current_model
+    for group in view.groups:
+        if group.model != model and group.model not in view.resident:
+            seconds += costs.switch_seconds(group.model)
+        model = group.model
+        mean = group.tokens // group.waiting
+        seconds += group.waiting * costs.prefill_seconds(group.model, mean)
+    return seconds

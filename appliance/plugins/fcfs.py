@@ -6,6 +6,7 @@ come while no other model waits. Every switch is paid between requests, never wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -14,8 +15,10 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import (
+    FloorView,
     InstanceView,
     Phase,
+    Placement,
     PlannedTurn,
     PrefillChoice,
     RequestView,
@@ -33,13 +36,11 @@ class Fcfs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     busy model could keep everybody waiting for ever."""
 
     @hookimpl
-    def assign_roles(self, instances: int) -> Sequence[Role]:
-        return [Role.MIXED] * instances
+    def place(self, floor: FloorView) -> Sequence[Placement]:
+        return [Placement(role=Role.MIXED)] * len(floor.instances)
 
     @hookimpl
-    def choose_prefill(
-        self, request: RequestView, instances: Sequence[InstanceView]
-    ) -> PrefillChoice:
+    def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:
         """With the waiting requests of its model; else where least is to do, at equal load where
         the model runs already."""
         for view in instances:
@@ -52,27 +53,29 @@ class Fcfs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return PrefillChoice(instance=best.id)
 
     @hookimpl
-    def choose_decode(
-        self, request: RequestView, prefilled_on: InstanceId, instances: Sequence[InstanceView]
-    ) -> InstanceId:
+    def decode(self, prefilled_on: InstanceId, instances: Sequence[InstanceView]) -> InstanceId:
         offered = [view.id for view in instances]
         return prefilled_on if prefilled_on in offered else offered[0]
 
     @hookimpl
-    def choose_phase(self, instance: InstanceView) -> Phase:
+    def phase(self, instance: InstanceView) -> Phase:
         joins = instance.groups[0].model == instance.current_model
         return Phase.PREFILL if joins else Phase.DECODE
 
     @hookimpl
-    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
+    def preempt(self, instance: InstanceView) -> float:
+        """Who is first in line and of the model that runs joins at once."""
+        groups = instance.groups
+        return 0.0 if groups and groups[0].model == instance.turn else math.inf
+
+    @hookimpl
+    def round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
         runnable = [batch.model for batch in instance.batches if batch.runnable]
         current = instance.current_model
         model = current if current in runnable else runnable[0]
         return [PlannedTurn(model=model, quota_seconds=UNTIL_DONE_SECONDS)]
 
     @hookimpl
-    def choose_prefetch(
-        self, instance: InstanceView, upcoming: Sequence[ModelName]
-    ) -> Sequence[ModelName]:
+    def prefetch(self) -> Sequence[ModelName]:
         """Nothing: a swap begins when the last request is done."""
         return []

@@ -1,35 +1,77 @@
-"""How long things take, learnt from what they took: exponentially weighted means per model.
+"""How long things take: a formula for each model, corrected by what was observed.
 
-Deterministic: it changes only with the events it is shown. O(1) per question and per observation.
+Prefill is ``a + b t + c t²`` seconds for t tokens and a decoding step ``a + b kv + c n`` for n
+requests that read kv tokens of KV (Aegaeon App. A.2, Eq. 5 and 6, with the batch term that Eq. 6
+lacks), a switch weight bytes over bandwidth. What a model really takes is smoothed into a factor
+on its formula. Deterministic: it changes only with what it is shown. O(1) per question and per
+observation.
 """
 
 from __future__ import annotations
 
-from appliance.vocabulary import ModelName
+from collections.abc import Iterable, Mapping
+
+from appliance.vocabulary import ModelName, ModelSpec, Word
 
 SMOOTHING = 0.25
 """Weight of the newest observation."""
 
-FIRST_GUESS_STEP_SECONDS = 0.005
-FIRST_GUESS_PREFILL_SECONDS_PER_TOKEN = 0.0005
+
+class StepTimes(Word, frozen=True):
+    """Coefficients of a model on one kind of instance, seconds."""
+
+    prefill_base: float = 0.0
+    prefill_per_token: float = 0.0005
+    prefill_per_token_squared: float = 0.0
+    step_base: float = 0.005
+    step_per_kv_token: float = 0.0
+    step_per_request: float = 0.0
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """A prompt of `tokens` tokens, alone."""
+        squared = self.prefill_per_token_squared * tokens * tokens
+        return self.prefill_base + self.prefill_per_token * tokens + squared
+
+    def step_seconds(self, requests: int, kv_tokens: int) -> float:
+        """One token for each of `requests` requests that have `kv_tokens` tokens in all."""
+        batch = self.step_per_request * requests
+        return self.step_base + self.step_per_kv_token * kv_tokens + batch
+
+
+FIRST_GUESS = StepTimes()
 FIRST_GUESS_LOAD_BYTES_PER_SECOND = 5e9
 
 
 class CostModel:
-    """Estimates in seconds, from the first guesses above until something was observed."""
+    """Estimates in seconds. Implements `appliance.scheduling.questions.Costs`.
 
-    def __init__(self) -> None:
-        self._step: dict[ModelName, float] = {}
-        self._prefill_per_token: dict[ModelName, float] = {}
+    Models without `times` begin with the first guesses above.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[ModelSpec],
+        times: Mapping[ModelName, StepTimes] | None = None,
+        load_bytes_per_second: float = FIRST_GUESS_LOAD_BYTES_PER_SECOND,
+    ) -> None:
+        self._weight_bytes = {model.name: model.weight_bytes for model in models}
+        self._times = dict(times or {})
+        self._load_bytes_per_second = load_bytes_per_second
+        self._step_factor: dict[ModelName, float] = {}
+        self._prefill_factor: dict[ModelName, float] = {}
         self._switch: dict[ModelName, float] = {}
-        self._load_bytes_per_second = FIRST_GUESS_LOAD_BYTES_PER_SECOND
 
-    def observe_turn(self, model: ModelName, steps: int, seconds: float) -> None:
+    def observe_turn(
+        self, model: ModelName, steps: int, seconds: float, requests: int, kv_tokens: int
+    ) -> None:
+        """`steps` steps of `requests` requests with about `kv_tokens` tokens of KV in all."""
         if steps:
-            _smooth(self._step, model, seconds / steps)
+            expected = self._of(model).step_seconds(requests, kv_tokens)
+            _smooth(self._step_factor, model, seconds / steps / expected)
 
     def observe_prefill(self, model: ModelName, tokens: int, seconds: float) -> None:
-        _smooth(self._prefill_per_token, model, seconds / tokens)
+        expected = self._of(model).prefill_seconds(tokens)
+        _smooth(self._prefill_factor, model, seconds / expected)
 
     def observe_load(self, moved_bytes: int, seconds: float) -> None:
         if moved_bytes and seconds > 0:
@@ -37,19 +79,24 @@ class CostModel:
             self._load_bytes_per_second += SMOOTHING * (rate - self._load_bytes_per_second)
 
     def observe_switch(self, model: ModelName, seconds: float) -> None:
-        """All that came between ordering a turn of another model and its first step."""
+        """All that came between ordering a turn of a model that was not there and its first
+        step."""
         _smooth(self._switch, model, seconds)
 
-    def step_seconds(self, model: ModelName) -> float:
-        return self._step.get(model, FIRST_GUESS_STEP_SECONDS)
+    def step_seconds(self, model: ModelName, requests: int = 1, kv_tokens: int = 0) -> float:
+        factor = self._step_factor.get(model, 1.0)
+        return factor * self._of(model).step_seconds(requests, kv_tokens)
 
     def prefill_seconds(self, model: ModelName, tokens: int) -> float:
-        rate = self._prefill_per_token.get(model, FIRST_GUESS_PREFILL_SECONDS_PER_TOKEN)
-        return rate * tokens
+        return self._prefill_factor.get(model, 1.0) * self._of(model).prefill_seconds(tokens)
 
-    def switch_seconds(self, model: ModelName, weight_bytes: int) -> float:
+    def switch_seconds(self, model: ModelName) -> float:
         """As observed; before that, the time its weights take to load."""
-        return self._switch.get(model, weight_bytes / self._load_bytes_per_second)
+        loading = self._weight_bytes[model] / self._load_bytes_per_second
+        return self._switch.get(model, loading)
+
+    def _of(self, model: ModelName) -> StepTimes:
+        return self._times.get(model, FIRST_GUESS)
 
 
 def _smooth(table: dict[ModelName, float], model: ModelName, value: float) -> None:

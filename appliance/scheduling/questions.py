@@ -1,16 +1,18 @@
 """What the machine asks of policies: the frozen views it shows and the form of the answers.
 
-A view is made anew for each question and holds only what a policy may know; no view has the true
-output length. Estimates are seconds from the machine's own cost model.
+A view holds only what a policy may know; no view has the true output length. Views of what did not
+change are the same objects from one question to the next, so a question costs what changed since
+the last one. Times are seconds on the machine's clock; estimates come from `Costs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from appliance.vocabulary import (
+    InstanceClass,
     InstanceId,
     ModelName,
     RequestClass,
@@ -28,8 +30,12 @@ class Phase(StrEnum):
     DECODE = "decode"
 
 
+# --- views ---------------------------------------------------------------------------------------
+
+
 class RequestView(Word, frozen=True):
-    """A request to be placed. `tokens` is its prompt plus what it produced before a loss."""
+    """A request to be placed. `tokens` is its prompt plus what it produced before a loss; it may
+    produce `max_tokens` in all; `arrived` is when it came."""
 
     id: RequestId
     model: ModelName
@@ -37,52 +43,113 @@ class RequestView(Word, frozen=True):
     max_tokens: int
     slo: Slo
     request_class: RequestClass
-    waited_seconds: float
+    arrived: float
+
+    @property
+    def deadline(self) -> float:
+        """When its first token is due."""
+        return self.arrived + self.slo.ttft_seconds
+
+
+class DecodingView(Word, frozen=True):
+    """A request that decodes: `output_tokens` so far, the first of them at `first_token`, the
+    newest at `newest_token`. `here_tokens` of them came since it decodes on this instance."""
+
+    id: RequestId
+    model: ModelName
+    tokens: int
+    output_tokens: int
+    here_tokens: int
+    slo: Slo
+    request_class: RequestClass
+    arrived: float
+    first_token: float
+    newest_token: float
+
+    def tpot_seconds(self) -> float:
+        """Mean time per output token after the first; 0 before the second."""
+        if self.output_tokens < 2:
+            return 0.0
+        return (self.newest_token - self.first_token) / (self.output_tokens - 1)
 
 
 class GroupView(Word, frozen=True):
     """Requests of one model that wait to be prefilled together.
 
     `admitted` counts every request that ever joined (Aegaeon's group size is cumulative),
-    `waiting` those still in it; `seconds` is the estimated prefill time of the latter.
+    `waiting` those still in it, with `tokens` tokens to compute. `arrived` is when the first of
+    them came; `deadline` is when the most urgent is due; `interactive` of them are not batch work.
     """
 
     model: ModelName
     admitted: int
     waiting: int
-    seconds: float
+    tokens: int
+    arrived: float
+    deadline: float
+    interactive: int
 
 
 class BatchView(Word, frozen=True):
     """The requests of one model that decode on an instance.
 
-    `runnable` of its `requests` could run now (the others' KV is on its way). One step of it takes
-    about `step_seconds`; making the model the one that runs takes about `switch_seconds`, whether
-    or not it is in place now; `slo` is the strictest of its requests.
+    `runnable` of its `requests` could run now (the others' KV is on its way); `interactive` are not
+    batch work; `kv_tokens` tokens of KV are read by a step of all. `slo` is the strictest of its
+    requests; `deadline` is when the next token of the most urgent is due, if token k of a request
+    is due at arrival + TTFT + k TBT; `arrived` is when the oldest came.
     """
 
     model: ModelName
     requests: int
     runnable: int
+    interactive: int
+    kv_tokens: int
     slo: Slo
-    step_seconds: float
-    switch_seconds: float
+    deadline: float
+    arrived: float
+
+
+class TurnView(Word, frozen=True):
+    """A turn that is over: `requests` decoded for `seconds`, making `tokens` in `steps` steps.
+    `limit` is the batch limit it ran under, `left_out` requests were kept out by it."""
+
+    model: ModelName
+    requests: int
+    limit: int
+    left_out: int
+    steps: int
+    tokens: int
+    seconds: float
+    tbt_seconds: float
+    """The strictest TBT that was promised to its requests."""
 
 
 class InstanceView(Word, frozen=True):
-    """One instance: what waits, what decodes, what runs.
+    """One instance: what waits, what decodes, what runs, what is in memory.
 
-    `turn` is the model of the turn that is running, if one is. `prefills_since_turn` counts the
-    prompts computed since the last turn began.
+    `models` are those it may serve, None for all. `turn` is the model of the turn that is running,
+    if one is, since `turn_began`; `last_turn` is the one that ended last.
+    `prefills_since_turn` counts the prompts computed since the last turn began. `resident` models
+    have their weights on the device or on the way there; `kv_bytes` of `total_bytes` hold KV that
+    is in use, `free_bytes` nothing that anybody uses.
     """
 
     id: InstanceId
     role: Role
+    instance_class: InstanceClass
+    models: frozenset[ModelName] | None
+    up: bool
     current_model: ModelName | None
     groups: tuple[GroupView, ...]
     batches: tuple[BatchView, ...]
     turn: ModelName | None
+    turn_began: float
+    last_turn: TurnView | None
     prefills_since_turn: int
+    resident: frozenset[ModelName]
+    total_bytes: int
+    free_bytes: int
+    kv_bytes: int
 
     @property
     def load(self) -> int:
@@ -92,11 +159,62 @@ class InstanceView(Word, frozen=True):
         )
 
 
+class ModelView(Word, frozen=True):
+    """One model: its sizes, promises, and what is asked of it.
+
+    `arrivals_per_second` and `tokens_per_second` (prompts, and the room asked for answers) are
+    smoothed; `requests` are live; `last_arrival` is -inf before the first. `kv_bytes_per_token` is
+    0 until an engine was built. `parts` GPUs share its weights.
+    """
+
+    name: ModelName
+    weight_bytes: int
+    kv_bytes_per_token: int
+    slo: Slo
+    pinned: bool
+    parts: int
+    arrivals_per_second: float
+    tokens_per_second: float
+    output_tokens: float
+    """Smoothed mean of the outputs that ended; 0 before the first."""
+    requests: int
+    last_arrival: float
+
+
+class FloorView(Word, frozen=True):
+    """Everything: what placement and scaling look at."""
+
+    instances: tuple[InstanceView, ...]
+    models: tuple[ModelView, ...]
+
+
+class Costs(Protocol):
+    """Estimates, in seconds. All O(1)."""
+
+    def step_seconds(self, model: ModelName, requests: int = 1, kv_tokens: int = 0) -> float:
+        """One decoding step of `requests` requests that read `kv_tokens` tokens of KV."""
+
+    def prefill_seconds(self, model: ModelName, tokens: int) -> float:
+        """Computing a prompt whose model is in place."""
+
+    def switch_seconds(self, model: ModelName) -> float:
+        """Bringing a model in that is not resident."""
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
 class PrefillChoice(Word, frozen=True):
     """Where a request is prefilled: in group number `group` of the instance, or a new last one."""
 
     instance: InstanceId
     group: int | None = None
+
+
+class Refusal(Word, frozen=True):
+    """The request is refused at once: its promise cannot be kept, and why."""
+
+    reason: str
 
 
 class PlannedTurn(Word, frozen=True):
@@ -106,33 +224,97 @@ class PlannedTurn(Word, frozen=True):
     quota_seconds: float
 
 
+class BatchLimits(Word, frozen=True):
+    """At most `requests` requests (above 0) decode together. Prompts of the running model are
+    computed `chunk_tokens` at a time beside the decoding steps; whole and alone if that is 0."""
+
+    requests: int
+    chunk_tokens: int = 0
+
+
+class Migration(Word, frozen=True):
+    """A decoding request goes to another instance."""
+
+    request: RequestId
+    target: InstanceId
+
+
+class Placement(Word, frozen=True):
+    """What an instance is for: its role, and the models it may serve (None for all)."""
+
+    role: Role = Role.MIXED
+    models: frozenset[ModelName] | None = None
+
+
+class Fleet(Word, frozen=True):
+    """How many instances serve interactive work only, both, and batch work only. The rest rest."""
+
+    interactive: int
+    mixed: int
+    batch: int
+
+
+Admitted: TypeAlias = Sequence[int]
+"""Numbers of groups in the order they are served; those left out come after, as they were."""
+
+
 class Policy(Protocol):
     """The questions of the machine. Answers are valid: whoever implements this checked them."""
 
-    def assign_roles(self, instances: int) -> Sequence[Role]:
-        """The role of each instance, in order."""
+    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
+        """What each instance is for, in order."""
 
-    def choose_prefill(
-        self, request: RequestView, instances: Sequence[InstanceView]
-    ) -> PrefillChoice:
-        """Where to prefill a request; `instances` are those whose role allows it."""
+    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet:
+        """How many instances of each class there are to be."""
 
-    def choose_decode(
-        self, request: RequestView, prefilled_on: InstanceId, instances: Sequence[InstanceView]
+    def prefill(
+        self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
+    ) -> PrefillChoice | Refusal:
+        """Where to prefill a request; `instances` are those that may."""
+
+    def decode(
+        self,
+        now: float,
+        request: RequestView,
+        prefilled_on: InstanceId,
+        instances: Sequence[InstanceView],
+        costs: Costs,
     ) -> InstanceId:
-        """Where to decode a prefilled request; `instances` are those whose role allows it."""
+        """Where to decode a prefilled request; `instances` are those that may."""
 
-    def choose_phase(self, instance: InstanceView) -> Phase:
-        """What comes next on an instance that has both prompts and batches waiting.
+    def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
+        """In which order the groups of prompts are served."""
 
-        Asked when the instance is free, and when a request joins its queue during a turn:
-        answering `PREFILL` then preempts the turn.
-        """
+    def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
+        """What comes next on a free instance that has both prompts and batches waiting."""
 
-    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
+    def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
         """The turns of the next round, in order; models with runnable requests, each once."""
 
-    def choose_prefetch(
-        self, instance: InstanceView, upcoming: Sequence[ModelName]
+    def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
+        """Something joined during a turn: how many seconds more the turn may go on at most."""
+
+    def batch(
+        self, now: float, model: ModelName, instance: InstanceView, costs: Costs
+    ) -> BatchLimits:
+        """How a turn of the model is run."""
+
+    def flow(
+        self,
+        now: float,
+        instance: InstanceView,
+        requests: Sequence[DecodingView],
+        others: Sequence[InstanceView],
+        costs: Costs,
+    ) -> Sequence[Migration]:
+        """Which of the requests that decode on an instance go on elsewhere."""
+
+    def evict(
+        self, now: float, instance: InstanceView, victims: Sequence[ModelName], costs: Costs
+    ) -> Sequence[ModelName]:
+        """In which order models lose their place when memory is short."""
+
+    def prefetch(
+        self, now: float, instance: InstanceView, upcoming: Sequence[ModelName], costs: Costs
     ) -> ModelName | None:
         """Which of the models that run next here is brought in beside the running one."""

@@ -8,7 +8,7 @@ soon.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from appliance.scheduling.lifecycle import Engine, KvPlace
@@ -46,7 +46,10 @@ class Residency:
         instances: Mapping[InstanceId, InstanceState],
         requests: Mapping[RequestId, RequestState],
         masters: Masters,
+        rank_victims: Callable[[InstanceState, list[ModelName]], Sequence[ModelName]],
     ) -> None:
+        """`rank_victims` says in which order models lose their place on an instance."""
+        self._rank_victims = rank_victims
         self._instances = instances
         self._requests = requests
         self._masters = masters
@@ -100,7 +103,7 @@ class Residency:
         sooner = set(upcoming[: upcoming.index(target)])
         victims = [
             victim
-            for victim in _victims(instance, {model, target} | sooner)
+            for victim in self._victims(instance, {model, target} | sooner)
             if victim in ledger.weights
         ]
         cold = [m for m in _by_last_use(instance, ledger.cold) if m != model]
@@ -229,12 +232,27 @@ class Residency:
         for name in _by_last_use(instance, ledger.cold):
             if ledger.free_slabs < slabs and name != model:
                 commands.append(_trim(instance, name))
-        for victim in _victims(instance, {model}):
+        if ledger.free_slabs >= slabs:
+            return commands
+        for victim in self._victims(instance, {model}):
             if ledger.free_slabs < slabs and victim in ledger.weights:
                 commands.append(self.evict(instance, victim))
             if ledger.free_slabs < slabs and victim in ledger.kv:
                 commands.append(self.clear_kv(instance, victim))
         return commands
+
+    def _victims(self, instance: InstanceState, spared: set[ModelName]) -> list[ModelName]:
+        """Models that hold slabs, the best to lose first: idle and least recently used, then the
+        one that runs again last; unless the policy has another order. O(models log models)."""
+        ledger = instance.ledger
+        order = {model: index for index, model in enumerate(instance.upcoming())}
+        holders = [m for m in {**ledger.weights, **ledger.kv} if m not in spared]
+        idle = _by_last_use(instance, (m for m in holders if m not in order))
+        wanted = sorted((m for m in holders if m in order), key=lambda m: -order[m])
+        victims = idle + wanted
+        if len(victims) < 2:
+            return victims
+        return list(dict.fromkeys([*self._rank_victims(instance, victims), *victims]))
 
 
 def store(
@@ -256,17 +274,6 @@ def _trim(instance: InstanceState, model: ModelName) -> Command:
     warm = ledger.kv[model] - ledger.cold[model]
     ledger.set_kv(model, warm)
     return TrimKv(instance=instance.id, model=model, kv_slabs=warm)
-
-
-def _victims(instance: InstanceState, spared: set[ModelName]) -> list[ModelName]:
-    """Models that hold slabs, the best to lose first: idle and least recently used, then the one
-    that runs again last. O(models log models)."""
-    ledger = instance.ledger
-    order = {model: index for index, model in enumerate(instance.upcoming())}
-    holders = [m for m in {**ledger.weights, **ledger.kv} if m not in spared]
-    idle = _by_last_use(instance, (m for m in holders if m not in order))
-    wanted = sorted((m for m in holders if m in order), key=lambda m: -order[m])
-    return idle + wanted
 
 
 def _by_last_use(instance: InstanceState, models: Iterable[ModelName]) -> list[ModelName]:

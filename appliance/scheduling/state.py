@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,8 +17,37 @@ from appliance.scheduling.lifecycle import (
     Stage,
     move,
 )
-from appliance.scheduling.questions import PlannedTurn
-from appliance.vocabulary import InstanceId, KvShape, ModelName, RequestId, RequestSpec
+from appliance.scheduling.questions import (
+    BatchView,
+    Costs,
+    GroupView,
+    InstanceView,
+    Placement,
+    PlannedTurn,
+    Policy,
+    TurnView,
+)
+from appliance.vocabulary import (
+    Command,
+    InstanceClass,
+    InstanceId,
+    KvShape,
+    ModelName,
+    RequestClass,
+    RequestId,
+    RequestSpec,
+)
+
+
+@dataclass(slots=True)
+class Desk:
+    """What the machine's rooms share: the time of the event, who answers, what goes out."""
+
+    policy: Policy
+    costs: Costs
+    now: float = 0.0
+    out: list[Command] = field(default_factory=list)
+    """The commands that follow from the event, in order."""
 
 
 @dataclass(slots=True)
@@ -37,8 +67,14 @@ class RequestState:
     host_offsets: tuple[int, ...] = ()
     """Its reservation in the host tier: room for its KV at full length."""
     generated: int = 0
+    batch: Batch | None = None
+    """The batch it decodes in, if it does."""
     ran: float = 0.0
     """When its last turn began."""
+    placed: int = 0
+    """How many tokens it had when it came to decode where it does."""
+    first_token: float = 0.0
+    newest_token: float = 0.0
     losses: int = 0
     """Workers that died computing it since it last got a token."""
 
@@ -69,12 +105,43 @@ class RequestState:
         """Whether a turn could take it now."""
         return self.stage is Stage.READY and self.kv in (KvPlace.DEVICE, KvPlace.HOST)
 
+    @property
+    def next_due(self) -> float:
+        """When its next token is due: token k at arrival + TTFT + k TBT."""
+        slo = self.spec.slo
+        return self.arrived + slo.ttft_seconds + self.generated * slo.tbt_seconds
+
+    @property
+    def interactive(self) -> bool:
+        return self.spec.request_class is RequestClass.INTERACTIVE
+
+    @property
+    def movable(self) -> bool:
+        """Whether it could go on decoding on another instance."""
+        return self.stage is Stage.READY and self.kv is KvPlace.DEVICE
+
     def to_stage(self, target: Stage) -> None:
         self.stage = move(STAGES, self.stage, target, self.id)
+        self.changed()
 
     def to_kv(self, target: KvPlace, instance: InstanceId | None) -> None:
         self.kv = move(KV_PLACES, self.kv, target, self.id)
         self.kv_instance = instance
+        self.changed()
+
+    def produced(self, tokens: int, now: float) -> None:
+        """It came nearer to its end."""
+        if not self.generated:
+            self.first_token = now
+        self.generated += tokens
+        self.losses = 0
+        self.progressed = self.newest_token = now
+        self.changed()
+
+    def changed(self) -> None:
+        """What was shown of it is no longer true."""
+        if self.batch is not None:
+            self.batch.changed()
 
 
 @dataclass(slots=True)
@@ -82,12 +149,32 @@ class Group:
     """Requests of one model prefilled back to back (Aegaeon Alg. 1)."""
 
     model: ModelName
-    members: deque[RequestId] = field(default_factory=deque)
+    members: dict[RequestId, None] = field(default_factory=dict)
     admitted: int = 0
+    view: GroupView | None = None
+    """What is shown of it, while that is true."""
 
     def join(self, request: RequestId) -> None:
-        self.members.append(request)
+        self.members[request] = None
         self.admitted += 1
+        self.view = None
+
+    @property
+    def first(self) -> RequestId:
+        return next(iter(self.members))
+
+
+@dataclass(slots=True)
+class Batch:
+    """Requests of one model that decode on an instance."""
+
+    home: InstanceState
+    members: dict[RequestId, None] = field(default_factory=dict)
+    view: BatchView | None = None
+    """What is shown of it, while that is true."""
+
+    def changed(self) -> None:
+        self.view = self.home.view = None
 
 
 @dataclass(slots=True)
@@ -145,10 +232,26 @@ class TurnJob:
     model: ModelName
     turn: int
     requests: tuple[RequestId, ...]
+    prompts: tuple[RequestId, ...]
+    """Requests whose prompts are computed beside the steps."""
     ordered: float
     switches: bool
     """Whether another model ran before."""
+    cold: bool
+    """Whether its weights were not in place, or not on their way."""
+    limit: int
+    left_out: int
+    """Requests that the batch limit kept out."""
+    kv_tokens: int
+    """Tokens of KV its requests had when it was ordered."""
+    quota_seconds: float
+    tokens: int = 0
+    """Made so far."""
+    cut_at: float = math.inf
+    """When it is to be ended."""
     preempting: bool = False
+    resume_seconds: float = 0.0
+    """The quota, if the turn is ended only to take in more of its model: the rest is run then."""
 
 
 @dataclass(slots=True)
@@ -157,10 +260,12 @@ class InstanceState:
 
     id: InstanceId
     engines: dict[ModelName, EngineState]
+    placement: Placement = field(default_factory=Placement)
+    instance_class: InstanceClass = InstanceClass.MIXED
     up: bool = False
     ledger: DeviceLedger = field(default_factory=lambda: DeviceLedger(0))
     groups: list[Group] = field(default_factory=list)
-    batches: dict[ModelName, dict[RequestId, None]] = field(default_factory=dict)
+    batches: dict[ModelName, Batch] = field(default_factory=dict)
     work: deque[PlannedTurn] = field(default_factory=deque)
     job: BuildJob | PrefillJob | TurnJob | None = None
     current_model: ModelName | None = None
@@ -168,6 +273,9 @@ class InstanceState:
     """The requests that the last turn left unfinished."""
     prefills_since_turn: int = 0
     turns: int = 0
+    last_turn: TurnView | None = None
+    view: InstanceView | None = None
+    """What is shown of it, while that is true."""
 
     def restart(self, models: Iterable[ModelName], slabs: int) -> None:
         """Nothing is on the device, nothing is built; the queues are kept."""
@@ -178,20 +286,45 @@ class InstanceState:
         self.current_model = None
         self.suspended = ()
         self.prefills_since_turn = 0
+        self.last_turn = None
+        self.view = None
+
+    def may_serve(self, model: ModelName) -> bool:
+        return self.placement.models is None or model in self.placement.models
+
+    def queue(self, request: RequestState, group: int | None) -> None:
+        """Take a request to prefill: into a group, or a new last one."""
+        if group is None:
+            self.groups.append(Group(request.model))
+        self.groups[-1 if group is None else group].join(request.id)
+        self.view = None
 
     def leave(self, request: RequestState) -> None:
-        """Take a request out of the queue and the batch it is in."""
+        """Take a request out of the queue or the batch it is in. O(groups) if it is queued."""
+        self.view = None
+        batch = request.batch
+        if batch is not None:
+            del batch.members[request.id]
+            batch.view = request.batch = None
+            if not batch.members:
+                del self.batches[request.model]
+            return
         for group in self.groups:
-            if group.model == request.model and request.id in group.members:
-                group.members.remove(request.id)
-        self.groups = [group for group in self.groups if group.members]
-        batch = self.batches.get(request.model, {})
-        batch.pop(request.id, None)
-        if not batch:
-            self.batches.pop(request.model, None)
+            if request.id in group.members:
+                del group.members[request.id]
+                group.view = None
+                if not group.members:
+                    self.groups.remove(group)
+                return
 
     def join_batch(self, request: RequestState) -> None:
-        self.batches.setdefault(request.model, {})[request.id] = None
+        batch = self.batches.get(request.model)
+        if batch is None:
+            batch = self.batches[request.model] = Batch(self)
+        batch.members[request.id] = None
+        request.batch = batch
+        request.placed = request.generated
+        batch.changed()
 
     def upcoming(self) -> list[ModelName]:
         """Models in the order they will run next, as far as is known; each once."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from appliance.memory.ledger import HostLedger
-from appliance.policies import load_stack
+from appliance.plugins.aegaeon import Aegaeon
+from appliance.policies import PolicyStack, load_stack
 from appliance.scheduling.machine import Machine
+from appliance.scheduling.questions import InstanceView, Policy
 from appliance.vocabulary import (
     Command,
     Event,
@@ -19,8 +21,10 @@ from appliance.vocabulary import (
     Reject,
     RequestArrived,
     RequestCancelled,
+    RequestClass,
     RequestSpec,
     Slo,
+    Ticked,
 )
 from tests.unit.instance_double import InstanceDouble, Life, ModelDouble, World
 
@@ -37,6 +41,46 @@ def shape(group_blocks: int = 4, group_slabs: int = 2, block_bytes: int = 300) -
         group_blocks=group_blocks,
         group_slabs=group_slabs,
     )
+
+
+class Watchful:
+    """Passes questions on, after a look at every view: it has to be what a fresh one would be."""
+
+    def __init__(self, double: FloorDouble, stack: PolicyStack) -> None:
+        self._double = double
+        self.stack = stack
+
+    def __getattr__(self, hook: str) -> Callable[..., object]:
+        def ask(*arguments: object) -> object:
+            for argument in arguments:
+                views = argument if isinstance(argument, list) else [argument]
+                for view in views:
+                    if isinstance(view, InstanceView):
+                        assert view == fresh_view(self._double.machine, view.id), hook
+            return getattr(self.stack, hook)(*arguments)
+
+        return ask
+
+
+def fresh_view(machine: Machine, number: int) -> InstanceView:
+    """The view of an instance, made of nothing that was shown before."""
+    instance = machine.instances[number]
+    parts = [*instance.groups, *instance.batches.values(), instance]
+    shown = [part.view for part in parts]
+    for part in parts:
+        part.view = None
+    view = machine.floor.view(instance)
+    for part, old in zip(parts, shown, strict=True):
+        part.view = old  # type: ignore[assignment]
+    return view
+
+
+def policy_stack(use: Sequence[str], stranger: object | None) -> PolicyStack:
+    """The installed policies of these names, behind a stranger if there is one."""
+    stack = load_stack(use, {})
+    if stranger is None:
+        return stack
+    return PolicyStack({"stranger": stranger, "built-in": Aegaeon()})
 
 
 class FloorDouble:
@@ -58,7 +102,9 @@ class FloorDouble:
         max_context: int = 256,
         max_batch: int = 64,
         use: Sequence[str] | None = None,
+        stranger: object | None = None,
     ) -> None:
+        """`stranger` is a policy that is asked before the installed ones."""
         self.world = World(models, slab_bytes=SLAB)
         self.slabs = slabs
         self.machine = Machine(
@@ -75,7 +121,7 @@ class FloorDouble:
             ],
             instances,
             HostLedger(host_slabs * SLAB, SLAB, kv_floor_slabs),
-            load_stack(use or [policy], {}),
+            cast(Policy, Watchful(self, policy_stack(use or [policy], stranger))),
         )
         self.now = 0.0
         self.journal: list[tuple[float, Event, list[Command]]] = []
@@ -83,10 +129,26 @@ class FloorDouble:
 
     def tell(self, event: Event) -> list[Command]:
         """One event into the machine; its commands reach the instances and the requests."""
+        deadline = self.machine.next_deadline()
         self.now += 0.001
+        if deadline is not None and deadline <= self.now and not isinstance(event, Ticked):
+            self.tell(Ticked())
+            self.now += 0.001
         commands = self.machine.handle(event, self.now)
         self.journal.append((self.now, event, commands))
         self.machine.check_integrity()
+        self.carry_out(commands)
+        return commands
+
+    def set_policy(self, use: Sequence[str], stranger: object | None = None) -> None:
+        """Another stack answers from now on."""
+        policy = cast(Policy, Watchful(self, policy_stack(use, stranger)))
+        self.now += 0.001
+        commands = self.machine.set_policy(policy, self.now)
+        self.machine.check_integrity()
+        self.carry_out(commands)
+
+    def carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Finish | Reject):
                 life = self.world.lives[command.request]
@@ -94,7 +156,6 @@ class FloorDouble:
                 life.outcome = command.reason if isinstance(command, Finish) else command.code
             elif command.instance in self.up:
                 self.up[command.instance].order(command)
-        return commands
 
     def start(self, *instances: int) -> None:
         for number in instances or self.machine.instances:
@@ -106,12 +167,26 @@ class FloorDouble:
         self.tell(InstanceLost(instance=number))
 
     def ask(
-        self, name: str, model: str, *, prompt: int = 20, output: int = 5, limit: int | None = None
+        self,
+        name: str,
+        model: str,
+        *,
+        prompt: int = 20,
+        output: int = 5,
+        limit: int | None = None,
+        kind: RequestClass = RequestClass.INTERACTIVE,
     ) -> Life:
         """A request arrives that will produce `output` tokens."""
         limit = output if limit is None else limit
         life = self.world.lives[name] = Life(model, prompt, output, limit)
-        spec = RequestSpec(id=name, model=model, prompt_tokens=prompt, max_tokens=limit, slo=SLO)
+        spec = RequestSpec(
+            id=name,
+            model=model,
+            prompt_tokens=prompt,
+            max_tokens=limit,
+            slo=SLO,
+            request_class=kind,
+        )
         self.tell(RequestArrived(request=spec))
         return life
 

@@ -229,6 +229,15 @@ class InstanceDouble:
                 return self._join(command.model) + self._prefill(command)
             case RunTurn():
                 events = self._join(command.model)
+                for prompt in command.prompts:
+                    events += self._prefill(
+                        RunPrefill(
+                            instance=self.number,
+                            model=command.model,
+                            request=prompt,
+                            kv_slabs=command.kv_slabs,
+                        )
+                    )
                 if not self.engines[command.model].loaded:
                     assert command.model in self.world.unreadable, "a turn without weights"
                     return [*events, self._end_turn(command, TurnEnd.DRAINED)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.scheduling.lifecycle import Engine
-from appliance.scheduling.state import Group
+from appliance.scheduling.state import RequestState
 from appliance.vocabulary import (
     BuildModel,
     Direction,
@@ -13,11 +13,12 @@ from appliance.vocabulary import (
     ModelLoaded,
     MoveKv,
     PrefetchModel,
+    RequestSpec,
     RunPrefill,
     RunTurn,
     TrimKv,
 )
-from tests.unit.floor_double import FloorDouble, shape
+from tests.unit.floor_double import SLO, FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 
 
@@ -296,7 +297,12 @@ def test_a_prefetch_takes_cold_cache() -> None:
     instance = floor.machine.instances[0]
     instance.ledger.set_kv("d", 2, 2)
     assert instance.ledger.cold == {"c": 8, "d": 2}
-    instance.groups.append(Group("b"))
+    floor.machine.requests["b1"] = RequestState(
+        spec=RequestSpec(id="b1", model="b", prompt_tokens=1, max_tokens=1, slo=SLO),
+        arrived=0.0,
+        progressed=0.0,
+    )
+    instance.queue(floor.machine.requests["b1"], None)
 
     trim, prefetch = floor.machine.residency.prefetch(instance, "a", "b")
 

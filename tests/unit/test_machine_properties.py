@@ -15,11 +15,13 @@ from hypothesis.stateful import (
 )
 
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
-from appliance.vocabulary import RunTurn, TurnEnded
+from appliance.vocabulary import RequestClass, RunTurn, Ticked, TurnEnded
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
+from tests.unit.whimsical import Whimsical
 
 POLICIES = ["fcfs", "aegaeon"]
+WHIMSICAL = "whimsical"
 
 
 def models(count: int) -> dict[str, ModelDouble]:
@@ -36,7 +38,8 @@ class BusyFloor(RuleBasedStateMachine):
     """Anything may happen at any time; books balance, promises hold, and in the end all end."""
 
     @initialize(
-        policy=st.sampled_from(POLICIES),
+        policy=st.sampled_from([*POLICIES, WHIMSICAL]),
+        seed=st.integers(0, 2**32),
         instances=st.integers(1, 3),
         count=st.integers(1, 5),
         host_slabs=st.sampled_from([36, 44, 60, 160]),
@@ -49,6 +52,7 @@ class BusyFloor(RuleBasedStateMachine):
     def open(
         self,
         policy: str,
+        seed: int,
         instances: int,
         count: int,
         host_slabs: int,
@@ -60,7 +64,8 @@ class BusyFloor(RuleBasedStateMachine):
     ) -> None:
         self.floor = FloorDouble(
             models(count),
-            policy=policy,
+            policy="aegaeon" if policy == WHIMSICAL else policy,
+            stranger=Whimsical(seed) if policy == WHIMSICAL else None,
             instances=instances,
             slabs=24,
             host_slabs=host_slabs,
@@ -82,12 +87,29 @@ class BusyFloor(RuleBasedStateMachine):
             instance.caching = self.caching
             instance.steps_per_turn = self.steps
 
-    @rule(data=st.data(), prompt=st.integers(1, 120), output=st.integers(1, 60))
-    def ask(self, data: st.DataObject, prompt: int, output: int) -> None:
+    @rule(
+        data=st.data(),
+        prompt=st.integers(1, 120),
+        output=st.integers(1, 60),
+        kind=st.sampled_from(RequestClass),
+    )
+    def ask(self, data: st.DataObject, prompt: int, output: int, kind: RequestClass) -> None:
         model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
         limit = data.draw(st.integers(output, 100))
-        self.floor.ask(f"r{self.asked}", model, prompt=prompt, output=output, limit=limit)
+        name = f"r{self.asked}"
+        self.floor.ask(name, model, prompt=prompt, output=output, limit=limit, kind=kind)
         self.asked += 1
+
+    @rule(seconds=st.sampled_from([0.002, 1.5]))
+    def wait(self, seconds: float) -> None:
+        """Time passes; whoever asked to be woken is."""
+        self.floor.now += seconds
+        self.floor.tell(Ticked())
+
+    @rule(policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32), whim=st.booleans())
+    def change_policy(self, policy: str, seed: int, whim: bool) -> None:
+        """Another stack answers from now on."""
+        self.floor.set_policy([policy], Whimsical(seed) if whim else None)
 
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 30))
     def work(self, number: int, pieces: int) -> None:

@@ -212,13 +212,16 @@ def test_the_longest_wait_is_known() -> None:
     assert floor.machine.oldest_progress() == pytest.approx(asked)
 
 
-def test_nothing_waits_for_the_clock() -> None:
-    """Time alone changes nothing, whatever is going on."""
+def test_only_work_waits_for_the_clock() -> None:
+    """Places are thought over every second while there are requests, and not without."""
     floor = built("aegaeon")
-    floor.ask("a1", "a", output=40)
-    until_turn(floor)
-
     assert floor.machine.next_deadline() is None
+
+    floor.ask("a1", "a", output=40)
+
+    deadline = floor.machine.next_deadline()
+    assert deadline is not None
+    assert floor.now - 1.0 < deadline <= floor.now + 1.0
 
 
 def test_a_planned_turn_without_requests_is_skipped() -> None:

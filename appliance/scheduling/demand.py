@@ -1,0 +1,58 @@
+"""What is asked of each model lately: smoothed rates of arrivals and tokens, lengths of outputs.
+
+A rate decays as ``exp(-t / WINDOW_SECONDS)`` and each arrival adds its share, so it needs no list
+of arrivals: O(1) per arrival and per question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from appliance.vocabulary import ModelName, RequestSpec
+
+WINDOW_SECONDS = 30.0
+"""Prism smooths over as much."""
+
+OUTPUT_SMOOTHING = 0.1
+
+
+@dataclass(slots=True)
+class Demand:
+    """One model's. Rates are as of `updated`."""
+
+    arrivals_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    output_tokens: float = 0.0
+    updated: float = -math.inf
+    requests: int = 0
+    """Live ones."""
+
+    def decay(self, now: float) -> float:
+        """What is left now of the rates as of `updated`."""
+        return math.exp((self.updated - now) / WINDOW_SECONDS)
+
+
+class Demands:
+    """Every model's demand."""
+
+    def __init__(self, models: Iterable[ModelName]) -> None:
+        self.of = {model: Demand() for model in models}
+
+    def arrived(self, request: RequestSpec, now: float) -> None:
+        demand = self.of[request.model]
+        kept = demand.decay(now)
+        tokens = request.prompt_tokens + (demand.output_tokens or request.max_tokens)
+        demand.arrivals_per_second = demand.arrivals_per_second * kept + 1 / WINDOW_SECONDS
+        demand.tokens_per_second = demand.tokens_per_second * kept + tokens / WINDOW_SECONDS
+        demand.updated = now
+        demand.requests += 1
+
+    def ended(self, model: ModelName, output_tokens: int) -> None:
+        """A request of the model is over, after so many tokens."""
+        demand = self.of[model]
+        demand.requests -= 1
+        if output_tokens:
+            known = demand.output_tokens or output_tokens
+            demand.output_tokens = known + OUTPUT_SMOOTHING * (output_tokens - known)

@@ -1,0 +1,397 @@
+"""What a free instance does next: a prompt, a turn of decoding, or an engine to build.
+
+An instance has at most one *job* out. What prepares it (evictions, swaps, loads) is ordered right
+before it, and a worker works in order, so when a job's end is reported everything ordered before it
+is done and the instance's ledger is exact again. Only a prefetch goes on beside a job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from appliance.memory.ledger import HostLedger
+from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
+from appliance.scheduling.placement import Floor
+from appliance.scheduling.questions import BatchLimits, Phase, PlannedTurn
+from appliance.scheduling.residency import Residency
+from appliance.scheduling.state import (
+    BuildJob,
+    Desk,
+    InstanceState,
+    PrefillJob,
+    RequestState,
+    TurnJob,
+)
+from appliance.vocabulary import (
+    BuildModel,
+    Command,
+    EvictModel,
+    KvShape,
+    ModelName,
+    ModelSpec,
+    Preempt,
+    RequestId,
+    RunPrefill,
+    RunTurn,
+)
+
+
+class Foreman:
+    """Gives instances their jobs.
+
+    Whoever is to be prefilled first gets room in the host tier for its KV at full length, in the
+    order of asking (`host_queue`): then a swap outwards can never fail, and any single request can
+    always be brought to its end by swapping out everything else.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        models: Mapping[ModelName, ModelSpec],
+        requests: Mapping[RequestId, RequestState],
+        floor: Floor,
+        residency: Residency,
+        host: HostLedger,
+        failed: Collection[ModelName],
+        reject: Callable[[RequestState, str, str], None],
+    ) -> None:
+        """`reject` ends a request that can never be served, with a code and a message; models in
+        `failed` are not built."""
+        self.host_queue: dict[RequestId, None] = {}
+        """Requests that wait for room in the host tier, the longest waiting first."""
+        self.preemptions: dict[ModelName, int] = dict.fromkeys(models, 0)
+        """Requests that had to stop in mid-generation for another model or a prompt."""
+        self._desk = desk
+        self._models = models
+        self._requests = requests
+        self._floor = floor
+        self._residency = residency
+        self._host = host
+        self._failed = failed
+        self._reject = reject
+
+    def advance(self, instance: InstanceState) -> bool:
+        """Give a free instance its next job. True if a request was rejected meanwhile: others may
+        have room now."""
+        if not instance.up or instance.job is not None:
+            return False
+        self._rejected = False
+        ordered = len(self._desk.out)
+        if not instance.groups:
+            started = self._start_turn(instance)
+        else:
+            self._order_groups(instance)
+            if not self._has_runnable(instance):
+                started = self._start_prefill(instance)
+            elif self._phase(instance) is Phase.PREFILL:
+                started = self._start_prefill(instance) or self._start_turn(instance)
+            else:
+                started = self._start_turn(instance)
+        if not started:
+            self._build_next(instance)
+        if len(self._desk.out) > ordered:
+            instance.view = None
+        return self._rejected
+
+    def joined(self, instance: InstanceState, model: ModelName) -> None:
+        """Work for the model joined the instance: if a turn runs, ask how long it may go on. One
+        that is ended for more of its own model goes on with it for the rest of its quota."""
+        turn = instance.job
+        if not isinstance(turn, TurnJob) or turn.preempting or self.host_queue:
+            return
+        desk = self._desk
+        more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
+        turn.cut_at = min(turn.cut_at, desk.now + more)
+        if more <= 0 and model == turn.model:
+            turn.resume_seconds = turn.quota_seconds
+        self.cut(instance)
+
+    def cut(self, instance: InstanceState) -> None:
+        """End the turn if its time is over."""
+        turn = instance.job
+        if isinstance(turn, TurnJob) and not turn.preempting and turn.cut_at <= self._desk.now:
+            turn.preempting = True
+            self._desk.out.append(Preempt(instance=instance.id, turn=turn.turn))
+
+    def next_cut(self) -> float:
+        """When the next turn is to be ended; infinity if none is."""
+        jobs = (instance.job for instance in self._floor.instances.values())
+        turns = (job for job in jobs if isinstance(job, TurnJob) and not job.preempting)
+        return min((turn.cut_at for turn in turns), default=math.inf)
+
+    def give_up_host(self, request: RequestState) -> None:
+        """A request that has to be prefilled (again) queues for the host tier like any other: only
+        requests that can run hold places there, so some always come free."""
+        self._host.give_blocks(request.host_offsets)
+        request.host_offsets = ()
+
+    # --- what comes next -------------------------------------------------------------------------
+
+    def _phase(self, instance: InstanceState) -> Phase:
+        desk = self._desk
+        return desk.policy.phase(desk.now, self._floor.view(instance), desk.costs)
+
+    def _order_groups(self, instance: InstanceState) -> None:
+        """Put the groups in the order in which they are served."""
+        if len(instance.groups) < 2:
+            return
+        desk = self._desk
+        order = desk.policy.admit(desk.now, self._floor.view(instance), desk.costs)
+        if order != range(len(instance.groups)):
+            numbers = dict.fromkeys([*order, *range(len(instance.groups))])
+            instance.groups = [instance.groups[number] for number in numbers]
+            instance.view = None
+
+    def _has_runnable(self, instance: InstanceState) -> bool:
+        return any([self._runnable(instance, model) for model in instance.batches])
+
+    def _runnable(self, instance: InstanceState, model: ModelName) -> list[RequestState]:
+        batch = instance.batches.get(model)
+        if batch is None:
+            return []
+        members = [self._requests[name] for name in batch.members]
+        return [request for request in members if request.runnable]
+
+    def _limits(self, instance: InstanceState, model: ModelName) -> BatchLimits:
+        desk = self._desk
+        return desk.policy.batch(desk.now, model, self._floor.view(instance), desk.costs)
+
+    # --- engines ---------------------------------------------------------------------------------
+
+    def _build_next(self, instance: InstanceState) -> None:
+        """Build the engine expected to be needed first: of a waiting model, else in the order of
+        the catalogue."""
+        upcoming = instance.upcoming()
+        others = [model for model in self._models if instance.may_serve(model)]
+        for model in dict.fromkeys([*upcoming, *others]):
+            if instance.engines[model].stage is Engine.ABSENT and model not in self._failed:
+                self._build(instance, model)
+                return
+
+    def _build(self, instance: InstanceState, model: ModelName) -> None:
+        instance.engines[model].to_stage(Engine.BUILDING, model)
+        instance.job = BuildJob(model)
+        self._desk.out.append(BuildModel(instance=instance.id, model=model))
+
+    # --- prompts ---------------------------------------------------------------------------------
+
+    def _start_prefill(self, instance: InstanceState) -> bool:
+        """Prefill the request that is first in line; False if it has to wait."""
+        request = self._first_in_line(instance)
+        model = request.model
+        if not instance.engines[model].built:
+            self._build(instance, model)
+            return True
+        if not self._reserve_host(request, instance.engines[model].shape):
+            return False
+        limits = self._limits(instance, model)
+        if limits.chunk_tokens and self._runnable(instance, model):
+            step = self._desk.costs.step_seconds(model)
+            return self._run_turn(instance, PlannedTurn(model=model, quota_seconds=step), request)
+        self._run_prefill(instance, request)
+        return True
+
+    def _run_prefill(self, instance: InstanceState, request: RequestState) -> None:
+        """The prompt alone, whole."""
+        model, engine = request.model, instance.engines[request.model]
+        blocks = engine.shape.blocks(request.tokens)
+        if not self._residency.fits(instance, model, blocks):
+            self._desk.out.append(self._residency.clear_kv(instance, model))
+        job = PrefillJob(model, request.id, warm=engine.stage is Engine.LOADED)
+        grant = self._residency.grant(instance, model, blocks, 0, self._desk.now)
+        self._take_prompt(instance, request)
+        self._begin(instance, job, grant.commands)
+        self._desk.out.append(
+            RunPrefill(
+                instance=instance.id, model=model, request=request.id, kv_slabs=grant.kv_slabs
+            )
+        )
+
+    def _take_prompt(self, instance: InstanceState, request: RequestState) -> None:
+        """The request leaves the queue: it is computed now."""
+        instance.leave(request)
+        request.to_stage(Stage.PREFILLING)
+        request.kv_instance = instance.id
+        instance.engines[request.model].residents[request.id] = None
+        instance.prefills_since_turn += 1
+
+    def _first_in_line(self, instance: InstanceState) -> RequestState:
+        """The first request of the first group; but who has waited longest for the host tier goes
+        before anybody else here, or those who got in front of it since would block each other."""
+        longest = next(iter(self.host_queue), None)
+        if longest is not None and self._requests[longest].instance == instance.id:
+            return self._requests[longest]
+        return self._requests[instance.groups[0].first]
+
+    def _reserve_host(self, request: RequestState, shape: KvShape) -> bool:
+        """Room in the host tier for the request's KV at full length. Who asked first gets it first.
+
+        False if there is none now. If nobody holds any and there is still too little, there never
+        will be enough: the request is rejected.
+        """
+        self.host_queue.setdefault(request.id)
+        if next(iter(self.host_queue)) != request.id:
+            return False
+        blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
+        offsets = self._host.take_blocks(shape.block_bytes, blocks)
+        if offsets is None:
+            if not self._host.kv_slabs:
+                message = f"its KV at full length ({blocks} blocks) exceeds the host cache"
+                self._reject(request, "kv_too_large", message)
+                self._rejected = True
+            return False
+        del self.host_queue[request.id]
+        request.host_offsets = offsets
+        return True
+
+    # --- turns -----------------------------------------------------------------------------------
+
+    def _start_turn(self, instance: InstanceState) -> bool:
+        """Run the next turn of the round, or of a new round; False if nothing can run."""
+        if not self._has_runnable(instance):
+            return False
+        planned = self._next_turn(instance)
+        if not instance.engines[planned.model].built:
+            self._build(instance, planned.model)
+            return True
+        return self._run_turn(instance, planned, None)
+
+    def _run_turn(
+        self, instance: InstanceState, planned: PlannedTurn, prompt: RequestState | None
+    ) -> bool:
+        """A turn of the model, with a prompt beside it if one is given and both fit."""
+        desk, model = self._desk, planned.model
+        engine = instance.engines[model]
+        limits = self._limits(instance, model)
+        limit = min(self._models[model].max_batch, limits.requests)
+        blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
+        batch, blocks, left_out = self._select(instance, model, limit, blocks)
+        if not batch:
+            if prompt is not None:
+                self._run_prefill(instance, prompt)
+                return True
+            desk.out.append(self._residency.clear_kv(instance, model))
+            return True
+        kv_tokens = sum([request.tokens for request in batch])
+        step = desk.costs.step_seconds(model, len(batch), kv_tokens)
+        horizon = int(planned.quota_seconds / step)
+        wish = sum(
+            engine.shape.blocks(request.tokens + min(request.remaining_tokens, horizon))
+            - engine.shape.blocks(request.tokens)
+            for request in batch
+        )
+        cold = not engine.on_device
+        grant = self._residency.grant(instance, model, blocks, wish, desk.now)
+        instance.turns += 1
+        instance.prefills_since_turn = 0
+        names = tuple([request.id for request in batch])
+        prompts = () if prompt is None else (prompt.id,)
+        if prompt is not None:
+            self._take_prompt(instance, prompt)
+        job = TurnJob(
+            model=model,
+            turn=instance.turns,
+            requests=names,
+            prompts=prompts,
+            ordered=desk.now,
+            switches=model != instance.current_model,
+            cold=cold,
+            limit=limit,
+            left_out=left_out,
+            kv_tokens=kv_tokens,
+            quota_seconds=planned.quota_seconds,
+        )
+        self._begin(instance, job, grant.commands)
+        arriving = [request for request in batch if request.kv is KvPlace.HOST]
+        if arriving:
+            desk.out.append(self._residency.swap_in(instance, model, arriving, grant.kv_slabs))
+        for request in batch:
+            request.to_stage(Stage.RUNNING)
+            request.ran = desk.now
+        desk.out.append(
+            RunTurn(
+                instance=instance.id,
+                model=model,
+                turn=instance.turns,
+                requests=names,
+                quota_seconds=planned.quota_seconds,
+                kv_slabs=grant.kv_slabs,
+                prompts=prompts,
+                chunk_tokens=limits.chunk_tokens if prompts else 0,
+            )
+        )
+        return True
+
+    def _next_turn(self, instance: InstanceState) -> PlannedTurn:
+        """The next turn with something to run; a round is planned when the last one is over."""
+        desk = self._desk
+        while True:
+            while instance.work:
+                turn = instance.work.popleft()
+                if self._runnable(instance, turn.model):
+                    return turn
+            view = self._floor.view(instance)
+            instance.work.extend(desk.policy.round(desk.now, view, desk.costs))
+
+    def _select(
+        self, instance: InstanceState, model: ModelName, limit: int, blocks: int
+    ) -> tuple[list[RequestState], int, int]:
+        """The requests of the next turn, the blocks they and `blocks` others need more, and how
+        many the limit keeps out: interactive ones first, then those that ran longest ago, as many
+        as fit beside the KV that is already there."""
+        shape = instance.engines[model].shape
+        order = sorted(
+            self._runnable(instance, model),
+            key=lambda r: (not r.interactive, r.ran, r.arrived, r.id),
+        )
+        batch: list[RequestState] = []
+        for request in order[:limit]:
+            held = shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0
+            more = blocks + shape.blocks(request.tokens) - held
+            if not self._residency.fits(instance, model, more):
+                break
+            batch.append(request)
+            blocks = more
+        return batch, blocks, len(order[limit:])
+
+    # --- both ------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        instance: InstanceState,
+        job: PrefillJob | TurnJob,
+        preparation: Sequence[Command],
+    ) -> None:
+        """A job is out: order what prepares it, and a prefetch to go on beside it."""
+        if not isinstance(job, TurnJob) or job.switches:
+            for name in instance.suspended:
+                if name in self._requests:
+                    self.preemptions[self._requests[name].model] += 1
+        instance.suspended = ()
+        instance.current_model = job.model
+        instance.job = job
+        instance.view = None
+        self._desk.out += preparation
+        self._prefetch(instance, job.model)
+
+    def _prefetch(self, instance: InstanceState, model: ModelName) -> None:
+        """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
+        desk, upcoming = self._desk, instance.upcoming()
+        for name in sorted(instance.ledger.loading - {model, *upcoming}):
+            desk.out.append(self._residency.evict(instance, name))
+            instance.view = None
+        # What goes with this job is not brought back beside it: a load of it may be about to be
+        # reported, and would be taken for the new one.
+        gone = {c.model for c in desk.out if isinstance(c, EvictModel)}
+        wanted = [
+            name
+            for name in upcoming
+            if name != model and name not in gone and instance.engines[name].stage is Engine.STORED
+        ]
+        if wanted and not instance.ledger.loading - {model}:
+            view = self._floor.view(instance)
+            target = desk.policy.prefetch(desk.now, view, wanted, desk.costs)
+            if target is not None:
+                desk.out += self._residency.prefetch(instance, model, target)
+                instance.view = None
