@@ -421,10 +421,12 @@ class SimulatedInstance:
 
     def _has_room(self, slabs: int, what: str) -> bool:
         """Whether so many slabs are free now; raises `LabError` if they never will be."""
-        mapped = sum(
-            engine.slabs() + (engine.weight_slabs if engine.mapped else 0)
-            for engine in self._engines.values()
-        )
+        mapped = 0
+        for engine in self._engines.values():
+            if engine.mapped:
+                mapped += engine.weight_slabs
+            if engine.used or engine.leaving:
+                mapped += engine.slabs()
         if mapped + slabs <= self._box.slabs:
             return True
         if not self._moves_out:
@@ -435,8 +437,9 @@ class SimulatedInstance:
         """Whether the model's KV may grow by so many blocks now."""
         engine = self._engines[model]
         slabs = engine.slabs(blocks)
-        growth = slabs - engine.slabs()
-        return slabs <= cap_slabs and self._has_room(growth, f"the KV of {model}")
+        if slabs > cap_slabs:
+            return False
+        return self._has_room(slabs - engine.slabs(), f"the KV of {model}")
 
     def _known(self, request: RequestId) -> Life | None:
         """The request, unless it ended or was released."""
