@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from appliance.errors import ApplianceError, LabError
+from appliance.errors import ApplianceError, LabError, PolicyError
 from appliance.lab import plots, scenario
 from appliance.lab.contest import Arena, Match, Outcome, outcome
 from appliance.lab.recorded import recording
@@ -78,7 +78,7 @@ def run(
     jobs: int,
 ) -> None:
     """Run the policies of SCENARIO side by side."""
-    with _errors():
+    with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
         matches = [
@@ -120,7 +120,7 @@ def replay(
     Beside them stand what really happened, and what the lab makes of the policy that decided then:
     how far those two differ is how far the lab is to be trusted here.
     """
-    with _errors():
+    with _errors(plot_path):
         found = recording(path)
         own = found.contender
         contenders = [
@@ -189,7 +189,7 @@ def sweep(
     jobs: int,
 ) -> None:
     """Find the largest load of SCENARIO at which each policy keeps its promises."""
-    with _errors():
+    with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
         load = _Models(chosen, step, most) if over == "models" else _Rate(chosen, step, most)
@@ -286,11 +286,14 @@ def _metric(found: Outcome, metric: str) -> float:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """A scenario or a policy that cannot be used is the caller's mistake."""
+def _errors(plot_path: Path | None) -> Iterator[None]:
+    """A scenario or a policy that cannot be used is the caller's mistake, and so are plots without
+    what draws them."""
     try:
+        if plot_path is not None:
+            plots.check()
         yield
-    except LabError as error:
+    except (LabError, PolicyError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     except ApplianceError as error:

@@ -236,10 +236,8 @@ class SimulatedInstance:
         match command:
             case Preempt():
                 self._preempted = max(self._preempted, command.turn)
-                turn = self._job
-                # Prompts that have begun are computed to their end.
-                if isinstance(turn, _Turn) and self._is_preempted(turn) and not turn.prompts:
-                    self._cut(turn)
+                if isinstance(self._job, _Turn) and self._is_preempted(self._job):
+                    self._preempt(self._job)
             case Release():
                 self._release(command)
             case _:
@@ -675,13 +673,23 @@ class SimulatedInstance:
         end = max(end, self._agenda.now)  # the last bit of a sum may be lost
         turn.entry = self._agenda.at(end, Rank.JOB, lambda: self._end_stretch(turn))
 
+    def _preempt(self, turn: _Turn) -> None:
+        """Have the turn end with this step; prompts that have begun are computed to their end."""
+        if not turn.prompts:
+            self._cut(turn)
+        elif self._step_of(turn) < turn.steps:
+            turn.end = turn.end or TurnEnd.PREEMPTED
+
     def _cut(self, turn: _Turn) -> None:
         """Have the stretch end with the step that is being computed."""
-        since = self._agenda.now - turn.start
-        steps = steps_until(since, turn.first, turn.growth)
+        steps = self._step_of(turn)
         if steps < turn.steps:
             turn.steps = steps
             self._plan_end(turn)
+
+    def _step_of(self, turn: _Turn) -> int:
+        """Which step of the stretch is being computed, from 1."""
+        return steps_until(self._agenda.now - turn.start, turn.first, turn.growth)
 
     def _end_stretch(self, turn: _Turn) -> None:
         engine, command = self._engines[turn.command.model], turn.command
