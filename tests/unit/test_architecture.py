@@ -24,7 +24,7 @@ LIGHT = [
     "appliance.demo.checkpoints",
     "appliance.journal",
     "appliance.plugins.aegaeon",
-    "appliance.plugins.fcfs",
+    "appliance.plugins.serverlessllm",
     "appliance.policies",
     "appliance.scheduling.machine",
     "appliance.serve",
