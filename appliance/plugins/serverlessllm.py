@@ -42,8 +42,8 @@ class ServerlessLlm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @hookimpl
     def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:
-        """With the waiting requests of its model; else where least is to do, at equal load where
-        the model runs already."""
+        """With the waiting requests of its model; else where it runs and nobody waits; else where
+        the fewest models are."""
         waiting = open_group(request, instances, self.max_group)
         if waiting is not None:
             return waiting
@@ -95,10 +95,16 @@ def open_group(
 
 
 def least_loaded(request: RequestView, instances: Sequence[InstanceView]) -> InstanceView:
-    """The instance with the fewest requests; among equals one where the model runs already."""
-    return min(
-        instances, key=lambda view: (view.load, view.current_model != request.model, view.id)
-    )
+    """The instance where the request can join its model at once; else that with the fewest models
+    to wait for, of equals that with the fewest requests, and then one where the model ran last."""
+
+    def rank(view: InstanceView) -> tuple[bool, int, int, bool, InstanceId]:
+        here = view.current_model == request.model
+        others = view.groups or any([batch.model != request.model for batch in view.batches])
+        waits = len(view.groups) + len(view.batches)
+        return not here or bool(others), waits, view.load, not here, view.id
+
+    return min(instances, key=rank)
 
 
 def at_the_end(request: RequestView, view: InstanceView) -> PrefillChoice:

@@ -29,16 +29,30 @@ def test_every_instance_does_everything() -> None:
     assert ServerlessLlm().place(floor=floor_view(3)) == [Placement(role=Role.MIXED)] * 3
 
 
-def test_a_request_goes_where_the_least_is_to_do() -> None:
-    """Waiting and decoding requests count alike."""
+def test_a_request_goes_where_the_fewest_models_are_before_it() -> None:
+    """Waiting or decoding: each of them costs a switch; of equals where the fewest requests are."""
     instances = [
-        instance_view(0, groups=(group_view("a", 1),), batches=(batch_view("a", 2),)),
-        instance_view(1, groups=(group_view("b", 2),)),
+        instance_view(0, groups=(group_view("a"),), batches=(batch_view("b"),)),
+        instance_view(1, groups=(group_view("a", 3),)),
+        instance_view(2, batches=(batch_view("b", 2),)),
     ]
 
     choice = ServerlessLlm().prefill(request=request_view("c"), instances=instances)
 
-    assert choice == PrefillChoice(instance=1)
+    assert choice == PrefillChoice(instance=2)
+
+
+def test_a_request_joins_its_model_where_it_runs() -> None:
+    """Before it goes to an idle instance that would have to switch; unless others wait there."""
+    idle = instance_view(0, current="b")
+    alone = instance_view(1, current="a", batches=(batch_view("a", 5),))
+    queued = instance_view(2, current="a", batches=(batch_view("a"),), groups=(group_view("b"),))
+    shared = instance_view(3, current="a", batches=(batch_view("a"), batch_view("b")))
+    request = request_view("a")
+
+    assert ServerlessLlm().prefill(request=request, instances=[idle, alone]).instance == 1
+    assert ServerlessLlm().prefill(request=request, instances=[queued, idle]).instance == 0
+    assert ServerlessLlm().prefill(request=request, instances=[shared, idle]).instance == 0
 
 
 def test_at_equal_load_the_model_that_runs_decides() -> None:
