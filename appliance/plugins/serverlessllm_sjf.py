@@ -38,17 +38,24 @@ class ServerlessLlmSjf(ServerlessLlm, dict=True):
 
     @hookimpl
     def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:
-        """Where least is to do, as a job of its own."""
+        """Where its model waits already, else where least is to do; as a job of its own."""
+        for view in instances:
+            if any([group.model == request.model for group in view.groups]):
+                return PrefillChoice(instance=view.id)
         return PrefillChoice(instance=least_loaded(request, instances).id)
 
     @hookimpl
     def admit(self, instance: InstanceView, costs: Costs) -> Admitted:
-        """The job that takes the least time first; of equals who came first."""
+        """Jobs of what runs join it; then the one that takes the least time, of equals who came
+        first."""
         groups = instance.groups
-        return sorted(
-            range(len(groups)),
-            key=lambda number: (self._job_seconds(groups[number], costs), groups[number].arrived),
-        )
+        running = {batch.model for batch in instance.batches}
+
+        def rank(number: int) -> tuple[bool, float, float]:
+            job = groups[number]
+            return job.model not in running, self._job_seconds(job, costs), job.arrived
+
+        return sorted(range(len(groups)), key=rank)
 
     def _job_seconds(self, job: GroupView, costs: Costs) -> float:
         """Prompt and answer, alone on the instance."""

@@ -164,13 +164,33 @@ def test_the_shortest_job_is_first() -> None:
     assert order == [3, 2, 4, 1, 0]
 
 
+def test_jobs_of_what_runs_join_it() -> None:
+    """They cost no switch; the shortest of them first."""
+    groups = (
+        group_view("b", first="shortest"),
+        group_view("a", first="long"),
+        group_view("a", first="short"),
+    )
+    policy = ServerlessLlmSjf()
+    policy.learn_oracle({"shortest": 1, "long": 30, "short": 20})
+    view = instance_view(groups=groups, batches=(batch_view("a"),))
+
+    assert policy.admit(instance=view, costs=FixedCosts()) == [2, 1, 0]
+
+
 def test_every_job_waits_by_itself() -> None:
-    """Requests of a model are not taken on together: they are not equally long."""
-    view = instance_view(groups=(group_view("a"),))
+    """With those of its model, to be batched with them, but not as one: they are not equally long.
+    Else where the fewest models are."""
+    instances = [
+        instance_view(0, groups=(group_view("b"),)),
+        instance_view(1, groups=(group_view("b"), group_view("a"))),
+    ]
+    policy = ServerlessLlmSjf()
 
-    choice = ServerlessLlmSjf().prefill(request=request_view("a"), instances=[view])
+    joined = policy.prefill(request=request_view("a"), instances=instances)
+    apart = policy.prefill(request=request_view("c"), instances=instances)
 
-    assert choice == PrefillChoice(instance=0)
+    assert (joined, apart) == (PrefillChoice(instance=1), PrefillChoice(instance=0))
 
 
 def test_the_shortest_job_is_first_in_the_machine() -> None:
