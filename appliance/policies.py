@@ -33,7 +33,7 @@ from appliance.scheduling.questions import (
     Refusal,
     RequestView,
 )
-from appliance.vocabulary import InstanceId, ModelName, Word
+from appliance.vocabulary import InstanceId, ModelName, RequestId, Word
 
 FALLBACK = "aegaeon"
 """The built-in that answers when no policy of the stack does; it answers every question."""
@@ -55,13 +55,19 @@ def available() -> list[str]:
     return sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))
 
 
-def load_stack(use: Sequence[str], parameters: Mapping[str, Parameters]) -> PolicyStack:
+def load_stack(
+    use: Sequence[str],
+    parameters: Mapping[str, Parameters],
+    lengths: Mapping[RequestId, int] | None = None,
+) -> PolicyStack:
     """The stack of these policies, each made from its own table of parameters.
 
-    Raises `PolicyError` for a policy that is not installed, a parameter it does not have, or a
-    hook that does not exist.
+    `lengths` are the true lengths of the outputs, which only the lab has. Raises `PolicyError` for
+    a policy that is not installed, a parameter it does not have, or a hook that does not exist.
     """
     made = {name: _load(name, parameters.get(name, {})) for name in (*use, *parameters)}
+    for name, policy in made.items():
+        _hand_oracle(name, policy, lengths)
     stack = {name: made[name] for name in use}
     # As it ships: an answer that cannot be used must not come back because of its parameters.
     return PolicyStack(stack | {f"built-in {FALLBACK}": _load(FALLBACK, {})})
@@ -79,6 +85,17 @@ def _load(name: str, parameters: Parameters) -> object:
         return msgspec.convert(parameters, made)
     except msgspec.ValidationError as error:
         raise PolicyError(f"policy.{name}: {error}") from error
+
+
+def _hand_oracle(name: str, policy: object, lengths: Mapping[RequestId, int] | None) -> None:
+    """The true lengths, to a policy that declares ``oracle = True`` and to nobody else.
+
+    Raises `PolicyError` where there are none: such a policy must not decide for anybody."""
+    if not getattr(policy, "oracle", False):
+        return
+    if lengths is None:
+        raise PolicyError(f"policy {name!r} needs an oracle: lab only")
+    policy.learn_oracle(lengths)  # type: ignore[attr-defined]
 
 
 class PolicyStack:

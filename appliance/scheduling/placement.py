@@ -102,6 +102,8 @@ class Floor:
             model=request.model,
             tokens=request.tokens,
             max_tokens=request.spec.max_tokens,
+            weight_bytes=self._models[request.model].weight_bytes,
+            kv_bytes_per_token=self._kv_bytes_per_token(request.model),
             slo=request.spec.slo,
             request_class=request.spec.request_class,
             arrived=request.arrived,
@@ -159,6 +161,7 @@ class Floor:
         members = [self._requests[request] for request in group.members]
         group.view = GroupView(
             model=group.model,
+            first=group.first,
             admitted=group.admitted,
             waiting=len(members),
             tokens=sum([request.tokens for request in members]),

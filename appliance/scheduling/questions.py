@@ -35,12 +35,15 @@ class Phase(StrEnum):
 
 class RequestView(Word, frozen=True):
     """A request to be placed. `tokens` is its prompt plus what it produced before a loss; it may
-    produce `max_tokens` in all; `arrived` is when it came."""
+    produce `max_tokens` in all; `arrived` is when it came. `weight_bytes` and `kv_bytes_per_token`
+    are its model's (the latter 0 until an engine was built)."""
 
     id: RequestId
     model: ModelName
     tokens: int
     max_tokens: int
+    weight_bytes: int
+    kv_bytes_per_token: int
     slo: Slo
     request_class: RequestClass
     arrived: float
@@ -79,9 +82,11 @@ class GroupView(Word, frozen=True):
     `admitted` counts every request that ever joined (Aegaeon's group size is cumulative),
     `waiting` those still in it, with `tokens` tokens to compute. `arrived` is when the first of
     them came; `deadline` is when the most urgent is due; `interactive` of them are not batch work.
+    `first` is the request that is computed next.
     """
 
     model: ModelName
+    first: RequestId
     admitted: int
     waiting: int
     tokens: int

@@ -41,7 +41,7 @@ def small(names: str) -> dict[str, ModelDouble]:
 def setup_of(
     models: dict[str, ModelDouble],
     *,
-    policy: str = "fcfs",
+    policy: str = "serverlessllm",
     instances: int = 1,
     host_slabs: int = 200,
     kind: type[Setup] = Setup,

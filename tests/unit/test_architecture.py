@@ -25,7 +25,7 @@ LIGHT = [
     "appliance.journal",
     "appliance.lab.metrics",
     "appliance.plugins.aegaeon",
-    "appliance.plugins.fcfs",
+    "appliance.plugins.serverlessllm",
     "appliance.policies",
     "appliance.scheduling.machine",
     "appliance.serve",

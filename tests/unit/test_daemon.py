@@ -129,7 +129,7 @@ async def test_a_client_that_waits_gets_tokens_as_they_come(make_box: MakeBox) -
     assert [produced.token for produced in await waiting] == [1]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+@pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])
 async def test_models_take_turns(make_box: MakeBox, policy: str) -> None:
     """Requests of two models in memory for one are both served, each with its own tokens."""
     box = make_box(policy=policy, slabs=40)
@@ -516,7 +516,7 @@ async def test_a_fault_of_a_policy_is_logged_once(
 # --- metrics -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+@pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])
 def test_switches_are_counted_by_what_they_are_for(make_box: MakeBox, policy: str) -> None:
     """A switch is whenever another model runs than the one before, for a prompt or for a turn."""
     box = make_box(policy=policy, slabs=40)

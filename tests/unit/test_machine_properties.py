@@ -20,7 +20,7 @@ from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 from tests.unit.whimsical import Whimsical
 
-POLICIES = ["fcfs", "aegaeon"]
+POLICIES = ["serverlessllm", "aegaeon"]
 WHIMSICAL = "whimsical"
 
 
@@ -197,8 +197,8 @@ def test_anything_may_happen() -> None:
 @settings(max_examples=15, deadline=None)
 def test_no_request_starves(policy: str, seed: int, instances: int) -> None:
     """Between two steps of a request that could run, no more happens than one round: at most one
-    turn and one group of prompts of every model on its instance (fcfs: until the others are done).
-    """
+    turn and one group of prompts of every model on its instance (serverlessllm: until the others
+    are done)."""
     floor = FloorDouble(models(5), policy=policy, instances=instances, slabs=24, host_slabs=300)
     floor.start()
     for index in range(30):
@@ -206,7 +206,7 @@ def test_no_request_starves(policy: str, seed: int, instances: int) -> None:
         floor.ask(f"r{index}", f"m{pick % 5}", prompt=1 + pick % 60, output=5 + pick % 30)
     floor.settle()
     assert not floor.machine.requests
-    if policy == "fcfs":
+    if policy == "serverlessllm":
         return
     waits: dict[str, int] = {}
     for _, event, commands in floor.journal:

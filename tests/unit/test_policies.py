@@ -11,7 +11,7 @@ import pytest
 from appliance.errors import PolicyError
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.plugins.fcfs import Fcfs
+from appliance.plugins.serverlessllm import ServerlessLlm
 from appliance.policies import PolicyStack, available, load_stack
 from appliance.scheduling.questions import Phase, PlannedTurn, PrefillChoice
 from appliance.vocabulary import Role
@@ -42,7 +42,7 @@ RIGHT: dict[str, Any] = {
     "plan_round": (PlannedTurn(model="a", quota_seconds=86400.0),),
     "choose_prefetch": None,
 }
-"""What fcfs answers."""
+"""What serverlessllm answers."""
 
 
 def turn(model: str, quota: float = 1.0) -> PlannedTurn:
@@ -90,19 +90,21 @@ def asked(stack: PolicyStack, hook: str) -> Any:
 
 def test_the_built_in_policies_are_found() -> None:
     """Those of the appliance are installed like anybody else's."""
-    assert {"aegaeon", "fcfs"} <= set(available())
+    assert {"aegaeon", "serverlessllm"} <= set(available())
 
 
 def test_a_stack_is_loaded_with_parameters() -> None:
     """A policy is made from its own table, and the built-in stands behind it."""
-    stack = load_stack(["aegaeon"], {"aegaeon": {"prefill_share": 0.75}, "fcfs": {"max_group": 1}})
+    stack = load_stack(
+        ["aegaeon"], {"aegaeon": {"prefill_share": 0.75}, "serverlessllm": {"max_group": 1}}
+    )
 
     assert stack.assign_roles(4) == (Role.PREFILL,) * 3 + (Role.DECODE,)
 
 
 def test_an_unknown_policy_is_named() -> None:
     """A policy that is not installed is an error that lists those that are."""
-    with pytest.raises(PolicyError, match=r"'lifo' .* aegaeon, fcfs"):
+    with pytest.raises(PolicyError, match=r"'lifo' .* aegaeon, .*serverlessllm"):
         load_stack(["lifo"], {})
 
 
@@ -113,7 +115,7 @@ def test_an_unknown_policy_is_named() -> None:
 def test_a_bad_parameter_is_named(parameters: dict[str, object], named: str) -> None:
     """A parameter that does not exist, or has the wrong type, is named with its policy."""
     with pytest.raises(PolicyError, match=rf"policy\.aegaeon: .*{named}"):
-        load_stack(["fcfs"], {"aegaeon": parameters})
+        load_stack(["serverlessllm"], {"aegaeon": parameters})
 
 
 def test_a_misspelt_hook_is_named() -> None:
@@ -143,7 +145,9 @@ def test_a_misspelt_argument_is_named() -> None:
 @pytest.mark.parametrize("hook", QUESTIONS)
 def test_a_right_answer_is_taken(hook: str) -> None:
     """The first policy of the stack decides, without a fault."""
-    stack = PolicyStack({"first": policy_with(hook, lambda: RIGHT_OTHER[hook]), "fcfs": Fcfs()})
+    stack = PolicyStack(
+        {"first": policy_with(hook, lambda: RIGHT_OTHER[hook]), "serverlessllm": ServerlessLlm()}
+    )
 
     answer = asked(stack, hook)
 
@@ -159,13 +163,13 @@ RIGHT_OTHER: dict[str, Any] = {
     "plan_round": (turn("b"), turn("a")),
     "choose_prefetch": ("b",),
 }
-"""Valid answers that fcfs would not give."""
+"""Valid answers that serverlessllm would not give."""
 
 
 @pytest.mark.parametrize("hook", QUESTIONS)
 def test_a_question_left_open_goes_to_the_next(hook: str) -> None:
     """None is no answer and no fault."""
-    stack = PolicyStack({"shy": policy_with(hook, lambda: None), "fcfs": Fcfs()})
+    stack = PolicyStack({"shy": policy_with(hook, lambda: None), "serverlessllm": ServerlessLlm()})
 
     assert asked(stack, hook) == RIGHT[hook]
     assert stack.faults == []
@@ -178,7 +182,7 @@ def test_a_policy_that_raises_loses_the_question(hook: str) -> None:
     def fail() -> None:
         raise RuntimeError("out of ideas")
 
-    stack = PolicyStack({"broken": policy_with(hook, fail), "fcfs": Fcfs()})
+    stack = PolicyStack({"broken": policy_with(hook, fail), "serverlessllm": ServerlessLlm()})
 
     assert asked(stack, hook) == RIGHT[hook]
     (fault,) = stack.take_faults()
@@ -221,7 +225,9 @@ def test_a_policy_that_raises_loses_the_question(hook: str) -> None:
 )
 def test_nonsense_is_not_taken(hook: str, nonsense: Any) -> None:
     """An answer that the machine could not act on costs its policy the question."""
-    stack = PolicyStack({"odd": policy_with(hook, lambda: nonsense), "fcfs": Fcfs()})
+    stack = PolicyStack(
+        {"odd": policy_with(hook, lambda: nonsense), "serverlessllm": ServerlessLlm()}
+    )
 
     assert asked(stack, hook) == RIGHT[hook]
     assert [(fault.policy, fault.hook) for fault in stack.faults] == [("odd", hook)]
@@ -234,14 +240,18 @@ def test_a_round_may_be_a_generator() -> None:
         yield turn("b")
         yield turn("a")
 
-    stack = PolicyStack({"lazy": policy_with("plan_round", generate), "fcfs": Fcfs()})
+    stack = PolicyStack(
+        {"lazy": policy_with("plan_round", generate), "serverlessllm": ServerlessLlm()}
+    )
 
     assert tuple(stack.plan_round(VIEW)) == (turn("b"), turn("a"))
 
 
 def test_a_prefetch_may_be_a_set() -> None:
     """Any collection of one model is an answer."""
-    stack = PolicyStack({"lazy": policy_with("choose_prefetch", lambda: {"b"}), "fcfs": Fcfs()})
+    stack = PolicyStack(
+        {"lazy": policy_with("choose_prefetch", lambda: {"b"}), "serverlessllm": ServerlessLlm()}
+    )
 
     assert stack.choose_prefetch(VIEW, ["a", "b"]) == "b"
 
