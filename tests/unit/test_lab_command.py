@@ -73,7 +73,7 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
         (["sweep", SCENARIO, "--metric", "beauty", "--set", "duration=5s"], "there is no beauty"),
         (["sweep", SCENARIO, "--set", 'models.0.names=["a"]'], "cannot be more"),
         (["replay", "journal.jsonl", "--policy", "nobody"], "nobody"),
-        (["replay", SCENARIO, "--policy", "fcfs"], "first_look.toml"),
+        (["replay", SCENARIO, "--policy", "serverlessllm"], "first_look.toml"),
     ],
 )
 def test_mistakes_are_named(place: Path, arguments: list[str], what: str) -> None:
@@ -88,12 +88,23 @@ def test_mistakes_are_named(place: Path, arguments: list[str], what: str) -> Non
 def test_a_sweep_over_the_rate(place: Path) -> None:
     """More than the least load and less than the most; its points are in the file."""
     result = invoke(
-        *("sweep", SCENARIO, "--over", "rate", "--policy", "fcfs", "--at", "0.95", "--step", "0.5"),
+        *(
+            "sweep",
+            SCENARIO,
+            "--over",
+            "rate",
+            "--policy",
+            "serverlessllm",
+            "--at",
+            "0.95",
+            "--step",
+            "0.5",
+        ),
         *("--set", "duration=30s", "--seeds", "1", "--jobs", "1", "--json", "sweep.json"),
     )
     assert result.exit_code == 0, result.output
     found = json.loads(Path("sweep.json").read_text())
-    largest = found["largest"]["fcfs"]["0.95"]
-    points = dict(map(tuple, found["points"]["fcfs"]))
+    largest = found["largest"]["serverlessllm"]["0.95"]
+    points = dict(map(tuple, found["points"]["serverlessllm"]))
     assert 0 < largest < 8
     assert points[largest] >= 0.95 > points[largest + 0.5]

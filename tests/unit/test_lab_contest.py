@@ -29,7 +29,7 @@ def report(*outcomes: Outcome) -> Report:
 
 def test_any_number_of_processes_makes_the_same_json() -> None:
     """To the byte, in the order of the matches."""
-    matches = [match(policy, seed) for policy in ["aegaeon", "fcfs"] for seed in [1, 2]]
+    matches = [match(policy, seed) for policy in ["aegaeon", "serverlessllm"] for seed in [1, 2]]
     made, done = [], []
     for jobs in [1, 2]:
         with Arena(jobs) as arena:
