@@ -88,6 +88,7 @@ def _gantt(plt: Any, policy: str, found: Curves, path: Path) -> Path:
             height=0.8 if bar.turn else 0.4,
             color=colours(models.index(bar.model) / len(models)),
         )
+    axes.set_yticks(sorted({bar.instance for bar in found.bars}))
     axes.set_title(f"{policy}: turns, and prompts (narrow), by model")
     axes.set_xlabel("seconds")
     axes.set_ylabel("instance")
