@@ -209,10 +209,11 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
             homes = {**self._found(floor), **self._plan.homes}
             self._plan = place_greedily(loads, capacity, homes, self.migration_threshold)
         else:
-            found = self._found(floor)
-            for model in floor.models:
-                if model.name not in self._plan.homes and not self._is_idle(model.name, now):
-                    self._activate(model.name, found.get(model.name, ()))
+            awake = [model.name for model in floor.models if not self._is_idle(model.name, now)]
+            homeless = [name for name in awake if name not in self._plan.homes]
+            found = self._found(floor) if homeless else {}
+            for name in homeless:
+                self._activate(name, found.get(name, ()))
         homes = self._plan.homes
         anywhere = frozenset(self._models.keys() - homes.keys())
         confined: dict[InstanceId, list[ModelName]] = {view.id: [] for view in floor.instances}

@@ -317,16 +317,10 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         """In place on a D-heavy instance, else on the D-heavy one with the least memory in use
         (§3.3)."""
         heavy = self._heavy(instances)
-        best = min(
-            instances,
-            key=lambda view: (
-                view.id in heavy,
-                view.id != prefilled_on,
-                self._memory(view).use(),
-                view.load,
-                view.id,
-            ),
-        )
+        offered = [view for view in instances if view.id not in heavy] or instances
+        if any(view.id == prefilled_on for view in offered):
+            return prefilled_on
+        best = min(offered, key=lambda view: (self._memory(view).use(), view.load, view.id))
         return best.id
 
     @hookimpl
