@@ -24,8 +24,10 @@ from appliance.scheduling.questions import (
     BatchLimits,
     BatchView,
     Costs,
+    DecodingView,
     FloorView,
     InstanceView,
+    Migration,
     ModelView,
     Phase,
     Placement,
@@ -171,6 +173,8 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     """A model that has to be brought in for a turn runs for this times what that takes."""
     chunk_tokens: Annotated[int, Meta(ge=0)] = 2048
     """Prompts are computed in such chunks beside their model's decoding; whole for 0."""
+    reserve_share: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Of a GPU's memory, what is left for the KV of running requests to grow."""
     patience_seconds: Positive = 60.0
     """Prompts later than this go first, whatever Moore-Hodgson says: nobody waits for ever."""
 
@@ -292,6 +296,26 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
         )
         return best.id
 
+    @hookimpl
+    def flow(
+        self,
+        instance: InstanceView,
+        requests: Sequence[DecodingView],
+        others: Sequence[InstanceView],
+    ) -> Sequence[Migration]:
+        """Requests follow their model when it has moved."""
+        offered = {view.id for view in others}
+        moved: dict[ModelName, InstanceId] = {}
+        for name in dict.fromkeys([request.model for request in requests]):
+            homes = self._plan.homes.get(name, (instance.id,))
+            if instance.id not in homes and homes[0] in offered:
+                moved[name] = homes[0]
+        return [
+            Migration(request=request.id, target=moved[request.model])
+            for request in requests
+            if request.model in moved
+        ]
+
     def _kvpr(self, view: InstanceView) -> float:
         gpu = self._plan.gpus.get(view.id)
         return 0.0 if gpu is None else kvpr(gpu)
@@ -321,12 +345,27 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     @hookimpl
     def phase(self, instance: InstanceView) -> Phase:
         """Prompts and turns take turns; but a prompt that only its own model decodes beside comes
-        at once, as that goes on with it."""
+        at once, as that goes on with it. One that its engine has no room for waits in the queue
+        (§6.3) until others are done."""
+        if not self._has_room(instance):
+            return Phase.DECODE
         running = {batch.model for batch in instance.batches if batch.runnable}
         beside = self.chunk_tokens > 0 and running == {instance.groups[0].model}
         # One since the last turn began was beside it; if there are two, it has come alone.
         owed = instance.prefills_since_turn > beside
         return Phase.DECODE if owed else Phase.PREFILL
+
+    def _has_room(self, instance: InstanceView) -> bool:
+        """Whether the first prompt's KV fits beside all models of this GPU, with the reserve left.
+        Where they do not fit together, they make room for each other by turns."""
+        group = instance.groups[0]
+        at_home = {name for name, homes in self._plan.homes.items() if instance.id in homes}
+        if group.model not in at_home:
+            return True
+        weights = sum([self._models[name].weight_bytes for name in at_home])
+        room = (1 - self.reserve_share) * instance.total_bytes - weights
+        prompt = group.tokens // group.waiting * self._models[group.model].kv_bytes_per_token
+        return room <= 0 or instance.kv_bytes + prompt <= room
 
     @hookimpl
     def round(self, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:

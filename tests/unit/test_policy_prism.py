@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.plugins.prism import Gpu, Load, Prism, kvpr, moore_hodgson, place_greedily
-from appliance.scheduling.questions import InstanceView, Phase, PlannedTurn
+from appliance.scheduling.questions import InstanceView, Migration, Phase, PlannedTurn
 from tests.unit.policy_views import (
     GIB,
     FixedCosts,
     batch_view,
+    decoding_view,
     floor_view,
     group_view,
     instance_view,
@@ -416,6 +417,46 @@ def test_prompts_and_turns_alternate() -> None:
     assert policy().phase(instance=alone) is Phase.DECODE
     assert policy(chunk_tokens=0).phase(instance=beside) is Phase.DECODE
     assert policy(chunk_tokens=64).batch().chunk_tokens == 64
+
+
+def test_a_prompt_without_room_waits_for_others() -> None:
+    """By hand: a GPU of 80 GiB has 2 x 15 GiB of weights and a reserve of 8: 42 GiB are left. With
+    38 in use a prompt of 4 GiB fits; one of 5 waits until somebody is done."""
+    prism = policy(reserve_share=0.1)
+    models = [model_view(n, kv_bytes_per_token=GIB // 1024, requests=1) for n in "ab"]
+
+    def phase(model: str, tokens: int, weight_gib: int = 15) -> Phase:
+        views = [
+            instance_view(
+                0,
+                total_bytes=80 * GIB,
+                kv_bytes=38 * GIB,
+                groups=(group_view(model, tokens=tokens),),
+                batches=(batch_view("b"),),
+            )
+        ]
+        sized = [msgspec.structs.replace(m, weight_bytes=weight_gib * GIB) for m in models]
+        prism.place(now=0.0, floor=floor_view(views, *sized))
+        return prism.phase(instance=views[0])
+
+    assert phase("a", 4096) is Phase.PREFILL
+    assert phase("a", 5120) is Phase.DECODE
+    assert phase("a", 5120, weight_gib=40) is Phase.PREFILL
+    assert phase("c", 5120) is Phase.PREFILL
+
+
+def test_requests_follow_their_model() -> None:
+    """If it has moved, to where it is; nobody else goes, and nobody where nobody decodes."""
+    prism = policy()
+    models = [model_view("a", requests=1), model_view("b", requests=1)]
+    views = gpus(80, 79)
+    prism.place(now=0.0, floor=floor_view(views, *models))
+    requests = [decoding_view("ra", "a"), decoding_view("rb", "b"), decoding_view("rc", "c")]
+
+    moved = prism.flow(instance=views[0], requests=requests, others=views[1:])
+
+    assert moved == [Migration(request="rb", target=1)]
+    assert prism.flow(instance=views[0], requests=requests, others=[]) == []
 
 
 def test_idle_models_go_first_and_of_them_the_most_patient() -> None:
