@@ -198,7 +198,8 @@ class Foreman:
         blocks = engine.shape.blocks(request.tokens)
         if not self._residency.fits(instance, model, blocks):
             self._desk.out.append(self._residency.clear_kv(instance, model))
-        job = PrefillJob(model, request.id, warm=engine.stage is Engine.LOADED)
+        warm = engine.stage is Engine.LOADED
+        job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
         grant = self._residency.grant(instance, model, blocks, 0, self._desk.now)
         self._take_prompt(instance, request)
         self._begin(instance, job, grant.commands)
@@ -294,6 +295,7 @@ class Foreman:
             turn=instance.turns,
             requests=names,
             prompts=prompts,
+            prompt_tokens=0 if prompt is None else prompt.tokens,
             ordered=desk.now,
             switches=model != instance.current_model,
             cold=cold,

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from appliance.memory.ledger import DeviceLedger
 from appliance.scheduling.lifecycle import (
@@ -213,6 +214,7 @@ class BuildJob:
     """An engine is being built."""
 
     model: ModelName
+    prompt_tokens: ClassVar[int] = 0
 
 
 @dataclass(slots=True)
@@ -222,6 +224,7 @@ class PrefillJob:
 
     model: ModelName
     request: RequestId
+    prompt_tokens: int
     warm: bool
 
 
@@ -234,6 +237,7 @@ class TurnJob:
     requests: tuple[RequestId, ...]
     prompts: tuple[RequestId, ...]
     """Requests whose prompts are computed beside the steps."""
+    prompt_tokens: int
     ordered: float
     switches: bool
     """Whether another model ran before."""
