@@ -264,7 +264,7 @@ class Machine:
         instance.queue(request, choice.group)
         request.instance = instance.id
         request.to_stage(Stage.QUEUED)
-        self.foreman.joined(instance, request.model)
+        self.foreman.joined(instance, request)
 
     def _place_decode(self, request: RequestState) -> None:
         candidates = self.floor.candidates(request.spec, Role.DECODE)
@@ -285,7 +285,7 @@ class Machine:
         """The request decodes there from now on."""
         request.instance = instance.id
         instance.join_batch(request)
-        self.foreman.joined(instance, request.model)
+        self.foreman.joined(instance, request)
 
     def _flow(self, instance: InstanceState) -> None:
         """Move what the policy wants to decode elsewhere."""

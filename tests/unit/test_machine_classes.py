@@ -1,12 +1,13 @@
-"""Interactive and batch requests: who waits for whom, where batch work goes, what counts as stuck."""
+"""Interactive and batch requests: who waits for whom, where batch work goes, what is stuck."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import Fleet, FloorView, InstanceView, Placement, PrefillChoice
-from appliance.vocabulary import RequestClass, Ticked
+from appliance.vocabulary import RequestClass, RunPrefill, RunTurn, Ticked
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 
@@ -14,7 +15,7 @@ BATCH = RequestClass.BATCH
 
 
 class Fleets:
-    """All roles everywhere; classes as told; requests go to the first or the last (`pick`) that may."""
+    """Classes as told; requests go to the first or the last (`pick`) instance that may."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -93,9 +94,41 @@ def test_batch_work_is_not_stuck_while_its_instance_works() -> None:
     floor.work_until(0, lambda: floor.world.lives["i"].produced > 0)
 
     progress = floor.machine.oldest_progress()
-    assert progress is not None and progress > arrived + 500.0
+    assert (progress or 0.0) > arrived + 500.0
     stuck = floor.now
     floor.ask("j", "a")
     floor.now += 100.0
-    oldest = floor.machine.oldest_progress()
-    assert oldest is not None and oldest <= stuck + 1.0
+    assert (floor.machine.oldest_progress() or math.inf) <= stuck + 1.0
+
+
+def test_an_interactive_request_gets_host_room_before_batch_requests() -> None:
+    """Batch requests that wait for room in the host tier do not keep an interactive one waiting."""
+    floor = FloorDouble(one_model(), slabs=30, host_slabs=12)
+    floor.start()
+    for index in range(8):
+        floor.ask(f"b{index}", "a", output=60, kind=BATCH)
+    floor.work_until(0, lambda: bool(floor.machine.foreman.host_queue))
+    waiting = [name for name in floor.world.lives if not floor.world.lives[name].prefills]
+
+    floor.ask("i", "a")
+    floor.settle()
+
+    prefilled = [command.request for command in floor.commands(RunPrefill)]
+    assert len(waiting) > 1
+    assert all([prefilled.index("i") < prefilled.index(name) for name in waiting])
+    assert all([life.outcome == "length" for life in floor.world.lives.values()])
+
+
+def test_an_interactive_request_interrupts_while_batch_requests_wait_for_the_host() -> None:
+    """That batch work waits for the host tier does not keep a turn from being ended."""
+    floor = FloorDouble(one_model(), slabs=30, host_slabs=12)
+    floor.start()
+    for index in range(8):
+        floor.ask(f"b{index}", "a", output=60, kind=BATCH)
+    floor.work_until(0, lambda: bool(floor.machine.foreman.host_queue) and bool(floor.up[0].turn))
+    turns = len(floor.commands(RunTurn))
+
+    floor.ask("i", "a")
+
+    assert len(floor.commands(RunTurn)) == turns
+    assert floor.up[0].preempted
