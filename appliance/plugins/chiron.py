@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Annotated, TypeAlias
 
@@ -277,54 +278,56 @@ def waiting_seconds(mean: float, variance: float, throughput: float, quantile: f
     probability `quantile`. Work is tokens, or seconds of one instance."""
     if throughput <= 0:
         return math.inf
-    return (mean + NormalDist().inv_cdf(quantile) * math.sqrt(variance)) / throughput
+    return (mean + deviations(quantile) * math.sqrt(variance)) / throughput
 
 
-class Due(Word, frozen=True):
-    """So much work, in seconds of one instance, has to be done in so many seconds."""
+@lru_cache(maxsize=16)
+def deviations(quantile: float) -> float:
+    """How many standard deviations above its mean a quantile of a normal distribution is."""
+    return NormalDist().inv_cdf(quantile)
 
-    work_seconds: float
-    remaining_seconds: float
 
-
-def dues(
+def instances_needed(
     queued: Sequence[Queued], groups: Sequence[Sequence[int]], now: float, quantile: float
-) -> list[list[Due]]:
-    """For each group, what is ahead of the last of each of its parts, and when the first of it is
-    due.
+) -> list[float]:
+    """For each group, by how many instances its queue has to be worked off so that no part of it
+    comes too late: before the last of a part comes what is ahead of it, and the first is due first.
 
     Corrected: the time that is left counts, not the whole SLO (a group that waited already is
-    nearer to its deadline).
+    nearer to its deadline). Infinite where the deadline has passed.
     """
     mean = variance = 0.0
-    found: list[list[Due]] = []
+    found: list[float] = []
     for group in groups:
-        found.append([])
+        most = 0.0
         for part in [queued[number] for number in group]:
-            ahead, spread = part.requests - 1, part.deviation_seconds**2
+            spread = part.deviation_seconds**2
             work = waiting_seconds(
-                mean + ahead * part.mean_seconds, variance + ahead * spread, 1.0, quantile
+                mean + (part.requests - 1) * part.mean_seconds,
+                variance + (part.requests - 1) * spread,
+                1.0,
+                quantile,
             )
-            found[-1].append(Due(work_seconds=work, remaining_seconds=part.deadline - now))
+            left = part.deadline - now
+            most = max(most, work / left if left > 0 else math.inf)
             mean += part.requests * part.mean_seconds
             variance += part.requests * spread
+        found.append(most)
     return found
 
 
-def batch_pressure(groups: Sequence[Sequence[Due]], instances: float) -> int:
-    """BBP (Eq. 2): groups of which a part comes too late if `instances` work for them."""
-    return sum(
-        [any([due.work_seconds > due.remaining_seconds * instances for due in g]) for g in groups]
-    )
+def batch_pressure(needed: Sequence[float], instances: float) -> int:
+    """BBP (Eq. 2): groups that come too late if `instances` work for them."""
+    return sum([need > instances for need in needed])
 
 
-def instances_for_batch(groups: Sequence[Sequence[Due]], working: float, cap: int) -> int:
+def instances_for_batch(needed: Sequence[float], working: float, cap: int) -> int:
     """Alg. 2: the fewest instances that, added to those `working`, make BBP zero; `cap` if none do.
 
     Corrected: those that work already count, and there is an end. BBP falls with every instance, so
     the loop over n is a bisection.
     """
-    return bisect_left(range(cap), True, key=lambda n: not batch_pressure(groups, working + n))
+    return bisect_left(range(cap), True, key=lambda n: not batch_pressure(needed, working + n))
 
 
 # --- the policy ----------------------------------------------------------------------------------
@@ -439,8 +442,9 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
             resting = now - self._idle_since >= self.scale_in_seconds
             return 0 if resting else min(cap, existing)
         self._idle_since = None
-        groups = dues(queued, request_groups(queued, self.similarity), now, self.quantile)
-        more = instances_for_batch(groups, existing + spare, max(0, cap - existing))
+        groups = request_groups(queued, self.similarity)
+        needed = instances_needed(queued, groups, now, self.quantile)
+        more = instances_for_batch(needed, existing + spare, max(0, cap - existing))
         return min(cap, existing + more)
 
     def _queued(self, group: GroupView, model: ModelView, costs: Costs) -> Queued:
@@ -522,15 +526,17 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
                 view.id,
             ),
         )
-        for view in order:
-            if self._has_room(request, view, costs):
+        waits = []
+        for place, view in enumerate(order):
+            wait = interactive_queue_seconds(view, costs)
+            short = wait <= self.queue_share * request.slo.ttft_seconds
+            if short and self._has_room(request, view, costs):
                 return view
-        return min(order, key=lambda view: (interactive_queue_seconds(view, costs), view.load))
+            waits.append((wait, view.load, place))
+        return order[min(waits)[2]]
 
     def _has_room(self, request: RequestView, view: InstanceView, costs: Costs) -> bool:
-        wait = interactive_queue_seconds(view, costs)
-        if wait > self.queue_share * request.slo.ttft_seconds:
-            return False
+        """Whether the request decodes here in time, and everybody else too."""
         tbt = request.slo.tbt_seconds
         here = sum([b.interactive for b in view.batches if b.model == request.model])
         here += sum([g.interactive for g in view.groups if g.model == request.model])

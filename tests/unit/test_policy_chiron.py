@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from appliance.plugins.chiron import (
     BatchSize,
     Chiron,
-    Due,
     Queued,
     Yield,
     batch_pressure,
-    dues,
     instances_for_batch,
+    instances_needed,
     interactive_pressure,
     next_batch_size,
     pool_size,
@@ -384,46 +383,82 @@ def test_the_estimate_is_conservative_when_the_queue_is_short() -> None:
     assert added[2] < 0.03
 
 
+def needed(waiting: Sequence[Queued], now: float) -> list[float]:
+    return instances_needed(waiting, request_groups(waiting, 1.5), now, 0.5)
+
+
 def test_time_that_has_passed_counts() -> None:
     """A group that is 50 minutes old, needs 20 and has an hour is in danger, though 20 < 60."""
     waiting = [queued(3600.0, 0.0, requests=1201)]
-    groups = request_groups(waiting, 1.5)
 
-    young = dues(waiting, groups, now=0.0, quantile=0.5)
-    old = dues(waiting, groups, now=3000.0, quantile=0.5)
+    assert needed(waiting, 0.0) == [1200 / 3600]
+    assert needed(waiting, 3000.0) == [1200 / 600]
+    assert batch_pressure(needed(waiting, 0.0), 1) == 0
+    assert batch_pressure(needed(waiting, 3000.0), 1) == 1
+    assert instances_for_batch(needed(waiting, 3000.0), 1, 10) == 1
 
-    assert young == [[Due(work_seconds=1200.0, remaining_seconds=3600.0)]]
-    assert batch_pressure(young, 1) == 0
-    assert batch_pressure(old, 1) == 1
-    assert instances_for_batch(old, 1, 10) == 1
+
+def test_after_the_deadline_nothing_is_enough() -> None:
+    """Who is late already gets all there is."""
+    late = needed([queued(60.0, 0.0)], 60.0)
+
+    assert late == [math.inf]
+    assert instances_for_batch(late, 3, 7) == 7
 
 
 def test_groups_wait_for_those_before_them() -> None:
-    """Work is ahead of a group if it is of a more urgent one, or came before."""
-    waiting = [queued(600, 0, 10), queued(60, 0, 5), queued(600, 3, 2)]
-    found = dues(waiting, request_groups(waiting, 1.5), now=0.0, quantile=0.5)
+    """Work is ahead of a part if it is of a more urgent group, or came before; the part of a group
+    that is worst off counts."""
+    waiting = [queued(600, 0, 10), queued(60, 0, 5), queued(600, 3, 2), queued(590, 100, 1)]
 
-    assert [[due.work_seconds for due in group] for group in found] == [[4.0], [14.0, 16.0]]
+    assert needed(waiting, 0.0) == pytest.approx([4 / 60, 16 / 603])
+    assert needed(waiting[:2], 0.0) == pytest.approx([4 / 60, 14 / 600])
 
 
 @given(
-    works=st.lists(
-        st.lists(st.tuples(st.floats(0, 1e4), st.floats(-10, 1e4)), min_size=1, max_size=3),
-        max_size=4,
-    ),
+    needs=st.lists(st.floats(0, 30) | st.just(math.inf), max_size=5),
     working_already=st.floats(0, 5),
     cap=st.integers(0, 20),
 )
 def test_no_more_instances_than_needed(
-    works: list[list[tuple[float, float]]], working_already: float, cap: int
+    needs: list[float], working_already: float, cap: int
 ) -> None:
     """The bisection finds what Alg. 2's loop over n finds: the first n without backpressure."""
-    groups = [[Due(work_seconds=w, remaining_seconds=r) for w, r in group] for group in works]
+    found = instances_for_batch(needs, working_already, cap)
 
-    found = instances_for_batch(groups, working_already, cap)
-
-    looped = [n for n in range(cap + 1) if not batch_pressure(groups, working_already + n)]
+    looped = [n for n in range(cap + 1) if not batch_pressure(needs, working_already + n)]
     assert found == min(looped, default=cap)
+
+
+@given(
+    parts=st.lists(
+        st.tuples(
+            st.floats(1, 1e4), st.floats(-100, 100), st.integers(1, 50), st.floats(0.01, 10.0)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    instances=st.integers(1, 20),
+)
+def test_pressure_is_what_waiting_times_say(
+    parts: list[tuple[float, float, int, float]], instances: int
+) -> None:
+    """Eq. 2 by hand: a group is in danger if a request of it waits longer than its oldest may."""
+    waiting = [queued(*part) for part in parts]
+    groups = request_groups(waiting, 1.5)
+    late, ahead = 0, 0.0
+    for group in groups:
+        dangers = []
+        for part in [waiting[number] for number in group]:
+            wait = (ahead + (part.requests - 1) * part.mean_seconds) / instances
+            # At the edge either answer is right.
+            dangers.append(wait > (part.deadline - 100.0) * (1 + 1e-9) or part.deadline <= 100.0)
+            ahead += part.requests * part.mean_seconds
+        late += any(dangers)
+
+    found = batch_pressure(instances_needed(waiting, groups, 100.0, 0.5), instances - 1e-6)
+    lower = batch_pressure(instances_needed(waiting, groups, 100.0, 0.5), instances + 1e-6)
+    assert lower <= late <= found
 
 
 def waiting_batch(requests: int, arrived: float = 0.0, ttft: float = 3600.0) -> InstanceView:
@@ -483,6 +518,29 @@ def test_without_any_estimate_a_prompt_is_all_the_work() -> None:
     fleet = policy.scale(now=0.0, floor=floor_view(views, model), costs=COSTS)
 
     assert (fleet.mixed, fleet.batch) == (2, 0)
+
+
+def test_what_batch_work_was_seen_to_yield_counts() -> None:
+    """The throughput of turns of batch work takes the place of the estimate: here half of it, so
+    twice the instances are needed."""
+    policy = Chiron(quantile=0.5)
+    batch = batch_view("a", 999, interactive=0)
+    asked = instance_view(9, batches=(batch,))
+    policy.batch(model="a", instance=asked)
+    policy.batch(
+        model="a", instance=instance_view(9, batches=(batch,), last_turn=turn_of(64, 0.05))
+    )
+    views = [
+        waiting_batch(16_000),
+        *(instance_view(n, kind=InstanceClass.PARKED) for n in range(9)),
+    ]
+    model = model_view("a", output=1000.0)
+
+    def wanted(of: Chiron) -> int:
+        return of.scale(now=1000.0, floor=floor_view(views, model), costs=COSTS).batch
+
+    # 16000 requests in 2600 s: of 0.4 s each (and 0.01 s for the prompt), or of 0.8 s.
+    assert (wanted(Chiron(quantile=0.5)), wanted(policy)) == (3, 5)
 
 
 # --- where ---------------------------------------------------------------------------------------
