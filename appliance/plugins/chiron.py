@@ -575,8 +575,10 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     # --- what next on an instance ---
 
     @hookimpl
-    def admit(self, instance: InstanceView) -> Admitted:
-        """Interactive groups first, as they came; then batch work by request group."""
+    def admit(self, now: float, instance: InstanceView) -> Admitted:
+        """Interactive groups first, as they came; then batch work by request group. Inside one, who
+        joins what runs goes before others while those have waited less than half their TTFT; after
+        that what was begun is finished first, or models would change with every request."""
         groups = instance.groups
         batch = [number for number, group in enumerate(groups) if not group.interactive]
         queued = [
@@ -589,7 +591,18 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         ]
         order = [number for number, group in enumerate(groups) if group.interactive]
         for cluster in request_groups(queued, self.similarity):
-            order += [batch[number] for number in cluster]
+            parts = [batch[number] for number in cluster]
+            joins = [groups[number].model == instance.current_model for number in parts]
+            waited = [
+                now - queued[number].arrived > queued[number].ttft_seconds / 2
+                for number, joining in zip(cluster, joins, strict=True)
+                if not joining
+            ]
+            if any(waited):
+                parts.sort(key=lambda number: groups[number].admitted == groups[number].waiting)
+            else:
+                parts.sort(key=lambda number: groups[number].model != instance.current_model)
+            order += parts
         return order
 
     @hookimpl
@@ -607,8 +620,9 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         ):
             return Phase.DECODE
         if not waiting:
-            others = [b.model for b in instance.batches if b.runnable and b.model != first.model]
-            return Phase.DECODE if instance.current_model in others else Phase.PREFILL
+            others = [batch for batch in instance.batches if batch.model != first.model]
+            busy = [b.runnable for b in others if b.model == instance.current_model]
+            return Phase.DECODE if busy and 2 * busy[0] > first.waiting else Phase.PREFILL
         seconds = costs.prefill_seconds(first.model, first.tokens // first.waiting)
         slack = slack_seconds(now, waiting, first.model, instance, costs)
         return Phase.PREFILL if seconds < slack else Phase.DECODE

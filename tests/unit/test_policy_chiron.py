@@ -647,7 +647,23 @@ def test_interactive_prompts_first_then_batch_work_by_group() -> None:
         )
     )
 
-    assert list(Chiron().admit(instance=view)) == [1, 3, 2, 4, 0]
+    assert list(Chiron().admit(now=0.0, instance=view)) == [1, 3, 2, 4, 0]
+
+
+def test_batch_prompts_join_what_runs_until_others_have_waited_long() -> None:
+    """Of similar prompts those of the model that runs go first; when others have waited for half
+    their TTFT, what was begun is finished and then the oldest is next."""
+    view = instance_view(
+        groups=(
+            group_view("a", deadline=100.0, interactive=0),
+            group_view("c", 1, admitted=5, arrived=2.0, deadline=102.0, interactive=0),
+            group_view("b", arrived=3.0, deadline=103.0, interactive=0),
+        ),
+        current="b",
+    )
+
+    assert list(Chiron().admit(now=50.0, instance=view)) == [2, 0, 1]
+    assert list(Chiron().admit(now=51.0, instance=view)) == [1, 0, 2]
 
 
 def phase_of(view: InstanceView, now: float = 0.0) -> Phase:
@@ -688,8 +704,8 @@ def test_the_way_there_and_back_counts() -> None:
 
 
 def test_a_batch_is_filled_before_it_runs_on() -> None:
-    """Prompts join batch work of their model while there is room; another model's wait until the
-    one that runs is done."""
+    """Prompts join batch work of their model while there is room; another model's wait until
+    the one that runs has less than half as many left."""
     mine = batch_view("a", 63, interactive=0)
     full = batch_view("a", 64, interactive=0)
     other = batch_view("b", 9, interactive=0)
@@ -698,6 +714,8 @@ def test_a_batch_is_filled_before_it_runs_on() -> None:
     assert phase_of(instance_view(groups=(BATCH_PROMPT,), batches=(full,))) is Phase.DECODE
     view = instance_view(groups=(BATCH_PROMPT,), batches=(mine, other), current="b")
     assert phase_of(view) is Phase.DECODE
+    crowd = group_view("a", 18, tokens=1800, interactive=0)
+    assert phase_of(instance_view(groups=(crowd,), batches=(other,), current="b")) is Phase.PREFILL
 
 
 def test_a_round_serves_readers_first() -> None:
