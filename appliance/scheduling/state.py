@@ -277,6 +277,8 @@ class InstanceState:
     """The requests that the last turn left unfinished."""
     prefills_since_turn: int = 0
     turns: int = 0
+    progressed: float = -math.inf
+    """When a request last got a token here."""
     last_turn: TurnView | None = None
     view: InstanceView | None = None
     """What is shown of it, while that is true."""
@@ -292,6 +294,11 @@ class InstanceState:
         self.prefills_since_turn = 0
         self.last_turn = None
         self.view = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is up and has nothing to do."""
+        return self.up and self.job is None and not self.groups and not self.batches
 
     def may_serve(self, model: ModelName) -> bool:
         return self.placement.models is None or model in self.placement.models
