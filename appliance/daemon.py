@@ -249,7 +249,7 @@ class Daemon:
                     model=request.model,
                     prompt_tokens=len(request.prompt),
                     max_tokens=request.sampling.max_tokens,
-                    slo=spec.slo,
+                    slo=spec.promised(request.request_class),
                     request_class=request.request_class,
                 )
             )

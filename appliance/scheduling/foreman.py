@@ -41,8 +41,9 @@ class Foreman:
     """Gives instances their jobs.
 
     Whoever is to be prefilled first gets room in the host tier for its KV at full length, in the
-    order of asking (`host_queue`): then a swap outwards can never fail, and any single request can
-    always be brought to its end by swapping out everything else.
+    order of asking (`host_queue`), interactive requests before batch work: then a swap outwards can
+    never fail, and any single request can always be brought to its end by swapping out everything
+    else.
     """
 
     def __init__(
@@ -94,16 +95,16 @@ class Foreman:
             instance.view = None
         return self._rejected
 
-    def joined(self, instance: InstanceState, model: ModelName) -> None:
-        """Work for the model joined the instance: if a turn runs, ask how long it may go on. One
-        that is ended for more of its own model goes on with it for the rest of its quota."""
+    def joined(self, instance: InstanceState, request: RequestState) -> None:
+        """The request joined the instance: if a turn runs, ask how long it may go on. One that is
+        ended for more of its own model goes on with it for the rest of its quota."""
         turn = instance.job
-        if not isinstance(turn, TurnJob) or turn.preempting or self.host_queue:
+        if not isinstance(turn, TurnJob) or turn.preempting or self._waits_for_host(request):
             return
         desk = self._desk
         more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
         turn.cut_at = min(turn.cut_at, desk.now + more)
-        if more <= 0 and model == turn.model:
+        if more <= 0 and request.model == turn.model:
             turn.resume_seconds = turn.quota_seconds
         self.cut(instance)
 
@@ -198,7 +199,8 @@ class Foreman:
         blocks = engine.shape.blocks(request.tokens)
         if not self._residency.fits(instance, model, blocks):
             self._desk.out.append(self._residency.clear_kv(instance, model))
-        job = PrefillJob(model, request.id, warm=engine.stage is Engine.LOADED)
+        warm = engine.stage is Engine.LOADED
+        job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
         grant = self._residency.grant(instance, model, blocks, 0, self._desk.now)
         self._take_prompt(instance, request)
         self._begin(instance, job, grant.commands)
@@ -217,21 +219,35 @@ class Foreman:
         instance.prefills_since_turn += 1
 
     def _first_in_line(self, instance: InstanceState) -> RequestState:
-        """The first request of the first group; but who has waited longest for the host tier goes
-        before anybody else here, or those who got in front of it since would block each other."""
-        longest = next(iter(self.host_queue), None)
-        if longest is not None and self._requests[longest].instance == instance.id:
-            return self._requests[longest]
-        return self._requests[instance.groups[0].first]
+        """The first request of the first group; but who gets room in the host tier next goes before
+        anybody else here, or those who got in front of it since would block each other. Only an
+        interactive request goes before batch work that waits so: it is next for room then."""
+        first = self._requests[instance.groups[0].first]
+        longest = self._next_for_host()
+        if longest is None or longest.instance != instance.id:
+            return first
+        return first if first.interactive and not longest.interactive else longest
+
+    def _next_for_host(self) -> RequestState | None:
+        """Who gets room in the host tier next: interactive requests, then who has waited longest.
+        O(requests that wait for it)."""
+        queue = [self._requests[name] for name in self.host_queue]
+        return min(queue, key=lambda request: not request.interactive, default=None)
+
+    def _waits_for_host(self, request: RequestState) -> bool:
+        """Whether others get room in the host tier before this request, whatever is running."""
+        first = self._next_for_host()
+        return first is not None and (first.interactive or not request.interactive)
 
     def _reserve_host(self, request: RequestState, shape: KvShape) -> bool:
-        """Room in the host tier for the request's KV at full length. Who asked first gets it first.
+        """Room in the host tier for the request's KV at full length. Who asked first gets it first,
+        interactive requests before batch work.
 
         False if there is none now. If nobody holds any and there is still too little, there never
         will be enough: the request is rejected.
         """
         self.host_queue.setdefault(request.id)
-        if next(iter(self.host_queue)) != request.id:
+        if self._next_for_host() is not request:
             return False
         blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
         offsets = self._host.take_blocks(shape.block_bytes, blocks)
@@ -294,6 +310,7 @@ class Foreman:
             turn=instance.turns,
             requests=names,
             prompts=prompts,
+            prompt_tokens=0 if prompt is None else prompt.tokens,
             ordered=desk.now,
             switches=model != instance.current_model,
             cold=cold,

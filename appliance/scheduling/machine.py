@@ -183,8 +183,14 @@ class Machine:
             instance.ledger.check_integrity()
 
     def oldest_progress(self) -> float | None:
-        """When the request that has waited longest last progressed; None without requests."""
-        return min((request.progressed for request in self.requests.values()), default=None)
+        """When the request that has waited longest last progressed; None without requests. Batch
+        work waits rightly while its instance does other work: that counts as progress of it."""
+        return min((self._progressed(request) for request in self.requests.values()), default=None)
+
+    def _progressed(self, request: RequestState) -> float:
+        if request.interactive or request.instance is None:
+            return request.progressed
+        return max(request.progressed, self.instances[request.instance].progressed)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -258,7 +264,7 @@ class Machine:
         instance.queue(request, choice.group)
         request.instance = instance.id
         request.to_stage(Stage.QUEUED)
-        self.foreman.joined(instance, request.model)
+        self.foreman.joined(instance, request)
 
     def _place_decode(self, request: RequestState) -> None:
         candidates = self.floor.candidates(request.spec, Role.DECODE)
@@ -279,7 +285,7 @@ class Machine:
         """The request decodes there from now on."""
         request.instance = instance.id
         instance.join_batch(request)
-        self.foreman.joined(instance, request.model)
+        self.foreman.joined(instance, request)
 
     def _flow(self, instance: InstanceState) -> None:
         """Move what the policy wants to decode elsewhere."""
@@ -303,24 +309,39 @@ class Machine:
             self._desk.out.append(self.residency.swap_out(instance, request.model, [request]))
 
     def _plan(self) -> None:
-        """Think over what each instance is for; who waits where it is not served any more goes
-        elsewhere."""
+        """Think over what each instance is for; who waits where it need not goes elsewhere."""
         desk = self._desk
         self._plan_at = desk.now + PLAN_SECONDS
         view = self.floor.floor_view(desk.now)
         placements = desk.policy.place(desk.now, view, desk.costs)
-        if not self.floor.place(placements, desk.policy.scale(desk.now, view, desk.costs)):
-            return
+        changed = self.floor.place(placements, desk.policy.scale(desk.now, view, desk.costs))
+        stray = self._astray(changed)
+        for request in stray:
+            assert request.instance is not None, "who waits in a queue is placed"
+            self.instances[request.instance].leave(request)
+            request.instance = None
+            request.to_stage(Stage.UNPLACED)
+        self._place_all(stray)
+        self._again |= changed or bool(stray)
+
+    def _astray(self, changed: bool) -> list[RequestState]:
+        """Requests that wait where they are not served any more; and batch requests, which nobody
+        placed for good, when what instances are for `changed` or one that takes them idles."""
+        idle = [instance for instance in self.instances.values() if instance.idle]
+        if not changed and not idle:
+            return []
+        where: dict[tuple[ModelName, bool], list[InstanceState]] = {}
         stray = []
         for instance in self.instances.values():
             for request in [self.requests[n] for g in instance.groups for n in g.members]:
-                if instance not in self.floor.candidates(request.spec, Role.PREFILL):
-                    instance.leave(request)
-                    request.instance = None
-                    request.to_stage(Stage.UNPLACED)
+                key = (request.model, request.interactive)
+                if key not in where:
+                    where[key] = self.floor.candidates(request.spec, Role.PREFILL)
+                open_ = where[key]
+                dealt = not request.interactive and (changed or any([i in open_ for i in idle]))
+                if dealt or instance not in open_:
                     stray.append(request)
-        self._place_all(stray)
-        self._again = True
+        return stray
 
     def _rank_victims(
         self, instance: InstanceState, victims: list[ModelName]
@@ -522,7 +543,9 @@ class Machine:
     @_on.register
     def _(self, event: TokensProduced) -> bool:
         ended = False
-        job = self.instances[event.instance].job
+        instance = self.instances[event.instance]
+        instance.progressed = self._desk.now
+        job = instance.job
         for entry in event.tokens:
             request = self.requests.get(entry.request)
             if request is None:

@@ -150,6 +150,7 @@ class Floor:
             turn=None if turn is None else turn.model,
             turn_began=0.0 if turn is None else turn.ordered,
             last_turn=instance.last_turn,
+            computing_tokens=0 if job is None else job.prompt_tokens,
             prefills_since_turn=instance.prefills_since_turn,
             resident=frozenset(ledger.weights),
             total_bytes=ledger.total_slabs * self._slab_bytes,

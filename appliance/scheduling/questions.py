@@ -134,7 +134,8 @@ class InstanceView(Word, frozen=True):
 
     `models` are those it may serve, None for all. `turn` is the model of the turn that is running,
     if one is, since `turn_began`; `last_turn` is the one that ended last.
-    `prefills_since_turn` counts the prompts computed since the last turn began. `resident` models
+    `computing_tokens` of prompts are computed now, of `current_model`; `prefills_since_turn` counts
+    the prompts whose computing began since the last turn did. `resident` models
     have their weights on the device or on the way there; `kv_bytes` of `total_bytes` hold KV that
     is in use, `free_bytes` nothing that anybody uses.
     """
@@ -150,6 +151,7 @@ class InstanceView(Word, frozen=True):
     turn: ModelName | None
     turn_began: float
     last_turn: TurnView | None
+    computing_tokens: int
     prefills_since_turn: int
     resident: frozenset[ModelName]
     total_bytes: int

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from appliance.memory.ledger import DeviceLedger
 from appliance.scheduling.lifecycle import (
@@ -213,6 +214,7 @@ class BuildJob:
     """An engine is being built."""
 
     model: ModelName
+    prompt_tokens: ClassVar[int] = 0
 
 
 @dataclass(slots=True)
@@ -222,6 +224,7 @@ class PrefillJob:
 
     model: ModelName
     request: RequestId
+    prompt_tokens: int
     warm: bool
 
 
@@ -234,6 +237,7 @@ class TurnJob:
     requests: tuple[RequestId, ...]
     prompts: tuple[RequestId, ...]
     """Requests whose prompts are computed beside the steps."""
+    prompt_tokens: int
     ordered: float
     switches: bool
     """Whether another model ran before."""
@@ -273,6 +277,8 @@ class InstanceState:
     """The requests that the last turn left unfinished."""
     prefills_since_turn: int = 0
     turns: int = 0
+    progressed: float = -math.inf
+    """When a request last got a token here."""
     last_turn: TurnView | None = None
     view: InstanceView | None = None
     """What is shown of it, while that is true."""
@@ -288,6 +294,11 @@ class InstanceState:
         self.prefills_since_turn = 0
         self.last_turn = None
         self.view = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is up and has nothing to do."""
+        return self.up and self.job is None and not self.groups and not self.batches
 
     def may_serve(self, model: ModelName) -> bool:
         return self.placement.models is None or model in self.placement.models

@@ -22,6 +22,7 @@ from appliance.vocabulary import (
     ModelSpec,
     MoveKv,
     Release,
+    RequestClass,
     RunPrefill,
     TokensProduced,
 )
@@ -224,7 +225,14 @@ class Box:
         self.settle()
 
     def ask(
-        self, name: str, model: str, *, prompt: int = 20, output: int = 5, limit: int | None = None
+        self,
+        name: str,
+        model: str,
+        *,
+        prompt: int = 20,
+        output: int = 5,
+        limit: int | None = None,
+        kind: RequestClass = RequestClass.INTERACTIVE,
     ) -> Generation:
         """Submit a request that will produce `output` tokens."""
         limit = output if limit is None else limit
@@ -235,6 +243,7 @@ class Box:
                 model=model,
                 prompt=tuple(range(prompt)),
                 sampling=Sampling(max_tokens=limit),
+                request_class=kind,
             )
         )
 

@@ -9,7 +9,7 @@ import pytest
 
 from appliance import configdoc
 from appliance.catalog import read_checkpoint
-from appliance.config import Config, Slo, load_config, uncached, warnings
+from appliance.config import BatchSlo, Config, Slo, load_config, uncached, warnings
 from appliance.errors import ConfigError, Problem
 from appliance.units import Seconds
 
@@ -60,7 +60,8 @@ def models(tmp_path: Path, fake_checkpoint: Make) -> Path:
 
 def test_units_and_paths_are_resolved(models: Path) -> None:
     """Sizes become bytes, durations seconds, and paths absolute; what is not said has a default."""
-    text = GOOD + 'slo = { ttft = "2m", tbt = "50ms" }\n[journal]\npath = "run.journal"\n'
+    text = GOOD + 'slo = { ttft = "2m", tbt = "50ms" }\n'
+    text += 'batch_slo = { ttft = "8h" }\n[journal]\npath = "run.journal"\n'
     config = load_config(write(models, '[api]\nbind = "[::1]:80"\nkeep_alive = "1.5s"\n' + text))
 
     assert (config.api.bind.host, config.api.bind.port) == ("::1", 80)
@@ -72,6 +73,7 @@ def test_units_and_paths_are_resolved(models: Path) -> None:
     (model,) = config.models
     assert model.path == str(models / "tiny")
     assert model.slo == Slo(ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05))
+    assert model.batch_slo == BatchSlo(ttft_seconds=Seconds(28800), tbt_seconds=Seconds(2))
     assert model.max_batch == 32
     assert warnings(config) == []
 
