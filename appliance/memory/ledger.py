@@ -90,7 +90,8 @@ class HostLedger:
     (one slab, mostly), cuts them into blocks, fills the fullest first, and gives a run back when
     its last block is returned. Slabs held back for weights that are not here yet are never used
     for KV, and `kv_floor_slabs` are never used for weights. Offsets are bytes from the start of
-    the tier.
+    the tier. Taking and giving cost O(slabs or blocks taken, + blocks in a run), amortised, however
+    many are in use.
     """
 
     def __init__(self, total_bytes: int, slab_bytes: int, kv_floor_slabs: int = 0) -> None:
@@ -103,6 +104,12 @@ class HostLedger:
         self._held_back: dict[ModelName, int] = {}
         self._runs: dict[int, dict[int, list[int]]] = {}
         """block bytes -> first slab of a run -> free block offsets in it."""
+        self._open: dict[int, dict[int, dict[int, None]]] = {}
+        """block bytes -> number of free blocks, above 0 -> runs with as many."""
+        self._first_free = 0
+        """No slab before this one is free."""
+        self._free_ends: dict[int, int] = {}
+        """How many slabs in a row -> no such run of free slabs ends behind this."""
         self._run_of: dict[int, tuple[int, int]] = {}
         """block offset in use -> (block bytes, first slab of its run)."""
         self._peak_kv_slabs = 0
@@ -157,39 +164,40 @@ class HostLedger:
         if slabs > self.room_for_weights(model):
             return None
         self._held_back.pop(model, None)
-        offsets = tuple(self._claim_run(self._taken.find(0), 1) for _ in range(slabs))
+        offsets = tuple(self._claim_run(self._first_free_slab(), 1) for _ in range(slabs))
         self._weights[model] = offsets
         return offsets
 
     def give_weights(self, model: ModelName) -> None:
         """The master image of a model is not needed any more."""
         for offset in self._weights.pop(model):
-            self._taken[offset // self.slab_bytes] = 0
-            self._free_slabs += 1
+            self._free_run(offset // self.slab_bytes, 1)
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
         """Places for `count` blocks, or None if they do not all fit (nothing is taken then)."""
         runs = self._runs.setdefault(block_bytes, {})
         taken: list[int] = []
-        partly_free = sorted((run for run in runs if runs[run]), key=lambda run: len(runs[run]))
+        partly_free = self._open.setdefault(block_bytes, {})
+        needed = self._run_slabs(block_bytes)
+        room = self._free_slabs - sum(self._held_back.values())
         while len(taken) < count:
             if partly_free:
-                run = partly_free.pop(0)
+                before = min(partly_free)
+                run = next(iter(partly_free[before]))
             else:
-                needed = self._run_slabs(block_bytes)
-                within = self._free_slabs - sum(self._held_back.values()) >= needed
-                # Weights fill the tier from its start, KV from its end: neither tears holes into
-                # the room of the other.
-                run = self._taken.rfind(bytes(needed)) if within else -1
+                before = 0
+                run = self._last_free_run(needed) if room >= needed else -1
                 if run < 0:
                     self._settle(block_bytes, taken)
                     return None
+                room -= needed
                 self._claim_run(run, needed)
                 runs[run] = self._cut(run, block_bytes)
             free = runs[run]
             while free and len(taken) < count:
                 taken.append(offset := free.pop())
                 self._run_of[offset] = (block_bytes, run)
+            self._file(block_bytes, run, before)
         self._peak_kv_slabs = max(self._peak_kv_slabs, self.kv_slabs)
         return tuple(taken)
 
@@ -222,6 +230,39 @@ class HostLedger:
     def _run_blocks(self, block_bytes: int) -> int:
         return self._run_slabs(block_bytes) * self.slab_bytes // block_bytes
 
+    def _first_free_slab(self) -> int:
+        """Weights fill the tier from its start, KV from its end: neither tears holes into the room
+        of the other."""
+        self._first_free = self._taken.find(0, self._first_free)
+        return self._first_free
+
+    def _last_free_run(self, needed: int) -> int:
+        """The last `needed` free slabs in a row, or -1."""
+        end = self._free_ends.get(needed, self.total_slabs)
+        run = self._taken.rfind(bytes(needed), 0, end)
+        self._free_ends[needed] = run + needed if run >= 0 else 0
+        return run
+
+    def _free_run(self, first: int, slabs: int) -> None:
+        """Nobody uses these slabs any more."""
+        self._taken[first : first + slabs] = bytes(slabs)
+        self._free_slabs += slabs
+        self._first_free = min(self._first_free, first)
+        for needed, end in self._free_ends.items():
+            longest = min(first + slabs + needed - 1, self.total_slabs)
+            self._free_ends[needed] = max(end, longest)
+
+    def _file(self, block_bytes: int, run: int, before: int) -> None:
+        """Note how many free blocks the run has, if it still exists; it had `before`."""
+        table = self._open[block_bytes]
+        if before:
+            del table[before][run]
+            if not table[before]:
+                del table[before]
+        now = len(self._runs[block_bytes].get(run, ()))
+        if now:
+            table.setdefault(now, {})[run] = None
+
     def _claim_run(self, first: int, slabs: int) -> int:
         """Take free slabs in a row; the offset of the first."""
         self._taken[first : first + slabs] = b"\1" * slabs
@@ -241,8 +282,9 @@ class HostLedger:
         whole = self._run_blocks(block_bytes)
         for offset in offsets:
             _, run = self._run_of.pop(offset)
+            before = len(runs[run])
             runs[run].append(offset)
-            if len(runs[run]) == whole:
+            if before + 1 == whole:
                 del runs[run]
-                self._taken[run : run + slabs] = bytes(slabs)
-                self._free_slabs += slabs
+                self._free_run(run, slabs)
+            self._file(block_bytes, run, before)
