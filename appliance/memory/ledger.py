@@ -8,6 +8,8 @@ machine makes room first, so claiming slabs that are not free is an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from appliance.errors import LedgerError
 from appliance.vocabulary import ModelName
 
@@ -178,26 +180,26 @@ class HostLedger:
         runs = self._runs.setdefault(block_bytes, {})
         taken: list[int] = []
         partly_free = self._open.setdefault(block_bytes, {})
-        needed = self._run_slabs(block_bytes)
-        room = self._free_slabs - sum(self._held_back.values())
-        while len(taken) < count:
-            if partly_free:
-                before = min(partly_free)
-                run = next(iter(partly_free[before]))
-            else:
-                before = 0
-                run = self._last_free_run(needed) if room >= needed else -1
-                if run < 0:
-                    self._settle(block_bytes, taken)
-                    return None
-                room -= needed
-                self._claim_run(run, needed)
-                runs[run] = self._cut(run, block_bytes)
+        while partly_free and len(taken) < count:
+            before = min(partly_free)
+            run = next(iter(partly_free[before]))
             free = runs[run]
             while free and len(taken) < count:
                 taken.append(offset := free.pop())
                 self._run_of[offset] = (block_bytes, run)
             self._file(block_bytes, run, before)
+        while len(taken) < count:
+            fresh = self._claim_last_runs(block_bytes, count - len(taken))
+            if not fresh:
+                self._settle(block_bytes, taken)
+                return None
+            for run in fresh:
+                cut = self._cut(run, block_bytes)
+                used = cut[: count - len(taken)]
+                taken += used
+                self._run_of.update(dict.fromkeys(used, (block_bytes, run)))
+                runs[run] = list(reversed(cut[len(used) :]))
+            self._file(block_bytes, fresh[-1], 0)
         self._peak_kv_slabs = max(self._peak_kv_slabs, self.kv_slabs)
         return tuple(taken)
 
@@ -236,12 +238,25 @@ class HostLedger:
         self._first_free = self._taken.find(0, self._first_free)
         return self._first_free
 
-    def _last_free_run(self, needed: int) -> int:
-        """The last `needed` free slabs in a row, or -1."""
+    def _claim_last_runs(self, block_bytes: int, blocks: int) -> Sequence[int]:
+        """Take runs for so many blocks as far back as there are any, all in a row; fewer if the row
+        or what may be taken ends, none if there is none."""
+        needed = self._run_slabs(block_bytes)
+        room = self._free_slabs - sum(self._held_back.values())
+        if room < needed:
+            return ()
         end = self._free_ends.get(needed, self.total_slabs)
-        run = self._taken.rfind(bytes(needed), 0, end)
-        self._free_ends[needed] = run + needed if run >= 0 else 0
-        return run
+        last = self._taken.rfind(bytes(needed), 0, end)
+        if last < 0:
+            self._free_ends[needed] = 0
+            return ()
+        first = self._taken.rfind(1, 0, last) + 1
+        wanted = -(-blocks // self._run_blocks(block_bytes))
+        count = min(wanted, room // needed, 1 + (last - first) // needed)
+        first = last - (count - 1) * needed
+        self._claim_run(first, count * needed)
+        self._free_ends[needed] = first + needed
+        return range(last, first - 1, -needed)
 
     def _free_run(self, first: int, slabs: int) -> None:
         """Nobody uses these slabs any more."""
@@ -269,11 +284,10 @@ class HostLedger:
         self._free_slabs -= slabs
         return first * self.slab_bytes
 
-    def _cut(self, run: int, block_bytes: int) -> list[int]:
+    def _cut(self, run: int, block_bytes: int) -> range:
+        """The offsets of its blocks."""
         start = run * self.slab_bytes
-        return [
-            start + index * block_bytes for index in reversed(range(self._run_blocks(block_bytes)))
-        ]
+        return range(start, start + self._run_blocks(block_bytes) * block_bytes, block_bytes)
 
     def _settle(self, block_bytes: int, offsets: list[int]) -> None:
         """Put blocks back, and give back every run that is empty now."""

@@ -165,15 +165,17 @@ class Foreman:
     def _build_next(self, instance: InstanceState) -> None:
         """Build the engine expected to be needed first: of a waiting model, else in the order of
         the catalogue."""
-        upcoming = instance.upcoming()
-        others = [model for model in self._models if instance.may_serve(model)]
-        for model in dict.fromkeys([*upcoming, *others]):
-            if instance.engines[model].stage is Engine.ABSENT and model not in self._failed:
+        if not instance.unbuilt:
+            return
+        others = [model for model in instance.unbuilt if instance.may_serve(model)]
+        for model in [*instance.upcoming(), *others]:
+            if model in instance.unbuilt and model not in self._failed:
                 self._build(instance, model)
                 return
 
     def _build(self, instance: InstanceState, model: ModelName) -> None:
         instance.engines[model].to_stage(Engine.BUILDING, model)
+        del instance.unbuilt[model]
         instance.job = BuildJob(model)
         self._desk.out.append(BuildModel(instance=instance.id, model=model))
 

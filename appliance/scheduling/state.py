@@ -81,6 +81,8 @@ class RequestState:
     """Workers that died computing it since it last got a token."""
     view: DecodingView | None = None
     """What is shown of it while it decodes, while that is true."""
+    runnable: bool = False
+    """Whether a turn could take it now."""
     id: RequestId = field(init=False)
     model: ModelName = field(init=False)
     interactive: bool = field(init=False)
@@ -111,23 +113,22 @@ class RequestState:
         return self.spec.max_tokens - self.generated
 
     @property
-    def runnable(self) -> bool:
-        """Whether a turn could take it now."""
-        return self.stage is Stage.READY and self.kv in (KvPlace.DEVICE, KvPlace.HOST)
-
-    @property
     def movable(self) -> bool:
         """Whether it could go on decoding on another instance."""
         return self.stage is Stage.READY and self.kv is KvPlace.DEVICE
 
     def to_stage(self, target: Stage) -> None:
         self.stage = move(STAGES, self.stage, target, self.id)
-        self.changed()
+        self._moved()
 
     def to_kv(self, target: KvPlace, instance: InstanceId | None) -> None:
         self.kv = move(KV_PLACES, self.kv, target, self.id)
         self.kv_instance = instance
-        self.changed()
+        self._moved()
+
+    def _moved(self) -> None:
+        self.runnable = self.stage is Stage.READY and self.kv in (KvPlace.DEVICE, KvPlace.HOST)
+        self._changed()
 
     def produced(self, tokens: int, now: float) -> None:
         """It came nearer to its end."""
@@ -138,9 +139,9 @@ class RequestState:
         self.progressed = self.newest_token = now
         self.view = None
         self._count()
-        self.changed()
+        self._changed()
 
-    def changed(self) -> None:
+    def _changed(self) -> None:
         """What was shown of it is no longer true."""
         if self.batch is not None:
             self.batch.changed()
@@ -262,6 +263,8 @@ class InstanceState:
 
     id: InstanceId
     engines: dict[ModelName, EngineState]
+    unbuilt: dict[ModelName, None] = field(default_factory=dict)
+    """Models without an engine, in the order of the catalogue."""
     placement: Placement = field(default_factory=Placement)
     instance_class: InstanceClass = InstanceClass.MIXED
     up: bool = False
@@ -282,6 +285,7 @@ class InstanceState:
     def restart(self, models: Iterable[ModelName], slabs: int) -> None:
         """Nothing is on the device, nothing is built; the queues are kept."""
         self.engines = {model: EngineState() for model in models}
+        self.unbuilt = dict.fromkeys(self.engines)
         self.ledger = DeviceLedger(slabs)
         self.work.clear()
         self.job = None
