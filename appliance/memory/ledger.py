@@ -104,8 +104,10 @@ class HostLedger:
         self._free_slabs = self.total_slabs
         self._weights: dict[ModelName, tuple[int, ...]] = {}
         self._held_back: dict[ModelName, int] = {}
-        self._runs: dict[int, dict[int, list[int]]] = {}
-        """block bytes -> first slab of a run -> free block offsets in it."""
+        self._runs: dict[int, int] = {}
+        """block bytes -> number of runs."""
+        self._free: dict[int, dict[int, list[int]]] = {}
+        """block bytes -> first slab of a run with free blocks -> their offsets."""
         self._open: dict[int, dict[int, dict[int, None]]] = {}
         """block bytes -> number of free blocks, above 0 -> runs with as many."""
         self._first_free = 0
@@ -126,7 +128,7 @@ class HostLedger:
 
     @property
     def kv_slabs(self) -> int:
-        return sum(len(runs) * self._run_slabs(size) for size, runs in self._runs.items())
+        return sum([runs * self._run_slabs(size) for size, runs in self._runs.items()])
 
     @property
     def peak_kv_slabs(self) -> int:
@@ -137,8 +139,8 @@ class HostLedger:
         """For each block size: bytes of the blocks in use, and of the slabs they lie in."""
         return {
             size: (
-                (len(runs) * self._run_blocks(size) - sum(map(len, runs.values()))) * size,
-                len(runs) * self._run_slabs(size) * self.slab_bytes,
+                self._used_blocks(size) * size,
+                runs * self._run_slabs(size) * self.slab_bytes,
             )
             for size, runs in self._runs.items()
         }
@@ -177,29 +179,33 @@ class HostLedger:
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
         """Places for `count` blocks, or None if they do not all fit (nothing is taken then)."""
-        runs = self._runs.setdefault(block_bytes, {})
-        taken: list[int] = []
+        self._runs.setdefault(block_bytes, 0)
+        free = self._free.setdefault(block_bytes, {})
         partly_free = self._open.setdefault(block_bytes, {})
+        taken: list[int] = []
         while partly_free and len(taken) < count:
             before = min(partly_free)
             run = next(iter(partly_free[before]))
-            free = runs[run]
-            while free and len(taken) < count:
-                taken.append(offset := free.pop())
+            while free[run] and len(taken) < count:
+                taken.append(offset := free[run].pop())
                 self._run_of[offset] = (block_bytes, run)
             self._file(block_bytes, run, before)
+        blocks = self._run_blocks(block_bytes)
         while len(taken) < count:
             fresh = self._claim_last_runs(block_bytes, count - len(taken))
             if not fresh:
                 self._settle(block_bytes, taken)
                 return None
             for run in fresh:
-                cut = self._cut(run, block_bytes)
-                used = cut[: count - len(taken)]
-                taken += used
-                self._run_of.update(dict.fromkeys(used, (block_bytes, run)))
-                runs[run] = list(reversed(cut[len(used) :]))
-            self._file(block_bytes, fresh[-1], 0)
+                start, place = run * self.slab_bytes, (block_bytes, run)
+                for offset in range(start, start + blocks * block_bytes, block_bytes):
+                    taken.append(offset)
+                    self._run_of[offset] = place
+            if len(taken) > count:
+                free[run] = [taken.pop() for _ in range(len(taken) - count)]
+                for offset in free[run]:
+                    del self._run_of[offset]
+                self._file(block_bytes, run, 0)
         self._peak_kv_slabs = max(self._peak_kv_slabs, self.kv_slabs)
         return tuple(taken)
 
@@ -214,11 +220,7 @@ class HostLedger:
         """Raises `LedgerError` if the books do not balance."""
         held = self.weight_slabs + self.kv_slabs
         used = sum(self._taken)
-        blocks = sum(
-            self._run_blocks(size) - len(free)
-            for size, runs in self._runs.items()
-            for free in runs.values()
-        )
+        blocks = sum(map(self._used_blocks, self._runs))
         if self._free_slabs + held != self.total_slabs or used != held:
             raise LedgerError(
                 f"host: {self._free_slabs} free + {held} held != {self.total_slabs} slabs"
@@ -231,6 +233,10 @@ class HostLedger:
 
     def _run_blocks(self, block_bytes: int) -> int:
         return self._run_slabs(block_bytes) * self.slab_bytes // block_bytes
+
+    def _used_blocks(self, block_bytes: int) -> int:
+        blocks = self._runs[block_bytes] * self._run_blocks(block_bytes)
+        return blocks - sum(map(len, self._free[block_bytes].values()))
 
     def _first_free_slab(self) -> int:
         """Weights fill the tier from its start, KV from its end: neither tears holes into the room
@@ -255,6 +261,7 @@ class HostLedger:
         count = min(wanted, room // needed, 1 + (last - first) // needed)
         first = last - (count - 1) * needed
         self._claim_run(first, count * needed)
+        self._runs[block_bytes] += count
         self._free_ends[needed] = first + needed
         return range(last, first - 1, -needed)
 
@@ -274,9 +281,11 @@ class HostLedger:
             del table[before][run]
             if not table[before]:
                 del table[before]
-        now = len(self._runs[block_bytes].get(run, ()))
-        if now:
+        free = self._free[block_bytes]
+        if now := len(free[run]):
             table.setdefault(now, {})[run] = None
+        else:
+            del free[run]
 
     def _claim_run(self, first: int, slabs: int) -> int:
         """Take free slabs in a row; the offset of the first."""
@@ -284,21 +293,18 @@ class HostLedger:
         self._free_slabs -= slabs
         return first * self.slab_bytes
 
-    def _cut(self, run: int, block_bytes: int) -> range:
-        """The offsets of its blocks."""
-        start = run * self.slab_bytes
-        return range(start, start + self._run_blocks(block_bytes) * block_bytes, block_bytes)
-
     def _settle(self, block_bytes: int, offsets: list[int]) -> None:
         """Put blocks back, and give back every run that is empty now."""
-        runs = self._runs[block_bytes]
+        free = self._free[block_bytes]
         slabs = self._run_slabs(block_bytes)
         whole = self._run_blocks(block_bytes)
         for offset in offsets:
             _, run = self._run_of.pop(offset)
-            before = len(runs[run])
-            runs[run].append(offset)
+            blocks = free.setdefault(run, [])
+            before = len(blocks)
+            blocks.append(offset)
             if before + 1 == whole:
-                del runs[run]
+                blocks.clear()
+                self._runs[block_bytes] -= 1
                 self._free_run(run, slabs)
             self._file(block_bytes, run, before)
