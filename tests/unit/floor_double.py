@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeVar, cast
 
 from appliance.memory.ledger import HostLedger
@@ -77,10 +78,15 @@ def fresh_view(machine: Machine, number: int) -> InstanceView:
 
 def policy_stack(use: Sequence[str], stranger: object | None) -> PolicyStack:
     """The installed policies of these names, behind a stranger if there is one."""
-    stack = load_stack(use, {})
     if stranger is None:
-        return stack
+        return installed(tuple(use))
     return PolicyStack({"stranger": stranger, "built-in": Aegaeon()})
+
+
+@cache
+def installed(use: tuple[str, ...]) -> PolicyStack:
+    """Looked up once: to read what every package of an environment offers takes long."""
+    return load_stack(use, {})
 
 
 class FloorDouble:
@@ -121,11 +127,15 @@ class FloorDouble:
             ],
             instances,
             HostLedger(host_slabs * SLAB, SLAB, kv_floor_slabs),
-            cast(Policy, Watchful(self, policy_stack(use or [policy], stranger))),
+            cast(Policy, self._watchful(use or [policy], stranger)),
         )
         self.now = 0.0
         self.journal: list[tuple[float, Event, list[Command]]] = []
         self.up: dict[int, InstanceDouble] = {}
+
+    def _watchful(self, use: Sequence[str], stranger: object | None) -> Watchful:
+        self.stack = policy_stack(use, stranger)
+        return Watchful(self, self.stack)
 
     def tell(self, event: Event) -> list[Command]:
         """One event into the machine; its commands reach the instances and the requests."""
@@ -142,9 +152,9 @@ class FloorDouble:
 
     def set_policy(self, use: Sequence[str], stranger: object | None = None) -> None:
         """Another stack answers from now on."""
-        policy = cast(Policy, Watchful(self, policy_stack(use, stranger)))
+        policy = self._watchful(use, stranger)
         self.now += 0.001
-        commands = self.machine.set_policy(policy, self.now)
+        commands = self.machine.set_policy(cast(Policy, policy), self.now)
         self.machine.check_integrity()
         self.carry_out(commands)
 

@@ -134,6 +134,13 @@ class BusyFloor(RuleBasedStateMachine):
         model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
         self.floor.world.unreadable.add(model)
 
+    @precondition(lambda self: self.asked and self.floor.up)
+    @rule(data=st.data())
+    def defer(self, data: st.DataObject) -> None:
+        """A prompt will not fit, once, though its room was granted."""
+        name = f"r{data.draw(st.integers(0, self.asked - 1))}"
+        self.floor.up[data.draw(st.sampled_from(sorted(self.floor.up)))].deferring.add(name)
+
     @rule(number=st.integers(0, 2))
     def swap_ends(self, number: int) -> None:
         """A swap outwards is over before anybody waits for it."""
