@@ -137,9 +137,10 @@ class Foreman:
         if len(instance.groups) < 2:
             return
         desk = self._desk
+        as_they_are = range(len(instance.groups))
         order = desk.policy.admit(desk.now, self._floor.view(instance), desk.costs)
-        if order != range(len(instance.groups)):
-            numbers = dict.fromkeys([*order, *range(len(instance.groups))])
+        numbers = list(dict.fromkeys([*order, *as_they_are]))
+        if numbers != list(as_they_are):
             instance.groups = [instance.groups[number] for number in numbers]
             instance.view = None
 

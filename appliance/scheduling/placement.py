@@ -170,20 +170,16 @@ class Floor:
         return group.view
 
     def _batch_view(self, model: ModelName, batch: Batch) -> BatchView:
-        members = batch.members.values()
-        slos = {request.spec.slo for request in members}
-        batch.view = BatchView(
+        members, last = batch.members.values(), batch.last_view
+        batch.view = batch.last_view = BatchView(
             model=model,
             requests=len(members),
             runnable=sum([request.runnable for request in members]),
-            interactive=sum([request.interactive for request in members]),
+            interactive=last.interactive if last else sum([r.interactive for r in members]),
             kv_tokens=sum([request.tokens for request in members]),
-            slo=Slo(
-                ttft_seconds=min([slo.ttft_seconds for slo in slos]),
-                tbt_seconds=min([slo.tbt_seconds for slo in slos]),
-            ),
+            slo=last.slo if last else strictest([request.spec.slo for request in members]),
             deadline=min([request.next_due for request in members]),
-            arrived=min([request.arrived for request in members]),
+            arrived=last.arrived if last else min([request.arrived for request in members]),
         )
         return batch.view
 
@@ -210,6 +206,14 @@ class Floor:
             if engine is not None and engine.kv is not None:
                 return engine.kv.block_bytes // engine.kv.block_tokens
         return 0
+
+
+def strictest(slos: Sequence[Slo]) -> Slo:
+    """What keeps all of these promises."""
+    return Slo(
+        ttft_seconds=min([slo.ttft_seconds for slo in slos]),
+        tbt_seconds=min([slo.tbt_seconds for slo in slos]),
+    )
 
 
 def deal(fleet: Fleet, known: Sequence[InstanceClass]) -> list[InstanceClass]:

@@ -175,6 +175,8 @@ class Batch:
     members: dict[RequestId, RequestState] = field(default_factory=dict)
     view: BatchView | None = None
     """What is shown of it, while that is true."""
+    last_view: BatchView | None = None
+    """What was shown last, while its members are the same."""
 
     def changed(self) -> None:
         self.view = self.home.view = None
@@ -311,7 +313,7 @@ class InstanceState:
         batch = request.batch
         if batch is not None:
             del batch.members[request.id]
-            batch.view = request.batch = None
+            batch.view = batch.last_view = request.batch = None
             if not batch.members:
                 del self.batches[request.model]
             return
@@ -328,6 +330,7 @@ class InstanceState:
         if batch is None:
             batch = self.batches[request.model] = Batch(self)
         batch.members[request.id] = request
+        batch.last_view = None
         request.batch = batch
         request.placed = request.generated
         request.view = None

@@ -68,11 +68,16 @@ def fresh_view(machine: Machine, number: int) -> InstanceView:
     instance = machine.instances[number]
     parts = [*instance.groups, *instance.batches.values(), instance]
     shown = [part.view for part in parts]
+    last = [batch.last_view for batch in instance.batches.values()]
     for part in parts:
         part.view = None
+    for batch in instance.batches.values():
+        batch.last_view = None
     view = machine.floor.view(instance)
     for part, old in zip(parts, shown, strict=True):
         part.view = old  # type: ignore[assignment]
+    for batch, old_view in zip(instance.batches.values(), last, strict=True):
+        batch.last_view = old_view
     return view
 
 
