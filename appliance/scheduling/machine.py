@@ -78,8 +78,11 @@ class Machine:
     """Decides who runs next, where, and what is in memory for it.
 
     `handle` takes an event and the time it happened and returns the commands that follow, in
-    order. The cost of an event is O(requests of the models it touches + models), never O(all
-    requests), but for the loss of an instance.
+    order. An event costs O(requests it names + instances); if it frees an instance, O(requests of
+    the models that run there + models in memory there) more for the next job; if it leads to a
+    question, what changed since the last one on the instances offered. Once a second the places
+    cost O(instances + models). Only the loss of an instance, of a model, and the change of places
+    look at all requests.
     """
 
     def __init__(
