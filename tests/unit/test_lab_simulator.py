@@ -62,7 +62,7 @@ def arrivals(count: int = 30, seed: int = 1, rate: float = 0.4) -> list[Arrival]
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["aegaeon", "fcfs"]),
+    st.sampled_from(["aegaeon", "serverlessllm"]),
     st.integers(1, 4),
     st.integers(16, 40),
     st.integers(40, 120),
@@ -85,7 +85,7 @@ def test_every_request_ends_and_gets_its_tokens(
     assert measure(done).finished == 30
 
 
-@pytest.mark.parametrize("policy", ["aegaeon", "fcfs"])
+@pytest.mark.parametrize("policy", ["aegaeon", "serverlessllm"])
 def test_the_same_run_twice_is_the_same_to_the_byte(policy: str) -> None:
     """The journal as JSON, and the metrics."""
     encoded = []
