@@ -144,14 +144,17 @@ class Foreman:
             instance.view = None
 
     def _has_runnable(self, instance: InstanceState) -> bool:
-        return any([self._runnable(instance, model) for model in instance.batches])
+        for batch in instance.batches.values():
+            for request in batch.members.values():
+                if request.runnable:
+                    return True
+        return False
 
     def _runnable(self, instance: InstanceState, model: ModelName) -> list[RequestState]:
         batch = instance.batches.get(model)
         if batch is None:
             return []
-        members = [self._requests[name] for name in batch.members]
-        return [request for request in members if request.runnable]
+        return [request for request in batch.members.values() if request.runnable]
 
     def _limits(self, instance: InstanceState, model: ModelName) -> BatchLimits:
         desk = self._desk
@@ -162,15 +165,17 @@ class Foreman:
     def _build_next(self, instance: InstanceState) -> None:
         """Build the engine expected to be needed first: of a waiting model, else in the order of
         the catalogue."""
-        upcoming = instance.upcoming()
-        others = [model for model in self._models if instance.may_serve(model)]
-        for model in dict.fromkeys([*upcoming, *others]):
-            if instance.engines[model].stage is Engine.ABSENT and model not in self._failed:
+        if not instance.unbuilt:
+            return
+        others = [model for model in instance.unbuilt if instance.may_serve(model)]
+        for model in [*instance.upcoming(), *others]:
+            if model in instance.unbuilt and model not in self._failed:
                 self._build(instance, model)
                 return
 
     def _build(self, instance: InstanceState, model: ModelName) -> None:
         instance.engines[model].to_stage(Engine.BUILDING, model)
+        del instance.unbuilt[model]
         instance.job = BuildJob(model)
         self._desk.out.append(BuildModel(instance=instance.id, model=model))
 
@@ -196,7 +201,7 @@ class Foreman:
         """The prompt alone, whole."""
         model, engine = request.model, instance.engines[request.model]
         blocks = engine.shape.blocks(request.tokens)
-        if not self._residency.fits(instance, model, blocks):
+        if blocks > self._residency.room_blocks(instance, model):
             self._desk.out.append(self._residency.clear_kv(instance, model))
         job = PrefillJob(model, request.id, warm=engine.stage is Engine.LOADED)
         grant = self._residency.grant(instance, model, blocks, 0, self._desk.now)
@@ -213,7 +218,7 @@ class Foreman:
         instance.leave(request)
         request.to_stage(Stage.PREFILLING)
         request.kv_instance = instance.id
-        instance.engines[request.model].residents[request.id] = None
+        instance.engines[request.model].residents[request.id] = request
         instance.prefills_since_turn += 1
 
     def _first_in_line(self, instance: InstanceState) -> RequestState:
@@ -222,7 +227,7 @@ class Foreman:
         longest = next(iter(self.host_queue), None)
         if longest is not None and self._requests[longest].instance == instance.id:
             return self._requests[longest]
-        return self._requests[instance.groups[0].first]
+        return instance.groups[0].first
 
     def _reserve_host(self, request: RequestState, shape: KvShape) -> bool:
         """Room in the host tier for the request's KV at full length. Who asked first gets it first.
@@ -345,11 +350,12 @@ class Foreman:
             self._runnable(instance, model),
             key=lambda r: (not r.interactive, r.ran, r.arrived, r.id),
         )
+        room = self._residency.room_blocks(instance, model)
         batch: list[RequestState] = []
         for request in order[:limit]:
             held = shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0
             more = blocks + shape.blocks(request.tokens) - held
-            if not self._residency.fits(instance, model, more):
+            if more > room:
                 break
             batch.append(request)
             blocks = more

@@ -23,7 +23,6 @@ from appliance.vocabulary import (
     ModelName,
     ModelSpec,
     RequestClass,
-    RequestId,
     RequestSpec,
     Role,
     Slo,
@@ -43,7 +42,6 @@ class Floor:
         self,
         models: Mapping[ModelName, ModelSpec],
         instances: int,
-        requests: Mapping[RequestId, RequestState],
         demands: Demands,
         slab_bytes: int,
     ) -> None:
@@ -51,7 +49,6 @@ class Floor:
             number: InstanceState(id=number, engines={}) for number in range(instances)
         }
         self._models = models
-        self._requests = requests
         self._demands = demands
         self._slab_bytes = slab_bytes
 
@@ -110,22 +107,26 @@ class Floor:
     def decoding_views(self, instance: InstanceState) -> list[DecodingView]:
         """The requests that could go on elsewhere. O(requests on the instance)."""
         return [
-            DecodingView(
-                id=request.id,
-                model=request.model,
-                tokens=request.tokens,
-                output_tokens=request.generated,
-                here_tokens=request.generated - request.placed,
-                slo=request.spec.slo,
-                request_class=request.spec.request_class,
-                arrived=request.arrived,
-                first_token=request.first_token,
-                newest_token=request.newest_token,
-            )
+            request.view or self._decoding_view(request)
             for batch in instance.batches.values()
-            for request in (self._requests[name] for name in batch.members)
+            for request in batch.members.values()
             if request.movable
         ]
+
+    def _decoding_view(self, request: RequestState) -> DecodingView:
+        request.view = DecodingView(
+            id=request.id,
+            model=request.model,
+            tokens=request.tokens,
+            output_tokens=request.generated,
+            here_tokens=request.generated - request.placed,
+            slo=request.spec.slo,
+            request_class=request.spec.request_class,
+            arrived=request.arrived,
+            first_token=request.first_token,
+            newest_token=request.newest_token,
+        )
+        return request.view
 
     def _instance_view(self, instance: InstanceState) -> InstanceView:
         job, ledger = instance.job, instance.ledger
@@ -156,7 +157,7 @@ class Floor:
         )
 
     def _group_view(self, group: Group) -> GroupView:
-        members = [self._requests[request] for request in group.members]
+        members = group.members.values()
         group.view = GroupView(
             model=group.model,
             admitted=group.admitted,
@@ -169,7 +170,7 @@ class Floor:
         return group.view
 
     def _batch_view(self, model: ModelName, batch: Batch) -> BatchView:
-        members = [self._requests[request] for request in batch.members]
+        members = batch.members.values()
         slos = {request.spec.slo for request in members}
         batch.view = BatchView(
             model=model,
