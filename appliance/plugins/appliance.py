@@ -1,9 +1,10 @@
 """The appliance's own policy: one model runs until another one's deadline asks for the instance.
 
-Every instance prefills and decodes. A model that runs earns slack: it makes tokens faster than
-they are due. It goes on as long as nobody else would be late, takes in every request for it that
-arrives meanwhile, and gives way at the last moment at which whoever is most urgent can still be in
-time, the switches and prompts of those before included.
+Every instance prefills and decodes. A model that runs makes tokens faster than they are due, and so
+earns slack. It goes on while nobody else would be late for it, takes in every request for it that
+comes meanwhile, and gives way at the last moment at which whoever is most urgent is still in time.
+The order in which models come next is known ahead, and their weights are brought in meanwhile.
+docs/policies/appliance.md derives it and says what each part is worth.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from appliance.scheduling.questions import (
 )
 from appliance.vocabulary import InstanceId, ModelName, Role
 
-Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
+
 
 @dataclass(slots=True)
 class Work:
@@ -38,133 +40,191 @@ class Work:
 
     model: ModelName
     due: float = math.inf
-    waiting: int = 0
-    prompt_seconds: float = 0.0
-    decoding: int = 0
+    """When the next token of the most urgent request is due."""
+    requests: int = 0
     kv_tokens: int = 0
-    runnable: int = 0
+    prompt_seconds: float = 0.0
+    """What the prompts that wait take."""
+    runs: bool = False
+    """Whether something of it could run now."""
+    latest: float = math.inf
+    """When it has to come to run, to be in time."""
+
+
+@dataclass(slots=True, frozen=True)
+class Outlook:
+    """What is known of an instance as long as its view is the same."""
+
+    view: InstanceView
+    works: dict[ModelName, Work]
+    """By model."""
+    seconds: float
+    """About how long everything here takes."""
 
 
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """What can be set."""
+    """What can be set. A question costs O(groups + batches) of the instances that changed since
+    the last one."""
 
+    margin_seconds: Seconds = 1.0
+    """How long before its deadline a request comes to run at the latest."""
+    shortest_turn_seconds: Seconds = 1.0
+    """Less is not run of a model, or switching would be all that is done when everybody is late.
+    About the time a load takes, which goes on beside it."""
     longest_turn_seconds: Seconds = 60.0
-    shortest_turn_seconds: Seconds = 0.5
-    margin_seconds: Seconds = 0.3
-    output_tokens: Seconds = 300.0
-    lazy: bool = True
-    slice_seconds: float = 0.0
-    affinity: float = 1.0
+    """The longest turn while nobody else waits."""
+    output_tokens: Annotated[int, Meta(ge=1)] = 300
+    """How long an answer is taken to be until some have ended."""
+
+    def __post_init__(self) -> None:
+        self._outlooks: dict[InstanceId, Outlook] = {}
+        self._outputs: dict[ModelName, float] = {}
+
+    # --- where requests go -----------------------------------------------------------------------
 
     @hookimpl
     def place(self, floor: FloorView) -> Sequence[Placement]:
+        """Everything everywhere."""
+        self._outputs = {model.name: model.output_tokens for model in floor.models}
         return [Placement(role=Role.MIXED)] * len(floor.instances)
 
     @hookimpl
-    def prefill(self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs) -> PrefillChoice:
-        best = min(instances, key=lambda view: (self._cost(view, request, costs), view.id))
+    def prefill(
+        self, request: RequestView, instances: Sequence[InstanceView], costs: Costs
+    ) -> PrefillChoice:
+        """Where everything, the request included, would be done first. Beside others of its model
+        it costs its prompt; elsewhere a switch and a whole answer that nobody shares."""
+        best = min(instances, key=lambda view: (self._done(view, request, costs), view.id))
         for index, group in enumerate(best.groups):
             if group.model == request.model:
                 return PrefillChoice(instance=best.id, group=index)
         return PrefillChoice(instance=best.id)
 
-    def _cost(self, view: InstanceView, request: RequestView, costs: Costs) -> float:
-        """Seconds until the instance would be done with everything, the request included."""
-        seconds = 0.0
-        here = False
-        works = _works(view, costs)
-        for model, work in works.items():
-            here |= model == request.model
-            step = costs.step_seconds(model, work.waiting + work.decoding, work.kv_tokens)
-            seconds += step * self.output_tokens + work.prompt_seconds
-            if model not in view.resident: seconds += costs.switch_seconds(model)
-        seconds += costs.prefill_seconds(request.model, request.tokens)
-        if not here:
-            own = self.output_tokens * costs.step_seconds(request.model, 1, request.tokens)
-            if request.model not in view.resident:
-                own += costs.switch_seconds(request.model)
-            seconds += own * self.affinity
-        return seconds
+    def _done(self, view: InstanceView, request: RequestView, costs: Costs) -> float:
+        outlook = self._look(view, costs)
+        seconds = outlook.seconds + costs.prefill_seconds(request.model, request.tokens)
+        if request.model in outlook.works:
+            return seconds
+        alone = costs.step_seconds(request.model, 1, request.tokens)
+        return seconds + self._answer_seconds(view, request.model, alone, costs)
 
     @hookimpl
     def decode(self, prefilled_on: InstanceId, instances: Sequence[InstanceView]) -> InstanceId:
+        """Where its KV is."""
         offered = [view.id for view in instances]
         return prefilled_on if prefilled_on in offered else offered[0]
 
-    def _pick(self, now: float, view: InstanceView, costs: Costs) -> tuple[ModelName, float]:
-        """Who runs next, and for how long at most."""
-        works = [w for w in _works(view, costs).values() if w.waiting or w.runnable]
-        late = {w.model: self._latest(view, w, costs) for w in works}
-        critical = [w for w in works if late[w.model] <= now]
-        current = next((w for w in works if w.model == view.current_model), None)
-        if critical:
-            if current in critical: best=current
-            else: best = min(critical, key=lambda w: (w.due, w.model))
-        elif current is not None:
-            best = current
-        elif self.lazy:
-            best = min(works, key=lambda w: (w.model not in view.resident, -(w.waiting+w.decoding), w.due))
-        else:
-            best = min(works, key=lambda w: (w.due, w.model))
-        return best.model, self._quota(now, view, best.model, works, late, costs)
-
-    def _quota(self, now, view, model, works, late, costs):
-        end = self.longest_turn_seconds
-        before = 0.0
-        for w in sorted(works, key=lambda w: w.due):
-            if w.model == model: continue
-            end = min(end, late[w.model] - now - before)
-            before += (0 if w.model in view.resident else costs.switch_seconds(w.model)) + w.prompt_seconds + self.slice_seconds
-        return max(self.shortest_turn_seconds, end)
-
-    def _latest(self, view: InstanceView, work: Work, costs: Costs) -> float:
-        lead = self.margin_seconds + work.prompt_seconds
-        if work.model not in view.resident:
-            lead += costs.switch_seconds(work.model)
-        return work.due - lead
+    # --- who runs --------------------------------------------------------------------------------
 
     @hookimpl
     def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
-        model, _ = self._pick(now, instance, costs)
+        """Prompts of the model that runs next come first, then the most urgent."""
+        model = self._next(now, instance, costs).model
         groups = instance.groups
-        return sorted(range(len(groups)), key=lambda n: (groups[n].model != model, groups[n].deadline))
+        return sorted(
+            range(len(groups)), key=lambda n: (groups[n].model != model, groups[n].deadline)
+        )
 
     @hookimpl
     def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
-        model, _ = self._pick(now, instance, costs)
-        return Phase.PREFILL if instance.groups[0].model == model else Phase.DECODE
-
-    @hookimpl
-    def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
-        groups = instance.groups
-        if any(group.model == instance.turn for group in groups):
-            return 0.0
-        works = list(_works(instance, costs).values())
-        late = {w.model: self._latest(instance, w, costs) for w in works}
-        began = self.shortest_turn_seconds - (now - instance.turn_began)
-        q = self._quota(now, instance, instance.turn, works, late, costs)
-        return max(0.0, began, q)
+        """The prompts of the model that runs next are computed before it decodes: then they decode
+        with the others."""
+        joins = instance.groups[0].model == self._next(now, instance, costs).model
+        return Phase.PREFILL if joins else Phase.DECODE
 
     @hookimpl
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
-        runnable = [batch.model for batch in instance.batches if batch.runnable]
-        model, seconds = self._pick(now, instance, costs)
-        if model not in runnable:
-            model = min((b for b in instance.batches if b.runnable), key=lambda b: b.deadline).model
-            seconds = self.shortest_turn_seconds
-        return [PlannedTurn(model=model, quota_seconds=seconds)]
+        """One turn, and in which order the others are likely to follow."""
+        runnable = {batch.model for batch in instance.batches if batch.runnable}
+        works = self._look(instance, costs).works
+        first = self._next(now, instance, costs)
+        if first.model not in runnable:
+            first = min((works[model] for model in runnable), key=_urgency)
+        rest = sorted((w for w in works.values() if w is not first), key=_urgency)
+        outlook = [
+            PlannedTurn(model=w.model, quota_seconds=self.longest_turn_seconds, firm=False)
+            for w in rest
+        ]
+        seconds = self._quota(now, instance, first.model, costs)
+        return [PlannedTurn(model=first.model, quota_seconds=seconds), *outlook]
+
+    @hookimpl
+    def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
+        """A prompt of the model that runs joins at once; for any other the turn is cut when that
+        has to begin."""
+        model = instance.turn
+        if model is None or any([group.model == model for group in instance.groups]):
+            return 0.0
+        rest = instance.turn_began + self.shortest_turn_seconds - now
+        return max(0.0, rest, self._quota(now, instance, model, costs))
+
+    def _next(self, now: float, view: InstanceView, costs: Costs) -> Work:
+        """Who has to run now, the earliest deadline first; else the one that runs, as that costs no
+        switch; else whose deadline is next. Who runs and is late itself goes on: it soon will not
+        be."""
+        works = [work for work in self._look(view, costs).works.values() if work.runs]
+        pressing = [work for work in works if work.latest <= now]
+        for work in pressing or works:
+            if work.model == view.current_model:
+                return work
+        return min(pressing or works, key=_urgency)
+
+    def _quota(self, now: float, view: InstanceView, model: ModelName, costs: Costs) -> float:
+        """How long the model may run before somebody else has to begin, if the more urgent of them
+        load and compute their prompts before."""
+        seconds, before = self.longest_turn_seconds, 0.0
+        for work in sorted(self._look(view, costs).works.values(), key=_urgency):
+            if work.model == model:
+                continue
+            seconds = min(seconds, work.latest - now - before)
+            before += work.prompt_seconds
+            if work.model not in view.resident:
+                before += costs.switch_seconds(work.model)
+        return max(self.shortest_turn_seconds, seconds)
+
+    # --- what is known of an instance ------------------------------------------------------------
+
+    def _look(self, view: InstanceView, costs: Costs) -> Outlook:
+        known = self._outlooks.get(view.id)
+        if known is None or known.view is not view:
+            known = self._outlooks[view.id] = self._make_outlook(view, costs)
+        return known
+
+    def _make_outlook(self, view: InstanceView, costs: Costs) -> Outlook:
+        works: dict[ModelName, Work] = {}
+        for batch in view.batches:
+            works[batch.model] = Work(
+                model=batch.model,
+                due=batch.deadline,
+                requests=batch.requests,
+                kv_tokens=batch.kv_tokens,
+                runs=batch.runnable > 0,
+            )
+        for group in view.groups:
+            work = works.setdefault(group.model, Work(model=group.model))
+            work.due = min(work.due, group.deadline)
+            work.requests += group.waiting
+            work.kv_tokens += group.tokens
+            mean = group.tokens // group.waiting
+            work.prompt_seconds += group.waiting * costs.prefill_seconds(group.model, mean)
+            work.runs = True
+        seconds = 0.0
+        for work in works.values():
+            lead = self.margin_seconds + work.prompt_seconds
+            if work.model not in view.resident:
+                lead += costs.switch_seconds(work.model)
+            work.latest = work.due - lead
+            step = costs.step_seconds(work.model, work.requests, work.kv_tokens)
+            seconds += work.prompt_seconds + self._answer_seconds(view, work.model, step, costs)
+        return Outlook(view, works, seconds)
+
+    def _answer_seconds(
+        self, view: InstanceView, model: ModelName, step_seconds: float, costs: Costs
+    ) -> float:
+        """An answer of usual length, and the switch to its model."""
+        switch = 0.0 if model in view.resident else costs.switch_seconds(model)
+        return switch + step_seconds * (self._outputs.get(model) or self.output_tokens)
 
 
-def _works(view: InstanceView, costs: Costs) -> dict[ModelName, Work]:
-    works: dict[ModelName, Work] = {}
-    for batch in view.batches:
-        works[batch.model] = Work(batch.model, batch.deadline, 0, 0.0, batch.requests, batch.kv_tokens, batch.runnable)
-    for group in view.groups:
-        work = works.get(group.model)
-        if work is None:
-            work = works[group.model] = Work(group.model)
-        work.due = min(work.due, group.deadline)
-        work.waiting += group.waiting
-        work.kv_tokens += group.tokens
-        work.prompt_seconds += group.waiting * costs.prefill_seconds(group.model, group.tokens // group.waiting)
-    return works
+def _urgency(work: Work) -> tuple[float, ModelName]:
+    return work.latest, work.model
