@@ -350,11 +350,12 @@ class Foreman:
         """The next turn with something to run; a round is planned when the last one is over."""
         desk = self._desk
         while True:
-            while instance.work:
+            while instance.work and instance.work[0].firm:
                 turn = instance.work.popleft()
                 if self._runnable(instance, turn.model):
                     return turn
             view = self._floor.view(instance)
+            instance.work.clear()
             instance.work.extend(desk.policy.round(desk.now, view, desk.costs))
 
     def _select(

@@ -350,5 +350,9 @@ class InstanceState:
     def upcoming(self) -> list[ModelName]:
         """Models in the order they will run next, as far as is known; each once."""
         front = [group.model for group in self.groups]
+        if any([not turn.firm for turn in self.work]):
+            working = {*front, *self.batches}
+            planned = [turn.model for turn in self.work if turn.model in working]
+            return list(dict.fromkeys([*planned, *front, *self.batches]))
         planned = [turn.model for turn in self.work if turn.model in self.batches]
         return list(dict.fromkeys([*front[:1], *planned, *self.batches, *front[1:]]))
