@@ -30,7 +30,7 @@ from appliance.hookspecs import hookimpl
 from appliance.journal import Journal, Setup, read, replay
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies import PolicyStack
-from appliance.scheduling.questions import BatchLimits, InstanceView, Phase, PlannedTurn
+from appliance.scheduling.questions import InstanceView, PlannedTurn
 from appliance.serve import share_cpus
 from appliance.vocabulary import (
     Command,
@@ -159,45 +159,6 @@ def test_a_worker_is_told_all_about_a_request(make_box: MakeBox) -> None:
     assert (frame.sequence.model, frame.sequence.prompt) == ("a", (0, 1, 2))
     assert frame.sequence.sampling.max_tokens == 5
     assert isinstance(sent[place + 1], RunPrefill)
-
-
-class Mixing:
-    """Prompts go first, in chunks beside whoever decodes."""
-
-    @hookimpl
-    def phase(self) -> Phase:
-        return Phase.PREFILL
-
-    @hookimpl
-    def batch(self) -> BatchLimits:
-        return BatchLimits(requests=100, chunk_tokens=4)
-
-
-async def test_a_prompt_beside_a_turn_is_introduced(make_box: MakeBox) -> None:
-    """A worker knows of a prompt before the turn that computes it, of a lost request all of it."""
-    box = make_box()
-    box.daemon.machine.set_policy(PolicyStack({"mixing": Mixing(), "aegaeon": Aegaeon()}), box.now)
-    box.start()
-    streams = [box.ask("r", "a", output=40)]
-    box.work_until(lambda: box.world.lives["r"].produced == 2)
-    streams.append(box.ask("s", "a", output=6))
-    box.work_until(lambda: box.world.lives["s"].produced == 3)
-    (turn,) = [turn for turn in box.workers[0].heard(RunTurn) if turn.prompts]
-    assert (turn.requests, turn.prompts) == (("r",), ("s",))
-
-    box.workers[0].die()
-    box.workers[0].greet()
-    box.settle()
-
-    assert [await tokens_of(stream) for stream in streams] == [
-        list(range(1, 41)),
-        list(range(1, 7)),
-    ]
-    told = introductions(box)
-    assert told[:2] == [("r", ()), ("s", ())]
-    assert sorted(name for name, output in told[2:] if output) == ["r", "s"]
-    assert len(told) == 4
-    assert box.samples("appliance_recoveries_total") == {"model=a": 2, "model=b": 0}
 
 
 async def test_a_request_outlives_its_worker(make_box: MakeBox) -> None:

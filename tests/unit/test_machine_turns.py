@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.hookspecs import hookimpl
 from appliance.scheduling.lifecycle import Stage
-from appliance.scheduling.questions import BatchLimits, Phase
 from appliance.vocabulary import (
     Finish,
     FinishReason,
@@ -33,60 +31,12 @@ def built(
     return floor
 
 
-class Mixing:
-    """Prompts go first, in chunks of 4 tokens beside whoever decodes."""
-
-    @hookimpl
-    def phase(self) -> Phase:
-        return Phase.PREFILL
-
-    @hookimpl
-    def batch(self) -> BatchLimits:
-        return BatchLimits(requests=100, chunk_tokens=4)
-
-
 def turns(floor: FloorDouble) -> list[str]:
     return [command.model for command in floor.commands(RunTurn)]
 
 
 def until_turn(floor: FloorDouble) -> None:
     floor.work_until(0, lambda: floor.up[0].turn is not None)
-
-
-def mixed_floor(**options: int) -> FloorDouble:
-    """One model, built, under `Mixing`."""
-    models = {"a": ModelDouble(4, shape())}
-    floor = FloorDouble(models, stranger=Mixing(), **options)  # type: ignore[arg-type]
-    floor.start()
-    floor.settle()
-    return floor
-
-
-def test_a_prompt_takes_a_place_of_the_batch() -> None:
-    """Who decodes and whose prompt is computed are together no more than the engine can step."""
-    floor = mixed_floor(max_batch=3, slabs=40)
-    for number in range(8):
-        floor.ask(f"r{number}", "a", prompt=20, output=30)
-
-    floor.settle()
-
-    sizes = [(len(turn.requests), len(turn.prompts)) for turn in floor.commands(RunTurn)]
-    assert max(sum(size) for size in sizes) == 3
-    assert (2, 1) in sizes
-
-
-def test_a_mixed_turn_may_grow_for_as_long_as_its_prompt_takes() -> None:
-    """Who decodes gets a token per chunk of the prompt, and slabs for them if there are any."""
-    floor = mixed_floor(slabs=60)
-    floor.ask("r", "a", prompt=16, output=200)
-    until_turn(floor)
-    floor.ask("p", "a", prompt=200, output=5)
-    floor.work_until(0, lambda: bool(floor.up[0].turn and floor.up[0].turn.prompts))
-
-    turn = floor.up[0].turn
-    assert turn is not None
-    tokens = floor.world.lives["r"].kv_tokens + 200 // 4
-    assert turn.kv_slabs == shape().slabs(shape().blocks(tokens) + shape().blocks(200))
 
 
 def test_fcfs_keeps_the_model_until_its_requests_are_done() -> None:
