@@ -286,7 +286,8 @@ class Foreman:
         desk, model = self._desk, planned.model
         engine = instance.engines[model]
         limits = self._limits(instance, model)
-        limit = min(self._models[model].max_batch, limits.requests)
+        # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
+        limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
         blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
         batch, blocks, left_out = self._select(instance, model, limit, blocks)
         if not batch:
@@ -298,6 +299,8 @@ class Foreman:
         kv_tokens = sum([request.tokens for request in batch])
         step = desk.costs.step_seconds(model, len(batch), kv_tokens)
         horizon = int(planned.quota_seconds / step)
+        if prompt is not None:
+            horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
         wish = sum(
             engine.shape.blocks(request.tokens + min(request.remaining_tokens, horizon))
             - engine.shape.blocks(request.tokens)
