@@ -204,8 +204,11 @@ class PolicyStack:
 
         def check(turns: Sequence[PlannedTurn]) -> str | None:
             models = [turn.model for turn in turns]
-            if not models or len(set(models)) < len(models) or not runnable.issuperset(models):
+            firm = [turn.model for turn in turns if turn.firm]
+            if len(set(models)) < len(models) or not runnable.issuperset(firm):
                 return f"a round takes some of {sorted(runnable)} once each, not {models}"
+            if not turns or not turns[0].firm:
+                return "the first turn of a round is firm"
             if not all(0 < turn.quota_seconds < math.inf for turn in turns):
                 return "a quota is a finite number of seconds above 0"
             return None

@@ -138,21 +138,25 @@ class Foreman:
         if len(instance.groups) < 2:
             return
         desk = self._desk
+        as_they_are = range(len(instance.groups))
         order = desk.policy.admit(desk.now, self._floor.view(instance), desk.costs)
-        if order != range(len(instance.groups)):
-            numbers = dict.fromkeys([*order, *range(len(instance.groups))])
+        numbers = list(dict.fromkeys([*order, *as_they_are]))
+        if numbers != list(as_they_are):
             instance.groups = [instance.groups[number] for number in numbers]
             instance.view = None
 
     def _has_runnable(self, instance: InstanceState) -> bool:
-        return any([self._runnable(instance, model) for model in instance.batches])
+        for batch in instance.batches.values():
+            for request in batch.members.values():
+                if request.runnable:
+                    return True
+        return False
 
     def _runnable(self, instance: InstanceState, model: ModelName) -> list[RequestState]:
         batch = instance.batches.get(model)
         if batch is None:
             return []
-        members = [self._requests[name] for name in batch.members]
-        return [request for request in members if request.runnable]
+        return [request for request in batch.members.values() if request.runnable]
 
     def _limits(self, instance: InstanceState, model: ModelName) -> BatchLimits:
         desk = self._desk
@@ -163,15 +167,17 @@ class Foreman:
     def _build_next(self, instance: InstanceState) -> None:
         """Build the engine expected to be needed first: of a waiting model, else in the order of
         the catalogue."""
-        upcoming = instance.upcoming()
-        others = [model for model in self._models if instance.may_serve(model)]
-        for model in dict.fromkeys([*upcoming, *others]):
-            if instance.engines[model].stage is Engine.ABSENT and model not in self._failed:
+        if not instance.unbuilt:
+            return
+        others = [model for model in instance.unbuilt if instance.may_serve(model)]
+        for model in [*instance.upcoming(), *others]:
+            if model in instance.unbuilt and model not in self._failed:
                 self._build(instance, model)
                 return
 
     def _build(self, instance: InstanceState, model: ModelName) -> None:
         instance.engines[model].to_stage(Engine.BUILDING, model)
+        del instance.unbuilt[model]
         instance.job = BuildJob(model)
         self._desk.out.append(BuildModel(instance=instance.id, model=model))
 
@@ -197,7 +203,7 @@ class Foreman:
         """The prompt alone, whole."""
         model, engine = request.model, instance.engines[request.model]
         blocks = engine.shape.blocks(request.tokens)
-        if not self._residency.fits(instance, model, blocks):
+        if blocks > self._residency.room_blocks(instance, model):
             self._desk.out.append(self._residency.clear_kv(instance, model))
         warm = engine.stage is Engine.LOADED
         job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
@@ -215,14 +221,14 @@ class Foreman:
         instance.leave(request)
         request.to_stage(Stage.PREFILLING)
         request.kv_instance = instance.id
-        instance.engines[request.model].residents[request.id] = None
+        instance.engines[request.model].residents[request.id] = request
         instance.prefills_since_turn += 1
 
     def _first_in_line(self, instance: InstanceState) -> RequestState:
         """The first request of the first group; but who gets room in the host tier next goes before
         anybody else here, or those who got in front of it since would block each other. Only an
         interactive request goes before batch work that waits so: it is next for room then."""
-        first = self._requests[instance.groups[0].first]
+        first = instance.groups[0].first
         longest = self._next_for_host()
         if longest is None or longest.instance != instance.id:
             return first
@@ -280,7 +286,8 @@ class Foreman:
         desk, model = self._desk, planned.model
         engine = instance.engines[model]
         limits = self._limits(instance, model)
-        limit = min(self._models[model].max_batch, limits.requests)
+        # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
+        limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
         blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
         batch, blocks, left_out = self._select(instance, model, limit, blocks)
         if not batch:
@@ -292,6 +299,8 @@ class Foreman:
         kv_tokens = sum([request.tokens for request in batch])
         step = desk.costs.step_seconds(model, len(batch), kv_tokens)
         horizon = int(planned.quota_seconds / step)
+        if prompt is not None:
+            horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
         wish = sum(
             engine.shape.blocks(request.tokens + min(request.remaining_tokens, horizon))
             - engine.shape.blocks(request.tokens)
@@ -344,11 +353,12 @@ class Foreman:
         """The next turn with something to run; a round is planned when the last one is over."""
         desk = self._desk
         while True:
-            while instance.work:
+            while instance.work and instance.work[0].firm:
                 turn = instance.work.popleft()
                 if self._runnable(instance, turn.model):
                     return turn
             view = self._floor.view(instance)
+            instance.work.clear()
             instance.work.extend(desk.policy.round(desk.now, view, desk.costs))
 
     def _select(
@@ -362,11 +372,12 @@ class Foreman:
             self._runnable(instance, model),
             key=lambda r: (not r.interactive, r.ran, r.arrived, r.id),
         )
+        room = self._residency.room_blocks(instance, model)
         batch: list[RequestState] = []
         for request in order[:limit]:
             held = shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0
             more = blocks + shape.blocks(request.tokens) - held
-            if not self._residency.fits(instance, model, more):
+            if more > room:
                 break
             batch.append(request)
             blocks = more

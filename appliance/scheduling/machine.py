@@ -10,7 +10,7 @@ the host, and the finite rounds of the policies, are why every request progresse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import singledispatchmethod
 
 from appliance.memory.ledger import HostLedger
@@ -78,8 +78,11 @@ class Machine:
     """Decides who runs next, where, and what is in memory for it.
 
     `handle` takes an event and the time it happened and returns the commands that follow, in
-    order. The cost of an event is O(requests of the models it touches + models), never O(all
-    requests), but for the loss of an instance.
+    order. An event costs O(requests it names + instances); if it frees an instance, O(requests of
+    the models that run there + models in memory there) more for the next job; if it leads to a
+    question, what changed since the last one on the instances offered. Once a second the places
+    cost O(instances + models). Only the loss of an instance, of a model, and the change of places
+    look at all requests.
     """
 
     def __init__(
@@ -99,10 +102,8 @@ class Machine:
         self.failed: dict[ModelName, str] = {}
         """Models that cannot be served, and why."""
         self.demands = Demands(self.models)
-        self.floor = Floor(self.models, instances, self.requests, self.demands, host.slab_bytes)
-        self.residency = Residency(
-            self.floor.instances, self.requests, self.masters, self._rank_victims
-        )
+        self.floor = Floor(self.models, instances, self.demands, host.slab_bytes)
+        self.residency = Residency(self.floor.instances, self.masters, self._rank_victims)
         self._desk = Desk(policy, self.costs)
         self.foreman = Foreman(
             self._desk,
@@ -142,7 +143,7 @@ class Machine:
         self._again = False
         if now >= self._plan_at:
             self._plan()
-        self._again |= self._on(event)
+        self._again |= _take_in(type(event))(self, event)
         return self._work()
 
     def set_policy(self, policy: Policy, now: float) -> list[Command]:
@@ -289,15 +290,14 @@ class Machine:
 
     def _flow(self, instance: InstanceState) -> None:
         """Move what the policy wants to decode elsewhere."""
-        desk, requests = self._desk, self.floor.decoding_views(instance)
-        if not requests:
-            return
+        desk = self._desk
         others = [
             other
             for other in self.instances.values()
             if other is not instance and other.up and other.placement.role is not Role.PREFILL
         ]
-        if not others:
+        requests = self.floor.decoding_views(instance) if others else []
+        if not requests:
             return
         flows = desk.policy.flow(
             desk.now, self.floor.view(instance), requests, self.floor.views(others), desk.costs
@@ -333,7 +333,7 @@ class Machine:
         where: dict[tuple[ModelName, bool], list[InstanceState]] = {}
         stray = []
         for instance in self.instances.values():
-            for request in [self.requests[n] for g in instance.groups for n in g.members]:
+            for request in [r for group in instance.groups for r in group.members.values()]:
                 key = (request.model, request.interactive)
                 if key not in where:
                     where[key] = self.floor.candidates(request.spec, Role.PREFILL)
@@ -545,17 +545,18 @@ class Machine:
         ended = False
         instance = self.instances[event.instance]
         instance.progressed = self._desk.now
-        job = instance.job
+        produced = 0
         for entry in event.tokens:
             request = self.requests.get(entry.request)
             if request is None:
                 continue
             request.produced(entry.count, self._desk.now)
-            if isinstance(job, TurnJob):
-                job.tokens += entry.count
+            produced += entry.count
             if entry.finished is not None:
                 self._end(request, Finish(request=request.id, reason=entry.finished))
                 ended = True
+        if isinstance(instance.job, TurnJob):
+            instance.job.tokens += produced
         return ended
 
     @_on.register
@@ -584,7 +585,7 @@ class Machine:
             request.kv_instance = None
             self.foreman.give_up_host(request)
             again = Group(request.model)
-            again.join(request.id)
+            again.join(request)
             instance.groups.insert(0, again)
             instance.view = None
             request.to_stage(Stage.QUEUED)
@@ -682,6 +683,12 @@ class Machine:
             self._desk.out.append(
                 Release(instance=instance.id, model=request.model, request=request.id)
             )
+
+
+_take_in: Callable[[type], Callable[[Machine, Event], bool]] = (
+    # Looked up here: to bind a `singledispatchmethod` costs as much as many an event.
+    vars(Machine)["_on"].dispatcher.dispatch
+)
 
 
 def rejection(request: RequestId, code: str, message: str) -> Reject:

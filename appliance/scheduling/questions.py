@@ -225,10 +225,15 @@ class Refusal(Word, frozen=True):
 
 
 class PlannedTurn(Word, frozen=True):
-    """A turn of a round: the model decodes for `quota_seconds` (finite, above 0)."""
+    """A turn of a round: the model decodes for `quota_seconds` (finite, above 0).
+
+    A turn that is not `firm` is an outlook: it says what is likely to run then, so that it can be
+    brought in, and is planned anew when its time has come.
+    """
 
     model: ModelName
     quota_seconds: float
+    firm: bool = True
 
 
 class BatchLimits(Word, frozen=True):
@@ -296,7 +301,8 @@ class Policy(Protocol):
         """What comes next on a free instance that has both prompts and batches waiting."""
 
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
-        """The turns of the next round, in order; models with runnable requests, each once."""
+        """The turns of the next round, in order; models with runnable requests, each once. Those
+        that are not firm may be of any model with work."""
 
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
         """Something joined during a turn: how many seconds more the turn may go on at most."""

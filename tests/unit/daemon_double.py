@@ -24,6 +24,7 @@ from appliance.vocabulary import (
     Release,
     RequestClass,
     RunPrefill,
+    RunTurn,
     TokensProduced,
 )
 from tests.unit.floor_double import SLAB, SLO, shape
@@ -122,6 +123,8 @@ class WorkerDouble:
                 return  # the test answers
             case RunPrefill():
                 assert heard.request in self._known, "named before it was introduced"
+            case RunTurn():
+                assert self._known.issuperset(heard.prompts)
             case MoveKv(direction=Direction.IN):
                 assert self._known.issuperset(kv_move.request for kv_move in heard.moves)
             case Release():

@@ -78,6 +78,7 @@ class BusyFloor(RuleBasedStateMachine):
         self.steps = steps
         self.asked = 0
         self.losses = 0
+        self.whims = policy == WHIMSICAL
         self.floor.start()
         self.tune()
 
@@ -109,6 +110,7 @@ class BusyFloor(RuleBasedStateMachine):
     @rule(policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32), whim=st.booleans())
     def change_policy(self, policy: str, seed: int, whim: bool) -> None:
         """Another stack answers from now on."""
+        self.whims |= whim
         self.floor.set_policy([policy], Whimsical(seed) if whim else None)
 
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 30))
@@ -133,6 +135,13 @@ class BusyFloor(RuleBasedStateMachine):
         """From now on the model can be loaded only from an image in the host tier."""
         model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
         self.floor.world.unreadable.add(model)
+
+    @precondition(lambda self: self.asked and self.floor.up)
+    @rule(data=st.data())
+    def defer(self, data: st.DataObject) -> None:
+        """A prompt will not fit, once, though its room was granted."""
+        name = f"r{data.draw(st.integers(0, self.asked - 1))}"
+        self.floor.up[data.draw(st.sampled_from(sorted(self.floor.up)))].deferring.add(name)
 
     @rule(number=st.integers(0, 2))
     def swap_ends(self, number: int) -> None:
@@ -167,7 +176,7 @@ class BusyFloor(RuleBasedStateMachine):
         self.floor.settle()
         assert not self.floor.machine.requests
         ended = {"stop", "length"}
-        allowed = ended | {"cancelled"}
+        allowed = ended | {"cancelled"} | ({"overloaded"} if self.whims else set())
         if self.losses >= MAX_BUILD_LOSSES:
             allowed.add("model_failed")
         unreadable = self.floor.world.unreadable
