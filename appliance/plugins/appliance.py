@@ -68,24 +68,23 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     margin_seconds: Seconds = 1.0
     """How long before its deadline a request comes to run at the latest."""
-    shortest_turn_seconds: Seconds = 1.0
+    shortest_turn_seconds: Seconds = 0.5
     """Less is not run of a model, or switching would be all that is done when everybody is late.
     About the time a load takes, which goes on beside it."""
     longest_turn_seconds: Seconds = 60.0
     """The longest turn while nobody else waits."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
-    """How long an answer is taken to be until some have ended."""
+    """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
+    of each model, from its own answers, made it worse: they vary more than the truth.)"""
 
     def __post_init__(self) -> None:
         self._outlooks: dict[InstanceId, Outlook] = {}
-        self._outputs: dict[ModelName, float] = {}
 
     # --- where requests go -----------------------------------------------------------------------
 
     @hookimpl
     def place(self, floor: FloorView) -> Sequence[Placement]:
         """Everything everywhere."""
-        self._outputs = {model.name: model.output_tokens for model in floor.models}
         return [Placement(role=Role.MIXED)] * len(floor.instances)
 
     @hookimpl
@@ -139,8 +138,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         works = self._look(instance, costs).works
         first = self._next(now, instance, costs)
         if first.model not in runnable:
-            first = min((works[model] for model in runnable), key=_urgency)
-        rest = sorted((w for w in works.values() if w is not first), key=_urgency)
+            first = min((works[model] for model in runnable), key=_deadline)
+        rest = sorted((w for w in works.values() if w is not first), key=_latest)
         outlook = [
             PlannedTurn(model=w.model, quota_seconds=self.longest_turn_seconds, firm=False)
             for w in rest
@@ -167,14 +166,14 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         for work in pressing or works:
             if work.model == view.current_model:
                 return work
-        return min(pressing or works, key=_urgency)
+        return min(pressing or works, key=_deadline)
 
     def _quota(self, now: float, view: InstanceView, model: ModelName, costs: Costs) -> float:
         """How long the model may run before somebody else has to begin, if the more urgent of them
         load and compute their prompts before."""
         seconds, before = self.longest_turn_seconds, 0.0
-        for work in sorted(self._look(view, costs).works.values(), key=_urgency):
-            if work.model == model:
+        for work in sorted(self._look(view, costs).works.values(), key=_deadline):
+            if work.model == model or not work.runs:
                 continue
             seconds = min(seconds, work.latest - now - before)
             before += work.prompt_seconds
@@ -223,8 +222,12 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     ) -> float:
         """An answer of usual length, and the switch to its model."""
         switch = 0.0 if model in view.resident else costs.switch_seconds(model)
-        return switch + step_seconds * (self._outputs.get(model) or self.output_tokens)
+        return switch + step_seconds * self.output_tokens
 
 
-def _urgency(work: Work) -> tuple[float, ModelName]:
+def _deadline(work: Work) -> tuple[float, ModelName]:
+    return work.due, work.model
+
+
+def _latest(work: Work) -> tuple[float, ModelName]:
     return work.latest, work.model
