@@ -103,7 +103,7 @@ class Machine:
         self.residency = Residency(
             self.floor.instances, self.requests, self.masters, self._rank_victims
         )
-        self._desk = Desk(policy, self.costs)
+        self._desk = Desk(policy, self.costs.estimates())
         self.foreman = Foreman(
             self._desk,
             self.models,

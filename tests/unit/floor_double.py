@@ -7,7 +7,9 @@ from typing import TypeVar, cast
 
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import PolicyStack, load_stack
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import InstanceView, Policy
 from appliance.vocabulary import (
@@ -77,9 +79,8 @@ def fresh_view(machine: Machine, number: int) -> InstanceView:
 
 def policy_stack(use: Sequence[str], stranger: object | None) -> PolicyStack:
     """The installed policies of these names, behind a stranger if there is one."""
-    stack = load_stack(use, {})
     if stranger is None:
-        return stack
+        return load_stack(PolicyChoice(use=tuple(use)))
     return PolicyStack({"stranger": stranger, "built-in": Aegaeon()})
 
 
