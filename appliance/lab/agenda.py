@@ -11,13 +11,14 @@ class Rank(IntEnum):
     """What goes first of what happens at the same time.
 
     Who waits for bytes finds them; what is over frees its instance before anybody new asks for
-    one; the clock is looked at last.
+    one; who decides is changed before the clock is looked at.
     """
 
     TRANSFER = 0
     JOB = 1
     ARRIVAL = 2
-    TICK = 3
+    SWAP = 3
+    TICK = 4
 
 
 class Entry:

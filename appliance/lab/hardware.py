@@ -7,11 +7,12 @@ The built-in tables lie beside this file: ``gpus.csv`` (data sheets) and ``profi
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 
 from appliance.errors import LabError
+from appliance.scheduling.costmodel import StepTimes
 from appliance.vocabulary import KvShape, Word
 
 EFFICIENCY = 0.625
@@ -81,9 +82,42 @@ class ModelProfile(Word, frozen=True, kw_only=True):
             + self.step_seconds_per_sequence * batch
         )
 
-    def step_growth_seconds(self, batch: int) -> float:
-        """By how much each step of the same batch is longer than the one before."""
-        return self.step_seconds_per_kv_token * batch
+    def mixed_step_seconds(
+        self, batch: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]
+    ) -> float:
+        """A step that computes chunks of prompts, too: `(tokens, history)` of each, where `history`
+        tokens of the same prompt were computed before, which attention reads again.
+
+        The weights are read once for all of them. With neither a batch nor history this is the time
+        of a prompt.
+        """
+        if batch:
+            fixed = max(0.0, self.prefill_base_seconds - self.step_base_seconds)
+            fixed += self.step_seconds(batch, kv_tokens)
+        else:
+            fixed = self.prefill_base_seconds
+        return fixed + sum(
+            self.prefill_seconds_per_token * tokens
+            + self.prefill_seconds_per_token2 * tokens * (tokens + 2 * history)
+            for tokens, history in chunks
+        )
+
+    def step_growth_seconds(self, batch: int, chunk_tokens: int = 0) -> float:
+        """By how much each step of the same batch is longer than the one before, where each
+        computes the next `chunk_tokens` tokens of the same prompt."""
+        attention = 2 * self.prefill_seconds_per_token2 * chunk_tokens * chunk_tokens
+        return self.step_seconds_per_kv_token * batch + attention
+
+    def step_times(self) -> StepTimes:
+        """The same formulas in the words of the policies' estimates."""
+        return StepTimes(
+            prefill_base=self.prefill_base_seconds,
+            prefill_per_token=self.prefill_seconds_per_token,
+            prefill_per_token_squared=self.prefill_seconds_per_token2,
+            step_base=self.step_base_seconds,
+            step_per_kv_token=self.step_seconds_per_kv_token,
+            step_per_request=self.step_seconds_per_sequence,
+        )
 
     def weight_slabs(self, slab_bytes: int) -> int:
         """Slabs of the weights on each GPU."""

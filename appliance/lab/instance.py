@@ -16,14 +16,16 @@ not at the next step.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
 
 from appliance.errors import LabError
 from appliance.lab.agenda import Agenda, Entry, Rank
+from appliance.lab.deviation import EXACT, Deviation, Pace
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.link import Link, Transfer
 from appliance.lab.recorder import Life, Recorder, Span, Switch
@@ -63,6 +65,9 @@ from appliance.vocabulary import (
 
 WEIGHTS, KV_IN, KV_OUT, FILES = "weights", "kv_in", "kv_out", "files"
 """Lanes of the links."""
+
+MAX_STEPS = sys.maxsize
+"""Of a turn that decodes nobody: its prompts end it."""
 
 Report = Callable[[Event], None]
 
@@ -125,12 +130,35 @@ class _Prefill:
 
 
 @dataclass(slots=True)
+class _Prompt:
+    """A prompt that is computed in chunks beside the steps of a turn."""
+
+    life: Life
+    tokens: int
+    began: float
+    done: int = 0
+    """Tokens that are computed."""
+
+    @property
+    def left(self) -> int:
+        return self.tokens - self.done
+
+
+@dataclass(slots=True)
 class _Turn:
     """A turn that runs, and the stretch it is at."""
 
     command: RunTurn
     batch: list[Life]
+    waiting: deque[RequestId]
+    """Prompts that have not begun."""
     began: float
+    factor: float
+    """Of all its times."""
+    prompts: list[_Prompt] = field(default_factory=list)
+    """Prompts that have, in the order in which they are computed."""
+    end: TurnEnd | None = None
+    """Why it is over when its prompts are done."""
     done_seconds: float = 0.0
     done_steps: int = 0
     start: float = 0.0
@@ -139,6 +167,22 @@ class _Turn:
     steps: int = 0
     entry: Entry | None = None
     largest: int = 0
+    done_prompts: int = 0
+
+    def computes(self, request: RequestId) -> bool:
+        """Whether the step that is being computed is of this request, too."""
+        return any(life.id == request for life in self.batch) or any(
+            prompt.life.id == request for prompt in self.prompts
+        )
+
+    def next_chunk(self) -> list[tuple[_Prompt, int]]:
+        """Tokens of its prompts that the next step computes."""
+        chunk, room = [], self.command.chunk_tokens
+        for prompt in self.prompts:
+            if room:
+                chunk.append((prompt, min(room, prompt.left)))
+                room -= chunk[-1][1]
+        return chunk
 
 
 class SimulatedInstance:
@@ -156,6 +200,7 @@ class SimulatedInstance:
         agenda: Agenda,
         recorder: Recorder,
         report: Report,
+        deviation: Deviation = EXACT,
     ) -> None:
         self.number = number
         self._box = box
@@ -164,7 +209,8 @@ class SimulatedInstance:
         self._agenda = agenda
         self._recorder = recorder
         self._report = report
-        rate = box.gpu.link_bytes_per_second
+        self._pace = Pace(deviation, number)
+        rate = box.gpu.link_bytes_per_second * deviation.link_factor
         self._inwards = Link(agenda, rate)
         self._outwards = Link(agenda, rate)
         self._disk = Link(agenda, box.gpu.disk_bytes_per_second)
@@ -190,8 +236,10 @@ class SimulatedInstance:
         match command:
             case Preempt():
                 self._preempted = max(self._preempted, command.turn)
-                if isinstance(self._job, _Turn) and self._job.command.turn <= self._preempted:
-                    self._cut(self._job)
+                turn = self._job
+                # Prompts that have begun are computed to their end.
+                if isinstance(turn, _Turn) and self._is_preempted(turn) and not turn.prompts:
+                    self._cut(turn)
             case Release():
                 self._release(command)
             case _:
@@ -220,7 +268,7 @@ class SimulatedInstance:
     def _release(self, command: Release) -> None:
         self._gone.add(command.request)
         turn = self._job
-        if isinstance(turn, _Turn) and any(life.id == command.request for life in turn.batch):
+        if isinstance(turn, _Turn) and turn.computes(command.request):
             self._cut(turn)  # it leaves at the next step, with its blocks
         elif command.model in self._engines:
             self._engines[command.model].drop(command.request)
@@ -453,7 +501,7 @@ class SimulatedInstance:
     def _begin_prefill(self, command: RunPrefill) -> bool:
         engine, life = self._engines[command.model], self._known(command.request)
         if life is None:
-            self._prefill_done(command, 0.0)
+            self._prompt_done(command.model, command.request, 0.0)
             return True
         if not engine.mapped:
             raise LabError(f"a prompt for {command.model} without its weights")
@@ -462,17 +510,10 @@ class SimulatedInstance:
         if not self._can_grow(command.model, blocks, command.kv_slabs):
             if self._moves_out:
                 return False
-            self._report(
-                PrefillDeferred(
-                    instance=self.number,
-                    model=command.model,
-                    request=life.id,
-                    kv_slabs=engine.slabs(),
-                )
-            )
+            self._defer(command.model, life.id)
             return True
         engine.hold(life.id, blocks)
-        seconds = engine.profile.prefill_seconds(tokens)
+        seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
         job = self._job = _Prefill(command, life, self._agenda.now, seconds)
         self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
         return True
@@ -491,31 +532,45 @@ class SimulatedInstance:
         command, life, now = job.command, job.life, self._agenda.now
         engine = self._engines[command.model]
         self._note_switch(command.model, now - self._ready_since - job.seconds)
-        self._recorder.computed(Span(self.number, command.model, job.began, now, 1, 0), job.seconds)
+        self._recorder.computed(
+            Span(self.number, command.model, job.began, now, 0, 0, 1), job.seconds
+        )
         self._job, self._ready_since = None, now
         if command.request in self._gone:
             engine.drop(life.id)
         else:
             self._recorder.produced(life, now, 0.0, 0.0, 1)
-            self._tell_tokens(command.model, [life], 1)
+            self._tell_tokens(command.model, [self._count_of(life, 1)])
+            if not life.remaining_tokens:
+                engine.drop(life.id)
         # Its own load is told of before it, whatever else ended meanwhile after it.
         noticed, self._unnoticed = self._unnoticed, []
         own = [isinstance(e, ModelLoaded) and e.model == life.model for e in noticed]
         for event in compress(noticed, own):
             self._report(event)
-        self._prefill_done(command, now - job.began)
+        self._prompt_done(command.model, command.request, now - job.began)
         for event in compress(noticed, map(not_, own)):
             self._report(event)
         self.work()
 
-    def _prefill_done(self, command: RunPrefill, seconds: float) -> None:
+    def _prompt_done(self, model: ModelName, request: RequestId, seconds: float) -> None:
         self._report(
             PrefillDone(
                 instance=self.number,
-                model=command.model,
-                request=command.request,
-                kv_slabs=self._engines[command.model].slabs(),
+                model=model,
+                request=request,
+                kv_slabs=self._engines[model].slabs(),
                 seconds=seconds,
+            )
+        )
+
+    def _defer(self, model: ModelName, request: RequestId) -> None:
+        self._report(
+            PrefillDeferred(
+                instance=self.number,
+                model=model,
+                request=request,
+                kv_slabs=self._engines[model].slabs(),
             )
         )
 
@@ -530,33 +585,75 @@ class SimulatedInstance:
         for life in batch:
             if engine.blocks.get(life.id) != engine.shape.blocks(life.kv_tokens):
                 raise LabError(f"a turn for {life.id}, whose KV is elsewhere")
+        waiting = deque(command.prompts)
+        while waiting and self._known(waiting[0]) is None:
+            self._prompt_done(command.model, waiting.popleft(), 0.0)
+        if waiting and self._moves_out and not self._fits_prompt(command, waiting[0]):
+            return False
         self._note_switch(command.model, now - self._ready_since)
-        turn = _Turn(command, batch, now, largest=len(batch))
-        if not batch:
-            self._end_turn(turn, TurnEnd.DRAINED)
-            return True
+        turn = _Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
         self._job = turn
         self._next_stretch(turn)
         return True
 
+    def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
+        life, shape = self._lives[request], self._engines[command.model].shape
+        blocks = shape.blocks(life.prompt_tokens + life.produced)
+        return self._can_grow(command.model, blocks, command.kv_slabs)
+
+    def _begin_prompts(self, turn: _Turn) -> None:
+        """Have prompts begin while those that have leave room in the next chunk."""
+        command, engine = turn.command, self._engines[turn.command.model]
+        while turn.waiting and sum([p.left for p in turn.prompts]) < command.chunk_tokens:
+            request = turn.waiting.popleft()
+            life = self._known(request)
+            if life is None:
+                self._prompt_done(command.model, request, 0.0)
+            elif not self._fits_prompt(command, request):
+                self._defer(command.model, request)
+            else:
+                tokens = life.prompt_tokens + life.produced
+                engine.hold(request, engine.shape.blocks(tokens))
+                turn.prompts.append(_Prompt(life, tokens, self._agenda.now))
+
     def _next_stretch(self, turn: _Turn) -> None:
-        """Plan steps until somebody finishes, the quota is over or the slabs are full."""
-        engine, command = self._engines[turn.command.model], turn.command
-        room = self._room(turn)
-        if not room:
+        """Plan steps until somebody finishes, a prompt is done, the quota is over or the slabs are
+        full."""
+        command = turn.command
+        if turn.end is None and not self._is_preempted(turn):
+            self._begin_prompts(turn)
+        room = self._room(turn) if turn.batch else MAX_STEPS
+        if not room and (turn.prompts or turn.end is None):
             if not turn.done_steps:
                 raise LabError(f"turn {command.turn} has no room for a step")
-            self._end_turn(turn, TurnEnd.KV_FULL)
+            # The prompts hold all the blocks that they need.
+            turn.end, turn.batch, room = TurnEnd.KV_FULL, [], MAX_STEPS
+        if not turn.prompts and (turn.end is not None or not turn.batch):
+            self._end_turn(turn, turn.end or TurnEnd.DRAINED)
             return
-        kv_tokens = sum(life.kv_tokens for life in turn.batch)
-        turn.start = self._agenda.now
-        turn.first = engine.profile.step_seconds(len(turn.batch), kv_tokens)
-        turn.growth = engine.profile.step_growth_seconds(len(turn.batch))
-        left = command.quota_seconds - turn.done_seconds
-        turn.steps = min(room, steps_until(left, turn.first, turn.growth))
-        if command.turn <= self._preempted:
+        self._time_steps(turn)
+        if turn.prompts:
+            turn.steps = min(room, max(1, turn.prompts[0].left // command.chunk_tokens))
+        elif self._is_preempted(turn):
             turn.steps = 1
+        else:
+            left = command.quota_seconds - turn.done_seconds
+            turn.steps = min(room, steps_until(left, turn.first, turn.growth))
         self._plan_end(turn)
+
+    def _time_steps(self, turn: _Turn) -> None:
+        """How long the next step takes, and by how much more those after it."""
+        profile = self._engines[turn.command.model].profile
+        batch, kv_tokens = len(turn.batch), sum(life.kv_tokens for life in turn.batch)
+        if turn.prompts:
+            chunk = [(tokens, prompt.done) for prompt, tokens in turn.next_chunk()]
+            first = profile.mixed_step_seconds(batch, kv_tokens, chunk)
+            growth = profile.step_growth_seconds(batch, turn.command.chunk_tokens)
+        else:
+            first = profile.step_seconds(batch, kv_tokens)
+            growth = profile.step_growth_seconds(batch)
+        turn.start = self._agenda.now
+        turn.first, turn.growth = first * turn.factor, growth * turn.factor
 
     def _room(self, turn: _Turn) -> int:
         """Steps until the first request finishes, or until the slabs of the turn are full."""
@@ -593,7 +690,11 @@ class SimulatedInstance:
         turn.done_seconds += elapsed(turn.first, turn.growth, turn.steps)
         for life in turn.batch:
             self._recorder.produced(life, turn.start, turn.first, turn.growth, turn.steps)
-        self._tell_tokens(command.model, turn.batch, turn.steps)
+        computed = self._compute_prompts(turn) if turn.prompts else []
+        tokens = [self._count_of(life, turn.steps) for life in turn.batch]
+        tokens += [self._count_of(p.life, 1) for p in computed if p.life.id not in self._gone]
+        if tokens:
+            self._tell_tokens(command.model, tokens)
         going_on = []
         for life in turn.batch:
             if life.remaining_tokens and life.id not in self._gone:
@@ -602,18 +703,39 @@ class SimulatedInstance:
             else:
                 engine.drop(life.id)
         turn.batch = going_on
-        if not turn.batch:
-            self._end_turn(turn, TurnEnd.DRAINED)
-        elif command.turn <= self._preempted:
-            self._end_turn(turn, TurnEnd.PREEMPTED)
-        elif turn.done_seconds >= command.quota_seconds:
-            self._end_turn(turn, TurnEnd.QUOTA)
-        else:
-            self._next_stretch(turn)
+        for prompt in computed:
+            if prompt.life.id in self._gone or not prompt.life.remaining_tokens:
+                engine.drop(prompt.life.id)
+            self._prompt_done(command.model, prompt.life.id, self._agenda.now - prompt.began)
+        if turn.end is None and (turn.batch or turn.prompts or turn.waiting):
+            if self._is_preempted(turn):
+                turn.end = TurnEnd.PREEMPTED
+            elif turn.done_seconds >= command.quota_seconds and not (turn.prompts or turn.waiting):
+                turn.end = TurnEnd.QUOTA
+        self._next_stretch(turn)
+
+    def _compute_prompts(self, turn: _Turn) -> list[_Prompt]:
+        """Take the stretch's chunks off the prompts; those that are over, computed or released."""
+        ahead = turn.steps - 1
+        turn.prompts[0].done += ahead * turn.command.chunk_tokens
+        for prompt, tokens in turn.next_chunk():
+            prompt.done += tokens
+        over = [p for p in turn.prompts if not p.left or p.life.id in self._gone]
+        turn.prompts = [p for p in turn.prompts if p.left and p.life.id not in self._gone]
+        for prompt in over:
+            if prompt.life.id not in self._gone:
+                self._recorder.produced(prompt.life, self._agenda.now, 0.0, 0.0, 1)
+                turn.done_prompts += 1
+        return over
+
+    def _is_preempted(self, turn: _Turn) -> bool:
+        return turn.command.turn <= self._preempted
 
     def _end_turn(self, turn: _Turn, reason: TurnEnd) -> None:
         command = turn.command
         self._job, self._ready_since = None, self._agenda.now
+        for request in turn.waiting:
+            self._defer(command.model, request)
         if turn.done_steps:
             span = Span(
                 self.number,
@@ -622,6 +744,7 @@ class SimulatedInstance:
                 self._agenda.now,
                 turn.largest,
                 turn.done_steps,
+                turn.done_prompts,
             )
             self._recorder.computed(span, turn.done_seconds)
         self._report(
@@ -637,21 +760,12 @@ class SimulatedInstance:
         )
         self.work()
 
-    def _tell_tokens(self, model: ModelName, lives: list[Life], count: int) -> None:
-        """Tell that each of these got so many tokens, the last of which may have ended it."""
-        self._report(
-            TokensProduced(
-                instance=self.number,
-                model=model,
-                tokens=tuple(
-                    TokenCount(request=life.id, count=count, finished=_finished(life))
-                    for life in lives
-                ),
-            )
-        )
-        for life in lives:
-            if not life.remaining_tokens:
-                self._engines[model].drop(life.id)
+    def _tell_tokens(self, model: ModelName, tokens: Sequence[TokenCount]) -> None:
+        self._report(TokensProduced(instance=self.number, model=model, tokens=tuple(tokens)))
+
+    def _count_of(self, life: Life, count: int) -> TokenCount:
+        """It got so many tokens, the last of which may have ended it."""
+        return TokenCount(request=life.id, count=count, finished=_finished(life))
 
     def _note_switch(self, model: ModelName, waited: float) -> None:
         if model != self._current:

@@ -51,7 +51,9 @@ class Span(NamedTuple):
     ended: float
     batch: int
     steps: int
-    """0 for a prompt."""
+    """0 for a prompt that was computed alone."""
+    prompts: int
+    """Those that were computed."""
 
 
 class Switch(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from appliance.lab.agenda import Agenda
+from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, Gpu, ModelProfile
 from appliance.lab.instance import SimulatedInstance
 from appliance.lab.metrics import expand
@@ -71,7 +72,12 @@ def box(instances: int = 1, slabs: int = 32, host_slabs: int = 400) -> Box:
 class Bench:
     """Instance 0 of a box, with these models."""
 
-    def __init__(self, profiles: Sequence[ModelProfile] = (profile(),), slabs: int = 32) -> None:
+    def __init__(
+        self,
+        profiles: Sequence[ModelProfile] = (profile(),),
+        slabs: int = 32,
+        deviation: Deviation = EXACT,
+    ) -> None:
         self.agenda = Agenda()
         self.recorder = Recorder()
         self.lives: dict[str, Life] = {}
@@ -85,6 +91,7 @@ class Bench:
             self.agenda,
             self.recorder,
             lambda event: self.heard.append((self.agenda.now, event)),
+            deviation,
         )
         for name in self.profiles:
             self.order(
@@ -128,15 +135,25 @@ class Bench:
     def prefill(self, life: Life, kv_slabs: int = 8) -> None:
         self.order(RunPrefill(instance=0, model=life.model, request=life.id, kv_slabs=kv_slabs))
 
-    def turn(self, *lives: Life, quota: float = 1e5, kv_slabs: int = 8, number: int = 1) -> None:
+    def turn(
+        self,
+        *lives: Life,
+        quota: float = 1e5,
+        kv_slabs: int = 8,
+        number: int = 1,
+        prompts: Sequence[Life] = (),
+        chunk_tokens: int = 0,
+    ) -> None:
         self.order(
             RunTurn(
                 instance=0,
-                model=lives[0].model,
+                model=[*lives, *prompts][0].model,
                 turn=number,
                 requests=tuple(life.id for life in lives),
                 quota_seconds=quota,
                 kv_slabs=kv_slabs,
+                prompts=tuple(life.id for life in prompts),
+                chunk_tokens=chunk_tokens,
             )
         )
 

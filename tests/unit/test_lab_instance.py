@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from appliance.errors import LabError
+from appliance.lab.deviation import Deviation, Pace
 from appliance.lab.instance import SimulatedInstance
 from appliance.vocabulary import (
     Direction,
@@ -216,6 +219,93 @@ def test_a_released_request_leaves_at_the_next_step() -> None:
     [(_, ended)] = bench.events(TurnEnded)
     assert (ended.reason, ended.steps, ended.kv_slabs) == (TurnEnd.DRAINED, 29, 0)
     assert 1 < gone.produced < 29
+
+
+def test_a_prompt_beside_a_turn_leaves_with_its_release() -> None:
+    """At the next step, with its blocks; another that had not begun is done at once."""
+    bench = Bench()
+    stays = bench.life("a", 8, 30, produced=1)
+    gone, waits = bench.life("b", 200, 5), bench.life("c", 9, 5)
+    bench.load()
+    bench.move(Direction.IN, stays)
+    bench.run(2.0)
+    bench.turn(stays, prompts=[gone, waits], chunk_tokens=10)
+    bench.order(Release(instance=0, model="m", request="c"))
+    bench.run(2.25)
+    bench.order(Release(instance=0, model="m", request="b"))
+    bench.run()
+    assert (gone.produced, waits.produced) == (0, 0)
+    released, unknown = bench.events(PrefillDone)
+    assert [released[1].request, unknown[1].request] == ["b", "c"]
+    assert 2.25 < released[0] < 2.4
+    assert unknown[1].seconds == 0.0
+    [(_, ended)] = bench.events(TurnEnded)
+    assert (ended.reason, ended.steps, ended.kv_slabs) == (TurnEnd.DRAINED, 29, 0)
+
+
+def test_prompts_beside_a_turn_that_cannot_begin_are_deferred() -> None:
+    """A turn that is preempted before its first step computes none; one slab is too few."""
+    bench = Bench()
+    stays, large = bench.life("a", 8, 30, produced=1), bench.life("b", 100, 5)
+    bench.load()
+    bench.move(Direction.IN, stays)
+    bench.turn(stays, prompts=[large], chunk_tokens=10)
+    bench.order(Preempt(instance=0, turn=1))
+    bench.run()
+    bench.turn(stays, prompts=[large], chunk_tokens=10, kv_slabs=1, number=2)
+    bench.run()
+    assert [event.request for _, event in bench.events(PrefillDeferred)] == ["b", "b"]
+    assert [event.reason for _, event in bench.events(TurnEnded)] == [
+        TurnEnd.PREEMPTED,
+        TurnEnd.DRAINED,
+    ]
+
+
+def test_a_mixed_turn_waits_for_slabs_under_kv_on_its_way_out() -> None:
+    """As a prompt alone does."""
+    bench = Bench(slabs=7)
+    leaves, comes = bench.life("a", 128, 9, produced=1), bench.life("b", 100, 5)
+    bench.load()
+    bench.move(Direction.IN, leaves)
+    bench.run(4.0)
+    bench.move(Direction.OUT, leaves, kv_slabs=0)
+    bench.turn(prompts=[comes], chunk_tokens=50, kv_slabs=2)
+    bench.run()
+    [(moved_at, _)] = bench.events(KvMoved)[1:]
+    [(_, done)] = bench.events(PrefillDone)
+    assert done.seconds == 2 / 16 + 100 / 1024
+    assert bench.token_times(comes) == [moved_at + done.seconds]
+
+
+def test_the_truth_may_deviate() -> None:
+    """Prompts, steps and copies each by their own factor."""
+    deviation = Deviation(prefill_factor=2.0, step_factor=4.0, link_factor=0.5)
+    bench = Bench(deviation=deviation)
+    life = bench.life("r", 64, 2)
+    bench.load()
+    bench.run(4.0)
+    bench.prefill(life)
+    bench.run(6.0)
+    bench.turn(life)
+    bench.run()
+    [(_, loaded)] = bench.events(ModelLoaded)
+    [(_, prefilled)] = bench.events(PrefillDone)
+    [(_, ended)] = bench.events(TurnEnded)
+    assert (loaded.seconds, prefilled.seconds) == (2.0, 0.25)
+    assert ended.seconds == 4 * profile().step_seconds(1, 64)
+
+
+def test_noise_is_drawn_from_a_seed() -> None:
+    """The same for the same seed and instance, of mean one, and as wide as asked for."""
+
+    def drawn(seed: int, instance: int) -> list[float]:
+        pace = Pace(Deviation(noise=0.2, seed=seed), instance)
+        return [pace.turn() for _ in range(2000)]
+
+    assert drawn(1, 0) == drawn(1, 0)
+    assert drawn(1, 0) != drawn(2, 0) != drawn(2, 1)
+    assert statistics.fmean(drawn(1, 0)) == pytest.approx(1.0, abs=0.02)
+    assert statistics.stdev(drawn(1, 0)) == pytest.approx(0.2, abs=0.02)
 
 
 def test_who_ended_has_nothing_to_move_or_compute() -> None:

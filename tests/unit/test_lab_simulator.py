@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -10,14 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import LabError
+from appliance.hookspecs import hookimpl
 from appliance.lab.hardware import gpu, profile
 from appliance.lab.metrics import measure
 from appliance.lab.simulator import Run, simulate
+from appliance.lab.trial import Contender, Setting, play
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import HostLedger
-from appliance.policies import load_stack
+from appliance.plugins.aegaeon import Aegaeon
+from appliance.policies import PolicyStack, load_stack
 from appliance.scheduling.machine import Machine
-from appliance.vocabulary import Command, Event, ModelSpec, RequestArrived
+from appliance.scheduling.questions import (
+    BatchLimits,
+    FloorView,
+    InstanceView,
+    Phase,
+    Placement,
+    Refusal,
+    RequestView,
+)
+from appliance.vocabulary import Command, Event, ModelSpec, RequestArrived, Ticked
 from tests.unit import lab_bench
 from tests.unit.lab_bench import SLAB, SLO
 
@@ -53,6 +66,18 @@ def run(made: Machine, arrivals: Iterable[Arrival], *, slabs: int = 32, until: f
     box = lab_bench.box(len(made.instances), slabs)
     profiles = {name: lab_bench.profile(name) for name in MODELS}
     return simulate(made, box, profiles, arrivals, until)
+
+
+def small_setting() -> Setting:
+    """Two instances of the toy box."""
+    made = machine("aegaeon", 2)
+    return Setting(
+        models=list(made.models.values()),
+        box=lab_bench.box(2),
+        profiles={name: lab_bench.profile(name) for name in MODELS},
+        arrivals=arrivals(),
+        seconds=1e4,
+    )
 
 
 def arrivals(count: int = 30, seed: int = 1, rate: float = 0.4) -> list[Arrival]:
@@ -96,6 +121,96 @@ def test_the_same_run_twice_is_the_same_to_the_byte(policy: str) -> None:
             (msgspec.json.encode(made.journal), msgspec.json.encode(measure(done).rounded()))
         )
     assert encoded[0] == encoded[1]
+
+
+class Chunking:
+    """Computes prompts beside decoding, on any instance; everything else is the built-in's."""
+
+    @hookimpl
+    def place(self, floor: FloorView) -> list[Placement]:
+        return [Placement() for _ in floor.instances]
+
+    @hookimpl
+    def decode(self, prefilled_on: int) -> int:
+        return prefilled_on
+
+    @hookimpl
+    def batch(self, instance: InstanceView) -> BatchLimits:
+        return BatchLimits(requests=8, chunk_tokens=16)
+
+    @hookimpl
+    def phase(self) -> Phase:
+        return Phase.PREFILL
+
+
+def test_mixed_turns_in_a_whole_run() -> None:
+    """Every request ends; prompts are computed beside steps, which a policy may want."""
+    setting = small_setting()
+    trial = play(setting, Contender("chunking", policy=Chunking()))
+    spans = trial.run.recorder.spans
+    assert not trial.faults
+    assert {life.outcome for life in trial.run.recorder.lives} == {"stop"}
+    assert sum(span.prompts for span in spans) == len(trial.run.recorder.lives)
+    assert any(span.prompts and span.steps > 1 for span in spans)
+
+
+class Foresight:
+    """An oracle: takes the request with the shortest output first."""
+
+    oracle = True
+
+    def learn_oracle(self, lengths: Mapping[str, int]) -> None:
+        self.lengths = lengths
+        self.asked: dict[str, int] = {}
+
+    @hookimpl
+    def prefill(self, request: RequestView) -> None:
+        self.asked[request.id] = self.lengths[request.id]
+
+
+def test_only_an_oracle_knows_the_lengths() -> None:
+    """It is handed them when it is loaded, and finds each when the request arrives."""
+    policy = Foresight()
+    trial = play(small_setting(), Contender("foresight", policy=policy))
+    assert policy.asked == {life.id: life.output_tokens for life in trial.run.recorder.lives}
+
+
+def test_estimates_begin_with_the_profiles() -> None:
+    """What the instances take is what policies expect, before they have seen anything."""
+    setting = small_setting()
+    costs, truth = setting.costs(), setting.profiles["a"]
+    assert costs.step_seconds("a", 3, 100) == truth.step_seconds(3, 100)
+    assert costs.prefill_seconds("a", 70) == truth.prefill_seconds(70)
+    assert costs.switch_seconds("a") == setting.box.gpu.switch_seconds(truth.weight_bytes) == 1.0
+
+
+def test_the_machine_hears_when_its_deadline_has_come() -> None:
+    """At that time, and not before; it has none when there is nothing to do."""
+    made = machine("aegaeon", 1)
+    run(made, arrivals(5))
+    ticks = [now for now, event, _ in made.journal if isinstance(event, Ticked)]
+    assert ticks
+    assert made.next_deadline() is None
+    assert all(later - now >= 0.99 for now, later in pairwise(ticks))
+
+
+class Refusing:
+    """Serves nobody."""
+
+    @hookimpl
+    def prefill(self) -> Refusal:
+        return Refusal(reason="closed")
+
+
+def test_another_policy_takes_over_in_mid_run() -> None:
+    """Who came before is served to the end, who comes after is the other's."""
+    made = machine("aegaeon", 2)
+    swap = (20.0, PolicyStack({"refusing": Refusing(), "built-in": Aegaeon()}))
+    box, profiles = lab_bench.box(2), {name: lab_bench.profile(name) for name in MODELS}
+    done = simulate(made, box, profiles, arrivals(60), 1e5, swaps=[swap])
+    outcomes = {life.outcome for life in done.recorder.lives if life.arrived > 20.0}
+    assert outcomes == {"overloaded"}
+    assert {life.outcome for life in done.recorder.lives if life.arrived < 20.0} == {"stop"}
 
 
 def test_the_machine_is_not_shown_how_long_an_output_will_be() -> None:

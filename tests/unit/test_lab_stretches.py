@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import LabError
 from appliance.lab.stretches import elapsed, steps_in_room, steps_until
-from appliance.vocabulary import Direction, Preempt, TokensProduced, TurnEnd, TurnEnded
+from appliance.vocabulary import (
+    Direction,
+    Preempt,
+    PrefillDeferred,
+    PrefillDone,
+    TokensProduced,
+    TurnEnd,
+    TurnEnded,
+)
 from tests.unit.lab_bench import Bench, profile
 
 sixteenths = st.integers(1, 200).map(lambda number: number / 64)
@@ -43,78 +52,135 @@ def test_steps_in_room_is_the_most_that_fit(kv_tokens: list[int], blocks: int, l
 
 
 @dataclass
+class Prompt:
+    """One that is computed beside the steps."""
+
+    tokens: int
+    done: int = 0
+    over: float | None = None
+    """When it produced its token; None while it has not, for ever if it is deferred."""
+
+
+@dataclass
 class Reference:
     """A turn, one step after the other, as `appliance.worker.Worker._decode` does it."""
 
-    end: TurnEnd
-    steps: int
-    seconds: float
-    tokens: list[list[float]]
+    kv: list[int]
+    left: list[int]
+    prompts: list[Prompt]
+    chunk: int
+    cap_blocks: int
+    quota: float
+    preempt_at: float
+    now: float = 8.0
+    steps: int = 0
+    end: TurnEnd | None = None
+    tokens: list[list[float]] = field(default_factory=list)
+
+    def run(self) -> bool:
+        """False if there is no room for the first step."""
+        batch = list(range(len(self.kv)))
+        waiting, begun = list(self.prompts), list[Prompt]()
+        self.tokens = [[] for _ in batch]
+        began, step = self.now, profile(**QUADRATIC).mixed_step_seconds
+        while True:
+            if self.end is None and self.preempt_at > self.now:
+                while waiting and sum(p.tokens - p.done for p in begun) < self.chunk:
+                    prompt = waiting.pop(0)
+                    if self.held(batch, begun) + -(-prompt.tokens // 4) <= self.cap_blocks:
+                        begun.append(prompt)
+            if not begun and (self.end is not None or not batch):
+                self.end = self.end or TurnEnd.DRAINED
+                self.seconds = self.now - began
+                return True
+            if batch and self.held(batch, begun, 1) > self.cap_blocks:
+                if not self.steps:
+                    return False
+                self.end, batch = TurnEnd.KV_FULL, []
+                continue
+            room, chunks = self.chunk, []
+            for prompt in begun:
+                piece = min(room, prompt.tokens - prompt.done)
+                if piece:
+                    chunks.append((piece, prompt.done))
+                prompt.done += piece
+                room -= piece
+            if chunks:
+                self.now += step(len(batch), sum(self.kv[i] for i in batch), chunks)
+            else:
+                self.now += profile().step_seconds(len(batch), sum(self.kv[i] for i in batch))
+            self.steps += 1
+            for i in batch:
+                self.kv[i] += 1
+                self.left[i] -= 1
+                self.tokens[i].append(self.now)
+            for prompt in begun:
+                if prompt.done == prompt.tokens:
+                    prompt.over = self.now
+                    self.cap_blocks -= -(-prompt.tokens // 4)
+            begun = [prompt for prompt in begun if prompt.over is None]
+            batch = [i for i in batch if self.left[i]]
+            if self.end is None and (batch or begun or waiting):
+                if self.preempt_at <= self.now:
+                    self.end = TurnEnd.PREEMPTED
+                elif not begun and not waiting and self.now - began >= self.quota:
+                    self.end = TurnEnd.QUOTA
+
+    def held(self, batch: list[int], begun: list[Prompt], more: int = 0) -> int:
+        """Blocks of the turn, after so many steps more."""
+        return sum(-(-(self.kv[i] + more) // 4) for i in batch) + sum(
+            -(-prompt.tokens // 4) for prompt in begun
+        )
 
 
-def step_by_step(
-    prompts: list[int],
-    outputs: list[int],
-    start: float,
-    quota: float,
-    cap_blocks: int,
-    preempt_at: float,
-) -> Reference | None:
-    """None if there is no room for the first step. Every request has one token already."""
-    model = profile()
-    batch = list(range(len(prompts)))
-    kv = list(prompts)
-    left = [output - 1 for output in outputs]
-    tokens: list[list[float]] = [[] for _ in prompts]
-    now, steps = start, 0
-    while True:
-        if sum(-(-(kv[i] + 1) // 4) for i in batch) > cap_blocks:
-            return Reference(TurnEnd.KV_FULL, steps, now - start, tokens) if steps else None
-        now += model.step_seconds(len(batch), sum(kv[i] for i in batch))
-        steps += 1
-        for i in batch:
-            kv[i] += 1
-            left[i] -= 1
-            tokens[i].append(now)
-        batch = [i for i in batch if left[i]]
-        if not batch:
-            return Reference(TurnEnd.DRAINED, steps, now - start, tokens)
-        if preempt_at <= now:
-            return Reference(TurnEnd.PREEMPTED, steps, now - start, tokens)
-        if now - start >= quota:
-            return Reference(TurnEnd.QUOTA, steps, now - start, tokens)
+QUADRATIC = {"prefill_seconds_per_token2": 2.0**-20}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(2, 60)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(2, 60)), max_size=5),
+    st.lists(st.integers(1, 90), max_size=3),
+    st.integers(1, 40),
     sixteenths,
     st.integers(1, 8),
     st.one_of(st.just(1e6), sixteenths),
 )
 def test_a_turn_in_closed_form_is_the_turn_step_by_step(
-    sizes: list[tuple[int, int]], quota: float, cap_slabs: int, preempted_after: float
+    sizes: list[tuple[int, int]],
+    prompts: list[int],
+    chunk: int,
+    quota: float,
+    cap_slabs: int,
+    preempted_after: float,
 ) -> None:
-    """Steps, end, seconds and the time of every token are the same, to the last bit."""
-    bench = Bench()
+    """Steps, end, seconds and the time of every token are the same, to the last bit; with prompts
+    beside the steps and without."""
+    bench = Bench([profile(**QUADRATIC)])
     lives = [bench.life(f"r{i}", p, o, produced=1) for i, (p, o) in enumerate(sizes)]
+    beside = [bench.life(f"p{i}", tokens, 5) for i, tokens in enumerate(prompts)]
     bench.load()
-    bench.move(Direction.IN, *lives, kv_slabs=32)
+    if lives:
+        bench.move(Direction.IN, *lives, kv_slabs=32)
     bench.run(8.0)
-    expected = step_by_step(
-        [p for p, _ in sizes],
-        [o for _, o in sizes],
-        8.0,
-        quota,
-        16 * cap_slabs,
-        8.0 + preempted_after,
+    expected = Reference(
+        kv=[p for p, _ in sizes],
+        left=[o - 1 for _, o in sizes],
+        prompts=[Prompt(tokens) for tokens in prompts],
+        chunk=chunk,
+        cap_blocks=16 * cap_slabs,
+        quota=quota,
+        preempt_at=8.0 + preempted_after,
     )
-    if expected is None:
+    order = partial(
+        bench.turn, *lives, quota=quota, kv_slabs=cap_slabs, prompts=beside, chunk_tokens=chunk
+    )
+    assume(lives or beside)
+    if not expected.run():
         with pytest.raises(LabError, match="no room"):
-            bench.turn(*lives, quota=quota, kv_slabs=cap_slabs)
+            order()
         return
 
-    bench.turn(*lives, quota=quota, kv_slabs=cap_slabs)
+    order()
     bench.run(8.0 + preempted_after)
     bench.order(Preempt(instance=0, turn=1))
     bench.run()
@@ -129,5 +195,11 @@ def test_a_turn_in_closed_form_is_the_turn_step_by_step(
     told = [token for _, event in bench.events(TokensProduced) for token in event.tokens]
     for life, times in zip(lives, expected.tokens, strict=True):
         assert sum(token.count for token in told if token.request == life.id) == len(times)
-    going_on = [life.kv_tokens for life in lives if life.remaining_tokens]
-    assert ended.kv_slabs == -(-sum(-(-tokens // 4) for tokens in going_on) // 16)
+    done = {event.request: at for at, event in bench.events(PrefillDone)}
+    deferred = {event.request for _, event in bench.events(PrefillDeferred)}
+    for life, prompt in zip(beside, expected.prompts, strict=True):
+        assert done.get(life.id) == prompt.over
+        assert bench.token_times(life) == ([] if prompt.over is None else [prompt.over])
+        assert (life.id in deferred) == (prompt.over is None)
+    held = [life.kv_tokens for life in [*lives, *beside] if life.produced and life.remaining_tokens]
+    assert ended.kv_slabs == -(-sum(-(-tokens // 4) for tokens in held) // 16)
