@@ -109,6 +109,7 @@ def admit(answer: object, instance: InstanceView) -> str | None:
 
 
 def phase(answer: object) -> str | None:
+    """One of the two."""
     return None if type(answer) is Phase else f"{shown(answer)} is not a phase"
 
 
@@ -129,12 +130,14 @@ def round(answer: object, instance: InstanceView) -> str | None:
 
 
 def preempt(answer: object) -> str | None:
+    """A number from 0 up; infinity, too."""
     if not _is_number(answer) or not answer >= 0:  # NaN is not
         return f"{shown(answer)} is no number of seconds from 0 up"
     return None
 
 
 def batch(answer: object) -> str | None:
+    """At least one request, and chunks from 0 tokens up."""
     if type(answer) is not BatchLimits:
         return f"limits, not {shown(answer)}"
     if not _is_count(answer.requests) or not answer.requests or not _is_count(answer.chunk_tokens):

@@ -54,7 +54,7 @@ class GuardedPolicy:
         self.calls = 0
         self._faults = 0
         self._faults_in_a_row = 0
-        self._hooks = _hooks(name, policy)
+        self._hooks = hook_callers(name, policy)
         self._thread = None if budget_seconds is None else _Thread(name, budget_seconds)
 
     @property
@@ -175,7 +175,7 @@ def _told(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _hooks(name: str, policy: object) -> dict[str, pluggy.HookCaller]:
+def hook_callers(name: str, policy: object) -> dict[str, pluggy.HookCaller]:
     """The hooks that a policy implements. One manager each, so that an answer has an author."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(PolicySpec)
