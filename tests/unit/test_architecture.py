@@ -20,6 +20,7 @@ LIGHT = [
     "appliance.catalog",
     "appliance.cli",
     "appliance.config",
+    "appliance.conformance",
     "appliance.daemon",
     "appliance.demo.checkpoints",
     "appliance.journal",
