@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from appliance.authorcommand import docs, new, test
 from appliance.client import get, url_option
 from appliance.printing import json_option, print_json, print_table
 
@@ -27,3 +28,7 @@ def list_policies(url: str, as_json: bool) -> None:
         for row in installed
     ]
     print_table(["NAME", "VERSION", "DISTRIBUTION", "ABOUT"], rows)
+
+
+for command in (new, test, docs):
+    policy.add_command(command)
