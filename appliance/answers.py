@@ -85,10 +85,12 @@ def prefill(answer: object, request: RequestView, instances: Sequence[InstanceVi
         return None if type(answer.reason) is str else f"{shown(answer.reason)} is no reason"
     if type(answer) is not PrefillChoice:
         return f"a choice or a refusal, not {shown(answer)}"
-    reason = decode(answer.instance, instances)
-    if reason is not None or answer.group is None:
-        return reason
-    (groups,) = [view.groups for view in instances if view.id == answer.instance]
+    found = _offered(answer.instance, instances)
+    if found is None:
+        return _not_offered(answer.instance)
+    if answer.group is None:
+        return None
+    groups = found.groups
     if not _is_count(answer.group) or answer.group >= len(groups):
         return f"instance {answer.instance} has no group {shown(answer.group)}"
     if groups[answer.group].model != request.model:
@@ -98,9 +100,7 @@ def prefill(answer: object, request: RequestView, instances: Sequence[InstanceVi
 
 def decode(answer: object, instances: Sequence[InstanceView]) -> str | None:
     """An instance that was offered."""
-    if type(answer) is not int or all([view.id != answer for view in instances]):
-        return f"instance {shown(answer)} was not offered"
-    return None
+    return _not_offered(answer) if _offered(answer, instances) is None else None
 
 
 def admit(answer: object, instance: InstanceView) -> str | None:
@@ -170,6 +170,19 @@ def prefetch(answer: object, upcoming: Sequence[ModelName]) -> str | None:
     if reason is None and type(answer) is tuple and len(answer) > 1:
         return f"one model at most, not {shown(answer)}"
     return reason
+
+
+def _offered(answer: object, instances: Sequence[InstanceView]) -> InstanceView | None:
+    """The instance that is meant, if it is one of these."""
+    if type(answer) is int:
+        for view in instances:
+            if view.id == answer:
+                return view
+    return None
+
+
+def _not_offered(answer: object) -> str:
+    return f"instance {shown(answer)} was not offered"
 
 
 def _some_of(offered: Sequence[object], kind: type, answer: object) -> str | None:

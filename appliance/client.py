@@ -10,16 +10,18 @@ import httpx
 
 DEFAULT_URL = "http://127.0.0.1:11500"
 CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+UNPROCESSABLE = 422
 
 url_option = click.option(
     "--url", default=DEFAULT_URL, show_default=True, help="Where the daemon listens."
 )
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, status: int = 1) -> NoReturn:
     """End the command: it went wrong."""
     click.echo(f"error: {message}", err=True)
-    raise SystemExit(1)
+    raise SystemExit(status)
 
 
 def connect(url: str) -> httpx.Client:
@@ -33,10 +35,10 @@ def unreachable(url: str, error: httpx.TransportError) -> NoReturn:
 
 
 def call(method: str, url: str, path: str, body: object = None) -> Any:
-    """What the daemon answers to a request that takes no time; anything else ends the command."""
+    """What the daemon answers to a request of an admin; anything else ends the command."""
     try:
         with connect(url) as client:
-            response = client.request(method, path, json=body, timeout=CONNECT_SECONDS)
+            response = client.request(method, path, json=body, timeout=ANSWER_SECONDS)
             return checked(response).json()
     except httpx.TransportError as error:
         unreachable(url, error)
@@ -49,7 +51,8 @@ def get(url: str, path: str) -> Any:
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """The response, if it is not an error."""
+    """The response, if it is not an error. What cannot be done as it was said is the fault of the
+    command line."""
     if response.is_success:
         return response
     response.read()
@@ -57,4 +60,4 @@ def checked(response: httpx.Response) -> httpx.Response:
         message = response.json()["error"]["message"]
     except (json.JSONDecodeError, KeyError, TypeError):
         message = f"{response.request.url} answered {response.status_code}"
-    fail(message)
+    fail(message, 2 if response.status_code == UNPROCESSABLE else 1)

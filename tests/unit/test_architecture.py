@@ -28,6 +28,8 @@ LIGHT = [
     "appliance.plugins.aegaeon",
     "appliance.plugins.fcfs",
     "appliance.policies",
+    "appliance.policycommand",
+    "appliance.policywatch",
     "appliance.scheduling.machine",
     "appliance.serve",
     "appliance.tokens",
