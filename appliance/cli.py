@@ -285,6 +285,32 @@ def _converse(url: str, body: dict[str, Any]) -> None:
             messages.append({"role": "assistant", "content": _answer(url, body, messages)})
 
 
+# --- the lab -------------------------------------------------------------------------------------
+
+
+class LabGroup(click.Group):
+    """The commands of the lab, loaded when one is asked for: they need numpy, nothing else does."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return self._loaded().list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self._loaded().get_command(ctx, cmd_name)
+
+    def _loaded(self) -> click.Group:
+        from appliance.lab.command import lab
+
+        return lab
+
+
+cli.add_command(
+    LabGroup(
+        "lab",
+        help="Compare policies on a virtual clock: the daemon's own decisions, modelled hardware.",
+    )
+)
+
+
 # --- printing ------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def setting(given: argparse.Namespace) -> Setting:
 def contender(name: str) -> Contender:
     module, colon, attribute = name.partition(":")
     if not colon:
-        return Contender(name)
+        return Contender(name, (name,))
     return Contender(attribute, policy=getattr(importlib.import_module(module), attribute)())
 
 

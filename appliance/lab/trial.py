@@ -30,6 +30,8 @@ class Setting:
     profiles: Mapping[ModelName, ModelProfile]
     arrivals: Sequence[Arrival]
     seconds: float
+    kv_floor_slabs: int = 0
+    """Slabs of the host tier that weights never take."""
     deviation: Deviation = EXACT
 
     def costs(self) -> CostModel:
@@ -43,10 +45,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy: installed under this name, or `policy` itself."""
+    """Who plays under this name: a stack of installed policies, or a policy that is not."""
 
     name: str
-    parameters: Parameters = field(default_factory=dict)
+    use: Sequence[str] = ()
+    parameters: Mapping[str, Parameters] = field(default_factory=dict)
+    """By policy."""
     policy: object | None = None
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
@@ -55,7 +59,7 @@ class Contender:
         Raises `PolicyError` if it cannot be loaded.
         """
         if self.policy is None:
-            return load_stack([self.name], {self.name: self.parameters})
+            return load_stack(self.use, self.parameters)
         if getattr(self.policy, "oracle", False):
             self.policy.learn_oracle(lengths)  # type: ignore[attr-defined]
         return PolicyStack({self.name: self.policy, "built-in": Aegaeon()})
@@ -76,7 +80,7 @@ def play(setting: Setting, contender: Contender) -> Trial:
     lengths: dict[RequestId, int] = {}
     stack = contender.stack(lengths)
     box = setting.box
-    host = HostLedger(box.host_bytes, box.slab_bytes)
+    host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
     machine = Machine(setting.models, box.instances, host, stack, setting.costs())
     run = simulate(
         machine,
