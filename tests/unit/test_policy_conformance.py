@@ -11,10 +11,12 @@ import pytest
 
 from appliance.conformance import Report, asking, check, kit, questions, scenes
 from appliance.conformance.family import asked
+from appliance.conformance.loading import find
 from appliance.conformance.scenes import SCENES, Played, Question, Scene
 from appliance.conformance.trial import trial
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
+from appliance.policies import available
 from appliance.policyexamples import Examples
 from appliance.scheduling.questions import (
     Costs,
@@ -67,6 +69,16 @@ def test_the_documentation_s_examples_pass() -> None:
     assert report.ok, str(report)
     assert [row.hook for row in report.hooks] == list(HOOKS)
     assert all(row.valid == row.asked > 0 for row in report.hooks)
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_installed_policy_passes(name: str) -> None:
+    """Ours keep the rules that strangers have to keep."""
+    ((_, kind, _),) = find(name)
+
+    report = check(kind)
+
+    assert report.ok, str(report)
 
 
 @pytest.mark.usefixtures("small")

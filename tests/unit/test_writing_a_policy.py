@@ -12,7 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "writing-a-policy.md").read_text(encoding="utf-8")
 
-LIST = "from appliance.policies import available; print(available())"
+LIST = """from appliance.policies import installed
+for policy in installed():
+    print(policy.name, policy.distribution, policy.version, policy.error or policy.about)"""
+"""What `appliance policy list` shows, without a daemon."""
+
+MINE = "mine appliance-policy-mine 0.1.0 Mine: the most urgent first, a turn for every model."
 
 
 def blocks(language: str) -> list[str]:
@@ -73,10 +78,10 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
 
     assert "mine" not in reader.type(f"python -c '{LIST}'")
     assert "mine (appliance-policy-mine 0.1.0)" in reader.type(install)
-    assert "'mine'" in reader.type(f"python -c '{LIST}'")
+    assert MINE in reader.type(f"python -c '{LIST}'")
 
     reader.folder = tmp_path  # what was built beside the source counts as installed there
-    assert "'mine'" in reader.type(f"python -c '{LIST}'")
+    assert MINE in reader.type(f"python -c '{LIST}'")
     shutil.rmtree(reader.installed)
     assert "mine" not in reader.type(f"python -c '{LIST}'")
     assert "no installed policy" in reader.type("appliance policy test mine", status=2)
