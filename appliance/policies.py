@@ -21,6 +21,7 @@ from appliance.policyguard import BUDGET_SECONDS, GuardedPolicy
 from appliance.policystack import PolicyStack
 from appliance.policywords import InstalledPolicy, PolicyChoice
 from appliance.remedies import nearest
+from appliance.vocabulary import RequestId
 
 FALLBACK = "aegaeon"
 """The built-in that answers when no policy of the stack does; it answers every question."""
@@ -43,6 +44,7 @@ def installed() -> list[InstalledPolicy]:
 def load_stack(
     choice: PolicyChoice,
     *,
+    lengths: Mapping[RequestId, int] | None = None,
     budget_seconds: float | None = None,
     observe: Callable[[str, float], None] | None = None,
 ) -> PolicyStack:
@@ -50,7 +52,8 @@ def load_stack(
 
     With a budget, policies that are not ours are asked in threads of their own and have so long to
     answer; without, everything is deterministic. `observe` is told of every question, its hook and
-    how long it took.
+    how long it took. `lengths` are the true lengths of the outputs, which only the lab has: they go
+    to policies that declare ``oracle = True`` and to nobody else.
 
     Raises `PolicyChoiceError` with everything that is wrong with the choice.
     """
@@ -66,6 +69,7 @@ def load_stack(
         tried.add(name)
         try:
             made[name] = _make(name, entries, choice.parameters.get(name, {}))
+            _hand_oracle(name, made[name], lengths)
         except _UnusableParameter as error:
             where = ("parameters", name, *error.field)
             remedy = f"correct it or remove it from [policy.{name}]"
@@ -151,6 +155,20 @@ def _make(name: str, entries: Mapping[str, EntryPoint], parameters: Mapping[str,
     return made
 
 
+def _hand_oracle(name: str, policy: object, lengths: Mapping[RequestId, int] | None) -> None:
+    """Raises `PolicyError` where there are none: who knows the true lengths must not decide for
+    anybody but the lab."""
+    if not _is_oracle(policy):
+        return
+    if lengths is None:
+        raise PolicyError(f"policy {name} needs an oracle: lab only")
+    policy.learn_oracle(lengths)  # type: ignore[attr-defined]
+
+
+def _is_oracle(policy: object) -> bool:
+    return getattr(policy, "oracle", False) is True
+
+
 def _load(name: str, entry: EntryPoint) -> type[msgspec.Struct]:
     """What makes the policy. Importing it runs a stranger's code: it may raise anything."""
     try:
@@ -185,6 +203,7 @@ def _describe(name: str, entry: EntryPoint) -> InstalledPolicy:
     return InstalledPolicy(
         **known,
         about=_about(kind),
+        lab_only=_is_oracle(kind),
         api_version=_api_version(kind),
         hooks=hooks,
         parameters=schema,

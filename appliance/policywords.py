@@ -61,6 +61,8 @@ class InstalledPolicy(Word, frozen=True):
     distribution: str = ""
     version: str = ""
     shipped: bool = False
+    lab_only: bool = False
+    """It needs to know how long outputs will be, which only the lab does."""
     api_version: int = 0
     """Of the hooks it was written for."""
     hooks: tuple[str, ...] = ()

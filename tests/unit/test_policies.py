@@ -15,8 +15,15 @@ from appliance.policystack import PolicyStack
 from appliance.policywords import InstalledPolicy, PolicyChoice
 from appliance.scheduling.questions import Phase
 from appliance.vocabulary import Role
-from tests.unit.policy_views import FixedCosts, batch_view, floor_view, group_view, instance_view
-from tests.unit.strangers import install
+from tests.unit.policy_views import (
+    FixedCosts,
+    batch_view,
+    floor_view,
+    group_view,
+    instance_view,
+    request_view,
+)
+from tests.unit.strangers import HEAD, install
 
 VIEW = instance_view(groups=(group_view("a"),), batches=(batch_view("a"),))
 BUILT_IN = f"built-in {FALLBACK}"
@@ -247,6 +254,28 @@ def test_all_problems_are_told_at_once() -> None:
     assert {key for key, _, _ in problems(choice)} == {
         "use", "decisions.y", "parameters.fcfs.w",
     }  # fmt: skip
+
+
+def test_only_the_lab_has_an_oracle(site: Path) -> None:
+    """A policy that declares to need the true lengths is told them where there are any, cannot be
+    chosen elsewhere, and is listed as such."""
+    body = (
+        "    oracle: 'ClassVar[bool]' = True\n"
+        "    known: list = []\n"
+        "    def learn_oracle(self, lengths):\n        self.known.append(lengths)\n"
+        "    @hookimpl\n    def decode(self, request):\n        return self.known[0][request.id]\n"
+    )
+    head = HEAD.replace("import math", "from typing import ClassVar\nimport math")
+    install(site, "seer", body, head=head)
+    (listed,) = [policy for policy in installed() if policy.name == "seer"]
+
+    stack = load_stack(chosen("seer"), lengths={"r": 0})
+
+    assert stack.decode(1.0, request_view(name="r"), 0, [VIEW], FixedCosts()) == 0
+    assert stack.faults == []
+    assert listed.lab_only
+    ((key, wrong, _),) = problems(chosen("fcfs", "seer"))
+    assert (key, wrong) == ("use", "policy seer needs an oracle: lab only")
 
 
 # --- whom we trust -------------------------------------------------------------------------------
