@@ -83,7 +83,7 @@ class HookDoc(Word, frozen=True):
 
 def hook_docs() -> list[HookDoc]:
     """Of every hook. Raises `PolicyError` naming the hook and the part that is missing."""
-    shipped = list(_shipped())
+    shipped = list(shipped_policies())
     return [_hook_doc(hook, shipped) for hook in HOOKS]
 
 
@@ -155,7 +155,7 @@ def _example(hook: str) -> tuple[str, str]:
     return _prose(method.__doc__), "\n".join(kept)
 
 
-def _shipped() -> Iterator[tuple[str, str, type]]:
+def shipped_policies() -> Iterator[tuple[str, str, type]]:
     """The policies of `appliance.plugins`: name, file, class."""
     for info in sorted(pkgutil.iter_modules(plugins.__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{plugins.__name__}.{info.name}")

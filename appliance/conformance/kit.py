@@ -108,12 +108,10 @@ class _Examination:
         self._ended = 0
 
     def report(self) -> Report:
-        if self._loads():
-            for scene in SCENES.values():
-                self._ask(scene)
-            self._time()
+        if self._loads() and all(self._ask(scene) for scene in SCENES.values()):
             for name in RUN_SCENES:
                 self._run(SCENES[name])
+        self._time()
         hooks = tuple(
             HookReport(
                 hook=hook,
@@ -183,15 +181,15 @@ class _Examination:
 
     # --- as it answers ---------------------------------------------------------------------------
 
-    def _ask(self, scene: Scene) -> None:
-        """Two of them are asked the same, and have to say the same."""
+    def _ask(self, scene: Scene) -> bool:
+        """Two are asked the same, and have to say the same; False if that takes for ever."""
         first, second = (Asker(make(self._kind, self._parameters, scene)) for _ in range(2))
         questions = [question for question in asked(scene) if question.hook in first.hooks]
         estimates = _estimates(questions[0], scene) if questions else []
         for question in questions:
             if first.given_up:
-                self._find("budget", f"more than {SLOW_SECONDS:g} s, again and again")
-                break
+                self._find("budget", f"more than {SLOW_SECONDS:g} s for an answer, again and again")
+                return False
             reply, again = first.ask(question), second.ask(question)
             self._count(question.hook, reply, again)
             self._object(question, reply)
@@ -201,6 +199,7 @@ class _Examination:
         if questions and _estimates(questions[0], scene) != estimates:
             self._find("mutation", "it changed the estimates")
             asked.cache_clear()
+        return True
 
     def _count(self, hook: str, reply: Reply, again: Reply) -> None:
         self._asked[hook] += 1

@@ -50,7 +50,7 @@ def test_a_part_that_is_missing_is_an_error(
 
 def test_a_hook_that_no_policy_implements_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could look at how it is meant."""
-    monkeypatch.setattr(policydoc, "_shipped", lambda: iter(()))
+    monkeypatch.setattr(policydoc, "shipped_policies", lambda: iter(()))
 
     with pytest.raises(PolicyError, match="hook place has no shipped"):
         hook_docs()

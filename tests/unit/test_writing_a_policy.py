@@ -65,7 +65,7 @@ class Reader:
 def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
     """Every step of the page, up to those that need a running daemon; then it is removed again."""
     reader = Reader(tmp_path)
-    make, check, tests, install = blocks("sh")
+    make, check, tests, install, compare = blocks("sh")
     own_round, own_test = blocks("python")
 
     assert "mine/appliance_mine.py" in reader.type(make)
@@ -80,6 +80,13 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
     assert "mine (appliance-policy-mine 0.1.0)" in reader.type(install)
     assert MINE in reader.type(f"python -c '{LIST}'")
 
+    for name, language in {"little.toml": "toml", "lengths.csv": "csv"}.items():
+        (content,) = blocks(language)
+        (reader.folder / name).write_text(content, encoding="utf-8")
+    compared = reader.type(compare)
+    assert re.search(r"^ *mine ", compared, re.MULTILINE), compared
+    assert re.search(r"^ *aegaeon ", compared, re.MULTILINE), compared
+
     reader.folder = tmp_path  # what was built beside the source counts as installed there
     assert MINE in reader.type(f"python -c '{LIST}'")
     shutil.rmtree(reader.installed)
@@ -90,7 +97,7 @@ def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
 def test_the_package_s_own_test_fails_when_turns_differ(tmp_path: Path) -> None:
     """As the page says that it should."""
     reader = Reader(tmp_path)
-    make, _, tests, _ = blocks("sh")
+    make, _, tests, *_ = blocks("sh")
     reader.type(make)
     reader.folder /= "mine"
 
