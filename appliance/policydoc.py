@@ -343,9 +343,10 @@ def _paragraph(docstring: str | None) -> str:
 
 
 def _lowered(text: str) -> str:
-    """As the rest of a sentence; names keep their capitals."""
+    """As the rest of a sentence; names and abbreviations keep their capitals."""
     word = text.split(" ", 1)[0]
-    return text[0].lower() + text[1:] if text and word[1:] == word[1:].lower() else text
+    keeps = word[1:] != word[1:].lower() or word.endswith(".")
+    return text if keeps else text[:1].lower() + text[1:]
 
 
 def _link(name: str) -> str:
