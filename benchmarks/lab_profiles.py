@@ -8,47 +8,26 @@ steps measured by the authors of Aegaeon, Apache-2.0). The forms are those of Ae
     prefill = base + per_token * t + per_token2 * t^2        (a batch adds its squares up)
     decode  = base + per_kv_token * kv + per_sequence * n
 
-by least squares of the relative error, with no negative coefficient: a step never gets faster
-because there is more to do. R^2 is of the seconds themselves, on the same rows.
+fitted by `appliance.lab.fitting`. R^2 is on the same rows.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
-import itertools
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
+from appliance.lab.fitting import fit
+
 COLUMNS = [
     *("model", "gpu", "tp", "weight_bytes", "layers", "hidden", "kv_bytes_per_token"),
     *("prefill_seconds", "prefill_seconds_per_token", "prefill_seconds_per_token2", "prefill_r2"),
     *("step_seconds", "step_seconds_per_kv_token", "step_seconds_per_sequence", "step_r2"),
 ]
-
-
-def fit(features: np.ndarray, seconds: np.ndarray) -> tuple[list[float], float]:
-    """The best coefficients, none negative, and R^2: every subset of them is tried."""
-    best: tuple[float, np.ndarray] | None = None
-    columns = range(features.shape[1])
-    for size in range(1, features.shape[1] + 1):
-        for chosen in itertools.combinations(columns, size):
-            weighted = features[:, chosen] / seconds[:, None]
-            found = np.linalg.lstsq(weighted, np.ones_like(seconds), rcond=None)[0]
-            if (found < 0).any():
-                continue
-            error = float(((weighted @ found - 1) ** 2).sum())
-            if best is None or error < best[0]:
-                whole = np.zeros(features.shape[1])
-                whole[list(chosen)] = found
-                best = error, whole
-    assert best is not None, "a single coefficient of positive rows is positive"
-    residual = seconds - features @ best[1]
-    r2 = 1 - (residual**2).sum() / ((seconds - seconds.mean()) ** 2).sum()
-    return [float(value) for value in best[1]], float(r2)
 
 
 def main(data: Path) -> None:

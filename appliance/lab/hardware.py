@@ -60,6 +60,8 @@ class ModelProfile(Word, frozen=True, kw_only=True):
     step_base_seconds: float
     step_seconds_per_kv_token: float
     step_seconds_per_sequence: float
+    shape: KvShape | None = None
+    """Its blocks as an engine reported them; else as small as they can be."""
 
     @property
     def shard_bytes(self) -> int:
@@ -129,6 +131,8 @@ class ModelProfile(Word, frozen=True, kw_only=True):
 
     def kv_shape(self, slab_bytes: int, block_tokens: int) -> KvShape:
         """Blocks of all GPUs together, in the smallest groups of slabs of one GPU that hold one."""
+        if self.shape is not None:
+            return self.shape
         block_bytes = self.kv_bytes_per_token * block_tokens
         shard_bytes = -(-block_bytes // self.tp)
         group_slabs = -(-shard_bytes // slab_bytes)

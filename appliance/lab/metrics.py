@@ -103,7 +103,8 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
     recorder, until = run.recorder, run.until
     lives = [life for life in recorder.lives if life.arrived >= warmup_seconds]
     table = _Requests(lives, expand(recorder, lives), until)
-    switches = np.array([switch.waited for switch in recorder.switches])
+    waits = np.array([switch.waited for switch in recorder.switches])
+    waits = waits[~np.isnan(waits)]
     seconds = until - warmup_seconds
     return Metrics(
         requests=len(lives),
@@ -122,13 +123,68 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
         tbt_p50_seconds=_percentile(table.gaps, 50),
         tbt_p99_seconds=_percentile(table.gaps, 99),
         busy_share=sum(recorder.busy.values()) / (until * run.instances),
-        switches=len(switches),
-        switch_mean_seconds=_mean(switches),
-        switch_instant_share=_mean((switches <= NEAR_INSTANT_SECONDS).astype(float)),
+        switches=len(recorder.switches),
+        switch_mean_seconds=_mean(waits),
+        switch_instant_share=_mean((waits <= NEAR_INSTANT_SECONDS).astype(float)),
         preemptions=run.preemptions,
         loads=recorder.loads,
         prefetches=recorder.prefetches,
     )
+
+
+class Bar(Word, frozen=True):
+    """What an instance was at, for a plot of it: a turn, or a prompt alone."""
+
+    instance: int
+    model: str
+    began: float
+    ended: float
+    turn: bool
+
+
+class Curves(Word, frozen=True, kw_only=True):
+    """What plots are made of. Quantiles are at `QUANTILES`."""
+
+    ttft_quantiles: Sequence[float]
+    tbt_quantiles: Sequence[float]
+    window_seconds: float
+    attainment: Sequence[float]
+    """Of the tokens that came in each window of the run; NaN where none did."""
+    bars: Sequence[Bar]
+    """Of the first minute after the warm-up."""
+
+
+QUANTILES = np.linspace(0, 1, 201)
+
+
+def curves(run: Run, warmup_seconds: float = 0.0, windows: int = 60) -> Curves:
+    """What plots of the run are made of."""
+    recorder = run.recorder
+    lives = [life for life in recorder.lives if life.arrived >= warmup_seconds]
+    table = _Requests(lives, expand(recorder, lives), run.until)
+    tokens = table.tokens
+    kept = (tokens.seconds <= table.due() + TOLERANCE_SECONDS).astype(float)
+    window = run.until / windows
+    place = np.minimum((tokens.seconds / window).astype(np.int64), windows - 1)
+    came = np.bincount(place, minlength=windows)
+    with np.errstate(invalid="ignore"):
+        attainment = np.bincount(place, weights=kept, minlength=windows) / came
+    end = warmup_seconds + 60.0
+    return Curves(
+        ttft_quantiles=_quantiles(table.ttft[np.isfinite(table.ttft)]),
+        tbt_quantiles=_quantiles(table.gaps),
+        window_seconds=window,
+        attainment=[float(value) for value in attainment],
+        bars=[
+            Bar(span.instance, span.model, span.began, span.ended, span.steps > 0)
+            for span in recorder.spans
+            if span.ended > warmup_seconds and span.began < end
+        ],
+    )
+
+
+def _quantiles(values: Floats) -> list[float]:
+    return [float(value) for value in np.quantile(values, QUANTILES)] if len(values) else []
 
 
 def seconds_covered(seconds: Floats, ttft_seconds: float, tbt_seconds: float, end: float) -> float:
@@ -179,12 +235,15 @@ class _Requests:
         follows = tokens.index[1:] > 0
         self.gaps = np.diff(tokens.seconds)[follows]
 
+    def due(self) -> Floats:
+        """When each token is."""
+        request, index = self.tokens.request, self.tokens.index
+        due: Floats = (self.arrived + self.ttft_slo)[request] + index * self.tbt_slo[request]
+        return due
+
     def token_attainment(self) -> float:
         tokens = self.tokens
-        due = (self.arrived + self.ttft_slo)[tokens.request] + tokens.index * self.tbt_slo[
-            tokens.request
-        ]
-        kept = int((tokens.seconds <= due + TOLERANCE_SECONDS).sum())
+        kept = int((tokens.seconds <= self.due() + TOLERANCE_SECONDS).sum())
         passed = np.floor((self.until - self.arrived - self.ttft_slo) / self.tbt_slo) + 1
         passed = np.clip(passed, 0, self.output)
         passed = np.where(self.finished, 0, np.where(self.rejected, self.output, passed))

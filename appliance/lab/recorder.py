@@ -57,7 +57,8 @@ class Span(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Another model became the one that runs; `waited` seconds went by for that alone."""
+    """Another model became the one that runs; `waited` seconds went by for that alone (NaN where
+    nobody knows)."""
 
     instance: InstanceId
     model: ModelName

@@ -15,7 +15,9 @@ from appliance.lab.simulator import Run, simulate
 from appliance.lab.workload import Arrival
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import Parameters, PolicyFault, PolicyStack, load_stack
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice, PolicyFault
 from appliance.scheduling.costmodel import CostModel
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import ModelName, ModelSpec, RequestId
@@ -30,6 +32,8 @@ class Setting:
     profiles: Mapping[ModelName, ModelProfile]
     arrivals: Sequence[Arrival]
     seconds: float
+    kv_floor_slabs: int = 0
+    """Slabs of the host tier that weights never take."""
     deviation: Deviation = EXACT
 
     def costs(self) -> CostModel:
@@ -43,10 +47,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy: installed under this name, or `policy` itself."""
+    """Who plays under this name: a stack of installed policies, or a policy that is not."""
 
     name: str
-    parameters: Parameters = field(default_factory=dict)
+    use: Sequence[str] = ()
+    parameters: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """By policy."""
+    decisions: Mapping[str, str] = field(default_factory=dict)
+    """Policies by the name of a hook, for those given to another one."""
     policy: object | None = None
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
@@ -55,7 +63,11 @@ class Contender:
         Raises `PolicyError` if it cannot be loaded.
         """
         if self.policy is None:
-            return load_stack([self.name], {self.name: self.parameters})
+            return load_stack(
+                PolicyChoice(
+                    use=tuple(self.use), decisions=self.decisions, parameters=self.parameters
+                )
+            )
         if getattr(self.policy, "oracle", False):
             self.policy.learn_oracle(lengths)  # type: ignore[attr-defined]
         return PolicyStack({self.name: self.policy, "built-in": Aegaeon()})
@@ -76,7 +88,7 @@ def play(setting: Setting, contender: Contender) -> Trial:
     lengths: dict[RequestId, int] = {}
     stack = contender.stack(lengths)
     box = setting.box
-    host = HostLedger(box.host_bytes, box.slab_bytes)
+    host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
     machine = Machine(setting.models, box.instances, host, stack, setting.costs())
     run = simulate(
         machine,

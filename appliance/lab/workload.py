@@ -58,10 +58,11 @@ class Lengths:
         scaled.outputs = np.maximum(1, np.rint(self.outputs * output)).astype(np.int64)
         return scaled
 
-    def with_means(self, prompt_tokens: float, output_tokens: float) -> Lengths:
-        """Scaled to these means (to rounding)."""
+    def with_means(self, prompt_tokens: float | None, output_tokens: float | None) -> Lengths:
+        """Scaled to these means (to rounding); None leaves them as they are."""
         return self.scaled(
-            prompt_tokens / float(self.prompts.mean()), output_tokens / float(self.outputs.mean())
+            1.0 if prompt_tokens is None else prompt_tokens / float(self.prompts.mean()),
+            1.0 if output_tokens is None else output_tokens / float(self.outputs.mean()),
         )
 
     def within(self, total_tokens: int) -> Lengths:

@@ -1,0 +1,388 @@
+"""The command line of the lab: ``appliance lab run``, ``sweep`` and ``replay``.
+
+Exit status as everywhere: 0 done, 1 it went wrong, 2 the command line or the scenario is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from appliance.errors import ApplianceError, LabError
+from appliance.lab import plots, scenario
+from appliance.lab.contest import Arena, Match, Outcome, outcome
+from appliance.lab.recorded import recording
+from appliance.lab.report import Report, mean, share, table
+from appliance.lab.scenario import Scenario
+from appliance.lab.sweep import search
+from appliance.lab.trial import Contender, Trial, play
+
+existing = click.Path(exists=True, dir_okay=False, path_type=Path)
+policies_option = click.option(
+    "--policy", "policies", multiple=True, help="Only these (may be repeated)."
+)
+set_option = click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the scenario, such as hardware.count=8 (may be repeated).",
+)
+seeds_option = click.option(
+    "--seeds", type=click.IntRange(min=1), help="Seeds 1 to N instead of the scenario's."
+)
+json_option = click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a file."
+)
+plot_option = click.option(
+    "--plot", "plot_path", type=click.Path(file_okay=False, path_type=Path), help="Draw PNG files."
+)
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=lambda: os.cpu_count() or 1,
+    help="Processes; as many as there are cores if it is not given.",
+)
+
+
+@click.group()
+def lab() -> None:
+    """Compare policies on a virtual clock: the daemon's own decisions, modelled hardware."""
+
+
+@lab.command()
+@click.argument("path", metavar="SCENARIO", type=existing)
+@policies_option
+@set_option
+@seeds_option
+@json_option
+@plot_option
+@jobs_option
+def run(
+    path: Path,
+    policies: tuple[str, ...],
+    changes: tuple[str, ...],
+    seeds: int | None,
+    json_path: Path | None,
+    plot_path: Path | None,
+    jobs: int,
+) -> None:
+    """Run the policies of SCENARIO side by side."""
+    with _errors():
+        changed = _changes(changes)
+        chosen = scenario.read(path, changed)
+        matches = [
+            Match(
+                path=str(path),
+                policy=policy,
+                seed=seed,
+                changes=changed,
+                curves=plot_path is not None,
+            )
+            for policy in _policies(chosen, policies)
+            for seed in _seeds(chosen, seeds)
+        ]
+        with Arena(min(jobs, len(matches))) as arena, _progress(len(matches)) as done:
+            outcomes = arena.play(matches, done)
+        _publish(
+            Report(
+                title=chosen.title,
+                duration_seconds=float(chosen.duration),
+                warmup_seconds=chosen.warmup_seconds,
+                changes=changed,
+                outcomes=outcomes,
+            ),
+            json_path,
+            plot_path,
+        )
+
+
+@lab.command()
+@click.argument("path", metavar="JOURNAL", type=existing)
+@click.option("--policy", "policies", multiple=True, required=True, help="May be repeated.")
+@json_option
+@plot_option
+def replay(
+    path: Path, policies: tuple[str, ...], json_path: Path | None, plot_path: Path | None
+) -> None:
+    """What other policies would have done with the requests in JOURNAL.
+
+    Beside them stand what really happened, and what the lab makes of the policy that decided then:
+    how far those two differ is how far the lab is to be trusted here.
+    """
+    with _errors():
+        found = recording(path)
+        own = found.contender
+        contenders = [
+            Contender(f"{own.name} in the lab", own.use, own.parameters, own.decisions),
+            *(Contender(name, (name,)) for name in policies),
+        ]
+        curves = plot_path is not None
+        happened = Trial(found.happened, ())
+        outcomes = [outcome(f"{own.name}, recorded", 0, happened, 0.0, with_curves=curves)]
+        with _progress(len(contenders)) as done:
+            for contender in contenders:
+                trial = play(found.setting, contender)
+                outcomes.append(outcome(contender.name, 0, trial, 0.0, with_curves=curves))
+                done()
+        _publish(
+            Report(
+                title=path.name,
+                duration_seconds=found.setting.seconds,
+                warmup_seconds=0.0,
+                outcomes=outcomes,
+            ),
+            json_path,
+            plot_path,
+        )
+
+
+@lab.command()
+@click.argument("path", metavar="SCENARIO", type=existing)
+@click.option(
+    "--over",
+    type=click.Choice(["models", "rate"]),
+    default="models",
+    show_default=True,
+    help="The load: models of the first table, or the rate of all.",
+)
+@click.option(
+    "--at",
+    "targets",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    default=(0.9, 0.99),
+    show_default=True,
+    help="Attainment to keep (may be repeated).",
+)
+@click.option("--metric", default="token_attainment", show_default=True)
+@click.option("--step", type=float, help="Resolution: 1 model, or 0.05 of the scenario's rate.")
+@click.option("--most", type=float, help="Try no more; 8 times the scenario's load if not given.")
+@policies_option
+@set_option
+@seeds_option
+@json_option
+@plot_option
+@jobs_option
+def sweep(
+    path: Path,
+    over: str,
+    targets: tuple[float, ...],
+    metric: str,
+    step: float | None,
+    most: float | None,
+    policies: tuple[str, ...],
+    changes: tuple[str, ...],
+    seeds: int | None,
+    json_path: Path | None,
+    plot_path: Path | None,
+    jobs: int,
+) -> None:
+    """Find the largest load of SCENARIO at which each policy keeps its promises."""
+    with _errors():
+        changed = _changes(changes)
+        chosen = scenario.read(path, changed)
+        load = _Models(chosen, step, most) if over == "models" else _Rate(chosen, step, most)
+        names, all_seeds = _policies(chosen, policies), _seeds(chosen, seeds)
+        points: dict[str, dict[float, float]] = {name: {} for name in names}
+        largest: dict[str, dict[str, float]] = {name: {} for name in names}
+        with Arena(jobs) as arena, _progress(None) as done:
+            for policy in names:
+                for target in targets:
+
+                    def attained(steps: int, policy: str = policy) -> float:
+                        at = load.at(steps)
+                        if at not in points[policy]:
+                            matches = [
+                                Match(
+                                    path=str(path),
+                                    policy=policy,
+                                    seed=seed,
+                                    changes=changed | load.changes(steps),
+                                )
+                                for seed in all_seeds
+                            ]
+                            outcomes = arena.play(matches, done)
+                            points[policy][at] = mean(_metric(o, metric) for o in outcomes)
+                        return points[policy][at]
+
+                    steps = _searched(load.start, load.most, target, attained)
+                    largest[policy][f"{target:g}"] = load.at(steps)
+        _publish_sweep(chosen, load, largest, points, metric, json_path)
+        if plot_path is not None:
+            plot_path.mkdir(parents=True, exist_ok=True)
+            plots.draw_sweep(points, load.name, targets, plot_path / "sweep.png")
+
+
+def _searched(start: int, most: int, target: float, attained: Callable[[int], float]) -> int:
+    """The answer of a search."""
+    tries = search(start, most, target)
+    try:
+        steps = next(tries)
+        while True:
+            steps = tries.send(attained(steps))
+    except StopIteration as end:
+        answer: int = end.value
+        return answer
+
+
+class _Models:
+    """A load in models of the first table, `step` at a time."""
+
+    name = "models"
+
+    def __init__(self, chosen: Scenario, step: float | None, most: float | None) -> None:
+        first = chosen.models[0]
+        if first.names or chosen.arrivals.trace:
+            raise LabError("models that have names, or requests of a trace, cannot be more: --over")
+        self._step = max(1, round(step or 1))
+        count = first.count or len(first.mix)
+        self._others = sum(group.count or len(group.mix) for group in chosen.models[1:])
+        self.start = max(1, count // self._step)
+        self.most = round(most or 8 * count) // self._step
+
+    def at(self, steps: int) -> float:
+        return steps * self._step + self._others
+
+    def changes(self, steps: int) -> dict[str, str]:
+        return {"models.0.count": str(steps * self._step)}
+
+
+class _Rate:
+    """A load in times the scenario's rate, `step` at a time."""
+
+    name = "times the rate"
+
+    def __init__(self, chosen: Scenario, step: float | None, most: float | None) -> None:
+        self._scale = chosen.arrivals.rate_scale
+        self._step = step or 0.05
+        self.start = max(1, round(1 / self._step))
+        self.most = round((most or 8) / self._step)
+
+    def at(self, steps: int) -> float:
+        return round(steps * self._step, 6)
+
+    def changes(self, steps: int) -> dict[str, str]:
+        return {"arrivals.rate_scale": repr(float(self._scale * self.at(steps)))}
+
+
+def _metric(found: Outcome, metric: str) -> float:
+    if metric not in found.metrics:
+        raise LabError(f"--metric: there is no {metric}; there are: {', '.join(found.metrics)}")
+    return found.metrics[metric]
+
+
+# --- what is given and printed -------------------------------------------------------------------
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """A scenario or a policy that cannot be used is the caller's mistake."""
+    try:
+        yield
+    except LabError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except ApplianceError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+def _changes(given: Sequence[str]) -> dict[str, str]:
+    changes = {}
+    for change in given:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise LabError(f"--set {change}: give KEY=VALUE")
+        changes[key] = value
+    return changes
+
+
+def _policies(chosen: Scenario, given: Sequence[str]) -> Sequence[str]:
+    names = list(dict.fromkeys(given)) or list(chosen.policies)
+    if not names:
+        raise LabError("the scenario names no policies: give --policy")
+    return names
+
+
+def _seeds(chosen: Scenario, count: int | None) -> Sequence[int]:
+    return chosen.seeds if count is None else range(1, count + 1)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[], None]]:
+    """A line on the terminal that counts runs; nothing in a pipe."""
+    console = Console(stderr=True)
+    columns = (TextColumn("runs"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("runs", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _publish(report: Report, json_path: Path | None, plot_path: Path | None) -> None:
+    _print(table(report))
+    for found in report.outcomes:
+        if found.faults:
+            click.echo(
+                f"{found.policy}, seed {found.seed}: {found.faults} questions were answered by the"
+                f" built-in; the first: {found.fault}",
+                err=True,
+            )
+    if json_path is not None:
+        json_path.write_bytes(report.json())
+    if plot_path is not None:
+        for made in plots.draw(report, plot_path):
+            click.echo(made)
+
+
+def _publish_sweep(
+    chosen: Scenario,
+    load: _Models | _Rate,
+    largest: Mapping[str, Mapping[str, float]],
+    points: Mapping[str, Mapping[float, float]],
+    metric: str,
+    json_path: Path | None,
+) -> None:
+    shown = Table(box=None, pad_edge=False, title=chosen.title, title_justify="left")
+    shown.add_column("POLICY", no_wrap=True)
+    targets = list(next(iter(largest.values())))
+    for target in targets:
+        shown.add_column(f"{load.name.upper()} AT {share(float(target))}", justify="right")
+        shown.add_column("PER GPU", justify="right")
+    for policy, found in largest.items():
+        cells = []
+        for target in targets:
+            cells += [f"{found[target]:g}", f"{found[target] / chosen.hardware.count:.2f}"]
+        shown.add_row(policy, *cells)
+    _print(shown)
+    if json_path is not None:
+        document: dict[str, Any] = {
+            "title": chosen.title,
+            "load": load.name,
+            "metric": metric,
+            "largest": largest,
+            "points": {
+                policy: [[at, attained[at]] for at in sorted(attained)]
+                for policy, attained in points.items()
+            },
+        }
+        encoded = msgspec.json.format(msgspec.json.encode(document), indent=2)
+        json_path.write_bytes(encoded + b"\n")
+
+
+def _print(shown: Table) -> None:
+    # Cut to the width of a terminal, but never in a pipe.
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
+    console.print(shown)

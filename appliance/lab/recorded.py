@@ -1,0 +1,352 @@
+"""A journal of a real daemon as a workload: its requests, its box, and how fast that was.
+
+What the journal does not say is taken as: a request that had not ended has the tokens it had got; a
+client that left would have left after as many tokens from any policy; layers are loaded as evenly
+as in a model of `LAYERS` layers. Step times are fitted to the journal's own turns and prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import singledispatchmethod
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from appliance.errors import LabError
+from appliance.journal import Setup, read
+from appliance.lab.fitting import fit
+from appliance.lab.hardware import Box, Gpu, ModelProfile
+from appliance.lab.recorder import Life, Recorder, Span, Switch
+from appliance.lab.simulator import Run
+from appliance.lab.trial import Contender, Setting
+from appliance.lab.workload import Arrival
+from appliance.vocabulary import (
+    Command,
+    Event,
+    EvictModel,
+    Finish,
+    InstanceId,
+    InstanceLost,
+    InstanceUp,
+    ModelBuilt,
+    ModelLoaded,
+    ModelName,
+    PrefillDone,
+    Reject,
+    RequestArrived,
+    RequestId,
+    RunPrefill,
+    RunTurn,
+    TokensProduced,
+    TurnEnded,
+)
+
+LAYERS = 16
+"""Of a model whose layers nobody counted; only how late a prompt is behind its load hangs on it."""
+
+ENOUGH = 8
+"""Observations from which a model's times are fitted to its own; with fewer, to those of all."""
+
+UNKNOWN_BYTES_PER_SECOND = 5e9
+"""The rate of a link on which nothing was ever loaded."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The requests and the box of a journal, and what really happened."""
+
+    setting: Setting
+    happened: Run
+    contender: Contender
+    """The policies that decided then."""
+
+
+def recording(path: Path) -> Recording:
+    """Read a journal. Raises `LabError` if there is nothing in it to replay."""
+    try:
+        setup, entries = read(path)
+        reader = _Reader(setup)
+        for entry in entries:
+            reader.hear(entry.now, entry.event, entry.commands)
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise LabError(f"{path}: {error}") from None
+    if not reader.recorder.lives:
+        raise LabError(f"{path}: there are no requests in it")
+    return Recording(
+        setting=reader.setting(),
+        happened=reader.run(),
+        contender=Contender(
+            "+".join(setup.policy.use),
+            setup.policy.use,
+            setup.policy.parameters,
+            setup.policy.decisions,
+        ),
+    )
+
+
+@dataclass
+class _Job:
+    """What an instance was last told to compute."""
+
+    command: RunPrefill | RunTurn
+    ordered: float
+    warm: bool
+    kv_tokens: int
+    produced: int = 0
+
+
+@dataclass
+class _Times:
+    """Observations of prompts or steps: rows of features, and the seconds of each."""
+
+    features: list[tuple[float, ...]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, *features: float) -> None:
+        if seconds > 0:
+            self.features.append(features)
+            self.seconds.append(seconds)
+
+    def coefficients(self, all_models: _Times, guess: tuple[float, ...]) -> tuple[float, ...]:
+        """Fitted to these if they are enough, else to all there are, else a guess."""
+        chosen = self if len(self.seconds) >= ENOUGH else all_models
+        if len(chosen.seconds) < ENOUGH:
+            return guess
+        found, _ = fit(np.array(chosen.features), np.array(chosen.seconds))
+        return tuple(found)
+
+
+class _Reader:
+    """Hears the journal, entry by entry. The clock starts with the first request."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.recorder = Recorder()
+        self._lives: dict[RequestId, Life] = {}
+        self._began: float | None = None
+        self._now = 0.0
+        self._events = 0
+        self._slabs = 0
+        self._built: dict[ModelName, ModelBuilt] = {}
+        self._loaded: set[tuple[InstanceId, ModelName]] = set()
+        self._jobs: dict[InstanceId, _Job] = {}
+        self._current: dict[InstanceId, ModelName] = {}
+        self._prompts: defaultdict[ModelName, _Times] = defaultdict(_Times)
+        self._steps: defaultdict[ModelName, _Times] = defaultdict(_Times)
+        self._moved_bytes = 0
+        self._moving_seconds = 0.0
+
+    def hear(self, now: float, event: Event, commands: Iterable[Command]) -> None:
+        if self._began is None and isinstance(event, RequestArrived):
+            self._began = now
+        self._now = now - (now if self._began is None else self._began)
+        self._events += 1
+        self._on(event)
+        for command in commands:
+            self._note(command)
+
+    @singledispatchmethod
+    def _on(self, event: Event) -> None:
+        """Other events say nothing that the lab wants to know."""
+
+    @_on.register
+    def _(self, event: RequestArrived) -> None:
+        spec = event.request
+        life = Life(
+            number=len(self.recorder.lives),
+            id=spec.id,
+            model=spec.model,
+            request_class=spec.request_class,
+            slo=spec.slo,
+            arrived=self._now,
+            prompt_tokens=spec.prompt_tokens,
+            output_tokens=0,
+            max_tokens=spec.max_tokens,
+        )
+        self.recorder.lives.append(life)
+        self._lives[spec.id] = life
+
+    @_on.register
+    def _(self, event: InstanceUp) -> None:
+        self._slabs = max(self._slabs, event.slabs)
+
+    @_on.register
+    def _(self, event: InstanceLost) -> None:
+        self._loaded = {(i, m) for i, m in self._loaded if i != event.instance}
+        self._jobs.pop(event.instance, None)
+
+    @_on.register
+    def _(self, event: ModelBuilt) -> None:
+        self._built.setdefault(event.model, event)
+
+    @_on.register
+    def _(self, event: ModelLoaded) -> None:
+        self._loaded.add((event.instance, event.model))
+        self.recorder.loads += 1
+        self.recorder.prefetches += event.prefetched
+        if event.seconds > 0:
+            self._moved_bytes += event.moved_bytes
+            self._moving_seconds += event.seconds
+
+    @_on.register
+    def _(self, event: TokensProduced) -> None:
+        job = self._jobs.get(event.instance)
+        for token in event.tokens:
+            life = self._lives.get(token.request)
+            if life is not None:
+                self.recorder.produced(life, self._now, 0.0, 0.0, token.count)
+                life.output_tokens = life.produced
+            if job is not None:
+                job.produced += token.count
+
+    @_on.register
+    def _(self, event: PrefillDone) -> None:
+        job = self._jobs.get(event.instance)
+        life = self._lives.get(event.request)
+        if job is None or isinstance(job.command, RunTurn):
+            return
+        if life is not None and job.warm:
+            tokens = life.kv_tokens
+            self._prompts[event.model].add(event.seconds, 1, tokens, tokens * tokens)
+        self._computed(event.instance, event.model, job, event.seconds, 0)
+
+    @_on.register
+    def _(self, event: TurnEnded) -> None:
+        job = self._jobs.get(event.instance)
+        if job is None or isinstance(job.command, RunPrefill) or not event.steps:
+            return
+        if not job.command.prompts:
+            # As it was in the middle of the turn.
+            kv_tokens = job.kv_tokens + job.produced / 2
+            batch = job.produced / event.steps
+            self._steps[event.model].add(event.seconds / event.steps, 1, kv_tokens, batch)
+        self._computed(event.instance, event.model, job, event.seconds, event.steps)
+
+    def _computed(
+        self, instance: InstanceId, model: ModelName, job: _Job, seconds: float, steps: int
+    ) -> None:
+        if self._began is None:
+            return
+        command = job.command
+        batch = len(command.requests) if isinstance(command, RunTurn) else 0
+        prompts = len(command.prompts) if isinstance(command, RunTurn) else 1
+        span = Span(instance, model, self._now - seconds, self._now, batch, steps, prompts)
+        self.recorder.computed(span, seconds)
+
+    def _note(self, command: Command) -> None:
+        match command:
+            case EvictModel():
+                self._loaded.discard((command.instance, command.model))
+            case RunPrefill():
+                self._begin(command, (command.request,))
+            case RunTurn():
+                self._begin(command, command.requests)
+            case Finish() | Reject():
+                life = self._lives.pop(command.request, None)
+                if life is not None:
+                    life.outcome = command.reason if isinstance(command, Finish) else command.code
+                    life.ended = self._now
+
+    def _begin(self, command: RunPrefill | RunTurn, requests: Iterable[RequestId]) -> None:
+        instance, model = command.instance, command.model
+        lives = [self._lives[name] for name in requests if name in self._lives]
+        self._jobs[instance] = _Job(
+            command,
+            self._now,
+            warm=(instance, model) in self._loaded,
+            kv_tokens=sum(life.prompt_tokens + life.produced for life in lives),
+        )
+        if self._current.get(instance) != model:
+            self._current[instance] = model
+            self.recorder.switches.append(Switch(instance, model, self._now, math.nan))
+
+    def run(self) -> Run:
+        """What happened."""
+        return Run(
+            recorder=self.recorder,
+            until=self._now,
+            instances=self._setup.instances,
+            events=self._events,
+            preemptions=0,
+        )
+
+    def setting(self) -> Setting:
+        """The same requests on the same box."""
+        setup = self._setup
+        served = [model for model in setup.models if model.name in self._built]
+        if not served:
+            raise LabError("no engine was built in the journal: nothing says how large models are")
+        built = self._built[served[0].name]
+        tp = max(1, built.host_slabs // built.weight_slabs)
+        rate = UNKNOWN_BYTES_PER_SECOND
+        if self._moving_seconds:
+            rate = self._moved_bytes / self._moving_seconds / tp
+        box = Box(
+            gpu=Gpu(
+                name="recorded",
+                vram_bytes=self._slabs * setup.slab_bytes,
+                pcie_bytes_per_second=rate,
+                efficiency=1.0,
+            ),
+            instances=setup.instances,
+            tp=tp,
+            host_bytes=setup.host_bytes,
+            pool_share=1.0,
+            slab_bytes=setup.slab_bytes,
+            block_tokens=built.kv.block_tokens,
+        )
+        names = {model.name for model in served}
+        return Setting(
+            models=served,
+            box=box,
+            profiles={name: self._profile(self._built[name], tp) for name in sorted(names)},
+            arrivals=[
+                Arrival(
+                    seconds=life.arrived,
+                    model=life.model,
+                    prompt_tokens=life.prompt_tokens,
+                    output_tokens=max(1, life.output_tokens),
+                    request_class=life.request_class,
+                    max_tokens=life.max_tokens,
+                    slo=life.slo,
+                )
+                for life in self.recorder.lives
+                if life.model in names
+            ],
+            seconds=self._now,
+            kv_floor_slabs=setup.kv_floor_slabs,
+        )
+
+    def _profile(self, built: ModelBuilt, tp: int) -> ModelProfile:
+        prompts = _all(self._prompts.values())
+        steps = _all(self._steps.values())
+        prompt = self._prompts[built.model].coefficients(prompts, (0.0, 0.0005, 0.0))
+        step = self._steps[built.model].coefficients(steps, (0.005, 0.0, 0.0))
+        return ModelProfile(
+            name=built.model,
+            weight_bytes=built.weight_slabs * self._setup.slab_bytes * tp,
+            layers=LAYERS,
+            hidden=0,
+            kv_bytes_per_token=built.kv.block_bytes // built.kv.block_tokens,
+            tp=tp,
+            prefill_base_seconds=prompt[0],
+            prefill_seconds_per_token=prompt[1],
+            prefill_seconds_per_token2=prompt[2],
+            step_base_seconds=step[0],
+            step_seconds_per_kv_token=step[1],
+            step_seconds_per_sequence=step[2],
+            shape=built.kv,
+        )
+
+
+def _all(times: Iterable[_Times]) -> _Times:
+    together = _Times()
+    for some in list(times):
+        together.features += some.features
+        together.seconds += some.seconds
+    return together
