@@ -116,10 +116,13 @@ def round(answer: object, instance: InstanceView) -> str | None:
     """Turns of models with runnable requests, each model once, at least one."""
     if not _all_are(answer, PlannedTurn):
         return f"planned turns, not {shown(answer)}"
-    if not answer:
-        return "a round has at least one turn"
+    if not answer or not all([type(turn.firm) is bool for turn in answer]) or not answer[0].firm:
+        return "the first turn of a round is firm"
     runnable = [batch.model for batch in instance.batches if batch.runnable]
-    reason = _some_of(runnable, str, tuple([turn.model for turn in answer]))
+    names = [turn.model for turn in answer]
+    if not all([type(name) is str for name in names]) or len(set(names)) < len(names):
+        return f"each model once, not {shown(names)}"
+    reason = _some_of(runnable, str, tuple([turn.model for turn in answer if turn.firm]))
     if reason is not None:
         return reason
     for turn in answer:

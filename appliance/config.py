@@ -223,6 +223,17 @@ class Slo(Section, kw_only=True):
     )
 
 
+class BatchSlo(Slo, kw_only=True):
+    """The service level that batch requests (`service_tier: "flex"`) are promised."""
+
+    ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
+        default=Seconds(3600), name="ttft"
+    )
+    tbt_seconds: Annotated[Seconds, Meta(description="Time between tokens.")] = msgspec.field(
+        default=Seconds(2), name="tbt"
+    )
+
+
 class Model(Section, kw_only=True):
     """A model of the catalogue; repeat the table for each."""
 
@@ -252,6 +263,9 @@ class Model(Section, kw_only=True):
     slo: Annotated[Slo, Meta(description="Service level: `ttft` and `tbt`, both durations.")] = (
         Slo()
     )
+    batch_slo: Annotated[
+        BatchSlo, Meta(description='The same for batch requests (`service_tier: "flex"`).')
+    ] = BatchSlo()
     max_batch: Annotated[
         int, Meta(ge=1, description="Most requests that are decoded in one step.")
     ] = 32

@@ -258,7 +258,7 @@ class Daemon:
                     model=request.model,
                     prompt_tokens=len(request.prompt),
                     max_tokens=request.sampling.max_tokens,
-                    slo=spec.slo,
+                    slo=spec.promised(request.request_class),
                     request_class=request.request_class,
                 )
             )
@@ -537,14 +537,14 @@ class Daemon:
 
     @_perform.register
     def _(self, command: RunPrefill) -> None:
-        self._introduce(command.instance, command.request)
-        if self._streams[command.request].output:
-            self.metrics_of_run.recovery(command.model)
+        self._introduce_prompt(command.instance, command.model, command.request)
         self._note_switch(command.instance, command.model, "prefill")
         self._send(command)
 
     @_perform.register
     def _(self, command: RunTurn) -> None:
+        for prompt in command.prompts:
+            self._introduce_prompt(command.instance, command.model, prompt)
         self._note_switch(command.instance, command.model, "turn")
         self._send(command)
 
@@ -585,6 +585,12 @@ class Daemon:
             self._known[instance].add(request)
             sequence = self._streams[request].sequence()
             self.workers[instance].send(wire.AddSequence(sequence))
+
+    def _introduce_prompt(self, instance: InstanceId, model: ModelName, request: RequestId) -> None:
+        """The worker is about to compute a prompt, and the output that others produced of it."""
+        self._introduce(instance, request)
+        if self._streams[request].output:
+            self.metrics_of_run.recovery(model)
 
     def _note_switch(self, instance: InstanceId, model: ModelName, reason: str) -> None:
         if model in self._prefetched.get(instance, ()):

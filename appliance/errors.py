@@ -6,6 +6,7 @@
     +-- PolicyError          a policy cannot be loaded
     |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
     +-- LedgerError          the books of a memory tier do not balance: a defect, never a shortage
+    +-- LabError             a simulation cannot be made, or what it simulates cannot be
     +-- IllegalTransition    something tried to live a life that is not in its table: a defect
 
 The process that meets a defect stops; everything else is answered.
@@ -73,6 +74,10 @@ class PolicyChoiceError(PolicyError):
 
 class LedgerError(ApplianceError):
     """The books of a memory tier do not balance."""
+
+
+class LabError(ApplianceError):
+    """A simulation cannot be made of what was given, or a command asked for what cannot be."""
 
 
 class IllegalTransition(ApplianceError):

@@ -30,6 +30,7 @@ from appliance.orders import (
     Add,
     Answer,
     BeginLoad,
+    BeginPrefill,
     Build,
     BuildEngine,
     Built,
@@ -142,11 +143,17 @@ class Follower:
         self._drawn = checksum(self._drawn, produced)
 
     @_carry_out.register
+    def _(self, call: BeginPrefill, number: int) -> None:
+        self._engines[call.model].begin_prefill(call.request, call.kv_slabs)
+
+    @_carry_out.register
     def _(self, call: Step, number: int) -> None:
         self._check(call.drawn)
         if call.requests is not None:
             self._batches[call.model] = call.requests
-        produced = self._engines[call.model].step(self._batches[call.model], call.kv_slabs)
+        produced = self._engines[call.model].step(
+            self._batches[call.model], call.kv_slabs, call.prompts, call.chunk_tokens
+        )
         self._drawn = checksum(self._drawn, produced)
 
     @_carry_out.register

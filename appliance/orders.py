@@ -97,12 +97,20 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Checksum of the tokens drawn before, of all models: whoever has another goes astray."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class BeginPrefill(msgspec.Struct, frozen=True, tag=True):
+    model: ModelName
+    request: RequestId
+    kv_slabs: int
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     model: ModelName
     requests: list[RequestId] | None
     """None for the same list as in the last step of the model."""
     kv_slabs: int
     drawn: int
+    prompts: tuple[RequestId, ...] = ()
+    chunk_tokens: int = 0
 
 
 class SwapOut(msgspec.Struct, frozen=True, tag=True):
@@ -135,6 +143,7 @@ Call: TypeAlias = (
     | Add
     | Forget
     | Prefill
+    | BeginPrefill
     | Step
     | SwapOut
     | SwapIn

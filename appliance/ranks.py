@@ -43,6 +43,7 @@ from appliance.orders import (
     Add,
     Answer,
     BeginLoad,
+    BeginPrefill,
     Build,
     BuildEngine,
     Built,
@@ -400,11 +401,29 @@ class ReplicatedEngine:
         call = Prefill(self.model, request, kv_slabs, self._followers.drawn)
         return self._followers.compute(call, lambda: self._engine.prefill(request, kv_slabs))
 
-    def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
+    def begin_prefill(self, request: RequestId, kv_slabs: int) -> None:
+        self._followers.follow(
+            BeginPrefill(self.model, request, kv_slabs),
+            lambda: self._engine.begin_prefill(request, kv_slabs),
+        )
+
+    def tokens_left(self, request: RequestId) -> int:
+        return self._engine.tokens_left(request)
+
+    def step(
+        self,
+        requests: Sequence[RequestId],
+        kv_slabs: int,
+        prompts: Sequence[RequestId] = (),
+        chunk_tokens: int = 0,
+    ) -> list[Produced]:
         told = None if requests is self._stepping else list(requests)
         self._stepping = requests
-        call = Step(self.model, told, kv_slabs, self._followers.drawn)
-        return self._followers.compute(call, lambda: self._engine.step(requests, kv_slabs))
+        drawn = self._followers.drawn
+        call = Step(self.model, told, kv_slabs, drawn, tuple(prompts), chunk_tokens)
+        return self._followers.compute(
+            call, lambda: self._engine.step(requests, kv_slabs, prompts, chunk_tokens)
+        )
 
     def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> Transfer:
         """Over when it returns: blocks have to be free on all ranks at the same point, or one

@@ -16,6 +16,7 @@ import uvicorn
 from appliance.api.app import create_app
 from appliance.catalog import CatalogEntry, read_checkpoint
 from appliance.config import Config, Model, kv_floor_slabs, uncached, warnings
+from appliance.config import Slo as ConfiguredSlo
 from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon import Daemon, Limits, ServedModel
 from appliance.errors import ApplianceError
@@ -161,10 +162,8 @@ def _served(model: Model, entry: CatalogEntry) -> ServedModel:
             weight_bytes=entry.weight_bytes,
             max_context_tokens=model.max_context,
             max_batch=model.max_batch,
-            slo=Slo(
-                ttft_seconds=float(model.slo.ttft_seconds),
-                tbt_seconds=float(model.slo.tbt_seconds),
-            ),
+            slo=_promise(model.slo),
+            batch_slo=_promise(model.batch_slo),
             pinned=model.pin,
         ),
         worker=WorkerModel(
@@ -178,6 +177,10 @@ def _served(model: Model, entry: CatalogEntry) -> ServedModel:
         tokenizer=Tokenizer.load(Path(model.path)),
         created=entry.created,
     )
+
+
+def _promise(slo: ConfiguredSlo) -> Slo:
+    return Slo(ttft_seconds=float(slo.ttft_seconds), tbt_seconds=float(slo.tbt_seconds))
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

@@ -125,8 +125,14 @@ class ModelSpec(Word, frozen=True):
     max_context_tokens: int
     max_batch: int
     slo: Slo
+    batch_slo: Slo = Slo(ttft_seconds=3600.0, tbt_seconds=2.0)
+    """What batch requests are promised; `slo` is for the others."""
     pinned: bool = False
     """Whether its master image stays in the host tier, whoever else wants the room."""
+
+    def promised(self, request_class: RequestClass) -> Slo:
+        """What requests of a class are promised."""
+        return self.batch_slo if request_class is RequestClass.BATCH else self.slo
 
 
 class RequestSpec(Word, frozen=True):

@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, singledispatchmethod
 from typing import TYPE_CHECKING, TypeVar
@@ -141,6 +142,15 @@ class Move:
     command: MoveKv
     transfers: dict[RequestId, Transfer]
     missing: tuple[RequestId, ...]
+
+
+class Prompts:
+    """The prompts of a mixed turn that are not over."""
+
+    def __init__(self, requests: Iterable[RequestId]) -> None:
+        self.waiting = deque(requests)
+        self.begun: dict[RequestId, float] = {}
+        """Since when they are computed, in this order."""
 
 
 class Worker:
@@ -411,28 +421,8 @@ class Worker:
                 if self._wait_for_weights(command.model):
                     raise
         seconds = time.monotonic() - began
-        use = engine.trim()
-        if self._wait_for_weights(command.model) and computed:
-            self._send(
-                PrefillDone(
-                    instance=self.instance,
-                    model=command.model,
-                    request=request,
-                    kv_slabs=use.slabs,
-                    cold_slabs=use.cold_slabs,
-                    seconds=seconds,
-                )
-            )
-        else:
-            self._send(
-                PrefillDeferred(
-                    instance=self.instance,
-                    model=command.model,
-                    request=request,
-                    kv_slabs=use.slabs,
-                    cold_slabs=use.cold_slabs,
-                )
-            )
+        computed = self._wait_for_weights(command.model) and computed
+        self._report_prompt(command.model, request, seconds if computed else None)
         self._report_pool()
 
     def _prefill(self, command: RunPrefill) -> list[Produced]:
@@ -441,15 +431,45 @@ class Worker:
             raise TransferFailed(f"the weights of {command.model} cannot be read")
         return self._engines[command.model].prefill(command.request, command.kv_slabs)
 
+    def _report_prompt(
+        self, model: ModelName, request: RequestId, seconds: float | None = None
+    ) -> None:
+        """A prompt is over: computed in so many seconds, or not at all."""
+        use = self._engines[model].trim()
+        if seconds is None:
+            self._send(
+                PrefillDeferred(
+                    instance=self.instance,
+                    model=model,
+                    request=request,
+                    kv_slabs=use.slabs,
+                    cold_slabs=use.cold_slabs,
+                )
+            )
+        else:
+            self._send(
+                PrefillDone(
+                    instance=self.instance,
+                    model=model,
+                    request=request,
+                    kv_slabs=use.slabs,
+                    cold_slabs=use.cold_slabs,
+                    seconds=seconds,
+                )
+            )
+
     @_carry_out.register
     def _(self, command: RunTurn) -> None:
         engine = self._engines[command.model]
         reason, steps, seconds = TurnEnd.DRAINED, 0, 0.0
+        prompts = Prompts(command.prompts)
         if self._wait_for_weights(command.model):
             self._wait_for_kv(command)
             began = time.monotonic()
-            reason, steps = self._decode(engine, command, began)
+            reason, steps = self._decode(engine, command, prompts, began)
             seconds = time.monotonic() - began
+        for request in prompts.waiting:
+            self._report_prompt(command.model, request)
         use = engine.trim()
         self._send(
             TurnEnded(
@@ -472,30 +492,75 @@ class Worker:
                 self._swapper.settle(move.transfers.values())
         self._report_transfers()
 
-    def _decode(self, engine: Engine, turn: RunTurn, began: float) -> tuple[TurnEnd, int]:
-        """Steps until the turn is over; at least one, so that every turn is progress."""
+    def _decode(
+        self, engine: Engine, turn: RunTurn, prompts: Prompts, began: float
+    ) -> tuple[TurnEnd, int]:
+        """Steps until the turn is over; at least one, so that every turn is progress. Whatever is
+        to end it before its time, a prompt that has begun is computed to its end."""
         batch = [request for request in turn.requests if engine.knows(request)]
+        end: TurnEnd | None = None
         steps = 0
-        while batch:
+        begun = prompts.begun
+        self._begin_prompts(engine, turn, prompts)
+        while begun or (batch and end is None):
+            step = partial(engine.step, batch, turn.kv_slabs)
+            if begun:
+                step = partial(step, prompts=tuple(begun), chunk_tokens=turn.chunk_tokens)
             try:
-                produced = self._when_there_is_room(partial(engine.step, batch, turn.kv_slabs))
+                produced = self._when_there_is_room(step)
             except KvExhausted:
                 if not steps:
                     raise
-                return TurnEnd.KV_FULL, steps
+                end, batch = TurnEnd.KV_FULL, []
+                continue
             steps += 1
-            self._tokens(turn.model, produced)
-            ended = {token.request for token in produced if token.finished is not None}
-            ended.update(release.request for release in self._look_around())
+            if produced:  # nobody drew a token if nothing but part of a prompt was computed
+                self._tokens(turn.model, produced)
+            released = {release.request for release in self._look_around()}
+            if begun:
+                self._end_prompts(turn.model, begun, released, produced)
+            ended = released.union(one.request for one in produced if one.finished is not None)
             if ended:
                 batch = [request for request in batch if request not in ended]
-            if not batch:
-                break
-            if self._mailbox.preempted(turn.turn):
-                return TurnEnd.PREEMPTED, steps
-            if time.monotonic() - began >= turn.quota_seconds:
-                return TurnEnd.QUOTA, steps
-        return TurnEnd.DRAINED, steps
+            if end is None and (batch or begun or prompts.waiting):
+                if self._mailbox.preempted(turn.turn):
+                    end = TurnEnd.PREEMPTED
+                    continue
+                self._begin_prompts(engine, turn, prompts)
+                if not begun and time.monotonic() - began >= turn.quota_seconds:
+                    end = TurnEnd.QUOTA
+        return end or TurnEnd.DRAINED, steps
+
+    def _begin_prompts(self, engine: Engine, turn: RunTurn, prompts: Prompts) -> None:
+        """Have prompts begin while those that have leave room in the next chunk."""
+        waiting, begun = prompts.waiting, prompts.begun
+        while (
+            waiting
+            and not self._mailbox.preempted(turn.turn)
+            and sum(map(engine.tokens_left, begun)) < turn.chunk_tokens
+        ):
+            request = waiting.popleft()
+            if not engine.knows(request):
+                self._report_prompt(turn.model, request, 0.0)
+                continue
+            try:
+                self._when_there_is_room(partial(engine.begin_prefill, request, turn.kv_slabs))
+            except KvExhausted:
+                self._report_prompt(turn.model, request)
+            else:
+                begun[request] = time.monotonic()
+
+    def _end_prompts(
+        self,
+        model: ModelName,
+        begun: dict[RequestId, float],
+        released: set[RequestId],
+        produced: list[Produced],
+    ) -> None:
+        """Those that produced their token are done, and those that nobody wants any more."""
+        over = released.union(one.request for one in produced)
+        for request in [request for request in begun if request in over]:
+            self._report_prompt(model, request, time.monotonic() - begun.pop(request))
 
     def _tokens(self, model: ModelName, produced: list[Produced]) -> None:
         self._send(wire.Tokens(self.instance, model, produced))

@@ -13,6 +13,7 @@ from appliance.api.schemas import MAX_PROMPTS, ChatRequest, Common, CompletionRe
 from appliance.api.service import ModelCard, Service, SubmitRequest
 from appliance.engines.protocol import Sampling
 from appliance.tokens import Tokenizer
+from appliance.vocabulary import RequestClass
 
 _LONG_TEXT = 16_384
 """Characters above which encoding leaves the event loop's thread."""
@@ -80,6 +81,8 @@ def _plan(
 ) -> Plan:
     _check_vocabulary(request, tokenizer)
     n = request.n or 1
+    flex = request.service_tier == "flex"
+    request_class = RequestClass.BATCH if flex else RequestClass.INTERACTIVE
     if len(prompts) * n > MAX_PROMPTS:
         raise BadRequest(f"{source}: more than {MAX_PROMPTS} choices in one request", source)
     choices: list[SubmitRequest] = []
@@ -90,7 +93,13 @@ def _plan(
             sampling = _sampling(request, max_tokens or room, logprobs, seed)
             name = completion_id if len(prompts) * n == 1 else f"{completion_id}-{len(choices)}"
             choices.append(
-                SubmitRequest(id=name, model=request.model, prompt=prompt, sampling=sampling)
+                SubmitRequest(
+                    id=name,
+                    model=request.model,
+                    prompt=prompt,
+                    sampling=sampling,
+                    request_class=request_class,
+                )
             )
     stop = request.stop or ()
     return Plan(

@@ -94,6 +94,8 @@ class Common(_Strict, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[_TokenId] | None = None
     return_token_ids: bool | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    """``flex`` is batch work: slower, and behind what somebody waits for."""
     # Labels for the caller's own use: they change nothing about the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -107,7 +109,6 @@ class ChatRequest(Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
     tools: list[msgspec.Raw] | None = None

@@ -147,9 +147,29 @@ class Engine(Protocol):
         Raises `KvExhausted` (and keeps nothing of the request's KV) if `kv_slabs` are not enough.
         """
 
-    def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
+    def begin_prefill(self, request: RequestId, kv_slabs: int) -> None:
+        """Take the KV of prompt and output so far, for mixed steps to compute.
+
+        Raises `KvExhausted` (and keeps nothing of the request's KV) if `kv_slabs` are not enough.
+        """
+
+    def tokens_left(self, request: RequestId) -> int:
+        """Tokens of a prompt that has begun which are not computed yet; the prefix cache had the
+        others, or steps have computed them."""
+
+    def step(
+        self,
+        requests: Sequence[RequestId],
+        kv_slabs: int,
+        prompts: Sequence[RequestId] = (),
+        chunk_tokens: int = 0,
+    ) -> list[Produced]:
         """Decode one token of each of these requests, which must have their KV on the device.
         Stepping the same list object again is cheapest; it must not be changed meanwhile.
+
+        A mixed step has `prompts` that have begun, too: the next `chunk_tokens` tokens of them (at
+        least 1) are computed, in the order given. One that is done by this produces a token, and is
+        stepped like any other from then on. Both together are at most ``max_batch`` requests.
 
         Raises `KvExhausted` before computing anything when the step needs more than `kv_slabs`.
         """

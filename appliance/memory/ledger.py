@@ -8,6 +8,8 @@ machine makes room first, so claiming slabs that are not free is an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from appliance.errors import LedgerError
 from appliance.vocabulary import ModelName
 
@@ -90,7 +92,8 @@ class HostLedger:
     (one slab, mostly), cuts them into blocks, fills the fullest first, and gives a run back when
     its last block is returned. Slabs held back for weights that are not here yet are never used
     for KV, and `kv_floor_slabs` are never used for weights. Offsets are bytes from the start of
-    the tier.
+    the tier. Taking and giving cost O(slabs or blocks taken, + blocks in a run), amortised, however
+    many are in use.
     """
 
     def __init__(self, total_bytes: int, slab_bytes: int, kv_floor_slabs: int = 0) -> None:
@@ -101,8 +104,16 @@ class HostLedger:
         self._free_slabs = self.total_slabs
         self._weights: dict[ModelName, tuple[int, ...]] = {}
         self._held_back: dict[ModelName, int] = {}
-        self._runs: dict[int, dict[int, list[int]]] = {}
-        """block bytes -> first slab of a run -> free block offsets in it."""
+        self._runs: dict[int, int] = {}
+        """block bytes -> number of runs."""
+        self._free: dict[int, dict[int, list[int]]] = {}
+        """block bytes -> first slab of a run with free blocks -> their offsets."""
+        self._open: dict[int, dict[int, dict[int, None]]] = {}
+        """block bytes -> number of free blocks, above 0 -> runs with as many."""
+        self._first_free = 0
+        """No slab before this one is free."""
+        self._free_ends: dict[int, int] = {}
+        """How many slabs in a row -> no such run of free slabs ends behind this."""
         self._run_of: dict[int, tuple[int, int]] = {}
         """block offset in use -> (block bytes, first slab of its run)."""
         self._peak_kv_slabs = 0
@@ -117,7 +128,7 @@ class HostLedger:
 
     @property
     def kv_slabs(self) -> int:
-        return sum(len(runs) * self._run_slabs(size) for size, runs in self._runs.items())
+        return sum([runs * self._run_slabs(size) for size, runs in self._runs.items()])
 
     @property
     def peak_kv_slabs(self) -> int:
@@ -128,8 +139,8 @@ class HostLedger:
         """For each block size: bytes of the blocks in use, and of the slabs they lie in."""
         return {
             size: (
-                (len(runs) * self._run_blocks(size) - sum(map(len, runs.values()))) * size,
-                len(runs) * self._run_slabs(size) * self.slab_bytes,
+                self._used_blocks(size) * size,
+                runs * self._run_slabs(size) * self.slab_bytes,
             )
             for size, runs in self._runs.items()
         }
@@ -157,39 +168,44 @@ class HostLedger:
         if slabs > self.room_for_weights(model):
             return None
         self._held_back.pop(model, None)
-        offsets = tuple(self._claim_run(self._taken.find(0), 1) for _ in range(slabs))
+        offsets = tuple(self._claim_run(self._first_free_slab(), 1) for _ in range(slabs))
         self._weights[model] = offsets
         return offsets
 
     def give_weights(self, model: ModelName) -> None:
         """The master image of a model is not needed any more."""
         for offset in self._weights.pop(model):
-            self._taken[offset // self.slab_bytes] = 0
-            self._free_slabs += 1
+            self._free_run(offset // self.slab_bytes, 1)
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
         """Places for `count` blocks, or None if they do not all fit (nothing is taken then)."""
-        runs = self._runs.setdefault(block_bytes, {})
+        self._runs.setdefault(block_bytes, 0)
+        free = self._free.setdefault(block_bytes, {})
+        partly_free = self._open.setdefault(block_bytes, {})
         taken: list[int] = []
-        partly_free = sorted((run for run in runs if runs[run]), key=lambda run: len(runs[run]))
-        while len(taken) < count:
-            if partly_free:
-                run = partly_free.pop(0)
-            else:
-                needed = self._run_slabs(block_bytes)
-                within = self._free_slabs - sum(self._held_back.values()) >= needed
-                # Weights fill the tier from its start, KV from its end: neither tears holes into
-                # the room of the other.
-                run = self._taken.rfind(bytes(needed)) if within else -1
-                if run < 0:
-                    self._settle(block_bytes, taken)
-                    return None
-                self._claim_run(run, needed)
-                runs[run] = self._cut(run, block_bytes)
-            free = runs[run]
-            while free and len(taken) < count:
-                taken.append(offset := free.pop())
+        while partly_free and len(taken) < count:
+            before = min(partly_free)
+            run = next(iter(partly_free[before]))
+            while free[run] and len(taken) < count:
+                taken.append(offset := free[run].pop())
                 self._run_of[offset] = (block_bytes, run)
+            self._file(block_bytes, run, before)
+        blocks = self._run_blocks(block_bytes)
+        while len(taken) < count:
+            fresh = self._claim_last_runs(block_bytes, count - len(taken))
+            if not fresh:
+                self._settle(block_bytes, taken)
+                return None
+            for run in fresh:
+                start, place = run * self.slab_bytes, (block_bytes, run)
+                for offset in range(start, start + blocks * block_bytes, block_bytes):
+                    taken.append(offset)
+                    self._run_of[offset] = place
+            if len(taken) > count:
+                free[run] = [taken.pop() for _ in range(len(taken) - count)]
+                for offset in free[run]:
+                    del self._run_of[offset]
+                self._file(block_bytes, run, 0)
         self._peak_kv_slabs = max(self._peak_kv_slabs, self.kv_slabs)
         return tuple(taken)
 
@@ -204,11 +220,7 @@ class HostLedger:
         """Raises `LedgerError` if the books do not balance."""
         held = self.weight_slabs + self.kv_slabs
         used = sum(self._taken)
-        blocks = sum(
-            self._run_blocks(size) - len(free)
-            for size, runs in self._runs.items()
-            for free in runs.values()
-        )
+        blocks = sum(map(self._used_blocks, self._runs))
         if self._free_slabs + held != self.total_slabs or used != held:
             raise LedgerError(
                 f"host: {self._free_slabs} free + {held} held != {self.total_slabs} slabs"
@@ -222,27 +234,77 @@ class HostLedger:
     def _run_blocks(self, block_bytes: int) -> int:
         return self._run_slabs(block_bytes) * self.slab_bytes // block_bytes
 
+    def _used_blocks(self, block_bytes: int) -> int:
+        blocks = self._runs[block_bytes] * self._run_blocks(block_bytes)
+        return blocks - sum(map(len, self._free[block_bytes].values()))
+
+    def _first_free_slab(self) -> int:
+        """Weights fill the tier from its start, KV from its end: neither tears holes into the room
+        of the other."""
+        self._first_free = self._taken.find(0, self._first_free)
+        return self._first_free
+
+    def _claim_last_runs(self, block_bytes: int, blocks: int) -> Sequence[int]:
+        """Take runs for so many blocks as far back as there are any, all in a row; fewer if the row
+        or what may be taken ends, none if there is none."""
+        needed = self._run_slabs(block_bytes)
+        room = self._free_slabs - sum(self._held_back.values())
+        if room < needed:
+            return ()
+        end = self._free_ends.get(needed, self.total_slabs)
+        last = self._taken.rfind(bytes(needed), 0, end)
+        if last < 0:
+            self._free_ends[needed] = 0
+            return ()
+        first = self._taken.rfind(1, 0, last) + 1
+        wanted = -(-blocks // self._run_blocks(block_bytes))
+        count = min(wanted, room // needed, 1 + (last - first) // needed)
+        first = last - (count - 1) * needed
+        self._claim_run(first, count * needed)
+        self._runs[block_bytes] += count
+        self._free_ends[needed] = first + needed
+        return range(last, first - 1, -needed)
+
+    def _free_run(self, first: int, slabs: int) -> None:
+        """Nobody uses these slabs any more."""
+        self._taken[first : first + slabs] = bytes(slabs)
+        self._free_slabs += slabs
+        self._first_free = min(self._first_free, first)
+        for needed, end in self._free_ends.items():
+            longest = min(first + slabs + needed - 1, self.total_slabs)
+            self._free_ends[needed] = max(end, longest)
+
+    def _file(self, block_bytes: int, run: int, before: int) -> None:
+        """Note how many free blocks the run has, if it still exists; it had `before`."""
+        table = self._open[block_bytes]
+        if before:
+            del table[before][run]
+            if not table[before]:
+                del table[before]
+        free = self._free[block_bytes]
+        if now := len(free[run]):
+            table.setdefault(now, {})[run] = None
+        else:
+            del free[run]
+
     def _claim_run(self, first: int, slabs: int) -> int:
         """Take free slabs in a row; the offset of the first."""
         self._taken[first : first + slabs] = b"\1" * slabs
         self._free_slabs -= slabs
         return first * self.slab_bytes
 
-    def _cut(self, run: int, block_bytes: int) -> list[int]:
-        start = run * self.slab_bytes
-        return [
-            start + index * block_bytes for index in reversed(range(self._run_blocks(block_bytes)))
-        ]
-
     def _settle(self, block_bytes: int, offsets: list[int]) -> None:
         """Put blocks back, and give back every run that is empty now."""
-        runs = self._runs[block_bytes]
+        free = self._free[block_bytes]
         slabs = self._run_slabs(block_bytes)
         whole = self._run_blocks(block_bytes)
         for offset in offsets:
             _, run = self._run_of.pop(offset)
-            runs[run].append(offset)
-            if len(runs[run]) == whole:
-                del runs[run]
-                self._taken[run : run + slabs] = bytes(slabs)
-                self._free_slabs += slabs
+            blocks = free.setdefault(run, [])
+            before = len(blocks)
+            blocks.append(offset)
+            if before + 1 == whole:
+                blocks.clear()
+                self._runs[block_bytes] -= 1
+                self._free_run(run, slabs)
+            self._file(block_bytes, run, before)

@@ -38,6 +38,9 @@ Count: TypeAlias = Annotated[int, Meta(ge=1)]
 UNLIMITED = 1 << 20
 """More requests than any batch has."""
 
+GROWTH_TOKENS = 64
+"""Room that each request of a batch is given to grow; the paper says nothing, its code this."""
+
 
 def quotas(
     deadline_seconds: Sequence[float],
@@ -77,12 +80,8 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @hookimpl
     def place(self, floor: FloorView) -> Sequence[Placement]:
-        instances = len(floor.instances)
-        if instances == 1:
-            return [Placement(role=Role.MIXED)]
-        prefill = min(instances - 1, max(1, round(instances * self.prefill_share)))
-        roles = [Role.PREFILL] * prefill + [Role.DECODE] * (instances - prefill)
-        return [Placement(role=role) for role in roles]
+        """The prefill partition and the decoding one (§4.1)."""
+        return partitions(len(floor.instances), self.prefill_share)
 
     @hookimpl
     def scale(self, floor: FloorView) -> Fleet:
@@ -103,15 +102,16 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @hookimpl
     def decode(self, request: RequestView, instances: Sequence[InstanceView]) -> InstanceId:
-        """Alg. 2: where the model decodes already, else where the fewest batches are."""
-        best = min(
-            instances,
-            key=lambda view: (
-                all([batch.model != request.model for batch in view.batches]),
-                len(view.batches),
-                view.id,
-            ),
-        )
+        """Alg. 2: the first batch of the model that has room for its KV; else a new batch where the
+        fewest are, or in a full one where there is nothing else."""
+        full = set()
+        for view in instances:
+            for batch in view.batches:
+                if batch.model == request.model:
+                    if has_room(request, batch, view):
+                        return view.id
+                    full.add(view.id)
+        best = min(instances, key=lambda view: (view.id in full, len(view.batches), view.id))
         return best.id
 
     @hookimpl
@@ -181,6 +181,22 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def prefetch(self, upcoming: Sequence[ModelName]) -> Sequence[ModelName]:
         """The very next model (§5.3)."""
         return upcoming[:1]
+
+
+def partitions(instances: int, prefill_share: float) -> list[Placement]:
+    """The first instances prefill, the others decode, at least one each; a lone one does both."""
+    if instances == 1:
+        return [Placement(role=Role.MIXED)]
+    prefill = min(instances - 1, max(1, round(instances * prefill_share)))
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * (instances - prefill)
+    return [Placement(role=role) for role in roles]
+
+
+def has_room(request: RequestView, batch: BatchView, view: InstanceView) -> bool:
+    """Whether the KV of the batch with the request fits the instance beside the weights, with
+    nothing else there."""
+    tokens = batch.kv_tokens + request.tokens + (batch.requests + 1) * GROWTH_TOKENS
+    return request.weight_bytes + tokens * request.kv_bytes_per_token <= view.total_bytes
 
 
 def queued_seconds(view: InstanceView, costs: Costs) -> float:

@@ -39,11 +39,14 @@ class Demands:
 
     def __init__(self, models: Iterable[ModelName]) -> None:
         self.of = {model: Demand() for model in models}
+        self._output_tokens = 0.0
+        """Smoothed mean over all models; 0 before any output ended."""
 
     def arrived(self, request: RequestSpec, now: float) -> None:
         demand = self.of[request.model]
         kept = demand.decay(now)
-        tokens = request.prompt_tokens + (demand.output_tokens or request.max_tokens)
+        expected = demand.output_tokens or self._output_tokens or request.max_tokens
+        tokens = request.prompt_tokens + min(request.max_tokens, expected)
         demand.arrivals_per_second = demand.arrivals_per_second * kept + 1 / WINDOW_SECONDS
         demand.tokens_per_second = demand.tokens_per_second * kept + tokens / WINDOW_SECONDS
         demand.updated = now
@@ -54,5 +57,10 @@ class Demands:
         demand = self.of[model]
         demand.requests -= 1
         if output_tokens:
-            known = demand.output_tokens or output_tokens
-            demand.output_tokens = known + OUTPUT_SMOOTHING * (output_tokens - known)
+            demand.output_tokens = _smoothed(demand.output_tokens, output_tokens)
+            self._output_tokens = _smoothed(self._output_tokens, output_tokens)
+
+
+def _smoothed(known: float, newest: int) -> float:
+    known = known or newest
+    return known + OUTPUT_SMOOTHING * (newest - known)

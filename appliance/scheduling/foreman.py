@@ -41,8 +41,9 @@ class Foreman:
     """Gives instances their jobs.
 
     Whoever is to be prefilled first gets room in the host tier for its KV at full length, in the
-    order of asking (`host_queue`): then a swap outwards can never fail, and any single request can
-    always be brought to its end by swapping out everything else.
+    order of asking (`host_queue`), interactive requests before batch work: then a swap outwards can
+    never fail, and any single request can always be brought to its end by swapping out everything
+    else.
     """
 
     def __init__(
@@ -94,16 +95,16 @@ class Foreman:
             instance.view = None
         return self._rejected
 
-    def joined(self, instance: InstanceState, model: ModelName) -> None:
-        """Work for the model joined the instance: if a turn runs, ask how long it may go on. One
-        that is ended for more of its own model goes on with it for the rest of its quota."""
+    def joined(self, instance: InstanceState, request: RequestState) -> None:
+        """The request joined the instance: if a turn runs, ask how long it may go on. One that is
+        ended for more of its own model goes on with it for the rest of its quota."""
         turn = instance.job
-        if not isinstance(turn, TurnJob) or turn.preempting or self.host_queue:
+        if not isinstance(turn, TurnJob) or turn.preempting or self._waits_for_host(request):
             return
         desk = self._desk
         more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
         turn.cut_at = min(turn.cut_at, desk.now + more)
-        if more <= 0 and model == turn.model:
+        if more <= 0 and request.model == turn.model:
             turn.resume_seconds = turn.quota_seconds
         self.cut(instance)
 
@@ -137,21 +138,25 @@ class Foreman:
         if len(instance.groups) < 2:
             return
         desk = self._desk
+        as_they_are = range(len(instance.groups))
         order = desk.policy.admit(desk.now, self._floor.view(instance), desk.costs)
-        if order != range(len(instance.groups)):
-            numbers = dict.fromkeys([*order, *range(len(instance.groups))])
+        numbers = list(dict.fromkeys([*order, *as_they_are]))
+        if numbers != list(as_they_are):
             instance.groups = [instance.groups[number] for number in numbers]
             instance.view = None
 
     def _has_runnable(self, instance: InstanceState) -> bool:
-        return any([self._runnable(instance, model) for model in instance.batches])
+        for batch in instance.batches.values():
+            for request in batch.members.values():
+                if request.runnable:
+                    return True
+        return False
 
     def _runnable(self, instance: InstanceState, model: ModelName) -> list[RequestState]:
         batch = instance.batches.get(model)
         if batch is None:
             return []
-        members = [self._requests[name] for name in batch.members]
-        return [request for request in members if request.runnable]
+        return [request for request in batch.members.values() if request.runnable]
 
     def _limits(self, instance: InstanceState, model: ModelName) -> BatchLimits:
         desk = self._desk
@@ -162,15 +167,17 @@ class Foreman:
     def _build_next(self, instance: InstanceState) -> None:
         """Build the engine expected to be needed first: of a waiting model, else in the order of
         the catalogue."""
-        upcoming = instance.upcoming()
-        others = [model for model in self._models if instance.may_serve(model)]
-        for model in dict.fromkeys([*upcoming, *others]):
-            if instance.engines[model].stage is Engine.ABSENT and model not in self._failed:
+        if not instance.unbuilt:
+            return
+        others = [model for model in instance.unbuilt if instance.may_serve(model)]
+        for model in [*instance.upcoming(), *others]:
+            if model in instance.unbuilt and model not in self._failed:
                 self._build(instance, model)
                 return
 
     def _build(self, instance: InstanceState, model: ModelName) -> None:
         instance.engines[model].to_stage(Engine.BUILDING, model)
+        del instance.unbuilt[model]
         instance.job = BuildJob(model)
         self._desk.out.append(BuildModel(instance=instance.id, model=model))
 
@@ -196,9 +203,10 @@ class Foreman:
         """The prompt alone, whole."""
         model, engine = request.model, instance.engines[request.model]
         blocks = engine.shape.blocks(request.tokens)
-        if not self._residency.fits(instance, model, blocks):
+        if blocks > self._residency.room_blocks(instance, model):
             self._desk.out.append(self._residency.clear_kv(instance, model))
-        job = PrefillJob(model, request.id, warm=engine.stage is Engine.LOADED)
+        warm = engine.stage is Engine.LOADED
+        job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
         grant = self._residency.grant(instance, model, blocks, 0, self._desk.now)
         self._take_prompt(instance, request)
         self._begin(instance, job, grant.commands)
@@ -213,25 +221,39 @@ class Foreman:
         instance.leave(request)
         request.to_stage(Stage.PREFILLING)
         request.kv_instance = instance.id
-        instance.engines[request.model].residents[request.id] = None
+        instance.engines[request.model].residents[request.id] = request
         instance.prefills_since_turn += 1
 
     def _first_in_line(self, instance: InstanceState) -> RequestState:
-        """The first request of the first group; but who has waited longest for the host tier goes
-        before anybody else here, or those who got in front of it since would block each other."""
-        longest = next(iter(self.host_queue), None)
-        if longest is not None and self._requests[longest].instance == instance.id:
-            return self._requests[longest]
-        return self._requests[instance.groups[0].first]
+        """The first request of the first group; but who gets room in the host tier next goes before
+        anybody else here, or those who got in front of it since would block each other. Only an
+        interactive request goes before batch work that waits so: it is next for room then."""
+        first = instance.groups[0].first
+        longest = self._next_for_host()
+        if longest is None or longest.instance != instance.id:
+            return first
+        return first if first.interactive and not longest.interactive else longest
+
+    def _next_for_host(self) -> RequestState | None:
+        """Who gets room in the host tier next: interactive requests, then who has waited longest.
+        O(requests that wait for it)."""
+        queue = [self._requests[name] for name in self.host_queue]
+        return min(queue, key=lambda request: not request.interactive, default=None)
+
+    def _waits_for_host(self, request: RequestState) -> bool:
+        """Whether others get room in the host tier before this request, whatever is running."""
+        first = self._next_for_host()
+        return first is not None and (first.interactive or not request.interactive)
 
     def _reserve_host(self, request: RequestState, shape: KvShape) -> bool:
-        """Room in the host tier for the request's KV at full length. Who asked first gets it first.
+        """Room in the host tier for the request's KV at full length. Who asked first gets it first,
+        interactive requests before batch work.
 
         False if there is none now. If nobody holds any and there is still too little, there never
         will be enough: the request is rejected.
         """
         self.host_queue.setdefault(request.id)
-        if next(iter(self.host_queue)) != request.id:
+        if self._next_for_host() is not request:
             return False
         blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
         offsets = self._host.take_blocks(shape.block_bytes, blocks)
@@ -264,7 +286,8 @@ class Foreman:
         desk, model = self._desk, planned.model
         engine = instance.engines[model]
         limits = self._limits(instance, model)
-        limit = min(self._models[model].max_batch, limits.requests)
+        # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
+        limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
         blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
         batch, blocks, left_out = self._select(instance, model, limit, blocks)
         if not batch:
@@ -276,6 +299,8 @@ class Foreman:
         kv_tokens = sum([request.tokens for request in batch])
         step = desk.costs.step_seconds(model, len(batch), kv_tokens)
         horizon = int(planned.quota_seconds / step)
+        if prompt is not None:
+            horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
         wish = sum(
             engine.shape.blocks(request.tokens + min(request.remaining_tokens, horizon))
             - engine.shape.blocks(request.tokens)
@@ -294,6 +319,7 @@ class Foreman:
             turn=instance.turns,
             requests=names,
             prompts=prompts,
+            prompt_tokens=0 if prompt is None else prompt.tokens,
             ordered=desk.now,
             switches=model != instance.current_model,
             cold=cold,
@@ -327,11 +353,12 @@ class Foreman:
         """The next turn with something to run; a round is planned when the last one is over."""
         desk = self._desk
         while True:
-            while instance.work:
+            while instance.work and instance.work[0].firm:
                 turn = instance.work.popleft()
                 if self._runnable(instance, turn.model):
                     return turn
             view = self._floor.view(instance)
+            instance.work.clear()
             instance.work.extend(desk.policy.round(desk.now, view, desk.costs))
 
     def _select(
@@ -345,11 +372,12 @@ class Foreman:
             self._runnable(instance, model),
             key=lambda r: (not r.interactive, r.ran, r.arrived, r.id),
         )
+        room = self._residency.room_blocks(instance, model)
         batch: list[RequestState] = []
         for request in order[:limit]:
             held = shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0
             more = blocks + shape.blocks(request.tokens) - held
-            if not self._residency.fits(instance, model, more):
+            if more > room:
                 break
             batch.append(request)
             blocks = more

@@ -10,7 +10,7 @@ the host, and the finite rounds of the policies, are why every request progresse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import singledispatchmethod
 
 from appliance.memory.ledger import HostLedger
@@ -78,8 +78,11 @@ class Machine:
     """Decides who runs next, where, and what is in memory for it.
 
     `handle` takes an event and the time it happened and returns the commands that follow, in
-    order. The cost of an event is O(requests of the models it touches + models), never O(all
-    requests), but for the loss of an instance.
+    order. An event costs O(requests it names + instances); if it frees an instance, O(requests of
+    the models that run there + models in memory there) more for the next job; if it leads to a
+    question, what changed since the last one on the instances offered. Once a second the places
+    cost O(instances + models). Only the loss of an instance, of a model, and the change of places
+    look at all requests.
     """
 
     def __init__(
@@ -99,10 +102,8 @@ class Machine:
         self.failed: dict[ModelName, str] = {}
         """Models that cannot be served, and why."""
         self.demands = Demands(self.models)
-        self.floor = Floor(self.models, instances, self.requests, self.demands, host.slab_bytes)
-        self.residency = Residency(
-            self.floor.instances, self.requests, self.masters, self._rank_victims
-        )
+        self.floor = Floor(self.models, instances, self.demands, host.slab_bytes)
+        self.residency = Residency(self.floor.instances, self.masters, self._rank_victims)
         self._desk = Desk(policy, self.costs.estimates())
         self.foreman = Foreman(
             self._desk,
@@ -142,7 +143,7 @@ class Machine:
         self._again = False
         if now >= self._plan_at:
             self._plan()
-        self._again |= self._on(event)
+        self._again |= _take_in(type(event))(self, event)
         return self._work()
 
     def set_policy(self, policy: Policy, now: float) -> list[Command]:
@@ -183,8 +184,14 @@ class Machine:
             instance.ledger.check_integrity()
 
     def oldest_progress(self) -> float | None:
-        """When the request that has waited longest last progressed; None without requests."""
-        return min((request.progressed for request in self.requests.values()), default=None)
+        """When the request that has waited longest last progressed; None without requests. Batch
+        work waits rightly while its instance does other work: that counts as progress of it."""
+        return min((self._progressed(request) for request in self.requests.values()), default=None)
+
+    def _progressed(self, request: RequestState) -> float:
+        if request.interactive or request.instance is None:
+            return request.progressed
+        return max(request.progressed, self.instances[request.instance].progressed)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -258,7 +265,7 @@ class Machine:
         instance.queue(request, choice.group)
         request.instance = instance.id
         request.to_stage(Stage.QUEUED)
-        self.foreman.joined(instance, request.model)
+        self.foreman.joined(instance, request)
 
     def _place_decode(self, request: RequestState) -> None:
         candidates = self.floor.candidates(request.spec, Role.DECODE)
@@ -279,19 +286,18 @@ class Machine:
         """The request decodes there from now on."""
         request.instance = instance.id
         instance.join_batch(request)
-        self.foreman.joined(instance, request.model)
+        self.foreman.joined(instance, request)
 
     def _flow(self, instance: InstanceState) -> None:
         """Move what the policy wants to decode elsewhere."""
-        desk, requests = self._desk, self.floor.decoding_views(instance)
-        if not requests:
-            return
+        desk = self._desk
         others = [
             other
             for other in self.instances.values()
             if other is not instance and other.up and other.placement.role is not Role.PREFILL
         ]
-        if not others:
+        requests = self.floor.decoding_views(instance) if others else []
+        if not requests:
             return
         flows = desk.policy.flow(
             desk.now, self.floor.view(instance), requests, self.floor.views(others), desk.costs
@@ -303,24 +309,39 @@ class Machine:
             self._desk.out.append(self.residency.swap_out(instance, request.model, [request]))
 
     def _plan(self) -> None:
-        """Think over what each instance is for; who waits where it is not served any more goes
-        elsewhere."""
+        """Think over what each instance is for; who waits where it need not goes elsewhere."""
         desk = self._desk
         self._plan_at = desk.now + PLAN_SECONDS
         view = self.floor.floor_view(desk.now)
         placements = desk.policy.place(desk.now, view, desk.costs)
-        if not self.floor.place(placements, desk.policy.scale(desk.now, view, desk.costs)):
-            return
+        changed = self.floor.place(placements, desk.policy.scale(desk.now, view, desk.costs))
+        stray = self._astray(changed)
+        for request in stray:
+            assert request.instance is not None, "who waits in a queue is placed"
+            self.instances[request.instance].leave(request)
+            request.instance = None
+            request.to_stage(Stage.UNPLACED)
+        self._place_all(stray)
+        self._again |= changed or bool(stray)
+
+    def _astray(self, changed: bool) -> list[RequestState]:
+        """Requests that wait where they are not served any more; and batch requests, which nobody
+        placed for good, when what instances are for `changed` or one that takes them idles."""
+        idle = [instance for instance in self.instances.values() if instance.idle]
+        if not changed and not idle:
+            return []
+        where: dict[tuple[ModelName, bool], list[InstanceState]] = {}
         stray = []
         for instance in self.instances.values():
-            for request in [self.requests[n] for g in instance.groups for n in g.members]:
-                if instance not in self.floor.candidates(request.spec, Role.PREFILL):
-                    instance.leave(request)
-                    request.instance = None
-                    request.to_stage(Stage.UNPLACED)
+            for request in [r for group in instance.groups for r in group.members.values()]:
+                key = (request.model, request.interactive)
+                if key not in where:
+                    where[key] = self.floor.candidates(request.spec, Role.PREFILL)
+                open_ = where[key]
+                dealt = not request.interactive and (changed or any([i in open_ for i in idle]))
+                if dealt or instance not in open_:
                     stray.append(request)
-        self._place_all(stray)
-        self._again = True
+        return stray
 
     def _rank_victims(
         self, instance: InstanceState, victims: list[ModelName]
@@ -522,17 +543,20 @@ class Machine:
     @_on.register
     def _(self, event: TokensProduced) -> bool:
         ended = False
-        job = self.instances[event.instance].job
+        instance = self.instances[event.instance]
+        instance.progressed = self._desk.now
+        produced = 0
         for entry in event.tokens:
             request = self.requests.get(entry.request)
             if request is None:
                 continue
             request.produced(entry.count, self._desk.now)
-            if isinstance(job, TurnJob):
-                job.tokens += entry.count
+            produced += entry.count
             if entry.finished is not None:
                 self._end(request, Finish(request=request.id, reason=entry.finished))
                 ended = True
+        if isinstance(instance.job, TurnJob):
+            instance.job.tokens += produced
         return ended
 
     @_on.register
@@ -561,7 +585,7 @@ class Machine:
             request.kv_instance = None
             self.foreman.give_up_host(request)
             again = Group(request.model)
-            again.join(request.id)
+            again.join(request)
             instance.groups.insert(0, again)
             instance.view = None
             request.to_stage(Stage.QUEUED)
@@ -659,6 +683,12 @@ class Machine:
             self._desk.out.append(
                 Release(instance=instance.id, model=request.model, request=request.id)
             )
+
+
+_take_in: Callable[[type], Callable[[Machine, Event], bool]] = (
+    # Looked up here: to bind a `singledispatchmethod` costs as much as many an event.
+    vars(Machine)["_on"].dispatcher.dispatch
+)
 
 
 def rejection(request: RequestId, code: str, message: str) -> Reject:

@@ -23,7 +23,6 @@ from appliance.vocabulary import (
     ModelName,
     ModelSpec,
     RequestClass,
-    RequestId,
     RequestSpec,
     Role,
     Slo,
@@ -43,7 +42,6 @@ class Floor:
         self,
         models: Mapping[ModelName, ModelSpec],
         instances: int,
-        requests: Mapping[RequestId, RequestState],
         demands: Demands,
         slab_bytes: int,
     ) -> None:
@@ -51,7 +49,6 @@ class Floor:
             number: InstanceState(id=number, engines={}) for number in range(instances)
         }
         self._models = models
-        self._requests = requests
         self._demands = demands
         self._slab_bytes = slab_bytes
 
@@ -102,6 +99,8 @@ class Floor:
             model=request.model,
             tokens=request.tokens,
             max_tokens=request.spec.max_tokens,
+            weight_bytes=self._models[request.model].weight_bytes,
+            kv_bytes_per_token=self._kv_bytes_per_token(request.model),
             slo=request.spec.slo,
             request_class=request.spec.request_class,
             arrived=request.arrived,
@@ -110,22 +109,26 @@ class Floor:
     def decoding_views(self, instance: InstanceState) -> list[DecodingView]:
         """The requests that could go on elsewhere. O(requests on the instance)."""
         return [
-            DecodingView(
-                id=request.id,
-                model=request.model,
-                tokens=request.tokens,
-                output_tokens=request.generated,
-                here_tokens=request.generated - request.placed,
-                slo=request.spec.slo,
-                request_class=request.spec.request_class,
-                arrived=request.arrived,
-                first_token=request.first_token,
-                newest_token=request.newest_token,
-            )
+            request.view or self._decoding_view(request)
             for batch in instance.batches.values()
-            for request in (self._requests[name] for name in batch.members)
+            for request in batch.members.values()
             if request.movable
         ]
+
+    def _decoding_view(self, request: RequestState) -> DecodingView:
+        request.view = DecodingView(
+            id=request.id,
+            model=request.model,
+            tokens=request.tokens,
+            output_tokens=request.generated,
+            here_tokens=request.generated - request.placed,
+            slo=request.spec.slo,
+            request_class=request.spec.request_class,
+            arrived=request.arrived,
+            first_token=request.first_token,
+            newest_token=request.newest_token,
+        )
+        return request.view
 
     def _instance_view(self, instance: InstanceState) -> InstanceView:
         job, ledger = instance.job, instance.ledger
@@ -148,6 +151,7 @@ class Floor:
             turn=None if turn is None else turn.model,
             turn_began=0.0 if turn is None else turn.ordered,
             last_turn=instance.last_turn,
+            computing_tokens=0 if job is None else job.prompt_tokens,
             prefills_since_turn=instance.prefills_since_turn,
             resident=frozenset(ledger.weights),
             total_bytes=ledger.total_slabs * self._slab_bytes,
@@ -156,9 +160,10 @@ class Floor:
         )
 
     def _group_view(self, group: Group) -> GroupView:
-        members = [self._requests[request] for request in group.members]
+        members = group.members.values()
         group.view = GroupView(
             model=group.model,
+            first=group.first.id,
             admitted=group.admitted,
             waiting=len(members),
             tokens=sum([request.tokens for request in members]),
@@ -169,20 +174,16 @@ class Floor:
         return group.view
 
     def _batch_view(self, model: ModelName, batch: Batch) -> BatchView:
-        members = [self._requests[request] for request in batch.members]
-        slos = {request.spec.slo for request in members}
-        batch.view = BatchView(
+        members, last = batch.members.values(), batch.last_view
+        batch.view = batch.last_view = BatchView(
             model=model,
             requests=len(members),
             runnable=sum([request.runnable for request in members]),
-            interactive=sum([request.interactive for request in members]),
+            interactive=last.interactive if last else sum([r.interactive for r in members]),
             kv_tokens=sum([request.tokens for request in members]),
-            slo=Slo(
-                ttft_seconds=min([slo.ttft_seconds for slo in slos]),
-                tbt_seconds=min([slo.tbt_seconds for slo in slos]),
-            ),
+            slo=last.slo if last else strictest([request.spec.slo for request in members]),
             deadline=min([request.next_due for request in members]),
-            arrived=min([request.arrived for request in members]),
+            arrived=last.arrived if last else min([request.arrived for request in members]),
         )
         return batch.view
 
@@ -209,6 +210,14 @@ class Floor:
             if engine is not None and engine.kv is not None:
                 return engine.kv.block_bytes // engine.kv.block_tokens
         return 0
+
+
+def strictest(slos: Sequence[Slo]) -> Slo:
+    """What keeps all of these promises."""
+    return Slo(
+        ttft_seconds=min([slo.ttft_seconds for slo in slos]),
+        tbt_seconds=min([slo.tbt_seconds for slo in slos]),
+    )
 
 
 def deal(fleet: Fleet, known: Sequence[InstanceClass]) -> list[InstanceClass]:

@@ -35,12 +35,15 @@ class Phase(StrEnum):
 
 class RequestView(Word, frozen=True):
     """A request to be placed. `tokens` is its prompt plus what it produced before a loss; it may
-    produce `max_tokens` in all; `arrived` is when it came."""
+    produce `max_tokens` in all; `arrived` is when it came. `weight_bytes` and `kv_bytes_per_token`
+    are its model's (the latter 0 until an engine was built)."""
 
     id: RequestId
     model: ModelName
     tokens: int
     max_tokens: int
+    weight_bytes: int
+    kv_bytes_per_token: int
     slo: Slo
     request_class: RequestClass
     arrived: float
@@ -79,9 +82,11 @@ class GroupView(Word, frozen=True):
     `admitted` counts every request that ever joined (Aegaeon's group size is cumulative),
     `waiting` those still in it, with `tokens` tokens to compute. `arrived` is when the first of
     them came; `deadline` is when the most urgent is due; `interactive` of them are not batch work.
+    `first` is the request that is computed next.
     """
 
     model: ModelName
+    first: RequestId
     admitted: int
     waiting: int
     tokens: int
@@ -129,7 +134,8 @@ class InstanceView(Word, frozen=True):
 
     `models` are those it may serve, None for all. `turn` is the model of the turn that is running,
     if one is, since `turn_began`; `last_turn` is the one that ended last.
-    `prefills_since_turn` counts the prompts computed since the last turn began. `resident` models
+    `computing_tokens` of prompts are computed now, of `current_model`; `prefills_since_turn` counts
+    the prompts whose computing began since the last turn did. `resident` models
     have their weights on the device or on the way there; `kv_bytes` of `total_bytes` hold KV that
     is in use, `free_bytes` nothing that anybody uses.
     """
@@ -145,6 +151,7 @@ class InstanceView(Word, frozen=True):
     turn: ModelName | None
     turn_began: float
     last_turn: TurnView | None
+    computing_tokens: int
     prefills_since_turn: int
     resident: frozenset[ModelName]
     total_bytes: int
@@ -218,10 +225,15 @@ class Refusal(Word, frozen=True):
 
 
 class PlannedTurn(Word, frozen=True):
-    """A turn of a round: the model decodes for `quota_seconds` (finite, above 0)."""
+    """A turn of a round: the model decodes for `quota_seconds` (finite, above 0).
+
+    A turn that is not `firm` is an outlook: it says what is likely to run then, so that it can be
+    brought in, and is planned anew when its time has come.
+    """
 
     model: ModelName
     quota_seconds: float
+    firm: bool = True
 
 
 class BatchLimits(Word, frozen=True):
@@ -289,7 +301,8 @@ class Policy(Protocol):
         """What comes next on a free instance that has both prompts and batches waiting."""
 
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
-        """The turns of the next round, in order; models with runnable requests, each once."""
+        """The turns of the next round, in order; models with runnable requests, each once. Those
+        that are not firm may be of any model with work."""
 
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
         """Something joined during a turn: how many seconds more the turn may go on at most."""

@@ -24,7 +24,6 @@ from appliance.vocabulary import (
     ModelName,
     MoveKv,
     PrefetchModel,
-    RequestId,
     StoreWeights,
     TrimKv,
 )
@@ -44,21 +43,19 @@ class Residency:
     def __init__(
         self,
         instances: Mapping[InstanceId, InstanceState],
-        requests: Mapping[RequestId, RequestState],
         masters: Masters,
         rank_victims: Callable[[InstanceState, list[ModelName]], Sequence[ModelName]],
     ) -> None:
         """`rank_victims` says in which order models lose their place on an instance."""
         self._rank_victims = rank_victims
         self._instances = instances
-        self._requests = requests
         self._masters = masters
 
-    def fits(self, instance: InstanceState, model: ModelName, more_blocks: int) -> bool:
-        """Whether the model could hold `more_blocks` more with everything else gone."""
+    def room_blocks(self, instance: InstanceState, model: ModelName) -> int:
+        """How many blocks more the model could hold with everything else gone. O(residents)."""
         engine = instance.engines[model]
-        blocks = self._resident_blocks(engine) + more_blocks
-        return engine.weight_slabs + engine.shape.slabs(blocks) <= instance.ledger.total_slabs
+        groups = (instance.ledger.total_slabs - engine.weight_slabs) // engine.shape.group_slabs
+        return groups * engine.shape.group_blocks - self._resident_blocks(engine)
 
     def grant(
         self,
@@ -68,7 +65,7 @@ class Residency:
         wish_blocks: int,
         now: float,
     ) -> Grant:
-        """Bring the model in and let its KV grow by `more_blocks`, which must fit (`fits`).
+        """Bring the model in and let its KV grow by `more_blocks`, which must fit (`room_blocks`).
 
         Up to `wish_blocks` more are granted from slabs that are free anyway. KV that is mapped
         beyond that, cold or fragmented, is not in the way of the weights: they were there when it
@@ -128,7 +125,7 @@ class Residency:
 
     def clear_kv(self, instance: InstanceState, model: ModelName) -> Command:
         """Swap out every request of the model that is on the device; its KV slabs are free then."""
-        residents = (self._requests[request] for request in instance.engines[model].residents)
+        residents = instance.engines[model].residents.values()
         leaving = [request for request in residents if request.kv is KvPlace.DEVICE]
         instance.ledger.set_kv(model, 0)
         return self.swap_out(instance, model, leaving)
@@ -162,7 +159,7 @@ class Residency:
         moves = []
         for request in arriving:
             request.to_kv(KvPlace.ARRIVING, instance.id)
-            engine.residents[request.id] = None
+            engine.residents[request.id] = request
             moves.append(_kv_move(request, engine.shape.blocks(request.kv_tokens)))
         return MoveKv(
             instance=instance.id,
@@ -175,11 +172,13 @@ class Residency:
     def _resident_blocks(self, engine: EngineState) -> int:
         """Blocks of requests on the device when everything ordered so far is done; those shared
         through the prefix cache count for each. O(residents)."""
-        residents = (self._requests[request] for request in engine.residents)
+        blocks = engine.shape.blocks
         return sum(
-            engine.shape.blocks(request.kv_tokens)
-            for request in residents
-            if request.kv is not KvPlace.LEAVING
+            [
+                blocks(request.kv_tokens)
+                for request in engine.residents.values()
+                if request.kv is not KvPlace.LEAVING
+            ]
         )
 
     def _bring_in(self, instance: InstanceState, model: ModelName, now: float) -> list[Command]:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from appliance.memory.ledger import DeviceLedger
 from appliance.scheduling.lifecycle import (
@@ -20,6 +21,7 @@ from appliance.scheduling.lifecycle import (
 from appliance.scheduling.questions import (
     BatchView,
     Costs,
+    DecodingView,
     GroupView,
     InstanceView,
     Placement,
@@ -56,6 +58,7 @@ class RequestState:
 
     spec: RequestSpec
     arrived: float
+    """When it came."""
     progressed: float
     """When it last came nearer to its end: arrival, a token."""
     stage: Stage = Stage.UNPLACED
@@ -77,19 +80,29 @@ class RequestState:
     newest_token: float = 0.0
     losses: int = 0
     """Workers that died computing it since it last got a token."""
+    view: DecodingView | None = None
+    """What is shown of it while it decodes, while that is true."""
+    runnable: bool = False
+    """Whether a turn could take it now."""
+    id: RequestId = field(init=False)
+    model: ModelName = field(init=False)
+    interactive: bool = field(init=False)
+    tokens: int = field(init=False)
+    """Prompt and output so far."""
+    next_due: float = field(init=False)
+    """When its next token is due: token k at arrival + TTFT + k TBT."""
 
-    @property
-    def id(self) -> RequestId:
-        return self.spec.id
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.id, self.model = spec.id, spec.model
+        self.interactive = spec.request_class is RequestClass.INTERACTIVE
+        self._count()
 
-    @property
-    def model(self) -> ModelName:
-        return self.spec.model
-
-    @property
-    def tokens(self) -> int:
-        """Prompt and output so far."""
-        return self.spec.prompt_tokens + self.generated
+    def _count(self) -> None:
+        """Every view and every choice of a batch reads these, so they are kept ready."""
+        slo = self.spec.slo
+        self.tokens = self.spec.prompt_tokens + self.generated
+        self.next_due = self.arrived + slo.ttft_seconds + self.generated * slo.tbt_seconds
 
     @property
     def kv_tokens(self) -> int:
@@ -101,33 +114,22 @@ class RequestState:
         return self.spec.max_tokens - self.generated
 
     @property
-    def runnable(self) -> bool:
-        """Whether a turn could take it now."""
-        return self.stage is Stage.READY and self.kv in (KvPlace.DEVICE, KvPlace.HOST)
-
-    @property
-    def next_due(self) -> float:
-        """When its next token is due: token k at arrival + TTFT + k TBT."""
-        slo = self.spec.slo
-        return self.arrived + slo.ttft_seconds + self.generated * slo.tbt_seconds
-
-    @property
-    def interactive(self) -> bool:
-        return self.spec.request_class is RequestClass.INTERACTIVE
-
-    @property
     def movable(self) -> bool:
         """Whether it could go on decoding on another instance."""
         return self.stage is Stage.READY and self.kv is KvPlace.DEVICE
 
     def to_stage(self, target: Stage) -> None:
         self.stage = move(STAGES, self.stage, target, self.id)
-        self.changed()
+        self._moved()
 
     def to_kv(self, target: KvPlace, instance: InstanceId | None) -> None:
         self.kv = move(KV_PLACES, self.kv, target, self.id)
         self.kv_instance = instance
-        self.changed()
+        self._moved()
+
+    def _moved(self) -> None:
+        self.runnable = self.stage is Stage.READY and self.kv in (KvPlace.DEVICE, KvPlace.HOST)
+        self._changed()
 
     def produced(self, tokens: int, now: float) -> None:
         """It came nearer to its end."""
@@ -136,9 +138,11 @@ class RequestState:
         self.generated += tokens
         self.losses = 0
         self.progressed = self.newest_token = now
-        self.changed()
+        self.view = None
+        self._count()
+        self._changed()
 
-    def changed(self) -> None:
+    def _changed(self) -> None:
         """What was shown of it is no longer true."""
         if self.batch is not None:
             self.batch.changed()
@@ -149,19 +153,19 @@ class Group:
     """Requests of one model prefilled back to back (Aegaeon Alg. 1)."""
 
     model: ModelName
-    members: dict[RequestId, None] = field(default_factory=dict)
+    members: dict[RequestId, RequestState] = field(default_factory=dict)
     admitted: int = 0
     view: GroupView | None = None
     """What is shown of it, while that is true."""
 
-    def join(self, request: RequestId) -> None:
-        self.members[request] = None
+    def join(self, request: RequestState) -> None:
+        self.members[request.id] = request
         self.admitted += 1
         self.view = None
 
     @property
-    def first(self) -> RequestId:
-        return next(iter(self.members))
+    def first(self) -> RequestState:
+        return next(iter(self.members.values()))
 
 
 @dataclass(slots=True)
@@ -169,9 +173,11 @@ class Batch:
     """Requests of one model that decode on an instance."""
 
     home: InstanceState
-    members: dict[RequestId, None] = field(default_factory=dict)
+    members: dict[RequestId, RequestState] = field(default_factory=dict)
     view: BatchView | None = None
     """What is shown of it, while that is true."""
+    last_view: BatchView | None = None
+    """What was shown last, while its members are the same."""
 
     def changed(self) -> None:
         self.view = self.home.view = None
@@ -187,7 +193,7 @@ class EngineState:
     attached: int = 0
     """Version of the master image that the instance loads it from; 0 for the files."""
     kv: KvShape | None = None
-    residents: dict[RequestId, None] = field(default_factory=dict)
+    residents: dict[RequestId, RequestState] = field(default_factory=dict)
     """Requests whose KV is on this device, wholly or on its way."""
     used: float = 0.0
 
@@ -213,6 +219,7 @@ class BuildJob:
     """An engine is being built."""
 
     model: ModelName
+    prompt_tokens: ClassVar[int] = 0
 
 
 @dataclass(slots=True)
@@ -222,6 +229,7 @@ class PrefillJob:
 
     model: ModelName
     request: RequestId
+    prompt_tokens: int
     warm: bool
 
 
@@ -234,6 +242,7 @@ class TurnJob:
     requests: tuple[RequestId, ...]
     prompts: tuple[RequestId, ...]
     """Requests whose prompts are computed beside the steps."""
+    prompt_tokens: int
     ordered: float
     switches: bool
     """Whether another model ran before."""
@@ -260,6 +269,8 @@ class InstanceState:
 
     id: InstanceId
     engines: dict[ModelName, EngineState]
+    unbuilt: dict[ModelName, None] = field(default_factory=dict)
+    """Models without an engine, in the order of the catalogue."""
     placement: Placement = field(default_factory=Placement)
     instance_class: InstanceClass = InstanceClass.MIXED
     up: bool = False
@@ -273,6 +284,8 @@ class InstanceState:
     """The requests that the last turn left unfinished."""
     prefills_since_turn: int = 0
     turns: int = 0
+    progressed: float = -math.inf
+    """When a request last got a token here."""
     last_turn: TurnView | None = None
     view: InstanceView | None = None
     """What is shown of it, while that is true."""
@@ -280,6 +293,7 @@ class InstanceState:
     def restart(self, models: Iterable[ModelName], slabs: int) -> None:
         """Nothing is on the device, nothing is built; the queues are kept."""
         self.engines = {model: EngineState() for model in models}
+        self.unbuilt = dict.fromkeys(self.engines)
         self.ledger = DeviceLedger(slabs)
         self.work.clear()
         self.job = None
@@ -289,6 +303,11 @@ class InstanceState:
         self.last_turn = None
         self.view = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether it is up and has nothing to do."""
+        return self.up and self.job is None and not self.groups and not self.batches
+
     def may_serve(self, model: ModelName) -> bool:
         return self.placement.models is None or model in self.placement.models
 
@@ -296,7 +315,7 @@ class InstanceState:
         """Take a request to prefill: into a group, or a new last one."""
         if group is None:
             self.groups.append(Group(request.model))
-        self.groups[-1 if group is None else group].join(request.id)
+        self.groups[-1 if group is None else group].join(request)
         self.view = None
 
     def leave(self, request: RequestState) -> None:
@@ -305,7 +324,7 @@ class InstanceState:
         batch = request.batch
         if batch is not None:
             del batch.members[request.id]
-            batch.view = request.batch = None
+            batch.view = batch.last_view = request.batch = None
             if not batch.members:
                 del self.batches[request.model]
             return
@@ -321,13 +340,19 @@ class InstanceState:
         batch = self.batches.get(request.model)
         if batch is None:
             batch = self.batches[request.model] = Batch(self)
-        batch.members[request.id] = None
+        batch.members[request.id] = request
+        batch.last_view = None
         request.batch = batch
         request.placed = request.generated
+        request.view = None
         batch.changed()
 
     def upcoming(self) -> list[ModelName]:
         """Models in the order they will run next, as far as is known; each once."""
         front = [group.model for group in self.groups]
+        if any([not turn.firm for turn in self.work]):
+            working = {*front, *self.batches}
+            planned = [turn.model for turn in self.work if turn.model in working]
+            return list(dict.fromkeys([*planned, *front, *self.batches]))
         planned = [turn.model for turn in self.work if turn.model in self.batches]
         return list(dict.fromkeys([*front[:1], *planned, *self.batches, *front[1:]]))

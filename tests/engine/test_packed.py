@@ -163,13 +163,40 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @x86_64
+@pytest.mark.parametrize("shape", [*SHAPES, (144, 288), (1536, 24)], ids=str)
+def test_the_number_of_threads_changes_no_byte(shape: tuple[int, int]) -> None:
+    """Packed bytes and how they lie are the same for whoever packs, whatever its processors."""
+    import torch
+
+    from appliance.engines.vllm import packed
+
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 4):
+            torch.set_num_threads(number)
+            packed.plan.cache_clear()
+            found.append(pack(weight))
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(threads)
+        packed.plan.cache_clear()
+    for data, packing in found[1:]:
+        assert torch.equal(data, found[0][0])
+        assert packing == found[0][1]
+
+
+@x86_64
 def test_every_linear_layer_is_packed(house: House) -> None:
     """All layers that vLLM packs, and the head, tied or not; the embedding keeps its rows."""
     from vllm.model_executor.layers.linear import LinearBase
 
-    from appliance.engines.vllm.packed import PackedLinear
+    from appliance.engines.vllm.packed import PackedLinear, supports
 
-    for engine in house.engines.values():
+    engines = [e for e in house.engines.values() if supports(e._runner.dtype)]
+    assert engines
+    for engine in engines:
         model = engine._runner.get_model()
         linears = {n for n, m in model.named_modules() if isinstance(m, LinearBase)} | {"lm_head"}
         packed = {

@@ -168,7 +168,8 @@ def test_shared_blocks_outlive_either_sharer(
     outputs = {
         name: start(engine, name, words, GREEDY) for name, words in zip("abc", prompts, strict=True)
     }
-    shared = {tuple(engine._blocks(engine._known(name))[:2]) for name in "abc"}
+    manager = engine._scheduler.kv_cache_manager
+    shared = {tuple(manager.get_block_ids(name)[0][:2]) for name in "abc"}
     assert len(shared) == 1
 
     house.swap_out(engine, "b", places)
@@ -392,10 +393,14 @@ class Crowd:
         self.places = [house.swap_places(engine, len(words) + 20) for words in self.words]
         self.away = dict.fromkeys(range(12), "new")
         self.here: list[int] = []
+        self.begun: list[int] = []
         self.deferred = 0
+        self.mixed = 0
 
     def do_anything(self, slabs: int) -> None:
-        action = self.dice.choice((self.arrive, self.step, self.step, self.leave, self.lose))
+        action = self.dice.choice(
+            (self.arrive, self.arrive, self.step, self.step, self.step, self.leave, self.lose)
+        )
         try:
             action(slabs)
         except KvExhausted:
@@ -415,6 +420,11 @@ class Crowd:
             self.engine.add(sequence(MODEL, name, words, sampling, output))
         if self.away[number] == "swapped":
             self.engine.swap_in(name, self.places[number], slabs)
+        elif self.dice.random() < 0.5:
+            self.engine.begin_prefill(name, slabs)
+            del self.away[number]
+            self.begun.append(number)
+            return
         else:
             self.take(self.engine.prefill(name, slabs))
         del self.away[number]
@@ -423,9 +433,14 @@ class Crowd:
 
     def step(self, slabs: int) -> None:
         batch = [n for n in self.here if self.dice.random() < 0.7]
+        prompts = [n for n in self.begun if self.dice.random() < 0.7]
         for _ in range(self.dice.randint(1, 4)):
             batch = [n for n in batch if self.engine.knows(str(n))]
-            self.take(self.engine.step([str(n) for n in batch], slabs))
+            prompts = [n for n in prompts if n in self.begun]
+            beside = [str(n) for n in prompts]
+            self.mixed += bool(batch and beside)
+            chunk = self.dice.randint(1, 64)
+            self.take(self.engine.step([str(n) for n in batch], slabs, beside, chunk))
 
     def leave(self, slabs: int) -> None:
         if self.here:
@@ -434,28 +449,35 @@ class Crowd:
             self.away[number] = "swapped"
 
     def lose(self, slabs: int) -> None:
-        if self.here and self.dice.random() < 0.3:
-            number = self.here.pop(self.dice.randrange(len(self.here)))
+        some = self.dice.choice((self.here, self.begun))
+        if some and self.dice.random() < 0.3:
+            number = some.pop(self.dice.randrange(len(some)))
             self.engine.forget(str(number))
             self.away[number] = "lost"
 
     def take(self, produced: list[Produced]) -> None:
         for one in produced:
-            self.outputs[int(one.request)].append(one.token)
-            if one.finished and int(one.request) in self.here:
-                self.here.remove(int(one.request))
+            number = int(one.request)
+            self.outputs[number].append(one.token)
+            if number in self.begun:
+                self.begun.remove(number)
+                self.here.append(number)
+            if one.finished and number in self.here:
+                self.here.remove(number)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_whatever_happens_outputs_are_those_of_plain_vllm(
     house: House, engine: Any, plain_vllm: Baseline, seed: int
 ) -> None:
-    """Hits, swaps, losses, trims and too little room, at random: every token is the right one."""
+    """Hits, swaps, losses, trims, prompts beside others and too little room, at random: every token
+    is the right one."""
     dice = random.Random(seed)
     crowd = Crowd(house, engine, dice)
-    while crowd.here or crowd.away:
+    while crowd.here or crowd.away or crowd.begun:
         crowd.do_anything(dice.choice((4, 6, 8)))
 
     samplings = [crowd.sampling[n % 2] for n in range(12)]
     assert crowd.deferred
+    assert crowd.mixed
     assert crowd.outputs == plain_vllm(MODEL, crowd.words, samplings)

@@ -34,6 +34,7 @@ from appliance.vocabulary import (
     MoveKv,
     PrefillDeferred,
     PrefillDone,
+    Release,
     RunPrefill,
     RunTurn,
     StoreWeights,
@@ -170,6 +171,25 @@ class Box:
                 kv_slabs=KV_SLABS,
             )
         )
+
+    def mixed_turn(
+        self, model: str, requests: list[str], prompts: list[str], kv_slabs: int = KV_SLABS
+    ) -> TurnEnded:
+        """Until the prompts are over, in chunks of 16 tokens."""
+        self._turns += 1
+        self.send(
+            RunTurn(
+                instance=0,
+                model=model,
+                turn=self._turns,
+                requests=tuple(requests),
+                quota_seconds=0.0,
+                kv_slabs=kv_slabs,
+                prompts=tuple(prompts),
+                chunk_tokens=16,
+            )
+        )
+        return self.until(TurnEnded)
 
     def turn(self, model: str, requests: list[str], quota_seconds: float = 600) -> TurnEnded:
         self.begin_turn(model, requests, quota_seconds)
@@ -341,6 +361,34 @@ def test_a_full_pool_is_an_answer(box: Box) -> None:
     box.evict(model)
 
     assert len(box.outputs.pop("full")) == LENGTH
+
+
+def test_ranks_compute_prompts_beside_a_turn(
+    box: Box, expected: dict[str, list[list[int]]]
+) -> None:
+    """Steps and prompts of a mixed turn are the same on all ranks; so is that one does not fit."""
+    model = MODELS[0]
+    box.load(model)
+    box.send(TrimKv(instance=0, model=model, kv_slabs=0))
+    names = [f"mixed/{number}" for number in range(3)]
+    for name, prompt in zip(names, prompts(model), strict=True):
+        box.add(model, name, prompt)
+    box.prefill(model, names[0])
+    shape = box.kv[model]
+    assert shape.blocks(900) > shape.group_blocks
+    box.add(model, "mixed/long", tuple(5 + i % 400 for i in range(900)))
+    full = box.mixed_turn(model, names[:1], ["mixed/long"], shape.group_slabs)
+    box.send(Release(instance=0, model=model, request="mixed/long"))
+    outputs = dict(box.outputs)
+
+    ended = box.mixed_turn(model, names[:1], names[1:])
+
+    assert (full.steps, list(outputs)) == (1, names[:1])
+    # The second prompt begins with the first, whose two blocks are in the cache by then.
+    assert ended.steps == -(-64 // 16) + -(-(90 - 64) // 16)
+    box.turn(model, names)
+    box.evict(model)
+    assert [box.outputs.pop(name) for name in names] == expected[model]
 
 
 def test_a_model_that_cannot_be_built(box: Box) -> None:

@@ -174,7 +174,7 @@ def test_hanging_up_cancels(appliance: Appliance) -> None:
 
 def test_hanging_up_while_the_model_is_cold(checkpoints: Path) -> None:
     """A client that leaves while its model is being built takes its request with it, too."""
-    with start(checkpoints, "fcfs", instances=1) as cold:
+    with start(checkpoints, "serverlessllm", instances=1) as cold:
         body = {"model": "qwen3-a", "messages": HELLO, "max_tokens": 9}
         with _asked(cold, body):
             asyncio.run(_until(cold, lambda: _busy(cold, "qwen3-a")))

@@ -14,7 +14,7 @@ from appliance.vocabulary import RunPrefill
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
 
-@pytest.mark.parametrize("policy", ["aegaeon", "fcfs"])
+@pytest.mark.parametrize("policy", ["aegaeon", "serverlessllm"])
 def test_48_requests(
     policy: str, checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]]
 ) -> None:

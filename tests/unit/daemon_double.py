@@ -23,7 +23,9 @@ from appliance.vocabulary import (
     ModelSpec,
     MoveKv,
     Release,
+    RequestClass,
     RunPrefill,
+    RunTurn,
     TokensProduced,
 )
 from tests.unit.floor_double import SLAB, SLO, shape
@@ -42,7 +44,7 @@ def small(names: str) -> dict[str, ModelDouble]:
 def setup_of(
     models: dict[str, ModelDouble],
     *,
-    policy: str = "fcfs",
+    policy: str = "serverlessllm",
     instances: int = 1,
     host_slabs: int = 200,
     kind: type[Setup] = Setup,
@@ -122,6 +124,8 @@ class WorkerDouble:
                 return  # the test answers
             case RunPrefill():
                 assert heard.request in self._known, "named before it was introduced"
+            case RunTurn():
+                assert self._known.issuperset(heard.prompts)
             case MoveKv(direction=Direction.IN):
                 assert self._known.issuperset(kv_move.request for kv_move in heard.moves)
             case Release():
@@ -225,7 +229,14 @@ class Box:
         self.settle()
 
     def ask(
-        self, name: str, model: str, *, prompt: int = 20, output: int = 5, limit: int | None = None
+        self,
+        name: str,
+        model: str,
+        *,
+        prompt: int = 20,
+        output: int = 5,
+        limit: int | None = None,
+        kind: RequestClass = RequestClass.INTERACTIVE,
     ) -> Generation:
         """Submit a request that will produce `output` tokens."""
         limit = output if limit is None else limit
@@ -236,6 +247,7 @@ class Box:
                 model=model,
                 prompt=tuple(range(prompt)),
                 sampling=Sampling(max_tokens=limit),
+                request_class=kind,
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeVar, cast
 
 from appliance.memory.ledger import HostLedger
@@ -69,19 +70,30 @@ def fresh_view(machine: Machine, number: int) -> InstanceView:
     instance = machine.instances[number]
     parts = [*instance.groups, *instance.batches.values(), instance]
     shown = [part.view for part in parts]
+    last = [batch.last_view for batch in instance.batches.values()]
     for part in parts:
         part.view = None
+    for batch in instance.batches.values():
+        batch.last_view = None
     view = machine.floor.view(instance)
     for part, old in zip(parts, shown, strict=True):
         part.view = old  # type: ignore[assignment]
+    for batch, old_view in zip(instance.batches.values(), last, strict=True):
+        batch.last_view = old_view
     return view
 
 
 def policy_stack(use: Sequence[str], stranger: object | None) -> PolicyStack:
     """The installed policies of these names, behind a stranger if there is one."""
     if stranger is None:
-        return load_stack(PolicyChoice(use=tuple(use)))
+        return installed(tuple(use))
     return PolicyStack({"stranger": stranger, "built-in": Aegaeon()})
+
+
+@cache
+def installed(use: tuple[str, ...]) -> PolicyStack:
+    """Looked up once: to read what every package of an environment offers takes long."""
+    return load_stack(PolicyChoice(use=use))
 
 
 class FloorDouble:
@@ -122,11 +134,15 @@ class FloorDouble:
             ],
             instances,
             HostLedger(host_slabs * SLAB, SLAB, kv_floor_slabs),
-            cast(Policy, Watchful(self, policy_stack(use or [policy], stranger))),
+            cast(Policy, self._watchful(use or [policy], stranger)),
         )
         self.now = 0.0
         self.journal: list[tuple[float, Event, list[Command]]] = []
         self.up: dict[int, InstanceDouble] = {}
+
+    def _watchful(self, use: Sequence[str], stranger: object | None) -> Watchful:
+        self.stack = policy_stack(use, stranger)
+        return Watchful(self, self.stack)
 
     def tell(self, event: Event) -> list[Command]:
         """One event into the machine; its commands reach the instances and the requests."""
@@ -143,9 +159,9 @@ class FloorDouble:
 
     def set_policy(self, use: Sequence[str], stranger: object | None = None) -> None:
         """Another stack answers from now on."""
-        policy = cast(Policy, Watchful(self, policy_stack(use, stranger)))
+        policy = self._watchful(use, stranger)
         self.now += 0.001
-        commands = self.machine.set_policy(policy, self.now)
+        commands = self.machine.set_policy(cast(Policy, policy), self.now)
         self.machine.check_integrity()
         self.carry_out(commands)
 

@@ -163,6 +163,8 @@ class InstanceDouble:
         """Whether groups without a block in use are kept, as prefix cache."""
         self.high_water_slabs = 0
         self.fragmentation = 0
+        self.deferring: set[str] = set()
+        """Requests whose prompts will not fit, once, whatever is granted."""
         self.steps_per_turn = 3
 
     def order(self, command: Command) -> None:
@@ -380,8 +382,10 @@ class InstanceDouble:
         engine = self.engines[command.model]
         life = self.world.lives[command.request]
         events: list[Event] = []
-        if not engine.loaded:
-            assert command.model in self.world.unreadable, "a prefill without weights"
+        if not engine.loaded or command.request in self.deferring:
+            readable = command.model not in self.world.unreadable
+            assert engine.loaded or not readable, "a prefill without weights"
+            self.deferring.discard(command.request)
             self._trim(command.model, engine.slabs())
             return [
                 PrefillDeferred(

@@ -52,6 +52,8 @@ def request_view(
     arrived: float = 0.0,
     ttft: float = 1.0,
     tbt: float = 0.1,
+    weight_bytes: int = 15 * GIB,
+    kv_bytes_per_token: int = 128 << 10,
     kind: RequestClass = RequestClass.INTERACTIVE,
 ) -> RequestView:
     return RequestView(
@@ -59,6 +61,8 @@ def request_view(
         model=model,
         tokens=tokens,
         max_tokens=10,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
         slo=Slo(ttft_seconds=ttft, tbt_seconds=tbt),
         request_class=kind,
         arrived=arrived,
@@ -95,6 +99,7 @@ def group_view(
     model: str,
     waiting: int = 1,
     *,
+    first: str = "r",
     admitted: int = 0,
     tokens: int = 1000,
     arrived: float = 0.0,
@@ -104,6 +109,7 @@ def group_view(
     """`tokens` are those of all its requests."""
     return GroupView(
         model=model,
+        first=first,
         admitted=admitted or waiting,
         waiting=waiting,
         tokens=tokens,
@@ -145,6 +151,7 @@ def instance_view(
     turn: str | None = None,
     turn_began: float = 0.0,
     last_turn: TurnView | None = None,
+    computing: int = 0,
     prefills: int = 0,
     role: Role = Role.MIXED,
     kind: InstanceClass = InstanceClass.MIXED,
@@ -167,6 +174,7 @@ def instance_view(
         turn=turn,
         turn_began=turn_began,
         last_turn=last_turn,
+        computing_tokens=computing,
         prefills_since_turn=prefills,
         resident=frozenset(resident),
         total_bytes=total_bytes,

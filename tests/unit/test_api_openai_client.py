@@ -11,7 +11,7 @@ import pytest
 
 from appliance.api.app import create_app
 from appliance.api.service import GenerationFailed
-from appliance.vocabulary import FinishReason
+from appliance.vocabulary import FinishReason, RequestClass
 
 from .fake_service import FakeGeneration, FakeService, small_tokenizer
 from .serving import served
@@ -39,6 +39,22 @@ def stopping(generation: FakeGeneration) -> None:
     """Say a word, then the token that says stop."""
     generation.say("hello", None)
     generation.feed([0], FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("tier", "kind"),
+    [("flex", RequestClass.BATCH), ("auto", RequestClass.INTERACTIVE)],
+)
+async def test_the_flexible_tier_is_batch_work(
+    client: openai.AsyncOpenAI, service: FakeService, tier: Any, kind: RequestClass
+) -> None:
+    """Who asks for it by OpenAI's word can wait: in chats, and in plain completions too."""
+    await client.chat.completions.create(model="small", messages=HELLO, service_tier=tier)
+    await client.completions.create(
+        model="small", prompt="hello", extra_body={"service_tier": tier}
+    )
+
+    assert [generation.request.request_class for generation in service.submitted] == [kind, kind]
 
 
 async def test_chat(client: openai.AsyncOpenAI, service: FakeService) -> None:

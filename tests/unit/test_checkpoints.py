@@ -115,9 +115,9 @@ def test_only_eos_of_the_special_tokens_can_win(made: list[Path]) -> None:
 
 def test_written_configuration_is_valid(made: list[Path]) -> None:
     """The demo's configuration passes all checks, and its pool holds a third of the models."""
-    config = load_config(write_config(made[0].parent, instances=3, policy="fcfs"))
+    config = load_config(write_config(made[0].parent, instances=3, policy="serverlessllm"))
 
     assert [model.name for model in config.models] == [path.name for path in made]
-    assert (config.devices.instances, config.policy.use) == (3, ("fcfs",))
+    assert (config.devices.instances, config.policy.use) == (3, ("serverlessllm",))
     total = sum(read_checkpoint(p.name, p, "float32").weight_bytes for p in made)
     assert total / 3 < config.devices.memory_bytes < total / 2

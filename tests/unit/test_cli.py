@@ -353,9 +353,17 @@ def test_demo_hands_its_options_on_and_exits_with_its_status(
     module.main = main  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "appliance.demo.run", module)
 
-    result = call("demo", "--keep", "--dir", tmp_path, "--instances", "3", "--policy", "fcfs")
+    result = call(
+        "demo", "--keep", "--dir", tmp_path, "--instances", "3", "--policy", "serverlessllm"
+    )
 
     assert result.exit_code == 1
     assert called == [
-        {"keep": True, "directory": tmp_path, "instances": 3, "policy": "fcfs", "as_json": False}
+        {
+            "keep": True,
+            "directory": tmp_path,
+            "instances": 3,
+            "policy": "serverlessllm",
+            "as_json": False,
+        }
     ]

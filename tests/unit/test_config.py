@@ -10,6 +10,7 @@ import pytest
 from appliance import configdoc
 from appliance.catalog import read_checkpoint
 from appliance.config import (
+    BatchSlo,
     Config,
     PolicyTable,
     Slo,
@@ -70,7 +71,8 @@ def models(tmp_path: Path, fake_checkpoint: Make) -> Path:
 
 def test_units_and_paths_are_resolved(models: Path) -> None:
     """Sizes become bytes, durations seconds, and paths absolute; what is not said has a default."""
-    text = GOOD + 'slo = { ttft = "2m", tbt = "50ms" }\n[journal]\npath = "run.journal"\n'
+    text = GOOD + 'slo = { ttft = "2m", tbt = "50ms" }\n'
+    text += 'batch_slo = { ttft = "8h" }\n[journal]\npath = "run.journal"\n'
     config = load_config(write(models, '[api]\nbind = "[::1]:80"\nkeep_alive = "1.5s"\n' + text))
 
     assert (config.api.bind.host, config.api.bind.port) == ("::1", 80)
@@ -82,6 +84,7 @@ def test_units_and_paths_are_resolved(models: Path) -> None:
     (model,) = config.models
     assert model.path == str(models / "tiny")
     assert model.slo == Slo(ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05))
+    assert model.batch_slo == BatchSlo(ttft_seconds=Seconds(28800), tbt_seconds=Seconds(2))
     assert model.max_batch == 32
     assert warnings(config) == []
 
@@ -100,11 +103,11 @@ def test_policy_parameters_reach_the_policy(models: Path) -> None:
 
 def test_decisions_are_given_to_policies(models: Path) -> None:
     """A key of [policy] for each; those that are not given, or empty, are left to `use`."""
-    text = '[policy]\nuse = ["fcfs"]\nround = "aegaeon"\nflow = ""\nbudget = "20ms"\n'
+    text = '[policy]\nuse = ["serverlessllm"]\nround = "aegaeon"\nflow = ""\nbudget = "20ms"\n'
     table = load_config(write(models, text + "[policy.aegaeon]\nmax_group = 4\n" + GOOD)).policy
 
     assert table.choice == PolicyChoice(
-        use=("fcfs",),
+        use=("serverlessllm",),
         decisions={"round": "aegaeon"},
         parameters={"aegaeon": {"max_group": 4}},
     )
@@ -115,15 +118,33 @@ def test_decisions_are_given_to_policies(models: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "line", "key", "wrong", "remedy"),
     [
-        ('rond = "fcfs"', 2, "policy.rond", "unknown key", "did you mean round?"),
-        ('round = "fcsf"', 2, "policy.round", "no policy 'fcsf'", "did you mean fcfs?"),
+        ('rond = "serverlessllm"', 2, "policy.rond", "unknown key", "did you mean round?"),
+        (
+            'round = "serverlesllm"',
+            2,
+            "policy.round",
+            "no policy 'serverlesllm'",
+            "did you mean serverlessllm?",
+        ),
         ("round = 1", 2, "policy.round", "expected `str`", "got 1"),
         ('use = ["lifo"]', 2, "policy.use", "no policy 'lifo'", "use aegaeon"),
-        ('use = ["fcfs", "fcfs"]', 2, "policy.use", "fcfs is listed twice", "once"),
+        (
+            'use = ["serverlessllm", "serverlessllm"]',
+            2,
+            "policy.use",
+            "serverlessllm is listed twice",
+            "once",
+        ),
         ("use = []", 2, "policy.use", "length >= 1", "got []"),
         ('budget = "0s"', 2, "policy.budget", "duration", "got '0s'"),
         ("[policy.lifo]\nx = 1", 2, "policy.lifo", "no policy 'lifo'", "use aegaeon"),
-        ("[policy.fcfs]\nmax_group = 0", 3, "policy.fcfs.max_group", ">= 1", "correct it"),
+        (
+            "[policy.serverlessllm]\nmax_group = 0",
+            3,
+            "policy.serverlessllm.max_group",
+            ">= 1",
+            "correct it",
+        ),
     ],
 )
 def test_each_problem_with_policies_is_named(
@@ -212,15 +233,15 @@ def test_all_problems_are_reported_together(models: Path) -> None:
 def test_names_and_policies_are_compared(models: Path) -> None:
     """Duplicate models, and policies that are not installed or listed twice."""
     second = GOOD[GOOD.index("[[model]]") :]
-    policy = '[policy]\nuse = ["fcsf", "aegaeon", "aegaeon"]\n[policy.prism]\nx = 1\n'
+    policy = '[policy]\nuse = ["serverlesllm", "aegaeon", "aegaeon"]\n[policy.lifo]\nx = 1\n'
 
     found = problems(models, policy + GOOD + second)
 
     assert [(problem.line, problem.key) for problem in found] == [
-        (2, "policy.use"), (2, "policy.use"), (3, "policy.prism"), (16, "model[1].name"),
+        (2, "policy.use"), (2, "policy.use"), (3, "policy.lifo"), (16, "model[1].name"),
     ]  # fmt: skip
-    assert "fcsf" in found[0].wrong
-    assert found[0].remedy == "did you mean fcfs?"
+    assert "serverlesllm" in found[0].wrong
+    assert found[0].remedy == "did you mean serverlessllm?"
     assert "twice" in found[1].wrong
     assert "line 11 already" in found[3].wrong
 

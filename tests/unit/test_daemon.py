@@ -41,6 +41,7 @@ from appliance.vocabulary import (
     PrefetchModel,
     Release,
     RequestArrived,
+    RequestClass,
     RequestFailed,
     RunPrefill,
     RunTurn,
@@ -125,7 +126,7 @@ async def test_a_client_that_waits_gets_tokens_as_they_come(make_box: MakeBox) -
     assert [produced.token for produced in await waiting] == [1]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+@pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])
 async def test_models_take_turns(make_box: MakeBox, policy: str) -> None:
     """Requests of two models in memory for one are both served, each with its own tokens."""
     box = make_box(policy=policy, slabs=40)
@@ -483,7 +484,7 @@ async def test_a_journal_that_cannot_be_written_ends(
 # --- metrics -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+@pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])
 async def test_switches_are_counted_by_what_they_are_for(make_box: MakeBox, policy: str) -> None:
     """A switch is whenever another model runs than the one before, for a prompt or for a turn."""
     box = make_box(policy=policy, slabs=40)
@@ -771,6 +772,33 @@ async def test_not_ready_without_a_worker(make_box: MakeBox) -> None:
 
     assert box.daemon.readiness().ok
     assert box.daemon.readiness().reasons == ()
+
+
+async def test_batch_requests_have_promises_of_their_own(make_box: MakeBox) -> None:
+    """A request of class batch is promised what its model promises to those."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", kind=RequestClass.BATCH)
+    box.ask("s", "a")
+
+    promised = {name: r.spec.slo.ttft_seconds for name, r in box.daemon.machine.requests.items()}
+    assert promised == {"r": 3600.0, "s": 10.0}
+
+
+async def test_ready_while_batch_work_waits_rightly(make_box: MakeBox) -> None:
+    """Batch requests may wait as long as their instance does other work, and no longer."""
+    box = make_box(slabs=40, limits=Limits(queue=9, progress_seconds=30.0))
+    box.start()
+    box.ask("r", "a", output=30)
+    box.ask("b", "a", kind=RequestClass.BATCH)
+    box.now += 40.0
+    assert not box.daemon.readiness().ok
+
+    box.work_until(lambda: box.world.lives["r"].produced == 1)
+    assert box.world.lives["b"].produced == 0
+    assert box.daemon.readiness().ok
+    box.now += 31.0
+    assert not box.daemon.readiness().ok
 
 
 async def test_not_ready_without_progress(make_box: MakeBox) -> None:

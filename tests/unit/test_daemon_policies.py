@@ -30,7 +30,7 @@ from appliance.vocabulary import RunPrefill, RunTurn
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.strangers import install
 
-FCFS = PolicyChoice(use=("fcfs",))
+SERVERLESSLLM = PolicyChoice(use=("serverlessllm",))
 AEGAEON = PolicyChoice(use=("aegaeon",))
 
 MakeBox = Callable[..., Box]
@@ -137,7 +137,7 @@ async def test_no_request_notices_a_swap(make_box: MakeBox, tmp_path: Path) -> N
     usable = [policy.name for policy in installed() if policy.shipped and not policy.lab_only]
     names = [name for name in usable if name != "aegaeon"]
     choices = [PolicyChoice(use=(name,)) for name in names]
-    choices += [AEGAEON, PolicyChoice(use=("fcfs",), decisions={"round": "aegaeon"})]
+    choices += [AEGAEON, PolicyChoice(use=("serverlessllm",), decisions={"round": "aegaeon"})]
     streams = {}
     for number in range(4 * len(choices)):
         streams[f"r{number}"] = box.ask(f"r{number}", "abc"[number % 3], output=10 + number)
@@ -163,7 +163,7 @@ async def test_no_request_notices_a_swap(make_box: MakeBox, tmp_path: Path) -> N
 
 async def test_a_swap_takes_effect_at_once(make_box: MakeBox) -> None:
     """From the next question on the other policies are asked, and the report says so."""
-    box = make_box(policy="fcfs", instances=2)
+    box = make_box(policy="serverlessllm", instances=2)
     box.start()
     assert {i.role for i in box.daemon.activity().instances} == {"mixed"}
 
@@ -172,37 +172,37 @@ async def test_a_swap_takes_effect_at_once(make_box: MakeBox) -> None:
     assert [i.role for i in box.daemon.activity().instances] == ["prefill", "decode"]
     report = await box.daemon.policies()
     assert report.active == AEGAEON
-    assert report.previous == (FCFS,)
+    assert report.previous == (SERVERLESSLLM,)
     assert report.decisions["flow"] == ("aegaeon", "built-in aegaeon")
     assert [state.name for state in report.policies] == ["aegaeon", "built-in aegaeon"]
-    assert {"aegaeon", "fcfs"} <= {policy.name for policy in report.installed}
+    assert {"aegaeon", "serverlessllm"} <= {policy.name for policy in report.installed}
     assert await happenings(box) == [("chosen", "aegaeon")]
 
 
 async def test_a_choice_that_cannot_be_used_changes_nothing(make_box: MakeBox) -> None:
     """The error names the key; the old stack decides on, and there is nothing to go back to."""
-    box = make_box(policy="fcfs")
+    box = make_box(policy="serverlessllm")
 
     with pytest.raises(PolicyChoiceError, match=r"decisions\.round: no policy 'lifo'"):
         await box.daemon.set_policy(PolicyChoice(use=("aegaeon",), decisions={"round": "lifo"}))
 
-    assert (await box.daemon.policies()).active == FCFS
+    assert (await box.daemon.policies()).active == SERVERLESSLLM
     with pytest.raises(NothingPrevious):
         await box.daemon.rollback_policy()
 
 
 async def test_the_choice_before_is_one_call_away(make_box: MakeBox) -> None:
     """Each call goes back one more, until there is none."""
-    box = make_box(policy="fcfs")
-    both = PolicyChoice(use=("aegaeon", "fcfs"), parameters={"aegaeon": {"max_group": 2}})
+    box = make_box(policy="serverlessllm")
+    both = PolicyChoice(use=("aegaeon", "serverlessllm"), parameters={"aegaeon": {"max_group": 2}})
     await box.daemon.set_policy(both)
     await box.daemon.set_policy(AEGAEON)
 
     await box.daemon.rollback_policy()
     assert (await box.daemon.policies()).active == both
-    assert (await box.daemon.policies()).previous == (FCFS,)
+    assert (await box.daemon.policies()).previous == (SERVERLESSLLM,)
     await box.daemon.rollback_policy()
-    assert (await box.daemon.policies()).active == FCFS
+    assert (await box.daemon.policies()).active == SERVERLESSLLM
     with pytest.raises(NothingPrevious):
         await box.daemon.rollback_policy()
     assert [what for what, _ in await happenings(box)] == ["chosen"] * 4
@@ -210,7 +210,7 @@ async def test_the_choice_before_is_one_call_away(make_box: MakeBox) -> None:
 
 async def test_only_the_last_choices_are_remembered(make_box: MakeBox) -> None:
     """A daemon that runs for years does not grow."""
-    box = make_box(policy="fcfs")
+    box = make_box(policy="serverlessllm")
     for number in range(10):
         await box.daemon.set_policy(
             PolicyChoice(use=("aegaeon",), parameters={"aegaeon": {"max_group": number + 1}})
@@ -226,13 +226,13 @@ async def test_only_the_last_choices_are_remembered(make_box: MakeBox) -> None:
 
 async def test_two_who_go_back_at_once(make_box: MakeBox) -> None:
     """Each goes back one, in turn."""
-    box = make_box(policy="fcfs")
+    box = make_box(policy="serverlessllm")
     await box.daemon.set_policy(AEGAEON)
-    await box.daemon.set_policy(PolicyChoice(use=("fcfs", "aegaeon")))
+    await box.daemon.set_policy(PolicyChoice(use=("serverlessllm", "aegaeon")))
 
     await asyncio.gather(box.daemon.rollback_policy(), box.daemon.rollback_policy())
 
-    assert (await box.daemon.policies()).active == FCFS
+    assert (await box.daemon.policies()).active == SERVERLESSLLM
 
 
 async def test_a_broken_daemon_takes_no_policies(
@@ -243,7 +243,7 @@ async def test_a_broken_daemon_takes_no_policies(
     def breaks(*_: object) -> None:
         raise RuntimeError("the books do not balance")
 
-    box = make_box(policy="fcfs")
+    box = make_box(policy="serverlessllm")
     monkeypatch.setattr(box.daemon.machine, "set_policy", breaks)
 
     with pytest.raises(RuntimeError, match="balance"):
@@ -279,9 +279,9 @@ async def test_a_disabled_policy_is_enabled(make_box: MakeBox, tmp_path: Path) -
 
 async def test_what_does_not_decide_cannot_be_enabled(make_box: MakeBox) -> None:
     """Nothing happens, and nothing is written down."""
-    box = make_box(policy="fcfs")
+    box = make_box(policy="serverlessllm")
 
-    with pytest.raises(PolicyNotActive, match="'aegaeon' does not decide; fcfs"):
+    with pytest.raises(PolicyNotActive, match="'aegaeon' does not decide; serverlessllm"):
         box.daemon.enable_policy("aegaeon")
 
     assert (await box.daemon.policies()).events == ()
@@ -320,7 +320,7 @@ async def test_a_journal_replays_without_the_clock(
     install(tmp_path, "sleeper", SLEEPER.format(gate="gate_of_sleep"))
     path = tmp_path / "journal"
     limits = Limits(queue=100, progress_seconds=60.0, policy_seconds=0.01)
-    box = make_box("abc", instances=2, policy="fcfs", journal=path, limits=limits)
+    box = make_box("abc", instances=2, policy="serverlessllm", journal=path, limits=limits)
     box.start()
     await box.daemon.set_policy(PolicyChoice(use=("aegaeon",), decisions={"decode": "sleeper"}))
     streams = [box.ask(f"r{n}", "abc"[n % 3], output=9) for n in range(6)]

@@ -54,7 +54,7 @@ def record(path: Path, policy: str = "aegaeon") -> None:
             journal.record(now, event, commands)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+@pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])
 def test_a_replay_gives_no_difference(tmp_path: Path, policy: str) -> None:
     """What was written, read back and handled by a fresh machine gives the same commands."""
     path = tmp_path / "journal"
@@ -70,7 +70,7 @@ def test_a_replay_gives_no_difference(tmp_path: Path, policy: str) -> None:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     """The first line is the setup, every other one an event with its time and commands."""
     path = tmp_path / "journal"
-    setup = setup_of(["fcfs"], {"aegaeon": {"q_max_seconds": 2.5}})
+    setup = setup_of(["serverlessllm"], {"aegaeon": {"q_max_seconds": 2.5}})
     up = InstanceUp(instance=0, slabs=7)
     ended = Finish(request="r", reason=FinishReason.STOP)
     with Journal(path, setup) as journal:
@@ -112,8 +112,8 @@ def change_setup(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     "choice",
     [
-        PolicyChoice(use=("fcfs",)),
-        PolicyChoice(use=("aegaeon",), decisions={"round": "fcfs"}),
+        PolicyChoice(use=("serverlessllm",)),
+        PolicyChoice(use=("aegaeon",), decisions={"round": "serverlessllm"}),
         PolicyChoice(use=("aegaeon",), parameters={"aegaeon": {"max_group": 1}}),
     ],
 )

@@ -102,6 +102,17 @@ class HostBooks(RuleBasedStateMachine):
         blocks = [(start, size) for size, offsets in self.blocks for start in offsets]
         return [(start, start + size) for start, size in slabs + blocks]
 
+    def free_runs(self, needed: int) -> int:
+        """How many times there are so many slabs in a row that KV may have."""
+        taken = {slab for start, end in self.owned() for slab in range(start // SLAB, end // SLAB)}
+        taken |= {(end - 1) // SLAB for _, end in self.owned()}
+        runs = row = 0
+        for slab in range(self.slabs):
+            row = 0 if slab in taken else row + 1
+            runs += row > 0 and row % needed == 0
+        held_back = sum(self.held_back.values())
+        return min(runs, max(0, self.ledger.free_slabs - held_back) // needed)
+
     @rule(model=MODELS, slabs=st.integers(0, 6))
     def hold_back(self, model: str, slabs: int) -> None:
         if model not in self.weights:
@@ -135,8 +146,12 @@ class HostBooks(RuleBasedStateMachine):
     @rule(size=BLOCK_BYTES, count=st.integers(0, 12))
     def take_blocks(self, size: int, count: int) -> None:
         free, kv_slabs = self.ledger.free_slabs, self.ledger.kv_slabs
+        runs = self.free_runs(-(-size // SLAB))
         offsets = self.ledger.take_blocks(size, count)
+        if size >= SLAB:
+            assert (offsets is None) == (count > runs)
         if offsets is None:
+            assert count > runs * (SLAB // size or 1)
             assert (self.ledger.free_slabs, self.ledger.kv_slabs) == (free, kv_slabs)
             return
         assert len(offsets) == count

@@ -179,7 +179,7 @@ def test_a_late_report_of_a_load_changes_nothing() -> None:
     assert life.outcome == FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "aegaeon"])
+@pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])
 def test_a_request_for_an_unbuilt_engine_is_served(policy: str) -> None:
     """Whatever is built already, a model is built when its request is the one to run."""
     floor = FloorDouble({name: ModelDouble(4, shape()) for name in "ab"}, policy=policy)
@@ -200,7 +200,7 @@ def test_what_waits_behind_a_full_host_tier_is_built_next() -> None:
     those that nobody asked for."""
     floor = FloorDouble(
         {name: ModelDouble(4, shape()) for name in "abcd"},
-        policy="fcfs",
+        policy="serverlessllm",
         instances=2,
         host_slabs=16 + 6,
     )

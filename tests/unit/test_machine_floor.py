@@ -193,7 +193,7 @@ def test_a_loss_in_any_stage(stage: Stage) -> None:
 
 def test_who_waits_for_an_instance_keeps_its_order() -> None:
     """Requests that no instance could take are placed in the order they came."""
-    floor = FloorDouble({"a": ModelDouble(4, shape())}, policy="fcfs")
+    floor = FloorDouble({"a": ModelDouble(4, shape())}, policy="serverlessllm")
     for index in range(12):
         floor.ask(f"r{index}", "a")
 
@@ -235,7 +235,7 @@ def test_a_rejection_lets_everybody_else_go_on() -> None:
     """When the first in line for the host tier is rejected, the next one is tried at once, on
     whichever instance it waits: nothing else may ever happen."""
     models = {name: ModelDouble(4, shape()) for name in "abc"}
-    floor = FloorDouble(models, policy="fcfs", instances=3, host_slabs=12 + 5)
+    floor = FloorDouble(models, policy="serverlessllm", instances=3, host_slabs=12 + 5)
     floor.start()
     floor.settle()
     lives = [
@@ -273,7 +273,7 @@ def test_the_longest_wait_for_the_host_tier_survives_a_move() -> None:
     """A request that was first in line for the host tier when its instance died is first in line
     where it goes, though others wait there already: they could not go before it."""
     floor = FloorDouble(
-        {"a": ModelDouble(4, shape())}, policy="fcfs", instances=2, host_slabs=4 + 6
+        {"a": ModelDouble(4, shape())}, policy="serverlessllm", instances=2, host_slabs=4 + 6
     )
     floor.start()
     floor.settle()

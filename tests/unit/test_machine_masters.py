@@ -218,7 +218,7 @@ def test_a_prefetch_fills_no_image() -> None:
 
 def test_a_lost_instance_reads_nothing() -> None:
     """A worker that dies while it loads does not keep the image from giving way."""
-    floor = floor_of("abc", host_slabs=11, kv_floor_slabs=3, instances=2, policy="fcfs")
+    floor = floor_of("abc", host_slabs=11, kv_floor_slabs=3, instances=2, policy="serverlessllm")
     floor.ask("a1", "a", output=30)
     (loading,) = [i.id for i in floor.machine.instances.values() if i.job is not None]
     del floor.up[loading]

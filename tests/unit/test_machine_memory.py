@@ -23,7 +23,7 @@ from tests.unit.instance_double import ModelDouble
 
 
 def built(
-    names: str, *, slabs: int, weight_slabs: int = 4, policy: str = "fcfs", **sizes: int
+    names: str, *, slabs: int, weight_slabs: int = 4, policy: str = "serverlessllm", **sizes: int
 ) -> FloorDouble:
     """One instance with every engine built; `sizes` are weights that differ from the others'."""
     models = {name: ModelDouble(sizes.get(name, weight_slabs), shape()) for name in names}

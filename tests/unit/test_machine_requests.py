@@ -256,7 +256,7 @@ def test_one_token_is_a_whole_answer() -> None:
 
 def test_requests_wait_for_the_host_tier_in_order() -> None:
     """Who needs much of a full host tier is not overtaken by those who need little."""
-    floor = FloorDouble(small(1), policy="fcfs", instances=2, host_slabs=4 + 8)
+    floor = FloorDouble(small(1), policy="serverlessllm", instances=2, host_slabs=4 + 8)
     floor.start()
     floor.settle()
     floor.ask("first", "a", prompt=200, output=40)

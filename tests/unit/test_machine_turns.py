@@ -39,9 +39,9 @@ def until_turn(floor: FloorDouble) -> None:
     floor.work_until(0, lambda: floor.up[0].turn is not None)
 
 
-def test_fcfs_keeps_the_model_until_its_requests_are_done() -> None:
-    """Under fcfs a model runs without a break, and the next one starts when it is done."""
-    floor = built("fcfs")
+def test_serverlessllm_keeps_the_model_until_its_requests_are_done() -> None:
+    """Under serverlessllm a model runs without a break, and the next one starts when it is done."""
+    floor = built("serverlessllm")
     floor.ask("a1", "a", output=40)
     until_turn(floor)
     floor.ask("b1", "b", output=20)
@@ -55,9 +55,9 @@ def test_fcfs_keeps_the_model_until_its_requests_are_done() -> None:
     assert floor.machine.preemptions == {"a": 0, "b": 0, "c": 0}
 
 
-def test_fcfs_lets_requests_of_the_model_join_while_nobody_waits() -> None:
+def test_serverlessllm_lets_requests_of_the_model_join_while_nobody_waits() -> None:
     """A request for the model that runs joins its batch at once if no other model waits."""
-    floor = built("fcfs")
+    floor = built("serverlessllm")
     floor.ask("a1", "a", output=40)
     until_turn(floor)
 
@@ -68,9 +68,9 @@ def test_fcfs_lets_requests_of_the_model_join_while_nobody_waits() -> None:
     assert any(set(command.requests) == {"a1", "a2"} for command in floor.commands(RunTurn))
 
 
-def test_fcfs_lets_nobody_join_past_another_model() -> None:
+def test_serverlessllm_lets_nobody_join_past_another_model() -> None:
     """A request for the model that runs queues behind the model that waits."""
-    floor = built("fcfs")
+    floor = built("serverlessllm")
     floor.ask("a1", "a", output=40)
     until_turn(floor)
 
@@ -201,7 +201,7 @@ def test_a_request_that_ends_in_a_turn_leaves_the_others_running() -> None:
 
 def test_the_longest_wait_is_known() -> None:
     """The oldest progress is that of the request that got nothing for the longest time."""
-    floor = built("fcfs")
+    floor = built("serverlessllm")
     assert floor.machine.oldest_progress() is None
     floor.ask("a1", "a", output=40)
     floor.ask("b1", "b")

@@ -66,7 +66,7 @@ def phase(stack: PolicyStack) -> Phase:
 
 def test_the_built_in_policies_are_found() -> None:
     """Those of the appliance are installed like anybody else's."""
-    assert {"aegaeon", "fcfs"} <= set(available())
+    assert {"aegaeon", "serverlessllm"} <= set(available())
 
 
 def test_ours_are_described() -> None:
@@ -125,7 +125,7 @@ def test_a_policy_that_cannot_be_used_says_why(
     install(site, "odd", body, head=head)
 
     assert wrong in broken("odd").error
-    ((key, told, _),) = problems(chosen("fcfs", decisions={"phase": "odd"}))
+    ((key, told, _),) = problems(chosen("serverlessllm", decisions={"phase": "odd"}))
     assert key == "decisions.phase"
     assert wrong in told
 
@@ -154,7 +154,10 @@ def test_ours_cannot_be_replaced(site: Path) -> None:
 def test_a_stack_is_loaded_with_parameters() -> None:
     """A policy is made from its own table, and the built-in stands behind it, as it ships."""
     stack = load_stack(
-        chosen("aegaeon", parameters={"aegaeon": {"prefill_share": 0.75}, "fcfs": {"max_group": 1}})
+        chosen(
+            "aegaeon",
+            parameters={"aegaeon": {"prefill_share": 0.75}, "serverlessllm": {"max_group": 1}},
+        )
     )
 
     assert roles(stack, 4) == [Role.PREFILL] * 3 + [Role.DECODE]
@@ -173,13 +176,13 @@ def test_a_decision_is_given_to_another(site: Path) -> None:
     """Who is named for a decision is asked for that one only, before all others; who is named for
     both is asked once."""
     install(site, "decoder", phase_of("Phase.DECODE") + "    place = phase\n")
-    choice = chosen("fcfs", "aegaeon", decisions={"phase": "decoder", "round": "aegaeon"})
+    choice = chosen("serverlessllm", "aegaeon", decisions={"phase": "decoder", "round": "aegaeon"})
 
     asked = load_stack(choice).asked()
 
-    assert asked["phase"] == ("decoder", "fcfs", "aegaeon", BUILT_IN)
-    assert asked["place"] == ("fcfs", "aegaeon", BUILT_IN)
-    assert asked["round"] == ("aegaeon", "fcfs", BUILT_IN)
+    assert asked["phase"] == ("decoder", "serverlessllm", "aegaeon", BUILT_IN)
+    assert asked["place"] == ("serverlessllm", "aegaeon", BUILT_IN)
+    assert asked["round"] == ("aegaeon", "serverlessllm", BUILT_IN)
     assert asked["flow"] == ("aegaeon", BUILT_IN)
 
 
@@ -192,7 +195,9 @@ def test_a_policy_is_one_for_all_its_decisions(site: Path) -> None:
         "    @hookimpl\n    def preempt(self):\n        self.seen.append(1)\n        return 0.0\n"
     )
     install(site, "mindful", body)
-    stack = load_stack(chosen("fcfs", decisions={"phase": "mindful", "preempt": "mindful"}))
+    stack = load_stack(
+        chosen("serverlessllm", decisions={"phase": "mindful", "preempt": "mindful"})
+    )
 
     stack.preempt(1.0, VIEW, FixedCosts())
 
@@ -202,34 +207,44 @@ def test_a_policy_is_one_for_all_its_decisions(site: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "key", "wrong", "remedy"),
     [
-        (chosen("fcsf"), "use", "no policy 'fcsf' is installed", "did you mean fcfs?"),
-        (chosen("fcfs", "fcfs"), "use", "fcfs is listed twice", "list it once"),
         (
-            chosen("fcfs", decisions={"round": "x"}),
+            chosen("serverlesllm"),
+            "use",
+            "no policy 'serverlesllm' is installed",
+            "did you mean serverlessllm?",
+        ),
+        (
+            chosen("serverlessllm", "serverlessllm"),
+            "use",
+            "serverlessllm is listed twice",
+            "list it once",
+        ),
+        (
+            chosen("serverlessllm", decisions={"round": "x"}),
             "decisions.round",
             "no policy 'x' is installed",
             "aegaeon",
         ),
         (
-            chosen("fcfs", decisions={"rond": "fcfs"}),
+            chosen("serverlessllm", decisions={"rond": "serverlessllm"}),
             "decisions.rond",
             "there is no such decision",
             "did you mean round?",
         ),
         (
-            chosen("fcfs", parameters={"aegeon": {}}),
+            chosen("serverlessllm", parameters={"aegeon": {}}),
             "parameters.aegeon",
             "no policy 'aegeon' is installed",
             "did you mean aegaeon?",
         ),
         (
-            chosen("fcfs", parameters={"aegaeon": {"q_max": 1}}),
+            chosen("serverlessllm", parameters={"aegaeon": {"q_max": 1}}),
             "parameters.aegaeon.q_max",
             "unknown field `q_max`",
             "remove it from [policy.aegaeon]",
         ),
         (
-            chosen("fcfs", parameters={"aegaeon": {"q_max_seconds": "long"}}),
+            chosen("serverlessllm", parameters={"aegaeon": {"q_max_seconds": "long"}}),
             "parameters.aegaeon.q_max_seconds",
             "Expected `float`",
             "correct it",
@@ -249,10 +264,12 @@ def test_a_choice_that_cannot_be_used(
 
 def test_all_problems_are_told_at_once() -> None:
     """One does not hide another."""
-    choice = chosen("x", "fcfs", decisions={"y": "z"}, parameters={"fcfs": {"w": 1}})
+    choice = chosen(
+        "x", "serverlessllm", decisions={"y": "z"}, parameters={"serverlessllm": {"w": 1}}
+    )
 
     assert {key for key, _, _ in problems(choice)} == {
-        "use", "decisions.y", "parameters.fcfs.w",
+        "use", "decisions.y", "parameters.serverlessllm.w",
     }  # fmt: skip
 
 
@@ -274,7 +291,7 @@ def test_only_the_lab_has_an_oracle(site: Path) -> None:
     assert stack.decode(1.0, request_view(name="r"), 0, [VIEW], FixedCosts()) == 0
     assert stack.faults == []
     assert listed.lab_only
-    ((key, wrong, _),) = problems(chosen("fcfs", "seer"))
+    ((key, wrong, _),) = problems(chosen("serverlessllm", "seer"))
     assert (key, wrong) == ("use", "policy seer needs an oracle: lab only")
 
 

@@ -23,9 +23,9 @@ Call = Callable[..., Awaitable[Result]]
 
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    """A box under `fcfs`, with its worker up."""
+    """A box under `serverlessllm`, with its worker up."""
     models = small("ab")
-    box = Box(monkeypatch, models, setup_of(models, policy="fcfs"))
+    box = Box(monkeypatch, models, setup_of(models, policy="serverlessllm"))
     yield box
     box.daemon.host.close()
     assert box.take_failures() == []
@@ -64,12 +64,17 @@ async def test_the_report_is_whole(client: httpx.AsyncClient) -> None:
     """What is installed, with its parameters; who decides; how each fares; what was before."""
     report = (await client.get("/api/policies")).json()
 
-    (fcfs,) = [policy for policy in report["installed"] if policy["name"] == "fcfs"]
-    assert fcfs["parameters"]["$defs"]["Fcfs"]["properties"]["max_group"]["default"] == 64
-    assert report["active"] == {"use": ["fcfs"], "decisions": {}, "parameters": {}}
-    assert report["decisions"]["round"] == ["fcfs", "built-in aegaeon"]
+    (serverlessllm,) = [
+        policy for policy in report["installed"] if policy["name"] == "serverlessllm"
+    ]
+    assert (
+        serverlessllm["parameters"]["$defs"]["ServerlessLlm"]["properties"]["max_group"]["default"]
+        == 64
+    )
+    assert report["active"] == {"use": ["serverlessllm"], "decisions": {}, "parameters": {}}
+    assert report["decisions"]["round"] == ["serverlessllm", "built-in aegaeon"]
     assert report["decisions"]["flow"] == ["built-in aegaeon"]
-    assert [state["name"] for state in report["policies"]] == ["fcfs", "built-in aegaeon"]
+    assert [state["name"] for state in report["policies"]] == ["serverlessllm", "built-in aegaeon"]
     assert report["previous"] == report["events"] == []
 
 
@@ -78,7 +83,7 @@ async def test_a_choice_is_put(client: httpx.AsyncClient) -> None:
     more to go back to."""
     choice = {
         "use": ["aegaeon"],
-        "decisions": {"phase": "fcfs"},
+        "decisions": {"phase": "serverlessllm"},
         "parameters": {"aegaeon": {"q_max_seconds": 3}},
     }
     put = await client.put("/api/policies", json=choice)
@@ -87,8 +92,8 @@ async def test_a_choice_is_put(client: httpx.AsyncClient) -> None:
 
     assert put.status_code == back.status_code == 200
     assert put.json()["active"] == choice
-    assert put.json()["decisions"]["phase"] == ["fcfs", "aegaeon", "built-in aegaeon"]
-    assert back.json()["active"]["use"] == ["fcfs"]
+    assert put.json()["decisions"]["phase"] == ["serverlessllm", "aegaeon", "built-in aegaeon"]
+    assert back.json()["active"]["use"] == ["serverlessllm"]
     assert (further.status_code, further.json()["error"]["code"]) == (409, "nothing_previous")
 
 
@@ -96,17 +101,22 @@ async def test_a_choice_is_put(client: httpx.AsyncClient) -> None:
     ("body", "status", "param", "message"),
     [
         ({"use": ["lifo"]}, 422, "use", "no policy 'lifo' is installed"),
-        ({"use": ["fcfs"], "decisions": {"rond": "fcfs"}}, 422, "decisions.rond", "mean round?"),
         (
-            {"use": ["fcfs"], "parameters": {"fcfs": {"max_grop": 1}}},
+            {"use": ["serverlessllm"], "decisions": {"rond": "serverlessllm"}},
             422,
-            "parameters.fcfs.max_grop",
+            "decisions.rond",
+            "mean round?",
+        ),
+        (
+            {"use": ["serverlessllm"], "parameters": {"serverlessllm": {"max_grop": 1}}},
+            422,
+            "parameters.serverlessllm.max_grop",
             "unknown field",
         ),
-        ({"use": "fcfs"}, 400, "use", "Expected `array`"),
+        ({"use": "serverlessllm"}, 400, "use", "Expected `array`"),
         ({}, 400, "use", "required"),
-        ({"use": ["fcfs"], "uses": 1}, 400, "uses", "not supported"),
-        ({"use": ["fcfs"], "decisions": {"round": 1}}, 400, "decisions", "Expected `str`"),
+        ({"use": ["serverlessllm"], "uses": 1}, 400, "uses", "not supported"),
+        ({"use": ["serverlessllm"], "decisions": {"round": 1}}, 400, "decisions", "Expected `str`"),
     ],
 )
 async def test_what_is_wrong_with_a_choice_is_named(
@@ -130,7 +140,7 @@ async def test_a_body_that_is_no_json(client: httpx.AsyncClient) -> None:
 
 async def test_enabling(client: httpx.AsyncClient) -> None:
     """Whoever decides can be enabled; nobody else."""
-    good = await client.post("/api/policies/fcfs/enable")
+    good = await client.post("/api/policies/serverlessllm/enable")
     bad = await client.post("/api/policies/aegaeon/enable")
 
     assert good.json()["events"][0]["what"] == "enabled"
@@ -146,9 +156,9 @@ async def test_list(call: Call) -> None:
     whole = json.loads((await call("list", "--json")).stdout)
 
     assert table[0] == ["NAME", "DECIDES", "VERSION", "DISTRIBUTION", "ABOUT"]
-    assert ["fcfs", "yes"] in [row[:2] for row in table]
+    assert ["serverlessllm", "yes"] in [row[:2] for row in table]
     assert "yes" not in next(row for row in table if row[0] == "aegaeon")
-    assert {"aegaeon", "fcfs"} <= {policy["name"] for policy in whole}
+    assert {"aegaeon", "serverlessllm"} <= {policy["name"] for policy in whole}
 
 
 async def test_list_says_why_one_cannot_be_used(
@@ -168,7 +178,7 @@ async def test_list_says_why_one_cannot_be_used(
 async def test_set_show_and_rollback(call: Call, box: Box) -> None:
     """What is set is shown, with parameters and decisions; going back shows what was before."""
     done = await call(
-        "set", "aegaeon", "--decision", "phase=fcfs", "--param", "aegaeon.q_max_seconds=3",
+        "set", "aegaeon", "--decision", "phase=serverlessllm", "--param", "aegaeon.q_max_seconds=3",
         "--param", "aegaeon.max_group=2",
     )  # fmt: skip
     shown = await call("show")
@@ -176,15 +186,15 @@ async def test_set_show_and_rollback(call: Call, box: Box) -> None:
 
     assert done.exit_code == shown.exit_code == 0
     assert done.stdout == shown.stdout
-    assert ["phase", "fcfs,", "aegaeon,", "built-in", "aegaeon"] in rows(shown)
+    assert ["phase", "serverlessllm,", "aegaeon,", "built-in", "aegaeon"] in rows(shown)
     assert ["aegaeon.q_max_seconds", "3"] in rows(shown)
     assert ["aegaeon", "asked", "2", "0"] in rows(shown)
     assert whole["active"]["parameters"] == {"aegaeon": {"q_max_seconds": 3, "max_group": 2}}
     assert "installed" not in whole
-    assert [row[2:] for row in rows(shown)][-1] == ["chosen", "aegaeon;", "phase:", "fcfs"]
+    assert [row[2:] for row in rows(shown)][-1] == ["chosen", "aegaeon;", "phase:", "serverlessllm"]
 
     back = await call("rollback")
-    assert ["phase", "fcfs,", "built-in", "aegaeon"] in rows(back)
+    assert ["phase", "serverlessllm,", "built-in", "aegaeon"] in rows(back)
     again = await call("rollback")
     assert again.exit_code == 1
     assert "no earlier choice" in again.stderr
@@ -197,7 +207,7 @@ async def test_a_policy_that_failed_is_shown_and_enabled(
     monkeypatch.syspath_prepend(tmp_path)
     body = "    @hookimpl\n    def place(self):\n        raise OSError('no floor')\n"
     install(tmp_path, "clumsy", body)
-    assert (await call("set", "clumsy", "fcfs")).exit_code == 0
+    assert (await call("set", "clumsy", "serverlessllm")).exit_code == 0
     for _ in range(2):
         box.now += 10.0
         box.start()
@@ -218,10 +228,10 @@ async def test_a_policy_that_failed_is_shown_and_enabled(
     [
         (["set"], "Missing argument"),
         (["set", "lifo"], "no policy 'lifo' is installed"),
-        (["set", "fcfs", "--decision", "round"], "'round' has no value"),
-        (["set", "fcfs", "--decision", "=fcfs"], "has no value"),
-        (["set", "fcfs", "--param", "max_group=3"], "'max_group' is not NAME.KEY"),
-        (["set", "fcfs", "--param", "fcfs.max_group=few"], "Expected `int`"),
+        (["set", "serverlessllm", "--decision", "round"], "'round' has no value"),
+        (["set", "serverlessllm", "--decision", "=serverlessllm"], "has no value"),
+        (["set", "serverlessllm", "--param", "max_group=3"], "'max_group' is not NAME.KEY"),
+        (["set", "serverlessllm", "--param", "serverlessllm.max_group=few"], "Expected `int`"),
     ],
 )
 async def test_a_wrong_command_line_is_status_2(

@@ -81,8 +81,20 @@ class EngineDouble:
         self._note("prefill", request, kv_slabs)
         return [Produced(request=request, token=self.token)]
 
-    def step(self, requests: Sequence[str], kv_slabs: int) -> list[Produced]:
-        self._note("step", list(requests), kv_slabs)
+    def begin_prefill(self, request: str, kv_slabs: int) -> None:
+        self._note("begin_prefill", request, kv_slabs)
+
+    def tokens_left(self, request: str) -> int:
+        return 9
+
+    def step(
+        self,
+        requests: Sequence[str],
+        kv_slabs: int,
+        prompts: Sequence[str] = (),
+        chunk_tokens: int = 0,
+    ) -> list[Produced]:
+        self._note("step", list(requests), kv_slabs, list(prompts), chunk_tokens)
         return [Produced(request=request, token=self.token) for request in requests]
 
     def swap_out(self, request: str, host_offsets: Sequence[int]) -> Transfer:
@@ -223,7 +235,8 @@ def test_every_rank_does_the_same_in_the_same_order(start: Start) -> None:
     engine.add(sequence("r"))
     produced = engine.prefill("r", 6)
     engine.step(batch, 6)
-    engine.step(batch, 6)
+    engine.begin_prefill("p", 6)
+    engine.step(batch, 6, ["p"], 16)
     out = engine.swap_out("r", [600, 0])
     into = engine.swap_in("r", [300], 5)
     engine.forget("r")
@@ -231,12 +244,13 @@ def test_every_rank_does_the_same_in_the_same_order(start: Start) -> None:
     engine.evict_weights()
 
     for rank, double in enumerate(instance.doubles):
-        assert taken(double, 10) == [
+        assert taken(double, 11) == [
             ("store_weights", [20 * rank, 20 * rank + 10], True),
             ("add", sequence("r")),
             ("prefill", "r", 6),
-            ("step", ["r", "s"], 6),
-            ("step", ["r", "s"], 6),
+            ("step", ["r", "s"], 6, [], 0),
+            ("begin_prefill", "p", 6),
+            ("step", ["r", "s"], 6, ["p"], 16),
             ("swap_out", "r", [600 + 100 * rank, 100 * rank]),
             ("swap_in", "r", [300 + 100 * rank], 5),
             ("forget", "r"),
@@ -265,6 +279,7 @@ def test_what_only_asks_stays_with_the_leader(start: Start) -> None:
 
     assert engine.knows("known")
     assert not engine.knows("other")
+    assert engine.tokens_left("known") == 9
 
 
 def test_threads_of_the_leader_do_not_mix_orders_up(start: Start) -> None:
@@ -674,7 +689,7 @@ def test_another_token_ends_the_rank(start: Start) -> None:
 
     assert instance.reason() == "rank 1 is gone"
     assert isinstance(instance.errors.get(), WentAstray)
-    assert taken(instance.doubles[1], 1) == [("step", ["r"], 1)]
+    assert taken(instance.doubles[1], 1) == [("step", ["r"], 1, [], 0)]
     assert instance.doubles[1].calls.empty()
 
 
@@ -715,7 +730,7 @@ def test_the_same_list_reaches_the_engine_again() -> None:
     double = EngineDouble()
     seen: list[Sequence[str]] = []
 
-    def step(requests: Sequence[str], kv_slabs: int) -> list[Produced]:
+    def step(requests: Sequence[str], *others: Any) -> list[Produced]:
         seen.append(requests)
         return []
 

@@ -80,6 +80,10 @@ class EngineDouble:
     lengths: dict[str, int] = field(default_factory=dict)
     """Requests it knows, and how many tokens each has yet to produce."""
     on_device: set[str] = field(default_factory=set)
+    prompts: dict[str, int] = field(default_factory=dict)
+    """How many tokens of the prompt of each request are not computed."""
+    mixed: list[tuple[tuple[str, ...], dict[str, int]]] = field(default_factory=list)
+    """Of each mixed step, who decoded, and how many tokens of which prompts were computed."""
     refuses: set[str] = field(default_factory=set)
     on_step: Callable[[int], None] = lambda step: None
     """Called in each step with its number, while the worker is in the middle of it."""
@@ -122,6 +126,7 @@ class EngineDouble:
         if sequence.request in self.refuses:
             raise ValueError("its prompt is empty")
         self.lengths[sequence.request] = sequence.sampling.max_tokens - len(sequence.output)
+        self.prompts[sequence.request] = len(sequence.prompt)
 
     def knows(self, request: str) -> bool:
         return request in self.lengths
@@ -136,16 +141,41 @@ class EngineDouble:
         if len(self.on_device) >= kv_slabs:
             raise KvExhausted
         self.on_device.add(request)
+        self.prompts[request] = 0
         return self._produce([request])
 
-    def step(self, requests: Sequence[str], kv_slabs: int) -> list[Produced]:
+    def begin_prefill(self, request: str, kv_slabs: int) -> None:
         assert self.loaded
-        assert set(requests) <= self.on_device
-        if self.steps == self.steps_before_full:
+        if len(self.on_device) >= kv_slabs:
+            raise KvExhausted
+        self.on_device.add(request)
+
+    def tokens_left(self, request: str) -> int:
+        return self.prompts[request]
+
+    def step(
+        self,
+        requests: Sequence[str],
+        kv_slabs: int,
+        prompts: Sequence[str] = (),
+        chunk_tokens: int = 0,
+    ) -> list[Produced]:
+        assert self.loaded
+        assert {*requests, *prompts} <= self.on_device
+        if requests and self.steps >= self.steps_before_full:
             raise KvExhausted
         self.steps += 1
         self.on_step(self.steps)
-        return self._produce(requests)
+        if not prompts:
+            return self._produce(requests)
+        computed = {}
+        for prompt in prompts:
+            computed[prompt] = min(self.prompts[prompt], chunk_tokens)
+            chunk_tokens -= computed[prompt]
+            self.prompts[prompt] -= computed[prompt]
+        assert all(computed.values()), "a prompt that has begun for nothing"
+        self.mixed.append((tuple(requests), computed))
+        return self._produce([*requests, *(name for name in prompts if not self.prompts[name])])
 
     def swap_out(self, request: str, host_offsets: Sequence[int]) -> Transfer:
         def free(transfer: Transfer) -> None:
@@ -252,10 +282,11 @@ def load(model: str) -> LoadModel:
     return LoadModel(instance=3, model=model)
 
 
-def add(request: str, output: int = 10) -> wire.AddSequence:
+def add(request: str, output: int = 10, prompt: int = 2) -> wire.AddSequence:
     sampling = Sampling(max_tokens=output)
+    words = tuple(range(prompt))
     return wire.AddSequence(
-        SequenceSpec(request=request, model="a", prompt=(1, 2), sampling=sampling)
+        SequenceSpec(request=request, model="a", prompt=words, sampling=sampling)
     )
 
 
@@ -266,6 +297,13 @@ def prefill(request: str, kv_slabs: int = 8) -> RunPrefill:
 def turn(*requests: str, quota: float = 1e6, number: int = 1) -> RunTurn:
     return RunTurn(
         instance=3, model="a", turn=number, requests=requests, quota_seconds=quota, kv_slabs=8
+    )
+
+
+def mixed_turn(*requests: str, prompts: Sequence[str], slabs: int = 8) -> RunTurn:
+    """A turn whose quota is over at once, and chunks of 4 tokens."""
+    return msgspec.structs.replace(
+        turn(*requests, quota=0.0), prompts=tuple(prompts), chunk_tokens=4, kv_slabs=slabs
     )
 
 
@@ -657,6 +695,197 @@ def test_a_turn_of_nobody() -> None:
     ended = only(bench.carry_out(turn("r"), release("r")), TurnEnded)
 
     assert (ended.reason, ended.steps) == (TurnEnd.DRAINED, 0)
+
+
+# --- prompts beside a turn -----------------------------------------------------------------------
+
+
+def test_a_prompt_is_computed_beside_a_turn() -> None:
+    """Whoever decodes gets a token in every step, and the turn is over when the prompt is done."""
+    bench = Bench()
+    bench.ready("r")
+
+    reports = bench.carry_out(add("p", prompt=9), mixed_turn("r", prompts=["p"]))
+
+    assert reports[:-2] == [tokens("r"), tokens("r"), tokens("r", "p")]
+    done, ended = reports[-2:]
+    assert isinstance(done, PrefillDone)
+    assert (done.request, done.kv_slabs) == ("p", 2)
+    assert 0 <= done.seconds <= ended.seconds
+    assert isinstance(ended, TurnEnded)
+    assert (ended.reason, ended.steps, ended.kv_slabs) == (TurnEnd.QUOTA, 3, 2)
+    assert bench.engines["a"].mixed == [(("r",), {"p": 4}), (("r",), {"p": 4}), (("r",), {"p": 1})]
+
+
+def test_a_turn_goes_on_after_its_prompts() -> None:
+    """The quota is for those who decode; the prompt's request is not among them yet."""
+    bench = Bench()
+    bench.ready("r", output=5)
+    command = msgspec.structs.replace(mixed_turn("r", prompts=["p"]), quota_seconds=1e6)
+
+    reports = bench.carry_out(add("p"), command)
+
+    assert [report for report in reports if isinstance(report, wire.Tokens)] == [
+        tokens("r", "p"),
+        tokens("r"),
+        tokens("r"),
+        tokens("r", ended=["r"]),
+    ]
+    assert only(reports, TurnEnded).reason is TurnEnd.DRAINED
+
+
+def test_prompts_share_a_chunk() -> None:
+    """The next prompt begins in the chunk that the one before it does not fill."""
+    bench = Bench()
+    bench.ready("r")
+
+    reports = bench.carry_out(
+        add("p", prompt=6), add("q", prompt=3), mixed_turn("r", prompts=["p", "q"])
+    )
+
+    assert bench.engines["a"].mixed == [
+        (("r",), {"p": 4}),
+        (("r",), {"p": 2, "q": 2}),
+        (("r",), {"q": 1}),
+    ]
+    assert [r.request for r in reports if isinstance(r, PrefillDone)] == ["p", "q"]
+
+
+def test_a_prompt_outlives_those_it_is_computed_beside() -> None:
+    """A turn whose requests are all done goes on for its prompt; steps without a token are no
+    news."""
+    bench = Bench()
+    bench.ready("r", output=2)
+
+    reports = bench.carry_out(add("p", prompt=12), mixed_turn("r", prompts=["p"]))
+
+    assert reports[:-2] == [tokens("r", ended=["r"]), tokens("p")]
+    assert isinstance(reports[-2], PrefillDone)
+    assert (reports[-1].reason, reports[-1].steps) == (TurnEnd.DRAINED, 3)
+
+
+def test_a_prompt_whose_first_token_is_its_last() -> None:
+    """It is done like any other, and its KV is gone."""
+    bench = Bench()
+    bench.ready("r")
+
+    reports = bench.carry_out(add("p", output=1), mixed_turn("r", prompts=["p"]))
+
+    assert reports[0] == tokens("r", "p", ended=["p"])
+    assert only(reports, PrefillDone).kv_slabs == 1
+
+
+def test_a_prompt_that_does_not_fit_beside_a_turn() -> None:
+    """It is deferred, and the turn has its step."""
+    bench = Bench()
+    bench.ready("r")
+
+    reports = bench.carry_out(add("p"), mixed_turn("r", prompts=["p"], slabs=1))
+
+    assert [type(report) for report in reports] == [PrefillDeferred, wire.Tokens, TurnEnded]
+    assert (reports[0].request, reports[0].kv_slabs) == ("p", 1)
+    assert (reports[-1].reason, reports[-1].steps) == (TurnEnd.QUOTA, 1)
+
+
+def test_kv_that_gets_full_beside_a_prompt() -> None:
+    """Who decodes has to wait; the prompt has its KV, and is computed to its end."""
+    bench = Bench()
+    bench.ready("r")
+    bench.engines["a"].steps_before_full = 1
+
+    reports = bench.carry_out(add("p", prompt=9), add("q"), mixed_turn("r", prompts=["p", "q"]))
+
+    assert bench.engines["a"].mixed == [(("r",), {"p": 4}), ((), {"p": 4}), ((), {"p": 1})]
+    assert only(reports, PrefillDone).request == "p"
+    assert only(reports, PrefillDeferred).request == "q"
+    assert only(reports, TurnEnded).reason is TurnEnd.KV_FULL
+    assert bench.engines["a"].knows("r")
+
+
+def test_preempting_finishes_the_prompt_that_has_begun() -> None:
+    """Prompts that have not begun are deferred; who decodes goes on meanwhile."""
+    bench = Bench()
+    bench.ready("r")
+
+    def preempt_in_first(step: int) -> None:
+        if step == 1:
+            bench.mailbox.put(Preempt(instance=3, turn=1))
+
+    bench.engines["a"].on_step = preempt_in_first
+
+    reports = bench.carry_out(add("p", prompt=8), add("q"), mixed_turn("r", prompts=["p", "q"]))
+
+    assert bench.engines["a"].mixed == [(("r",), {"p": 4}), (("r",), {"p": 4})]
+    assert [type(r) for r in reports[-4:]] == [wire.Tokens, PrefillDone, PrefillDeferred, TurnEnded]
+    assert only(reports, PrefillDeferred).request == "q"
+    assert (reports[-1].reason, reports[-1].steps) == (TurnEnd.PREEMPTED, 2)
+
+
+def test_a_preempted_turn_begins_no_prompt() -> None:
+    """A turn that was preempted before it began has its step, and defers its prompts."""
+    bench = Bench()
+    bench.ready("r")
+
+    reports = bench.carry_out(add("p"), mixed_turn("r", prompts=["p"]), Preempt(instance=3, turn=1))
+
+    assert [type(report) for report in reports] == [wire.Tokens, PrefillDeferred, TurnEnded]
+    assert (reports[-1].reason, reports[-1].steps) == (TurnEnd.PREEMPTED, 1)
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_prompt_that_is_released_beside_a_turn(when: int) -> None:
+    """Nothing more of it is computed, whether it had begun or not; the others go on."""
+    bench = Bench()
+    bench.ready("r")
+    released = ["q", "p"][when - 1]  # in the first step only `p` has begun
+
+    def release_it(step: int) -> None:
+        if step == when:
+            bench.mailbox.put(release(released))
+
+    bench.engines["a"].on_step = release_it
+
+    reports = bench.carry_out(add("p", prompt=12), add("q"), mixed_turn("r", prompts=["p", "q"]))
+
+    assert sorted(r.request for r in reports if isinstance(r, PrefillDone)) == ["p", "q"]
+    drawn = {one.request for r in reports if isinstance(r, wire.Tokens) for one in r.produced}
+    assert drawn == {"r", "p", "q"} - {released}
+    assert only(reports, TurnEnded).steps == 3
+    assert not bench.engines["a"].knows(released)
+    assert bench.engines["a"].on_device == {"r", "p", "q"} - {released}
+
+
+def test_a_release_beside_a_prompt() -> None:
+    """Who decodes may leave in the middle of somebody else's prompt."""
+    bench = Bench()
+    bench.ready("r", "s")
+    bench.engines["a"].on_step = lambda step: bench.mailbox.put(release("r")) if step == 1 else None
+
+    bench.carry_out(add("p", prompt=8), mixed_turn("r", "s", prompts=["p"]))
+
+    assert bench.engines["a"].mixed == [(("r", "s"), {"p": 4}), (("s",), {"p": 4})]
+
+
+def test_a_prompt_that_the_engine_refused_is_over() -> None:
+    """The refusal was told when the request was added; the turn does not wait for it."""
+    bench = Bench()
+    bench.ready("r")
+    bench.engines["a"].refuses.add("p")
+
+    reports = bench.carry_out(add("p"), mixed_turn("r", prompts=["p"]))
+
+    assert [type(r) for r in reports] == [RequestFailed, PrefillDone, wire.Tokens, TurnEnded]
+
+
+def test_a_mixed_turn_without_weights() -> None:
+    """A model whose files are gone defers the prompts of its turn."""
+    bench = Bench()
+    bench.streams["weights"].fail_next = CheckpointError("model.safetensors was replaced")
+
+    reports = bench.carry_out(build("a"), load("a"), add("p"), mixed_turn("r", prompts=["p"]))
+
+    assert only(reports, PrefillDeferred).request == "p"
+    assert (reports[-1].reason, reports[-1].steps) == (TurnEnd.DRAINED, 0)
 
 
 # --- swaps ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from appliance.scheduling.questions import (
     Placement,
     PlannedTurn,
     PrefillChoice,
+    Refusal,
     RequestView,
 )
 from appliance.vocabulary import InstanceId, ModelName, Role
@@ -49,7 +50,11 @@ class Whimsical:
         )
 
     @hookimpl
-    def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:
+    def prefill(
+        self, request: RequestView, instances: Sequence[InstanceView]
+    ) -> PrefillChoice | Refusal:
+        if self._dice.random() < 0.02:
+            return Refusal(reason="a whim")
         view = self._dice.choice(instances)
         groups = [n for n, group in enumerate(view.groups) if group.model == request.model]
         group = self._dice.choice([*groups, None])

@@ -2,9 +2,10 @@
 
 A request is known in two places: vLLM's scheduler (`Request`: tokens, blocks) and its model
 runner (`CachedRequestState`: the same, as the computation sees them). Both are made by `add` and
-removed by `forget`, and in between a request is in one of three states:
+removed by `forget`, and in between a request is in one of four states:
 
-    added     no blocks, nothing computed      -> `prefill`, or `swap_in`
+    added     no blocks, nothing computed      -> `prefill`, `begin_prefill`, or `swap_in`
+    begun     blocks for all tokens            -> `step`, as a prompt
     resident  blocks for all computed tokens   -> `step`, `swap_out`
     swapped   no blocks, tokens computed       -> `swap_in`
 
@@ -273,44 +274,65 @@ class VllmEngine:
         self._forget_state(request)
 
     def prefill(self, request: RequestId, kv_slabs: int) -> list[Produced]:
+        self.begin_prefill(request, kv_slabs)
+        try:
+            while True:
+                if produced := self.step((), kv_slabs, (request,), self._step_tokens):
+                    return produced
+        except BaseException:
+            self._withdraw(self._known(request))
+            raise
+
+    def begin_prefill(self, request: RequestId, kv_slabs: int) -> None:
+        """Raises `ValueError` for a request that has begun, or is computed."""
         known = self._known(request)
-        if known.num_computed_tokens:
+        if known.num_computed_tokens or self._scheduler.blocks_held(request):
             raise ValueError(f"request {request} is computed already")
         known.num_computed_tokens = self._hold(known, known.num_tokens, kv_slabs)
         if known.num_computed_tokens:
             for arriving in self._under_way():
                 self._device.wait(arriving)
-        self._place(known, self._blocks(known))
-        state = self._runner.requests[request]
+        # Its blocks are its own from here on: requests that decode beside it take theirs, too.
+        self._place(known, self._scheduler.fill(known, known.num_tokens))
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
         # come from the request's own generator: vLLM cannot wind that back on a CPU.
-        generator, state.generator = state.generator, None
-        try:
-            while True:
-                if known.num_tokens - known.num_computed_tokens <= self._chunk_tokens:
-                    self._runner.input_batch.remove_request(request)
-                    state.generator = generator
-                if produced := self._execute([known]):
-                    return produced
-        except BaseException:
-            state.generator = generator
-            self._withdraw(known)
-            raise
+        self._runner.requests[request].generator = None
 
-    def step(self, requests: Sequence[RequestId], kv_slabs: int) -> list[Produced]:
-        """Raises `ValueError` when there are too many, or one does not have its KV in place."""
+    def tokens_left(self, request: RequestId) -> int:
+        known = self._known(request)
+        left: int = known.num_tokens - known.num_computed_tokens
+        return left
+
+    def step(
+        self,
+        requests: Sequence[RequestId],
+        kv_slabs: int,
+        prompts: Sequence[RequestId] = (),
+        chunk_tokens: int = 0,
+    ) -> list[Produced]:
+        """Raises `ValueError` when there are too many, when one does not have its KV in place, and
+        for a prompt that has not begun, or an empty chunk."""
         # Nothing moved since the last step if it was of the same list: the usual case by far.
         if requests is not self._stepping:
             self._batch = self._check(requests)
             self._await_kv(requests)
             self._stepping = requests
         batch = self._batch
-        if not batch:
+        # vLLM's buffers are for so many tokens.
+        chunk = min(chunk_tokens, self._step_tokens - len(batch))
+        computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
+        if not batch and not computing:
             return []
         # A resident request has all blocks but that of its last token, if this begins one.
         needed = sum(known.num_computed_tokens % BLOCK_TOKENS == 0 for known in batch)
         self._provide(needed, kv_slabs)
-        return self._execute(batch)
+        if not computing:
+            return self._execute(batch, len(batch))
+        done = self._complete(computing, chunk)
+        produced = self._execute([*batch, *computing], len(batch) + chunk)
+        drew = {one.request for one in produced}
+        assert drew.intersection(prompts) == done, f"vLLM completed {drew}, not {done}"
+        return produced
 
     # --- KV --------------------------------------------------------------------------------------
 
@@ -396,9 +418,10 @@ class VllmEngine:
     # --- inside ----------------------------------------------------------------------------------
 
     @property
-    def _chunk_tokens(self) -> int:
-        chunk: int = self._scheduler.max_num_scheduled_tokens
-        return chunk
+    def _step_tokens(self) -> int:
+        """The most that vLLM computes in a step."""
+        tokens: int = self._scheduler.max_num_scheduled_tokens
+        return tokens
 
     def _known(self, request: RequestId) -> Request:
         try:
@@ -414,11 +437,6 @@ class VllmEngine:
         if held != -(-known.num_computed_tokens // BLOCK_TOKENS):
             raise ValueError(f"request {request} does not have its KV on the device")
         return known
-
-    def _blocks(self, request: Request) -> list[int]:
-        """The request's blocks, in token order."""
-        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        return list(blocks)
 
     @property
     def _kv_owner(self) -> str:
@@ -455,6 +473,7 @@ class VllmEngine:
         """Nothing of the request is computed."""
         self._scheduler.withdraw(request)
         self._place(request, [])
+        self._give_generator(request)
 
     def _hold(self, request: Request, tokens: int, kv_slabs: int) -> int:
         """`ParkedScheduler.hold`; raises `KvExhausted`."""
@@ -472,21 +491,58 @@ class VllmEngine:
 
     def _check(self, requests: Sequence[RequestId]) -> list[Request]:
         batch = [self._resident(request) for request in requests]
-        if len(batch) > self._scheduler.max_num_running_reqs:
-            raise ValueError(
-                f"{len(batch)} requests in a batch of at most "
-                f"{self._scheduler.max_num_running_reqs}"
-            )
+        self._check_size(len(batch))
         return batch
 
-    def _execute(self, batch: Sequence[Request]) -> list[Produced]:
+    def _check_prompts(
+        self, prompts: Sequence[RequestId], others: int, chunk_tokens: int
+    ) -> list[Request]:
+        """The prompts of a step, beside so many others."""
+        self._check_size(others + len(prompts))
+        if chunk_tokens < 1:
+            raise ValueError(f"prompts in chunks of {chunk_tokens} tokens")
+        computing = [self._known(request) for request in prompts]
+        for known in computing:
+            held = self._scheduler.blocks_held(known.request_id)
+            if held != -(-known.num_tokens // BLOCK_TOKENS):
+                raise ValueError(f"request {known.request_id} has not begun")
+        return computing
+
+    def _check_size(self, requests: int) -> None:
+        most = self._scheduler.max_num_running_reqs
+        if requests > most:
+            raise ValueError(f"{requests} requests in a batch of at most {most}")
+
+    def _complete(self, prompts: Sequence[Request], chunk_tokens: int) -> set[RequestId]:
+        """The prompts that the next step completes, which draw a token that counts from their own
+        generators. vLLM gives each what it lacks, until none of the chunk is left."""
+        done: set[RequestId] = set()
+        for known in prompts:
+            chunk_tokens -= known.num_tokens - known.num_computed_tokens
+            if chunk_tokens < 0:
+                break
+            self._give_generator(known)
+            done.add(known.request_id)
+        return done
+
+    def _give_generator(self, request: Request) -> None:
+        """The request draws from its own generator from the next step on, if it is to have one."""
+        state = self._runner.requests[request.request_id]
+        generator = seeded_generator(state.sampling_params, request.num_output_tokens)
+        if generator is not None:
+            self._runner.input_batch.remove_request(request.request_id)
+            state.generator = generator
+
+    def _execute(self, batch: Sequence[Request], tokens: int) -> list[Produced]:
+        """One step of vLLM with these requests, and at most so many tokens. If it fails, nothing of
+        them is computed."""
         transfer = self._weights.transfer
         if transfer is None:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
         try:
             gates = self._gates
-            hold = gates.holding_all if self._as_graph(batch) else gates.holding
-            with hold(transfer), self._scheduler.step_only(batch):
+            hold = gates.holding_all if self._as_graph(batch, tokens) else gates.holding
+            with hold(transfer), self._scheduler.step_only(batch, tokens):
                 outputs, _ = self._core.step()
         except BaseException:
             for known in batch:
@@ -499,10 +555,11 @@ class VllmEngine:
                 self._forget_state(token.request)
         return produced
 
-    def _as_graph(self, batch: Sequence[Request]) -> bool:
+    def _as_graph(self, batch: Sequence[Request], tokens: int) -> bool:
         """Whether vLLM may run the step as a graph: it does when every request has one token."""
-        return self._device.graphs and all(
-            request.num_tokens - request.num_computed_tokens == 1 for request in batch
+        return self._device.graphs and (
+            tokens <= len(batch)
+            or all(request.num_tokens - request.num_computed_tokens == 1 for request in batch)
         )
 
     def _forget_state(self, request: RequestId) -> None:

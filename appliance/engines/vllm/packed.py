@@ -180,10 +180,28 @@ def compute_alone() -> None:
 
 
 @contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within, oneDNN decides and computes for one thread, as the threads do that pack.
+
+    How it packs a weight may depend on their number (it does where a CPU has no AVX-512), and
+    instances with more or fewer processors share one image.
+    """
+    torch.get_num_threads()
+    openmp = ctypes.CDLL(str(_torch_library()))
+    threads = openmp.omp_get_max_threads()
+    openmp.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        openmp.omp_set_num_threads(threads)
+
+
+@contextmanager
 def _reordered(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, bytes]]:
     """The packed bytes of a weight, as long as the context lasts, and their descriptor."""
     _library()
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PLANNED_ROWS)
+    with _one_thread():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PLANNED_ROWS)
     if not packed.is_mkldnn:
         raise SeamMoved(f"torch packed a {weight.dtype} weight as {packed.layout}")
     descriptor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()

@@ -95,6 +95,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
 class ParkedScheduler(Scheduler):  # type: ignore[misc]
     """A scheduler whose requests are parked until a step names them."""
 
+    max_num_scheduled_tokens: int
+    running: list[Request]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         placement = current_placement()
@@ -114,20 +117,23 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             single._null_block = self.blocks.null_block
 
     @contextmanager
-    def step_only(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Within, a step schedules these requests and no other."""
+    def step_only(self, requests: Sequence[Request], tokens: int) -> Iterator[None]:
+        """Within, a step schedules these requests and no other, and at most so many tokens: vLLM
+        gives each what it lacks, in their order, until none is left."""
+        most, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, tokens
         self.running = list(requests)
         try:
             yield
         finally:
             self.running = []
+            self.max_num_scheduled_tokens = most
 
     def hold(self, request: Request, tokens: int, max_slabs: int) -> int:
         """Give a request that has none the blocks of its first `tokens` tokens, cached ones first.
 
         Returns how many tokens are in cached blocks; that is never all of the request's, so there
-        is always one to compute. The other blocks are provided; the steps that compute them take
-        them, or `fill` does. Raises `PoolExhausted` with no block given.
+        is always one to compute. The other blocks are provided, for `fill` to take. Raises
+        `PoolExhausted` with no block given.
         """
         manager = self.kv_cache_manager
         hits, cached, _ = manager.get_computed_blocks(request)

@@ -1,0 +1,1 @@
+"""The lab: the daemon's own machine and policies on a virtual clock and modelled hardware."""

@@ -1,0 +1,215 @@
+"""What the lab knows of hardware: GPUs, and how long a model's steps take on them.
+
+The built-in tables lie beside this file: ``gpus.csv`` (data sheets) and ``profiles.csv`` (fitted by
+``benchmarks/lab_profiles.py`` to steps measured with vLLM; see there for the forms).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.resources import files
+
+from appliance.errors import LabError
+from appliance.scheduling.costmodel import StepTimes
+from appliance.vocabulary import KvShape, Word
+
+EFFICIENCY = 0.625
+"""Share of the link's rate that a load of weights reaches (Aegaeon, A.2: beta of Eq. 4)."""
+
+
+class Gpu(Word, frozen=True, kw_only=True):
+    """One GPU, its link to the host, and the disk behind that."""
+
+    name: str
+    vram_bytes: int
+    pcie_bytes_per_second: float
+    """In each direction."""
+    efficiency: float = EFFICIENCY
+    mapping_seconds: float = 0.0
+    """What a load takes besides the copy: mapping its slabs."""
+    disk_bytes_per_second: float = 5e9
+    """At which weights without an image in the host tier are read."""
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """What a copy reaches."""
+        return self.pcie_bytes_per_second * self.efficiency
+
+    def switch_seconds(self, weight_bytes: int) -> float:
+        """The time a load takes that has the link for itself (Aegaeon Eq. 4, corrected)."""
+        return self.mapping_seconds + weight_bytes / self.link_bytes_per_second
+
+
+class ModelProfile(Word, frozen=True, kw_only=True):
+    """A model on one kind of instance: sizes of the whole model, times of the instance.
+
+    With ``tp`` GPUs each holds its share of the weights and of every block.
+    """
+
+    name: str
+    weight_bytes: int
+    layers: int
+    hidden: int
+    kv_bytes_per_token: int
+    tp: int = 1
+    prefill_base_seconds: float
+    prefill_seconds_per_token: float
+    prefill_seconds_per_token2: float
+    step_base_seconds: float
+    step_seconds_per_kv_token: float
+    step_seconds_per_sequence: float
+
+    @property
+    def shard_bytes(self) -> int:
+        """Weights on each GPU."""
+        return -(-self.weight_bytes // self.tp)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Computing a prompt of `tokens` tokens."""
+        return (
+            self.prefill_base_seconds
+            + self.prefill_seconds_per_token * tokens
+            + self.prefill_seconds_per_token2 * tokens * tokens
+        )
+
+    def step_seconds(self, batch: int, kv_tokens: int) -> float:
+        """One decoding step of `batch` requests that have `kv_tokens` tokens of KV together."""
+        return (
+            self.step_base_seconds
+            + self.step_seconds_per_kv_token * kv_tokens
+            + self.step_seconds_per_sequence * batch
+        )
+
+    def mixed_step_seconds(
+        self, batch: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]
+    ) -> float:
+        """A step that computes chunks of prompts, too: `(tokens, history)` of each, where `history`
+        tokens of the same prompt were computed before, which attention reads again.
+
+        The weights are read once for all of them. With neither a batch nor history this is the time
+        of a prompt.
+        """
+        if batch:
+            fixed = max(0.0, self.prefill_base_seconds - self.step_base_seconds)
+            fixed += self.step_seconds(batch, kv_tokens)
+        else:
+            fixed = self.prefill_base_seconds
+        return fixed + sum(
+            self.prefill_seconds_per_token * tokens
+            + self.prefill_seconds_per_token2 * tokens * (tokens + 2 * history)
+            for tokens, history in chunks
+        )
+
+    def step_growth_seconds(self, batch: int, chunk_tokens: int = 0) -> float:
+        """By how much each step of the same batch is longer than the one before, where each
+        computes the next `chunk_tokens` tokens of the same prompt."""
+        attention = 2 * self.prefill_seconds_per_token2 * chunk_tokens * chunk_tokens
+        return self.step_seconds_per_kv_token * batch + attention
+
+    def step_times(self) -> StepTimes:
+        """The same formulas in the words of the policies' estimates."""
+        return StepTimes(
+            prefill_base=self.prefill_base_seconds,
+            prefill_per_token=self.prefill_seconds_per_token,
+            prefill_per_token_squared=self.prefill_seconds_per_token2,
+            step_base=self.step_base_seconds,
+            step_per_kv_token=self.step_seconds_per_kv_token,
+            step_per_request=self.step_seconds_per_sequence,
+        )
+
+    def weight_slabs(self, slab_bytes: int) -> int:
+        """Slabs of the weights on each GPU."""
+        return -(-self.shard_bytes // slab_bytes)
+
+    def host_slabs(self, slab_bytes: int) -> int:
+        """Slabs of the master image, for all GPUs of an instance."""
+        return self.tp * self.weight_slabs(slab_bytes)
+
+    def kv_shape(self, slab_bytes: int, block_tokens: int) -> KvShape:
+        """Blocks of all GPUs together, in the smallest groups of slabs of one GPU that hold one."""
+        block_bytes = self.kv_bytes_per_token * block_tokens
+        shard_bytes = -(-block_bytes // self.tp)
+        group_slabs = -(-shard_bytes // slab_bytes)
+        return KvShape(
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+            group_blocks=group_slabs * slab_bytes // shard_bytes,
+            group_slabs=group_slabs,
+        )
+
+
+class Box(Word, frozen=True, kw_only=True):
+    """The hardware of a run: so many instances, each of `tp` GPUs, and the host they share."""
+
+    gpu: Gpu
+    instances: int
+    tp: int = 1
+    host_bytes: int
+    pool_share: float = 0.9
+    """Of a GPU's memory, what weights and KV get (Aegaeon leaves about 10 % to libraries, §5.2)."""
+    slab_bytes: int = 64 << 20
+    block_tokens: int = 16
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of the pool of each GPU."""
+        return int(self.gpu.vram_bytes * self.pool_share) // self.slab_bytes
+
+
+def gpu(name: str) -> Gpu:
+    """A GPU of the built-in table. Raises `LabError` if it is not there."""
+    known = _gpus()
+    if name not in known:
+        raise LabError(f"no GPU {name!r} is known; there are: {', '.join(known)}")
+    return known[name]
+
+
+def profile(model: str, gpu_name: str, tp: int = 1) -> ModelProfile:
+    """A profile of the built-in table. Raises `LabError` if it was not measured."""
+    known = _profiles()
+    if (model, gpu_name, tp) not in known:
+        there = [f"{m} on {g} tp={t}" for m, g, t in known if model == m or gpu_name == g]
+        raise LabError(
+            f"no profile of {model} on {gpu_name} with tp={tp}; there are: {'; '.join(there)}"
+        )
+    return known[model, gpu_name, tp]
+
+
+@cache
+def _gpus() -> dict[str, Gpu]:
+    return {
+        row["gpu"]: Gpu(
+            name=row["gpu"],
+            vram_bytes=int(row["vram_bytes"]),
+            pcie_bytes_per_second=float(row["pcie_bytes_per_second"]),
+        )
+        for row in _table("gpus.csv")
+    }
+
+
+@cache
+def _profiles() -> dict[tuple[str, str, int], ModelProfile]:
+    return {
+        (row["model"], row["gpu"], int(row["tp"])): ModelProfile(
+            name=row["model"],
+            weight_bytes=int(row["weight_bytes"]),
+            layers=int(row["layers"]),
+            hidden=int(row["hidden"]),
+            kv_bytes_per_token=int(row["kv_bytes_per_token"]),
+            tp=int(row["tp"]),
+            prefill_base_seconds=float(row["prefill_seconds"]),
+            prefill_seconds_per_token=float(row["prefill_seconds_per_token"]),
+            prefill_seconds_per_token2=float(row["prefill_seconds_per_token2"]),
+            step_base_seconds=float(row["step_seconds"]),
+            step_seconds_per_kv_token=float(row["step_seconds_per_kv_token"]),
+            step_seconds_per_sequence=float(row["step_seconds_per_sequence"]),
+        )
+        for row in _table("profiles.csv")
+    }
+
+
+def _table(name: str) -> Iterator[dict[str, str]]:
+    with (files("appliance.lab") / name).open(encoding="utf-8") as file:
+        yield from csv.DictReader(file)

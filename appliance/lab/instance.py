@@ -1,0 +1,780 @@
+"""An instance on the virtual clock: carries commands out in order, as a worker does.
+
+    work():   the next command of the queue, unless a job is under way or it has to wait
+    beside:   loads, and KV on its way out or in, on the instance's links
+    waits:    a load, a prompt or a swap inwards for slabs that KV on its way out still holds;
+              a turn for its model's weights and KV; a prompt for its model's weights layer by layer
+
+What it is told of is exact: blocks, slabs and bytes are counted as a worker's pool counts them. It
+is as strict as that pool: a command that asks for what cannot be raises `LabError`.
+
+Simplified: building takes no time, nor does the first fill of a master image (the box is ready when
+the run begins); there is no prefix cache; during a turn, KV that grows within its cap does not wait
+for slabs that KV on its way out still holds; a transfer that ends during a turn is noticed at once,
+not at the next step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
+
+from appliance.errors import LabError
+from appliance.lab.agenda import Agenda, Entry, Rank
+from appliance.lab.deviation import EXACT, Deviation, Pace
+from appliance.lab.hardware import Box, ModelProfile
+from appliance.lab.link import Link, Transfer
+from appliance.lab.recorder import Life, Recorder, Span, Switch
+from appliance.lab.stretches import elapsed, steps_in_room, steps_until
+from appliance.vocabulary import (
+    BuildModel,
+    Command,
+    Direction,
+    Event,
+    EvictModel,
+    FinishReason,
+    InstanceId,
+    InstanceUp,
+    KvMoved,
+    KvShape,
+    LoadModel,
+    ModelBuilt,
+    ModelLoaded,
+    ModelName,
+    MoveKv,
+    Preempt,
+    PrefetchModel,
+    PrefillDeferred,
+    PrefillDone,
+    Release,
+    RequestId,
+    RunPrefill,
+    RunTurn,
+    StoreWeights,
+    TokenCount,
+    TokensProduced,
+    TrimKv,
+    TurnEnd,
+    TurnEnded,
+    WeightsStored,
+)
+
+WEIGHTS, KV_IN, KV_OUT, FILES = "weights", "kv_in", "kv_out", "files"
+"""Lanes of the links."""
+
+MAX_STEPS = sys.maxsize
+"""Of a turn that decodes nobody: its prompts end it."""
+
+Report = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class _Load:
+    """Weights on their way."""
+
+    link: Link
+    lane: str
+    transfer: Transfer
+    prefetched: bool
+
+
+@dataclass(slots=True)
+class _Engine:
+    """One model: what it holds of the pool."""
+
+    profile: ModelProfile
+    shape: KvShape
+    weight_slabs: int
+    in_host: bool | None = None
+    """Whether it loads from the host tier; None before it was told."""
+    mapped: bool = False
+    load: _Load | None = None
+    blocks: dict[RequestId, int] = field(default_factory=dict)
+    used: int = 0
+    """Blocks of requests."""
+    leaving: int = 0
+    """Blocks that are being copied out."""
+    arriving: int = 0
+    """Moves inwards under way."""
+
+    def slabs(self, more_blocks: int = 0) -> int:
+        """Slabs of KV that are mapped, with so many blocks more."""
+        return self.shape.slabs(self.used + self.leaving + more_blocks)
+
+    def hold(self, request: RequestId, blocks: int) -> None:
+        self.used += blocks - self.blocks.get(request, 0)
+        self.blocks[request] = blocks
+
+    def drop(self, request: RequestId) -> int:
+        """The request's blocks are not its own any more; how many there were."""
+        blocks = self.blocks.pop(request, 0)
+        self.used -= blocks
+        return blocks
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A prompt that is being computed: `seconds` of work, and not over before `not_before`."""
+
+    command: RunPrefill
+    life: Life
+    began: float
+    seconds: float
+    not_before: float = 0.0
+    lacks_weights: bool = False
+    """Whether only weights are missing."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that is computed in chunks beside the steps of a turn."""
+
+    life: Life
+    tokens: int
+    began: float
+    done: int = 0
+    """Tokens that are computed."""
+
+    @property
+    def left(self) -> int:
+        return self.tokens - self.done
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn that runs, and the stretch it is at."""
+
+    command: RunTurn
+    batch: list[Life]
+    waiting: deque[RequestId]
+    """Prompts that have not begun."""
+    began: float
+    factor: float
+    """Of all its times."""
+    prompts: list[_Prompt] = field(default_factory=list)
+    """Prompts that have, in the order in which they are computed."""
+    end: TurnEnd | None = None
+    """Why it is over when its prompts are done."""
+    done_seconds: float = 0.0
+    done_steps: int = 0
+    start: float = 0.0
+    first: float = 0.0
+    growth: float = 0.0
+    steps: int = 0
+    entry: Entry | None = None
+    largest: int = 0
+    done_prompts: int = 0
+
+    def computes(self, request: RequestId) -> bool:
+        """Whether the step that is being computed is of this request, too."""
+        return any(life.id == request for life in self.batch) or any(
+            prompt.life.id == request for prompt in self.prompts
+        )
+
+    def next_chunk(self) -> list[tuple[_Prompt, int]]:
+        """Tokens of its prompts that the next step computes."""
+        chunk, room = [], self.command.chunk_tokens
+        for prompt in self.prompts:
+            if room:
+                chunk.append((prompt, min(room, prompt.left)))
+                room -= chunk[-1][1]
+        return chunk
+
+
+class SimulatedInstance:
+    """`order` takes a command, `work` goes on; `report` hears what happened.
+
+    `lives` are the truths about the requests that have not ended, shared by all instances.
+    """
+
+    def __init__(
+        self,
+        number: InstanceId,
+        box: Box,
+        profiles: Mapping[ModelName, ModelProfile],
+        lives: Mapping[RequestId, Life],
+        agenda: Agenda,
+        recorder: Recorder,
+        report: Report,
+        deviation: Deviation = EXACT,
+    ) -> None:
+        self.number = number
+        self._box = box
+        self._profiles = profiles
+        self._lives = lives
+        self._agenda = agenda
+        self._recorder = recorder
+        self._report = report
+        self._pace = Pace(deviation, number)
+        rate = box.gpu.link_bytes_per_second * deviation.link_factor
+        self._inwards = Link(agenda, rate)
+        self._outwards = Link(agenda, rate)
+        self._disk = Link(agenda, box.gpu.disk_bytes_per_second)
+        self._engines: dict[ModelName, _Engine] = {}
+        self._queue: deque[Command] = deque()
+        self._job: _Prefill | _Turn | StoreWeights | None = None
+        self._moves_out = 0
+        self._unnoticed: list[Event] = []
+        """Transfers that ended while a prompt was computed: a worker notices after it."""
+        self._gone: set[RequestId] = set()
+        """Released, and not heard of again."""
+        self._preempted = 0
+        self._current: ModelName | None = None
+        self._ready_since = 0.0
+        """Since when nothing is computed, or was asked for."""
+
+    def start(self) -> None:
+        """The worker connects."""
+        self._report(InstanceUp(instance=self.number, slabs=self._box.slabs))
+
+    def order(self, command: Command) -> None:
+        """Take a command; `Preempt` and `Release` take effect at the next step."""
+        match command:
+            case Preempt():
+                self._preempted = max(self._preempted, command.turn)
+                turn = self._job
+                # Prompts that have begun are computed to their end.
+                if isinstance(turn, _Turn) and self._is_preempted(turn) and not turn.prompts:
+                    self._cut(turn)
+            case Release():
+                self._release(command)
+            case _:
+                self._hear_of(command)
+                if self._job is None and not self._queue:
+                    self._ready_since = self._agenda.now
+                self._queue.append(command)
+
+    def work(self) -> None:
+        """Carry out what can be carried out now."""
+        while self._job is None and self._queue:
+            command = self._queue.popleft()
+            if not self._carry_out(command):
+                self._queue.appendleft(command)
+                return
+
+    def _hear_of(self, command: Command) -> None:
+        """A command of a request that was released once is of its new life."""
+        if not self._gone:
+            return
+        if isinstance(command, RunPrefill):
+            self._gone.discard(command.request)
+        elif isinstance(command, MoveKv) and command.direction is Direction.IN:
+            self._gone.difference_update(move.request for move in command.moves)
+
+    def _release(self, command: Release) -> None:
+        self._gone.add(command.request)
+        turn = self._job
+        if isinstance(turn, _Turn) and turn.computes(command.request):
+            self._cut(turn)  # it leaves at the next step, with its blocks
+        elif command.model in self._engines:
+            self._engines[command.model].drop(command.request)
+
+    def _carry_out(self, command: Command) -> bool:
+        """Begin with a command; False if it has to wait for a transfer to end."""
+        match command:
+            case RunTurn():
+                return self._begin_turn(command)
+            case RunPrefill():
+                return self._begin_prefill(command)
+            case MoveKv(direction=Direction.OUT):
+                return self._move_out(command)
+            case MoveKv():
+                return self._move_in(command)
+            case TrimKv():
+                return True  # nothing is kept that nobody uses
+            case LoadModel():
+                return self._begin_load(command.model, prefetched=False)
+            case PrefetchModel():
+                return self._begin_load(command.model, prefetched=True)
+            case EvictModel():
+                return self._evict(command)
+            case StoreWeights():
+                return self._store(command)
+            case BuildModel():
+                return self._build(command)
+        raise LabError(f"not a command for an instance: {command!r}")
+
+    # --- engines and weights ---------------------------------------------------------------------
+
+    def _build(self, command: BuildModel) -> bool:
+        profile = self._profiles[command.model]
+        slab = self._box.slab_bytes
+        engine = self._engines[command.model] = _Engine(
+            profile,
+            profile.kv_shape(slab, self._box.block_tokens),
+            profile.weight_slabs(slab),
+        )
+        self._report(
+            ModelBuilt(
+                instance=self.number,
+                model=command.model,
+                weight_slabs=engine.weight_slabs,
+                kv=engine.shape,
+                host_slabs=profile.host_slabs(slab),
+            )
+        )
+        return True
+
+    def _store(self, command: StoreWeights) -> bool:
+        engine = self._engines[command.model]
+        if engine.mapped:
+            raise LabError(f"{command.model} is told of another image while it is loaded")
+        first, engine.in_host = engine.in_host is None, bool(command.host_offsets)
+        if not command.fill or first:
+            self._stored(command)
+            return True
+        self._job = command
+        seconds = engine.profile.weight_bytes / self._box.gpu.disk_bytes_per_second
+        self._agenda.at(self._agenda.now + seconds, Rank.JOB, lambda: self._end_fill(command))
+        return True
+
+    def _end_fill(self, command: StoreWeights) -> None:
+        self._job = None
+        self._stored(command)
+        self.work()
+
+    def _stored(self, command: StoreWeights) -> None:
+        self._report(WeightsStored(instance=self.number, model=command.model))
+
+    def _begin_load(self, model: ModelName, *, prefetched: bool) -> bool:
+        engine = self._engines[model]
+        if engine.mapped or engine.in_host is None:
+            raise LabError(f"{model} is loaded already, or was not told from where")
+        if not self._has_room(engine.weight_slabs, f"the weights of {model}"):
+            return False
+        engine.mapped = True
+        shard, gpu = engine.profile.shard_bytes, self._box.gpu
+        if engine.in_host:
+            link, lane = self._inwards, WEIGHTS
+            # Mapping counts as the bytes that could be copied meanwhile.
+            nbytes = shard + round(gpu.mapping_seconds * gpu.link_bytes_per_second)
+        else:
+            link, lane, nbytes = self._disk, FILES, engine.profile.weight_bytes
+        transfer = link.start(lane, nbytes, lambda transfer: self._end_load(model))
+        engine.load = _Load(link, lane, transfer, prefetched)
+        self._recorder.loads += 1
+        self._recorder.prefetches += prefetched
+        return True
+
+    def _end_load(self, model: ModelName) -> None:
+        engine = self._engines[model]
+        load, engine.load = engine.load, None
+        assert load is not None, "only a load under way ends"
+        self._recorder.loaded_bytes += engine.profile.weight_bytes
+        loaded = ModelLoaded(
+            instance=self.number,
+            model=model,
+            moved_bytes=engine.profile.weight_bytes,
+            seconds=load.transfer.seconds,
+            queued_seconds=load.transfer.queued_seconds,
+            prefetched=load.prefetched,
+        )
+        job = self._job
+        if isinstance(job, _Prefill) and job.command.model == model:
+            # The weights of the last layer came last: that layer is still to be computed.
+            job.not_before = self._agenda.now + job.seconds / engine.profile.layers
+            if job.lacks_weights:
+                self._agenda.at(job.not_before, Rank.JOB, lambda: self._end_prefill(job))
+        self._notice(loaded)
+
+    def _evict(self, command: EvictModel) -> bool:
+        engine = self._engines[command.model]
+        if not engine.mapped:
+            raise LabError(f"{command.model} is evicted, but not loaded")
+        if engine.load is not None:
+            engine.load.link.cancel(engine.load.lane, engine.load.transfer)
+            engine.load = None
+        engine.mapped = False
+        return True
+
+    # --- KV --------------------------------------------------------------------------------------
+
+    def _move_out(self, command: MoveKv) -> bool:
+        engine = self._engines[command.model]
+        moved = tuple(m.request for m in command.moves if m.request in engine.blocks)
+        places = {m.request: len(m.host_offsets) for m in command.moves}
+        blocks = 0
+        for request in moved:
+            held = engine.drop(request)
+            if held != places[request]:
+                raise LabError(f"{held} blocks of {request} go to {places[request]} places")
+            blocks += held
+        engine.leaving += blocks
+        self._move(command, moved, blocks)
+        return True
+
+    def _move_in(self, command: MoveKv) -> bool:
+        engine = self._engines[command.model]
+        arriving = [m for m in command.moves if self._known(m.request) is not None]
+        blocks = sum(len(m.host_offsets) for m in arriving)
+        if not self._can_grow(command.model, blocks, command.kv_slabs):
+            if self._moves_out:
+                return False
+            raise LabError(f"{blocks} blocks of {command.model} have no room in its slabs")
+        for kv_move in arriving:
+            life = self._lives[kv_move.request]
+            if len(kv_move.host_offsets) != engine.shape.blocks(life.kv_tokens):
+                raise LabError(f"the KV of {life.id} is not {len(kv_move.host_offsets)} blocks")
+            engine.hold(kv_move.request, len(kv_move.host_offsets))
+        self._move(command, tuple(m.request for m in arriving), blocks)
+        return True
+
+    def _move(self, command: MoveKv, moved: tuple[RequestId, ...], blocks: int) -> None:
+        engine = self._engines[command.model]
+        nbytes = blocks * engine.shape.block_bytes
+        outwards = command.direction is Direction.OUT
+
+        def end(transfer: Transfer | None) -> None:
+            if transfer is not None and outwards:
+                engine.leaving -= blocks
+                self._moves_out -= 1
+                self._recorder.kv_out_bytes += nbytes
+            elif transfer is not None:
+                engine.arriving -= 1
+                self._recorder.kv_in_bytes += nbytes
+            self._notice(
+                KvMoved(
+                    instance=self.number,
+                    model=command.model,
+                    direction=command.direction,
+                    moved=moved,
+                    missing=tuple(m.request for m in command.moves if m.request not in moved),
+                    moved_bytes=nbytes,
+                    seconds=0.0 if transfer is None else transfer.seconds,
+                    queued_seconds=0.0 if transfer is None else transfer.queued_seconds,
+                    kv_slabs=engine.slabs(),
+                )
+            )
+
+        if not moved:
+            end(None)
+        elif outwards:
+            self._moves_out += 1
+            self._outwards.start(KV_OUT, nbytes // engine.profile.tp, end)
+        else:
+            engine.arriving += 1
+            self._inwards.start(KV_IN, nbytes // engine.profile.tp, end)
+
+    def _notice(self, event: Event) -> None:
+        """A transfer is over: who waits may go on. While a prompt is computed, nobody looks."""
+        if isinstance(self._job, _Prefill):
+            self._unnoticed.append(event)
+        else:
+            self._report(event)
+            self.work()
+
+    def _has_room(self, slabs: int, what: str) -> bool:
+        """Whether so many slabs are free now; raises `LabError` if they never will be."""
+        mapped = 0
+        for engine in self._engines.values():
+            if engine.mapped:
+                mapped += engine.weight_slabs
+            if engine.used or engine.leaving:
+                mapped += engine.slabs()
+        if mapped + slabs <= self._box.slabs:
+            return True
+        if not self._moves_out:
+            raise LabError(f"{what} need {slabs} slabs, {self._box.slabs - mapped} are free")
+        return False
+
+    def _can_grow(self, model: ModelName, blocks: int, cap_slabs: int) -> bool:
+        """Whether the model's KV may grow by so many blocks now."""
+        engine = self._engines[model]
+        slabs = engine.slabs(blocks)
+        if slabs > cap_slabs:
+            return False
+        return self._has_room(slabs - engine.slabs(), f"the KV of {model}")
+
+    def _known(self, request: RequestId) -> Life | None:
+        """The request, unless it ended or was released."""
+        life = self._lives.get(request)
+        if life is None or not life.remaining_tokens or request in self._gone:
+            return None
+        return life
+
+    # --- jobs ------------------------------------------------------------------------------------
+
+    def _begin_prefill(self, command: RunPrefill) -> bool:
+        engine, life = self._engines[command.model], self._known(command.request)
+        if life is None:
+            self._prompt_done(command.model, command.request, 0.0)
+            return True
+        if not engine.mapped:
+            raise LabError(f"a prompt for {command.model} without its weights")
+        tokens = life.prompt_tokens + life.produced
+        blocks = engine.shape.blocks(tokens)
+        if not self._can_grow(command.model, blocks, command.kv_slabs):
+            if self._moves_out:
+                return False
+            self._defer(command.model, life.id)
+            return True
+        engine.hold(life.id, blocks)
+        seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
+        job = self._job = _Prefill(command, life, self._agenda.now, seconds)
+        self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
+        return True
+
+    def _compute_ended(self, job: _Prefill) -> None:
+        """Every layer could be computed by now, if its weights were there in time."""
+        engine = self._engines[job.command.model]
+        if engine.load is not None:
+            job.lacks_weights = True
+        elif self._agenda.now < job.not_before:
+            self._agenda.at(job.not_before, Rank.JOB, lambda: self._end_prefill(job))
+        else:
+            self._end_prefill(job)
+
+    def _end_prefill(self, job: _Prefill) -> None:
+        command, life, now = job.command, job.life, self._agenda.now
+        engine = self._engines[command.model]
+        self._note_switch(command.model, now - self._ready_since - job.seconds)
+        self._recorder.computed(
+            Span(self.number, command.model, job.began, now, 0, 0, 1), job.seconds
+        )
+        self._job, self._ready_since = None, now
+        if command.request in self._gone:
+            engine.drop(life.id)
+        else:
+            self._recorder.produced(life, now, 0.0, 0.0, 1)
+            self._tell_tokens(command.model, [self._count_of(life, 1)])
+            if not life.remaining_tokens:
+                engine.drop(life.id)
+        # Its own load is told of before it, whatever else ended meanwhile after it.
+        noticed, self._unnoticed = self._unnoticed, []
+        own = [isinstance(e, ModelLoaded) and e.model == life.model for e in noticed]
+        for event in compress(noticed, own):
+            self._report(event)
+        self._prompt_done(command.model, command.request, now - job.began)
+        for event in compress(noticed, map(not_, own)):
+            self._report(event)
+        self.work()
+
+    def _prompt_done(self, model: ModelName, request: RequestId, seconds: float) -> None:
+        self._report(
+            PrefillDone(
+                instance=self.number,
+                model=model,
+                request=request,
+                kv_slabs=self._engines[model].slabs(),
+                seconds=seconds,
+            )
+        )
+
+    def _defer(self, model: ModelName, request: RequestId) -> None:
+        self._report(
+            PrefillDeferred(
+                instance=self.number,
+                model=model,
+                request=request,
+                kv_slabs=self._engines[model].slabs(),
+            )
+        )
+
+    def _begin_turn(self, command: RunTurn) -> bool:
+        engine = self._engines[command.model]
+        if not engine.mapped:
+            raise LabError(f"a turn of {command.model} without its weights")
+        if engine.load is not None or engine.arriving:
+            return False
+        now = self._agenda.now
+        batch = [life for name in command.requests if (life := self._known(name)) is not None]
+        for life in batch:
+            if engine.blocks.get(life.id) != engine.shape.blocks(life.kv_tokens):
+                raise LabError(f"a turn for {life.id}, whose KV is elsewhere")
+        waiting = deque(command.prompts)
+        while waiting and self._known(waiting[0]) is None:
+            self._prompt_done(command.model, waiting.popleft(), 0.0)
+        if waiting and self._moves_out and not self._fits_prompt(command, waiting[0]):
+            return False
+        self._note_switch(command.model, now - self._ready_since)
+        turn = _Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
+        self._job = turn
+        self._next_stretch(turn)
+        return True
+
+    def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
+        life, shape = self._lives[request], self._engines[command.model].shape
+        blocks = shape.blocks(life.prompt_tokens + life.produced)
+        return self._can_grow(command.model, blocks, command.kv_slabs)
+
+    def _begin_prompts(self, turn: _Turn) -> None:
+        """Have prompts begin while those that have leave room in the next chunk."""
+        command, engine = turn.command, self._engines[turn.command.model]
+        while turn.waiting and sum([p.left for p in turn.prompts]) < command.chunk_tokens:
+            request = turn.waiting.popleft()
+            life = self._known(request)
+            if life is None:
+                self._prompt_done(command.model, request, 0.0)
+            elif not self._fits_prompt(command, request):
+                self._defer(command.model, request)
+            else:
+                tokens = life.prompt_tokens + life.produced
+                engine.hold(request, engine.shape.blocks(tokens))
+                turn.prompts.append(_Prompt(life, tokens, self._agenda.now))
+
+    def _next_stretch(self, turn: _Turn) -> None:
+        """Plan steps until somebody finishes, a prompt is done, the quota is over or the slabs are
+        full."""
+        command = turn.command
+        if turn.end is None and not self._is_preempted(turn):
+            self._begin_prompts(turn)
+        room = self._room(turn) if turn.batch else MAX_STEPS
+        if not room and (turn.prompts or turn.end is None):
+            if not turn.done_steps:
+                raise LabError(f"turn {command.turn} has no room for a step")
+            # The prompts hold all the blocks that they need.
+            turn.end, turn.batch, room = TurnEnd.KV_FULL, [], MAX_STEPS
+        if not turn.prompts and (turn.end is not None or not turn.batch):
+            self._end_turn(turn, turn.end or TurnEnd.DRAINED)
+            return
+        self._time_steps(turn)
+        if turn.prompts:
+            turn.steps = min(room, max(1, turn.prompts[0].left // command.chunk_tokens))
+        elif self._is_preempted(turn):
+            turn.steps = 1
+        else:
+            left = command.quota_seconds - turn.done_seconds
+            turn.steps = min(room, steps_until(left, turn.first, turn.growth))
+        self._plan_end(turn)
+
+    def _time_steps(self, turn: _Turn) -> None:
+        """How long the next step takes, and by how much more those after it."""
+        profile = self._engines[turn.command.model].profile
+        batch, kv_tokens = len(turn.batch), sum(life.kv_tokens for life in turn.batch)
+        if turn.prompts:
+            chunk = [(tokens, prompt.done) for prompt, tokens in turn.next_chunk()]
+            first = profile.mixed_step_seconds(batch, kv_tokens, chunk)
+            growth = profile.step_growth_seconds(batch, turn.command.chunk_tokens)
+        else:
+            first = profile.step_seconds(batch, kv_tokens)
+            growth = profile.step_growth_seconds(batch)
+        turn.start = self._agenda.now
+        turn.first, turn.growth = first * turn.factor, growth * turn.factor
+
+    def _room(self, turn: _Turn) -> int:
+        """Steps until the first request finishes, or until the slabs of the turn are full."""
+        engine = self._engines[turn.command.model]
+        shape = engine.shape
+        cap_blocks = turn.command.kv_slabs // shape.group_slabs * shape.group_blocks
+        held = sum(engine.blocks[life.id] for life in turn.batch)
+        return steps_in_room(
+            [life.kv_tokens for life in turn.batch],
+            shape.block_tokens,
+            cap_blocks - (engine.used - held),
+            min(life.remaining_tokens for life in turn.batch),
+        )
+
+    def _plan_end(self, turn: _Turn) -> None:
+        if turn.entry is not None:
+            turn.entry.call_off()
+        end = turn.start + elapsed(turn.first, turn.growth, turn.steps)
+        end = max(end, self._agenda.now)  # the last bit of a sum may be lost
+        turn.entry = self._agenda.at(end, Rank.JOB, lambda: self._end_stretch(turn))
+
+    def _cut(self, turn: _Turn) -> None:
+        """Have the stretch end with the step that is being computed."""
+        since = self._agenda.now - turn.start
+        steps = steps_until(since, turn.first, turn.growth)
+        if steps < turn.steps:
+            turn.steps = steps
+            self._plan_end(turn)
+
+    def _end_stretch(self, turn: _Turn) -> None:
+        engine, command = self._engines[turn.command.model], turn.command
+        turn.entry = None
+        turn.done_steps += turn.steps
+        turn.done_seconds += elapsed(turn.first, turn.growth, turn.steps)
+        for life in turn.batch:
+            self._recorder.produced(life, turn.start, turn.first, turn.growth, turn.steps)
+        computed = self._compute_prompts(turn) if turn.prompts else []
+        tokens = [self._count_of(life, turn.steps) for life in turn.batch]
+        tokens += [self._count_of(p.life, 1) for p in computed if p.life.id not in self._gone]
+        if tokens:
+            self._tell_tokens(command.model, tokens)
+        going_on = []
+        for life in turn.batch:
+            if life.remaining_tokens and life.id not in self._gone:
+                engine.hold(life.id, engine.shape.blocks(life.kv_tokens))
+                going_on.append(life)
+            else:
+                engine.drop(life.id)
+        turn.batch = going_on
+        for prompt in computed:
+            if prompt.life.id in self._gone or not prompt.life.remaining_tokens:
+                engine.drop(prompt.life.id)
+            self._prompt_done(command.model, prompt.life.id, self._agenda.now - prompt.began)
+        if turn.end is None and (turn.batch or turn.prompts or turn.waiting):
+            if self._is_preempted(turn):
+                turn.end = TurnEnd.PREEMPTED
+            elif turn.done_seconds >= command.quota_seconds and not (turn.prompts or turn.waiting):
+                turn.end = TurnEnd.QUOTA
+        self._next_stretch(turn)
+
+    def _compute_prompts(self, turn: _Turn) -> list[_Prompt]:
+        """Take the stretch's chunks off the prompts; those that are over, computed or released."""
+        ahead = turn.steps - 1
+        turn.prompts[0].done += ahead * turn.command.chunk_tokens
+        for prompt, tokens in turn.next_chunk():
+            prompt.done += tokens
+        over = [p for p in turn.prompts if not p.left or p.life.id in self._gone]
+        turn.prompts = [p for p in turn.prompts if p.left and p.life.id not in self._gone]
+        for prompt in over:
+            if prompt.life.id not in self._gone:
+                self._recorder.produced(prompt.life, self._agenda.now, 0.0, 0.0, 1)
+                turn.done_prompts += 1
+        return over
+
+    def _is_preempted(self, turn: _Turn) -> bool:
+        return turn.command.turn <= self._preempted
+
+    def _end_turn(self, turn: _Turn, reason: TurnEnd) -> None:
+        command = turn.command
+        self._job, self._ready_since = None, self._agenda.now
+        for request in turn.waiting:
+            self._defer(command.model, request)
+        if turn.done_steps:
+            span = Span(
+                self.number,
+                command.model,
+                turn.began,
+                self._agenda.now,
+                turn.largest,
+                turn.done_steps,
+                turn.done_prompts,
+            )
+            self._recorder.computed(span, turn.done_seconds)
+        self._report(
+            TurnEnded(
+                instance=self.number,
+                model=command.model,
+                turn=command.turn,
+                reason=reason,
+                steps=turn.done_steps,
+                seconds=turn.done_seconds,
+                kv_slabs=self._engines[command.model].slabs(),
+            )
+        )
+        self.work()
+
+    def _tell_tokens(self, model: ModelName, tokens: Sequence[TokenCount]) -> None:
+        self._report(TokensProduced(instance=self.number, model=model, tokens=tuple(tokens)))
+
+    def _count_of(self, life: Life, count: int) -> TokenCount:
+        """It got so many tokens, the last of which may have ended it."""
+        return TokenCount(request=life.id, count=count, finished=_finished(life))
+
+    def _note_switch(self, model: ModelName, waited: float) -> None:
+        if model != self._current:
+            at = self._agenda.now
+            self._recorder.switches.append(Switch(self.number, model, at, waited))
+            self._current = model
+
+
+def _finished(life: Life) -> FinishReason | None:
+    if life.remaining_tokens:
+        return None
+    return FinishReason.LENGTH if life.produced == life.max_tokens else FinishReason.STOP

@@ -1,0 +1,243 @@
+"""What a run was worth: token deadlines kept, requests served in time, what the hardware did.
+
+Token k of a request (from 0) is due at ``arrival + TTFT + k * TBT`` (Aegaeon §2.1). What had not
+ended when the run did counts with the deadlines that had passed by then; what was refused counts
+with all of its tokens. O(tokens), in vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from appliance.lab.recorder import Life, Recorder
+from appliance.lab.simulator import Run
+from appliance.vocabulary import FinishReason, Word
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+TOLERANCE_SECONDS = 1e-9
+"""Deadlines and times are sums; a deadline is not missed by their rounding."""
+
+NEAR_INSTANT_SECONDS = 0.05
+"""A switch that waits no longer found its weights in place, or nearly so."""
+
+
+class Metrics(Word, frozen=True, kw_only=True):
+    """Shares are of 1; times are seconds; NaN where there was nothing to measure."""
+
+    requests: int
+    finished: int
+    rejected: int
+    tokens: int
+    token_attainment: float
+    """Share of token deadlines that were kept (Aegaeon §2.1)."""
+    time_attainment: float
+    """Share of seconds covered, averaged over requests (as Aegaeon's artifact counts)."""
+    ttft_attainment: float
+    tpot_attainment: float
+    request_attainment: float
+    """Share of requests that kept both: the first token, and the mean time between tokens."""
+    goodput_per_second: float
+    """Requests that kept both, per second."""
+    tokens_per_second: float
+    ttft_p50_seconds: float
+    ttft_p99_seconds: float
+    tbt_p50_seconds: float
+    tbt_p99_seconds: float
+    busy_share: float
+    """Of all instances' time, the share in which they computed."""
+    switches: int
+    switch_mean_seconds: float
+    switch_instant_share: float
+    """Of the switches, those that waited at most 50 ms."""
+    preemptions: int
+    loads: int
+    prefetches: int
+
+    def rounded(self, digits: int = 6) -> dict[str, float]:
+        """For people and for files: no more digits than mean anything."""
+        return {name: round(getattr(self, name), digits) for name in self.__struct_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Every token of some requests: the request's place in the list, the token's, its time."""
+
+    request: Ints
+    index: Ints
+    seconds: Floats
+
+
+def expand(recorder: Recorder, lives: Sequence[Life]) -> Tokens:
+    """The tokens of these requests, one request after the other, each in the order of time."""
+    place = np.full(len(recorder.lives), -1, dtype=np.int64)
+    place[[life.number for life in lives]] = np.arange(len(lives))
+    owner = place[np.frombuffer(recorder.requests, dtype=np.int64)]
+    order = np.argsort(owner, kind="stable")
+    order = order[owner[order] >= 0]
+    owner = owner[order]
+    starts, firsts, growths = (
+        np.frombuffer(column, dtype=np.float64)[order]
+        for column in (recorder.starts, recorder.firsts, recorder.growths)
+    )
+    counts = np.frombuffer(recorder.counts, dtype=np.int64)[order]
+    total = int(counts.sum())
+    before = np.cumsum(counts) - counts
+    position = np.arange(total)
+    step = position - np.repeat(before, counts) + 1
+    seconds = np.repeat(starts, counts) + (
+        step * np.repeat(firsts, counts) + np.repeat(growths, counts) * (step * (step - 1) / 2)
+    )
+    request = np.repeat(owner, counts)
+    produced = np.bincount(request, minlength=len(lives))
+    return Tokens(request, position - np.repeat(np.cumsum(produced) - produced, produced), seconds)
+
+
+def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
+    """The metrics of the requests that arrived after the warm-up."""
+    recorder, until = run.recorder, run.until
+    lives = [life for life in recorder.lives if life.arrived >= warmup_seconds]
+    table = _Requests(lives, expand(recorder, lives), until)
+    switches = np.array([switch.waited for switch in recorder.switches])
+    seconds = until - warmup_seconds
+    return Metrics(
+        requests=len(lives),
+        finished=int(table.finished.sum()),
+        rejected=int(table.rejected.sum()),
+        tokens=len(table.tokens.seconds),
+        token_attainment=table.token_attainment(),
+        time_attainment=table.time_attainment(),
+        ttft_attainment=_mean(table.ttft_kept()),
+        tpot_attainment=_mean(table.tpot_kept()),
+        request_attainment=_mean(table.both_kept()),
+        goodput_per_second=float(np.nansum(table.both_kept())) / seconds,
+        tokens_per_second=len(table.tokens.seconds) / seconds,
+        ttft_p50_seconds=_percentile(table.ttft, 50),
+        ttft_p99_seconds=_percentile(table.ttft, 99),
+        tbt_p50_seconds=_percentile(table.gaps, 50),
+        tbt_p99_seconds=_percentile(table.gaps, 99),
+        busy_share=sum(recorder.busy.values()) / (until * run.instances),
+        switches=len(switches),
+        switch_mean_seconds=_mean(switches),
+        switch_instant_share=_mean((switches <= NEAR_INSTANT_SECONDS).astype(float)),
+        preemptions=run.preemptions,
+        loads=recorder.loads,
+        prefetches=recorder.prefetches,
+    )
+
+
+def seconds_covered(seconds: Floats, ttft_seconds: float, tbt_seconds: float, end: float) -> float:
+    """Seconds for which a request's reader had something to read, as Aegaeon's artifact counts.
+
+    `seconds` are the times of its tokens since it arrived, `end` that of the last one. Token k is
+    in time within ``TTFT + k * TBT`` of a clock that starts again at every late token, while that
+    allowance keeps growing; so it is too lenient after the first late token, and may cover more
+    than there was. Kept as it is, to compare with the figures it made.
+    """
+    allowed = ttft_seconds + tbt_seconds * np.arange(len(seconds))
+    lateness = seconds - allowed - TOLERANCE_SECONDS
+    covered, clock, since = 0.0, 0.0, 0
+    while True:
+        late = np.nonzero(lateness[since:] > clock)[0]
+        if not len(late):
+            return covered + min(ttft_seconds + tbt_seconds * len(seconds), end - clock)
+        token = since + int(late[0])
+        if token > since:
+            covered += float(allowed[token - 1])
+        clock, since = float(seconds[token]), token + 1
+
+
+class _Requests:
+    """Columns, one row for each request."""
+
+    def __init__(self, lives: Sequence[Life], tokens: Tokens, until: float) -> None:
+        self.tokens = tokens
+        self.until = until
+        self.arrived = np.array([life.arrived for life in lives])
+        self.ttft_slo = np.array([life.slo.ttft_seconds for life in lives])
+        self.tbt_slo = np.array([life.slo.tbt_seconds for life in lives])
+        self.output = np.array([life.output_tokens for life in lives], dtype=np.int64)
+        reasons = set(FinishReason)
+        self.finished = np.array([life.outcome in reasons for life in lives], dtype=bool)
+        ended = np.array([life.outcome is not None for life in lives], dtype=bool)
+        self.rejected = ended & ~self.finished
+        self.produced = np.bincount(tokens.request, minlength=len(lives))
+        ends = np.cumsum(self.produced)
+        some = self.produced > 0
+        self.first = np.full(len(lives), np.inf)
+        self.last = np.full(len(lives), np.inf)
+        self.first[some] = tokens.seconds[(ends - self.produced)[some]]
+        self.last[some] = tokens.seconds[ends[some] - 1]
+        waiting = np.where(self.rejected, np.inf, until - self.arrived)
+        self.ttft = np.where(some, self.first - self.arrived, waiting)
+        """To the first token; for who has none, the time waited so far."""
+        follows = tokens.index[1:] > 0
+        self.gaps = np.diff(tokens.seconds)[follows]
+
+    def token_attainment(self) -> float:
+        tokens = self.tokens
+        due = (self.arrived + self.ttft_slo)[tokens.request] + tokens.index * self.tbt_slo[
+            tokens.request
+        ]
+        kept = int((tokens.seconds <= due + TOLERANCE_SECONDS).sum())
+        passed = np.floor((self.until - self.arrived - self.ttft_slo) / self.tbt_slo) + 1
+        passed = np.clip(passed, 0, self.output)
+        passed = np.where(self.finished, 0, np.where(self.rejected, self.output, passed))
+        missing = np.maximum(0, passed - self.produced).sum()
+        return _ratio(kept, len(tokens.seconds) + float(missing))
+
+    def time_attainment(self) -> float:
+        """Requests that did not end are looked at as if it were now that they did."""
+        shares = []
+        ends = np.cumsum(self.produced)
+        for row, produced in enumerate(self.produced):
+            end = float(self.last[row] if self.finished[row] else self.until)
+            lasted = end - float(self.arrived[row])
+            ttft, tbt = float(self.ttft_slo[row]), float(self.tbt_slo[row])
+            if self.rejected[row] or (not produced and lasted > ttft):
+                shares.append(0.0)
+            elif produced and lasted > 0:
+                mine = self.tokens.seconds[ends[row] - produced : ends[row]] - self.arrived[row]
+                shares.append(seconds_covered(mine, ttft, tbt, lasted) / lasted)
+        return _mean(np.array(shares))
+
+    def ttft_kept(self) -> Floats:
+        """1 kept, 0 missed, NaN not known yet."""
+        kept = (self.ttft <= self.ttft_slo + TOLERANCE_SECONDS).astype(float)
+        undecided = (self.produced == 0) & (kept > 0)
+        return np.where(undecided, np.nan, kept)
+
+    def tpot_kept(self) -> Floats:
+        """By the mean time between tokens; of an unfinished request by that so far, if missed."""
+        gaps = np.where(self.finished, self.produced - 1, self.produced)
+        spent = np.where(self.finished, self.last, self.until) - self.first
+        with np.errstate(invalid="ignore"):
+            mean = np.where(gaps > 0, spent / np.maximum(1, gaps), 0.0)
+        kept = (mean <= self.tbt_slo + TOLERANCE_SECONDS).astype(float)
+        kept = np.where(self.produced == 0, self.ttft_kept(), kept)
+        kept = np.where(self.rejected, 0.0, kept)
+        return np.where(~self.finished & (kept > 0), np.nan, kept)
+
+    def both_kept(self) -> Floats:
+        """NaN while neither was missed and one is not known."""
+        both = np.stack([self.ttft_kept(), self.tpot_kept()])
+        missed = (both == 0).any(axis=0)
+        return np.where(missed, 0.0, np.where(np.isnan(both).any(axis=0), np.nan, 1.0))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else float("nan")
+
+
+def _mean(values: Floats) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _percentile(values: Floats, percent: float) -> float:
+    return float(np.percentile(values, percent, method="lower")) if len(values) else float("nan")

@@ -1,0 +1,94 @@
+"""A trial: one policy on one workload, with everything that the daemon would have around it.
+
+Policies are the daemon's stack of one, with the built-in behind it. Their estimates begin with the
+profiles that the instances run by; what is different about the truth is the setting's deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from appliance.lab.deviation import EXACT, Deviation
+from appliance.lab.hardware import Box, ModelProfile
+from appliance.lab.simulator import Run, simulate
+from appliance.lab.workload import Arrival
+from appliance.memory.ledger import HostLedger
+from appliance.plugins.aegaeon import Aegaeon
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice, PolicyFault
+from appliance.scheduling.costmodel import CostModel
+from appliance.scheduling.machine import Machine
+from appliance.vocabulary import ModelName, ModelSpec, RequestId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """All of a trial but the policy. `profiles` has every model; `arrivals` are in order."""
+
+    models: Sequence[ModelSpec]
+    box: Box
+    profiles: Mapping[ModelName, ModelProfile]
+    arrivals: Sequence[Arrival]
+    seconds: float
+    deviation: Deviation = EXACT
+
+    def costs(self) -> CostModel:
+        """What policies expect before they have seen anything: the profiles."""
+        return CostModel(
+            self.models,
+            times={name: profile.step_times() for name, profile in self.profiles.items()},
+            load_bytes_per_second=self.box.tp * self.box.gpu.link_bytes_per_second,
+        )
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy: installed under this name, or `policy` itself."""
+
+    name: str
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    policy: object | None = None
+
+    def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
+        """It, and the built-in behind it; `lengths` are the true ones, for an oracle only.
+
+        Raises `PolicyError` if it cannot be loaded.
+        """
+        if self.policy is None:
+            choice = PolicyChoice(use=(self.name,), parameters={self.name: self.parameters})
+            return load_stack(choice, lengths=lengths)
+        if getattr(self.policy, "oracle", False):
+            self.policy.learn_oracle(lengths)  # type: ignore[attr-defined]
+        return PolicyStack({self.name: self.policy, "built-in": Aegaeon()})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of it."""
+
+    run: Run
+    faults: Sequence[PolicyFault]
+    """Questions that the policy could not answer; somebody else did."""
+
+
+def play(setting: Setting, contender: Contender) -> Trial:
+    """Run the policy. Raises `PolicyError`, and what `simulate` raises; a machine whose books do
+    not balance at the end is a `LedgerError`."""
+    lengths: dict[RequestId, int] = {}
+    stack = contender.stack(lengths)
+    box = setting.box
+    host = HostLedger(box.host_bytes, box.slab_bytes)
+    machine = Machine(setting.models, box.instances, host, stack, setting.costs())
+    run = simulate(
+        machine,
+        box,
+        setting.profiles,
+        setting.arrivals,
+        setting.seconds,
+        deviation=setting.deviation,
+        lengths=lengths,
+    )
+    machine.check_integrity()
+    return Trial(run, stack.take_faults())

@@ -1,0 +1,159 @@
+"""Requests for a run: drawn per model from seeded streams, or read from a trace.
+
+Every model draws from a stream of its own, made of the seed and its name: another model more, or
+another rate for one, leaves the requests of the others as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import heapq
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from appliance.errors import LabError
+from appliance.vocabulary import ModelName, RequestClass, Slo, Word
+
+
+class Arrival(Word, frozen=True, kw_only=True):
+    """A request that will come. `output_tokens` is the truth, which only the lab knows."""
+
+    seconds: float
+    model: ModelName
+    prompt_tokens: int
+    output_tokens: int
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    max_tokens: int | None = None
+    """What the client allows; None for all that the context has room for."""
+    slo: Slo | None = None
+    """Its own; None for that of its model."""
+
+
+class Lengths:
+    """Pairs of prompt and output tokens to draw from, each as likely as any other."""
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            raise LabError("there are no lengths to draw from")
+        self.prompts = np.array([prompt for prompt, _ in pairs], dtype=np.int64)
+        self.outputs = np.array([output for _, output in pairs], dtype=np.int64)
+
+    @classmethod
+    def read(cls, path: Path) -> Lengths:
+        """From the columns ``prompt_tokens`` and ``output_tokens`` of a CSV file (may be .gz)."""
+        rows = _rows(path, ("prompt_tokens", "output_tokens"))
+        return cls(
+            [(_count(path, r, "prompt_tokens"), _count(path, r, "output_tokens")) for r in rows]
+        )
+
+    def scaled(self, prompt: float = 1.0, output: float = 1.0) -> Lengths:
+        """The same, so many times as long, at least one token each."""
+        scaled = Lengths.__new__(Lengths)
+        scaled.prompts = np.maximum(1, np.rint(self.prompts * prompt)).astype(np.int64)
+        scaled.outputs = np.maximum(1, np.rint(self.outputs * output)).astype(np.int64)
+        return scaled
+
+    def with_means(self, prompt_tokens: float, output_tokens: float) -> Lengths:
+        """Scaled to these means (to rounding)."""
+        return self.scaled(
+            prompt_tokens / float(self.prompts.mean()), output_tokens / float(self.outputs.mean())
+        )
+
+    def within(self, total_tokens: int) -> Lengths:
+        """Those too long for a context are scaled down to it (as Aegaeon's artifact does)."""
+        factor = np.minimum(1.0, total_tokens / (self.prompts + self.outputs))
+        fitted = Lengths.__new__(Lengths)
+        fitted.prompts = np.maximum(1, np.floor(self.prompts * factor)).astype(np.int64)
+        fitted.outputs = np.maximum(1, np.floor(self.outputs * factor)).astype(np.int64)
+        return fitted
+
+
+def drawn(
+    rates: Mapping[ModelName, float],
+    lengths: Lengths,
+    seconds: float,
+    seed: int,
+    cv: float = 1.0,
+) -> list[Arrival]:
+    """Requests of each model at its rate (per second) until `seconds`, in the order of time.
+
+    Gaps are Gamma distributed with coefficient of variation `cv`; 1 is a Poisson process.
+    """
+    streams = [_stream(model, rate, lengths, seconds, seed, cv) for model, rate in rates.items()]
+    return list(heapq.merge(*streams, key=lambda arrival: (arrival.seconds, arrival.model)))
+
+
+def _stream(
+    model: ModelName, rate: float, lengths: Lengths, seconds: float, seed: int, cv: float
+) -> Iterator[Arrival]:
+    if rate <= 0:
+        return
+    key = [seed, zlib.crc32(model.encode())]
+    gaps = np.random.Generator(np.random.PCG64([*key, 0]))
+    sizes = np.random.Generator(np.random.PCG64([*key, 1]))
+    shape = 1 / (cv * cv)
+    now = 0.0
+    while True:
+        now += float(gaps.gamma(shape, 1 / (rate * shape)))
+        if now >= seconds:
+            return
+        row = int(sizes.integers(len(lengths.prompts)))
+        yield Arrival(
+            seconds=now,
+            model=model,
+            prompt_tokens=int(lengths.prompts[row]),
+            output_tokens=int(lengths.outputs[row]),
+        )
+
+
+def read_trace(path: Path, rate_scale: float = 1.0) -> list[Arrival]:
+    """A trace: ``arrival_s,model,prompt_tokens,output_tokens[,class]`` (CSV, may be .gz).
+
+    `rate_scale` 2 plays it twice as fast. Raises `LabError` naming the line that is wrong.
+    """
+    arrivals = []
+    for row in _rows(path, ("arrival_s", "model", "prompt_tokens", "output_tokens")):
+        try:
+            seconds = float(row["arrival_s"]) / rate_scale
+            request_class = RequestClass(row.get("class") or RequestClass.INTERACTIVE)
+        except ValueError as error:
+            raise LabError(f"{path}:{row['line']}: {error}") from None
+        arrivals.append(
+            Arrival(
+                seconds=seconds,
+                model=row["model"],
+                prompt_tokens=_count(path, row, "prompt_tokens"),
+                output_tokens=_count(path, row, "output_tokens"),
+                request_class=request_class,
+            )
+        )
+    return sorted(arrivals, key=lambda arrival: arrival.seconds)
+
+
+def _count(path: Path, row: Mapping[str, str], column: str) -> int:
+    try:
+        return max(1, int(row[column]))
+    except ValueError as error:
+        raise LabError(f"{path}:{row['line']}: {column}: {error}") from None
+
+
+def _rows(path: Path, columns: Iterable[str]) -> Iterator[dict[str, str]]:
+    """The rows of a table, with the number of each as ``line``."""
+    with _open(path) as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in columns if name not in (reader.fieldnames or ())]
+        if missing:
+            raise LabError(f"{path}: no column {', '.join(missing)}")
+        for line, row in enumerate(reader, start=2):
+            yield {**row, "line": str(line)}
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")

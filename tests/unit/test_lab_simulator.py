@@ -1,0 +1,270 @@
+"""Whole runs: the daemon's machine on simulated instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.errors import LabError
+from appliance.hookspecs import hookimpl
+from appliance.lab.hardware import gpu, profile
+from appliance.lab.metrics import measure
+from appliance.lab.simulator import Run, simulate
+from appliance.lab.trial import Contender, Setting, play
+from appliance.lab.workload import Arrival, Lengths, drawn
+from appliance.memory.ledger import HostLedger
+from appliance.plugins.aegaeon import Aegaeon
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice
+from appliance.scheduling.machine import Machine
+from appliance.scheduling.questions import (
+    BatchLimits,
+    FloorView,
+    InstanceView,
+    Phase,
+    Placement,
+    Refusal,
+    RequestView,
+)
+from appliance.vocabulary import Command, Event, ModelSpec, RequestArrived, Ticked
+from tests.unit import lab_bench
+from tests.unit.lab_bench import SLAB, SLO
+
+MODELS = ["a", "b", "c", "d", "e"]
+
+
+class HearingMachine(Machine):
+    """Keeps its journal, and checks its books after every event."""
+
+    journal: list[tuple[float, Event, list[Command]]]
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        self.check_integrity()
+        self.journal.append((now, event, commands))
+        return commands
+
+
+def machine(
+    policy: str, instances: int, host_slabs: int = 400, context: int = 400
+) -> HearingMachine:
+    specs = [
+        ModelSpec(name=name, weight_bytes=4 * SLAB, max_context_tokens=400, max_batch=8, slo=SLO)
+        for name in MODELS
+    ]
+    host = HostLedger(host_slabs * SLAB, SLAB)
+    made = HearingMachine(specs, instances, host, load_stack(PolicyChoice(use=(policy,))))
+    made.journal = []
+    return made
+
+
+def run(made: Machine, arrivals: Iterable[Arrival], *, slabs: int = 32, until: float = 1e5) -> Run:
+    box = lab_bench.box(len(made.instances), slabs)
+    profiles = {name: lab_bench.profile(name) for name in MODELS}
+    return simulate(made, box, profiles, arrivals, until)
+
+
+def small_setting() -> Setting:
+    """Two instances of the toy box."""
+    made = machine("aegaeon", 2)
+    return Setting(
+        models=list(made.models.values()),
+        box=lab_bench.box(2),
+        profiles={name: lab_bench.profile(name) for name in MODELS},
+        arrivals=arrivals(),
+        seconds=1e4,
+    )
+
+
+def arrivals(count: int = 30, seed: int = 1, rate: float = 0.4) -> list[Arrival]:
+    lengths = Lengths([(20, 30), (150, 5), (8, 120), (60, 60)])
+    return drawn(dict.fromkeys(MODELS, rate), lengths, 1e3, seed)[:count]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["aegaeon", "serverlessllm"]),
+    st.integers(1, 4),
+    st.integers(16, 40),
+    st.integers(40, 120),
+    st.integers(0, 99),
+    st.floats(0.05, 3.0),
+)
+def test_every_request_ends_and_gets_its_tokens(
+    policy: str, instances: int, slabs: int, host_slabs: int, seed: int, rate: float
+) -> None:
+    """Whatever is scarce; nobody gets a token too many, and time goes forwards."""
+    made = machine(policy, instances, host_slabs)
+    done = run(made, arrivals(seed=seed, rate=rate), slabs=slabs)
+    assert not made.requests
+    assert len(done.recorder.lives) == 30
+    for life in done.recorder.lives:
+        assert life.outcome in ("stop", "length")
+        assert life.produced == life.output_tokens
+    times = [now for now, _, _ in made.journal]
+    assert times == sorted(times)
+    assert measure(done).finished == 30
+
+
+@pytest.mark.parametrize("policy", ["aegaeon", "serverlessllm"])
+def test_the_same_run_twice_is_the_same_to_the_byte(policy: str) -> None:
+    """The journal as JSON, and the metrics."""
+    encoded = []
+    for _ in range(2):
+        made = machine(policy, 3)
+        done = run(made, arrivals())
+        encoded.append(
+            (msgspec.json.encode(made.journal), msgspec.json.encode(measure(done).rounded()))
+        )
+    assert encoded[0] == encoded[1]
+
+
+class Chunking:
+    """Computes prompts beside decoding, on any instance; everything else is the built-in's."""
+
+    @hookimpl
+    def place(self, floor: FloorView) -> list[Placement]:
+        return [Placement() for _ in floor.instances]
+
+    @hookimpl
+    def decode(self, prefilled_on: int) -> int:
+        return prefilled_on
+
+    @hookimpl
+    def batch(self, instance: InstanceView) -> BatchLimits:
+        return BatchLimits(requests=8, chunk_tokens=16)
+
+    @hookimpl
+    def phase(self) -> Phase:
+        return Phase.PREFILL
+
+
+def test_mixed_turns_in_a_whole_run() -> None:
+    """Every request ends; prompts are computed beside steps, which a policy may want."""
+    setting = small_setting()
+    trial = play(setting, Contender("chunking", policy=Chunking()))
+    spans = trial.run.recorder.spans
+    assert not trial.faults
+    assert {life.outcome for life in trial.run.recorder.lives} == {"stop"}
+    assert sum(span.prompts for span in spans) == len(trial.run.recorder.lives)
+    assert any(span.prompts and span.steps > 1 for span in spans)
+
+
+class Foresight:
+    """An oracle: takes the request with the shortest output first."""
+
+    oracle = True
+
+    def learn_oracle(self, lengths: Mapping[str, int]) -> None:
+        self.lengths = lengths
+        self.asked: dict[str, int] = {}
+
+    @hookimpl
+    def prefill(self, request: RequestView) -> None:
+        self.asked[request.id] = self.lengths[request.id]
+
+
+def test_only_an_oracle_knows_the_lengths() -> None:
+    """It is handed them when it is loaded, and finds each when the request arrives."""
+    policy = Foresight()
+    trial = play(small_setting(), Contender("foresight", policy=policy))
+    assert policy.asked == {life.id: life.output_tokens for life in trial.run.recorder.lives}
+
+
+def test_estimates_begin_with_the_profiles() -> None:
+    """What the instances take is what policies expect, before they have seen anything."""
+    setting = small_setting()
+    costs, truth = setting.costs(), setting.profiles["a"]
+    assert costs.step_seconds("a", 3, 100) == truth.step_seconds(3, 100)
+    assert costs.prefill_seconds("a", 70) == truth.prefill_seconds(70)
+    assert costs.switch_seconds("a") == setting.box.gpu.switch_seconds(truth.weight_bytes) == 1.0
+
+
+def test_the_machine_hears_when_its_deadline_has_come() -> None:
+    """At that time, and not before; it has none when there is nothing to do."""
+    made = machine("aegaeon", 1)
+    run(made, arrivals(5))
+    ticks = [now for now, event, _ in made.journal if isinstance(event, Ticked)]
+    assert ticks
+    assert made.next_deadline() is None
+    assert all(later - now >= 0.99 for now, later in pairwise(ticks))
+
+
+class Refusing:
+    """Serves nobody."""
+
+    @hookimpl
+    def prefill(self) -> Refusal:
+        return Refusal(reason="closed")
+
+
+def test_another_policy_takes_over_in_mid_run() -> None:
+    """Who came before is served to the end, who comes after is the other's."""
+    made = machine("aegaeon", 2)
+    swap = (20.0, PolicyStack({"refusing": Refusing(), "built-in": Aegaeon()}))
+    box, profiles = lab_bench.box(2), {name: lab_bench.profile(name) for name in MODELS}
+    done = simulate(made, box, profiles, arrivals(60), 1e5, swaps=[swap])
+    outcomes = {life.outcome for life in done.recorder.lives if life.arrived > 20.0}
+    assert outcomes == {"overloaded"}
+    assert {life.outcome for life in done.recorder.lives if life.arrived < 20.0} == {"stop"}
+
+
+def test_the_machine_is_not_shown_how_long_an_output_will_be() -> None:
+    """It is told of the room in the context, or of what the client allows."""
+    made = machine("aegaeon", 1)
+    done = run(
+        made,
+        [
+            Arrival(seconds=0.0, model="a", prompt_tokens=100, output_tokens=7),
+            Arrival(seconds=1.0, model="a", prompt_tokens=100, output_tokens=70, max_tokens=20),
+            Arrival(seconds=2.0, model="a", prompt_tokens=390, output_tokens=70),
+        ],
+    )
+    told = [
+        event.request.max_tokens
+        for _, event, _ in made.journal
+        if isinstance(event, RequestArrived)
+    ]
+    assert told == [300, 20, 10]
+    assert [life.produced for life in done.recorder.lives] == [7, 20, 10]
+    assert [life.outcome for life in done.recorder.lives] == ["stop", "length", "length"]
+
+
+def test_a_prompt_beyond_the_context_is_refused() -> None:
+    """And counts as missed."""
+    made = machine("aegaeon", 1)
+    done = run(made, [Arrival(seconds=0.0, model="a", prompt_tokens=500, output_tokens=7)])
+    assert done.recorder.lives[0].outcome == "context_length_exceeded"
+    assert measure(done).token_attainment == 0.0
+
+
+def test_a_run_ends_when_its_time_is_up() -> None:
+    """What is under way then is left as it is."""
+    done = run(machine("aegaeon", 1), arrivals(), until=10.0)
+    assert {life.outcome for life in done.recorder.lives} > {None}
+    metrics = measure(done)
+    assert 0 < metrics.finished < metrics.requests
+    assert 0 < metrics.busy_share < 1
+
+
+def test_built_in_tables_know_the_models_of_the_paper() -> None:
+    """Times of the paper's order: 7B loads in 0.4 s, steps in 9 ms; what is unknown is an error
+    that says what there is."""
+    qwen = profile("Qwen2.5-7B", "H800")
+    assert gpu("H800").switch_seconds(qwen.shard_bytes) == pytest.approx(0.381, abs=0.001)
+    assert 0.008 < qwen.step_seconds(1, 500) < 0.010
+    assert qwen.step_seconds(8, 4000) > qwen.step_seconds(1, 500)
+    assert 0.01 < qwen.prefill_seconds(257) < 0.02
+    shape = qwen.kv_shape(64 << 20, 16)
+    assert (shape.group_slabs, shape.group_blocks) == (1, 73)
+    assert profile("Qwen-7B", "H800", tp=2).shard_bytes * 2 >= 15_442_649_088
+    with pytest.raises(LabError, match="no GPU 'B42' is known; there are: A10, A100"):
+        gpu("B42")
+    with pytest.raises(LabError, match=r"no profile of GPT-9 on H800 with tp=1; .*Yi-9B on H800"):
+        profile("GPT-9", "H800")

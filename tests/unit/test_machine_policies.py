@@ -1,0 +1,315 @@
+"""What policies decide is what happens: refusals, order, limits, preemption, hot swaps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from appliance.scheduling.questions import (
+    BatchLimits,
+    InstanceView,
+    Phase,
+    Placement,
+    PlannedTurn,
+    Refusal,
+    TurnView,
+)
+from appliance.vocabulary import (
+    EvictModel,
+    Finish,
+    FinishReason,
+    Preempt,
+    Reject,
+    RequestClass,
+    RunPrefill,
+    RunTurn,
+    Ticked,
+    TurnEnd,
+    TurnEnded,
+)
+from tests.unit.floor_double import SLO, FloorDouble, shape
+from tests.unit.instance_double import ModelDouble
+from tests.unit.told import Told
+
+
+def built(stranger: Told, names: str = "ab", *, slabs: int = 40) -> FloorDouble:
+    """One instance with every engine built and nothing to do."""
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in names}, slabs=slabs, stranger=stranger
+    )
+    floor.start()
+    floor.settle()
+    floor.up[0].steps_per_turn = 1000
+    return floor
+
+
+def until_turn(floor: FloorDouble) -> None:
+    floor.work_until(0, lambda: floor.up[0].turn is not None)
+
+
+def ends(floor: FloorDouble) -> list[TurnEnd]:
+    return [event.reason for _, event, _ in floor.journal if isinstance(event, TurnEnded)]
+
+
+def test_a_refused_request_hears_why() -> None:
+    """A policy that refuses a request ends it at once, with its reason; others are served."""
+    stranger = Told(
+        prefill=lambda request: Refusal(reason="a minute late") if request.model == "b" else None
+    )
+    floor = built(stranger)
+
+    refused, served = floor.ask("b1", "b"), floor.ask("a1", "a")
+
+    assert floor.commands(Reject) == [
+        Reject(request="b1", code="overloaded", message="a minute late")
+    ]
+    floor.settle()
+    assert (refused.outcome, served.outcome) == ("overloaded", FinishReason.LENGTH)
+
+
+def test_a_refusal_after_a_loss() -> None:
+    """A request that has to be prefilled again may be refused then; its places are given back."""
+    refusing = False
+    stranger = Told(prefill=lambda: Refusal(reason="too late now") if refusing else None)
+    floor = built(stranger)
+    life = floor.ask("a1", "a", output=40)
+    until_turn(floor)
+
+    refusing = True
+    floor.lose(0)
+    floor.start(0)
+
+    assert life.outcome == "overloaded"
+    assert floor.machine.host.kv_slabs == 0
+    floor.settle()
+
+
+def test_groups_are_served_in_the_order_of_admit() -> None:
+    """The last group goes first if the policy says so; those it leaves out keep their order."""
+    stranger = Told(admit=lambda instance: [len(instance.groups) - 1], phase=lambda: Phase.PREFILL)
+    floor = built(stranger, "abcd")
+    for name in "abcd":
+        floor.ask(f"{name}1", name)
+
+    floor.settle()
+
+    order = [command.model for command in floor.commands(RunPrefill)]
+    assert order == ["a", "d", "c", "b"]
+
+
+def test_models_lose_their_place_in_the_order_of_evict() -> None:
+    """When memory is short, the model that the policy names first goes, and no other."""
+    stranger = Told(evict=lambda victims: ["c"] if "c" in victims else victims)
+    floor = built(stranger, "abcd", slabs=14)
+    for name in "abc":
+        floor.ask(f"{name}1", name)
+        floor.settle()
+
+    floor.ask("d1", "d")
+    floor.settle()
+
+    assert [command.model for command in floor.commands(EvictModel)] == ["c"]
+
+
+# --- preemption ----------------------------------------------------------------------------------
+
+
+def test_a_turn_is_ended_when_its_time_is_over() -> None:
+    """Told that a turn may go on for half a second, the machine asks for that time, and ends the
+    turn then: not before, not twice."""
+    floor = built(Told(preempt=lambda: 0.5))
+    floor.ask("a1", "a", output=200)
+    until_turn(floor)
+    floor.tell(Ticked())
+
+    floor.ask("b1", "b")
+
+    asked = floor.now
+    assert floor.machine.next_deadline() == pytest.approx(asked + 0.5)
+    floor.tell(Ticked())
+    assert floor.commands(Preempt) == []
+    floor.now = asked + 0.5
+    floor.tell(Ticked())
+    floor.tell(Ticked())
+    assert floor.commands(Preempt) == [Preempt(instance=0, turn=1)]
+    floor.settle()
+    assert ends(floor)[0] is TurnEnd.PREEMPTED
+
+
+def test_the_shortest_time_counts() -> None:
+    """What joins later may bring the end of a turn nearer, and never further."""
+    seconds = iter([0.5, 0.2, 0.9])
+    floor = built(Told(preempt=lambda: next(seconds, math.inf)), "abcd")
+    floor.ask("a1", "a", output=200)
+    until_turn(floor)
+    floor.tell(Ticked())
+
+    floor.ask("b1", "b")
+    floor.ask("c1", "c")
+    nearest = floor.now + 0.2
+    floor.ask("d1", "d")
+
+    assert floor.machine.next_deadline() == pytest.approx(nearest)
+
+
+def test_a_turn_ended_for_its_own_model_goes_on_with_its_quota() -> None:
+    """A turn that is ended so that a request of its model can join is resumed for the rest of its
+    quota before anybody else's turn."""
+    stranger = Told(
+        preempt=lambda instance: 0.0 if instance.groups[0].model == instance.turn else math.inf,
+        round=lambda instance: [
+            PlannedTurn(model=batch.model, quota_seconds=1.0)
+            for batch in instance.batches
+            if batch.runnable
+        ],
+        phase=lambda instance: Phase.PREFILL,
+    )
+    floor = built(stranger)
+    floor.ask("a1", "a", output=200)
+    floor.ask("b1", "b", output=200)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+
+    floor.ask("a2", "a", output=200)
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
+
+    first, second = floor.commands(RunTurn)
+    assert (first.model, first.quota_seconds) == ("a", 1.0)
+    assert (second.model, second.quota_seconds) == ("a", pytest.approx(1.0 - 10 * 0.02))
+    assert set(second.requests) == {"a1", "a2"}
+
+
+def test_a_turn_ended_for_another_model_is_not_resumed() -> None:
+    """A turn that is ended for another model has lost the rest of its quota."""
+    floor = built(
+        Told(
+            preempt=lambda: 0.0,
+            round=lambda instance: [
+                PlannedTurn(model=batch.model, quota_seconds=1.0)
+                for batch in instance.batches
+                if batch.runnable
+            ],
+        )
+    )
+    floor.ask("a1", "a", output=200)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+
+    floor.ask("b1", "b", output=200)
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 3)
+
+    assert [(turn.model, turn.quota_seconds) for turn in floor.commands(RunTurn)] == [
+        ("a", 1.0),
+        ("a", 1.0),
+        ("b", 1.0),
+    ]
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def test_interactive_requests_run_before_batch_work() -> None:
+    """Under a limit, interactive requests have the places of a turn, however late they came; the
+    view of the turn says how many were left out."""
+    seen: list[TurnView | None] = []
+
+    def round_(instance: InstanceView) -> None:
+        seen.append(instance.last_turn)
+
+    floor = built(Told(batch=lambda: BatchLimits(requests=2), round=round_), "a")
+    floor.up[0].steps_per_turn = 2
+    for index in range(3):
+        floor.ask(f"batch{index}", "a", output=30, kind=RequestClass.BATCH)
+    for index in range(2):
+        floor.ask(f"inter{index}", "a", output=30)
+    floor.work_until(0, lambda: len(floor.commands(RunPrefill)) == 5)
+    before = len(floor.commands(RunTurn))
+
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == before + 3)
+
+    last = floor.commands(RunTurn)[-1]
+    assert set(last.requests) == {"inter0", "inter1"}
+    assert seen[-1] == TurnView(
+        model="a",
+        requests=2,
+        limit=2,
+        left_out=3,
+        steps=2,
+        tokens=4,
+        seconds=0.04,
+        tbt_seconds=SLO.tbt_seconds,
+    )
+    floor.settle()
+    assert len(floor.commands(Finish)) == 5
+
+
+def test_the_limit_is_no_more_than_the_model_allows() -> None:
+    """A policy cannot have more requests decode together than `max_batch`."""
+    floor = FloorDouble(
+        {"a": ModelDouble(4, shape())},
+        slabs=40,
+        max_batch=3,
+        stranger=Told(batch=lambda: BatchLimits(requests=100)),
+    )
+    floor.start()
+    for index in range(5):
+        floor.ask(f"r{index}", "a", output=30)
+
+    floor.settle()
+
+    assert max(len(command.requests) for command in floor.commands(RunTurn)) == 3
+
+
+# --- hot swaps -----------------------------------------------------------------------------------
+
+
+def test_another_policy_answers_from_now_on() -> None:
+    """A turn that is under way goes on when the policy changes; the round that was planned does
+    not: the new policy plans its own."""
+    floor = built(Told(), "abc")
+    for name in "abc":
+        floor.ask(f"{name}1", name, output=200)
+    until_turn(floor)
+    assert floor.machine.instances[0].work
+    running = floor.commands(RunTurn)[-1].model
+
+    asked: list[Sequence[str]] = []
+
+    def round_(instance: InstanceView) -> list[PlannedTurn]:
+        asked.append([batch.model for batch in instance.batches if batch.runnable])
+        return [PlannedTurn(model="c", quota_seconds=0.5)]
+
+    floor.set_policy(["aegaeon"], Told(round=round_))
+
+    assert not floor.machine.instances[0].work
+    assert floor.up[0].turn is not None
+    assert floor.commands(Preempt) == []
+    floor.up[0].steps_per_turn = 5
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
+    assert floor.commands(RunTurn)[-1].model == "c" != running
+    assert asked[0] == ["a", "b", "c"]
+
+
+def test_a_new_policy_may_move_everybody() -> None:
+    """The places of a new policy hold at once: who waits where its model is not served any more
+    waits elsewhere, in the order of arrival, and nobody is lost."""
+    models = {name: ModelDouble(4, shape()) for name in "ab"}
+    floor = FloorDouble(models, policy="serverlessllm", instances=2)
+    floor.start()
+    floor.settle()
+    lives = [floor.ask(f"r{index}", "ab"[index % 2]) for index in range(12)]
+
+    floor.set_policy(
+        ["serverlessllm"],
+        Told(place=lambda: [Placement(models=frozenset("a")), Placement(models=frozenset("b"))]),
+    )
+
+    for number, model in enumerate("ab"):
+        instance = floor.machine.instances[number]
+        assert {group.model for group in instance.groups} <= {model}
+        waiting = [request.arrived for g in instance.groups for request in g.members.values()]
+        assert waiting == sorted(waiting)
+    floor.settle()
+    assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 12
