@@ -118,15 +118,13 @@ def round(answer: object, instance: InstanceView) -> str | None:
     not firm may be of any model with work."""
     if not _all_are(answer, PlannedTurn):
         return f"planned turns, not {shown(answer)}"
-    if not answer or answer[0].firm is not True:
-        return "a round has at least one turn, and the first is firm"
+    if not answer or not all([type(turn.firm) is bool for turn in answer]) or not answer[0].firm:
+        return "the first turn of a round is firm"
     runnable = [batch.model for batch in instance.batches if batch.runnable]
+    names = [turn.model for turn in answer]
+    if not all([type(name) is str for name in names]) or len(set(names)) < len(names):
+        return f"each model once, not {shown(names)}"
     reason = _some_of(runnable, str, tuple([turn.model for turn in answer if turn.firm]))
-    if reason is not None:
-        return reason
-    working = {batch.model for batch in instance.batches}
-    working.update([group.model for group in instance.groups])
-    reason = _some_of(list(working), str, tuple([turn.model for turn in answer]))
     if reason is not None:
         return reason
     for turn in answer:

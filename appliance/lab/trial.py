@@ -50,11 +50,7 @@ class Contender:
     """Who plays under this name: a stack of installed policies, or a policy that is not."""
 
     name: str
-    use: Sequence[str] = ()
-    parameters: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """By policy."""
-    decisions: Mapping[str, str] = field(default_factory=dict)
-    """Policies by the name of a hook, for those given to another one."""
+    parameters: Mapping[str, object] = field(default_factory=dict)
     policy: object | None = None
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
@@ -63,11 +59,8 @@ class Contender:
         Raises `PolicyError` if it cannot be loaded.
         """
         if self.policy is None:
-            return load_stack(
-                PolicyChoice(
-                    use=tuple(self.use), decisions=self.decisions, parameters=self.parameters
-                )
-            )
+            choice = PolicyChoice(use=(self.name,), parameters={self.name: self.parameters})
+            return load_stack(choice, lengths=lengths)
         if getattr(self.policy, "oracle", False):
             self.policy.learn_oracle(lengths)  # type: ignore[attr-defined]
         return PolicyStack({self.name: self.policy, "built-in": Aegaeon()})

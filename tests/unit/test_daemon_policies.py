@@ -16,7 +16,7 @@ from appliance.errors import PolicyChoiceError
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.journal import Journal, Setup, read, replay
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import available
+from appliance.policies import installed
 from appliance.policystack import PolicyStack
 from appliance.policywords import (
     Happening,
@@ -134,7 +134,8 @@ async def test_no_request_notices_a_swap(make_box: MakeBox, tmp_path: Path) -> N
     path = tmp_path / "journal"
     box = make_box("abc", instances=2, policy="aegaeon", journal=path)
     box.start()
-    names = [name for name in available() if name != "aegaeon"]
+    usable = [policy.name for policy in installed() if policy.shipped and not policy.lab_only]
+    names = [name for name in usable if name != "aegaeon"]
     choices = [PolicyChoice(use=(name,)) for name in names]
     choices += [AEGAEON, PolicyChoice(use=("serverlessllm",), decisions={"round": "aegaeon"})]
     streams = {}
@@ -152,8 +153,11 @@ async def test_no_request_notices_a_swap(make_box: MakeBox, tmp_path: Path) -> N
     entries = list(read(path)[1])
     swaps = [entry.event for entry in entries if isinstance(entry.event, PolicyChosen)]
     assert [swap.choice for swap in swaps] == choices
-    prefills = [c for e in entries for c in e.commands if isinstance(c, RunPrefill)]
-    assert len(prefills) == len(streams)
+    commands = [command for entry in entries for command in entry.commands]
+    computed = [command.request for command in commands if isinstance(command, RunPrefill)]
+    for command in commands:
+        computed += command.prompts if isinstance(command, RunTurn) else ()
+    assert sorted(computed) == sorted(streams)
     assert replay(path) == (len(entries), [])
 
 

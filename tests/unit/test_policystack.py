@@ -64,8 +64,8 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def turn(model: str, quota: Any = 1.0) -> PlannedTurn:
-    return PlannedTurn(model=model, quota_seconds=quota)
+def turn(model: str, quota: Any = 1.0, firm: Any = True) -> PlannedTurn:
+    return PlannedTurn(model=model, quota_seconds=quota, firm=firm)
 
 
 def flow(request: Any, target: Any = 1) -> Migration:
@@ -103,6 +103,7 @@ RIGHT: list[tuple[str, Any]] = [
     ("admit", ()),
     ("phase", Phase.DECODE),
     ("round", (turn("b"), turn("a", 3))),
+    ("round", (turn("b"), turn("c", firm=False))),
     ("preempt", math.inf),
     ("preempt", 0),
     ("preempt", 0.5),
@@ -164,6 +165,9 @@ NONSENSE: list[tuple[str, Any]] = [
     ("round", []),
     ("round", [turn("a"), turn("a")]),
     ("round", [turn("z")]),
+    ("round", [turn("a", firm=False)]),
+    ("round", [turn("a"), turn("b", firm=1)]),
+    ("round", [turn("a"), turn("a", firm=False)]),
     ("round", [turn("a", 0.0)]),
     ("round", [turn("a", -1.0)]),
     ("round", [turn("a", math.inf)]),
