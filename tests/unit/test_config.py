@@ -212,12 +212,12 @@ def test_all_problems_are_reported_together(models: Path) -> None:
 def test_names_and_policies_are_compared(models: Path) -> None:
     """Duplicate models, and policies that are not installed or listed twice."""
     second = GOOD[GOOD.index("[[model]]") :]
-    policy = '[policy]\nuse = ["fcsf", "aegaeon", "aegaeon"]\n[policy.prism]\nx = 1\n'
+    policy = '[policy]\nuse = ["fcsf", "aegaeon", "aegaeon"]\n[policy.lifo]\nx = 1\n'
 
     found = problems(models, policy + GOOD + second)
 
     assert [(problem.line, problem.key) for problem in found] == [
-        (2, "policy.use"), (2, "policy.use"), (3, "policy.prism"), (16, "model[1].name"),
+        (2, "policy.use"), (2, "policy.use"), (3, "policy.lifo"), (16, "model[1].name"),
     ]  # fmt: skip
     assert "fcsf" in found[0].wrong
     assert found[0].remedy == "did you mean fcfs?"
