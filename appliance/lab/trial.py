@@ -50,7 +50,11 @@ class Contender:
     """Who plays under this name: a stack of installed policies, or a policy that is not."""
 
     name: str
-    parameters: Mapping[str, object] = field(default_factory=dict)
+    use: Sequence[str] = ()
+    parameters: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """By policy."""
+    decisions: Mapping[str, str] = field(default_factory=dict)
+    """Policies by the name of a hook, for those given to another one."""
     policy: object | None = None
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
@@ -59,8 +63,11 @@ class Contender:
         Raises `PolicyError` if it cannot be loaded.
         """
         if self.policy is None:
-            choice = PolicyChoice(use=(self.name,), parameters={self.name: self.parameters})
-            return load_stack(choice, lengths=lengths)
+            return load_stack(
+                PolicyChoice(
+                    use=tuple(self.use), decisions=self.decisions, parameters=self.parameters
+                )
+            )
         if getattr(self.policy, "oracle", False):
             self.policy.learn_oracle(lengths)  # type: ignore[attr-defined]
         return PolicyStack({self.name: self.policy, "built-in": Aegaeon()})

@@ -86,14 +86,16 @@ def fresh_view(machine: Machine, number: int) -> InstanceView:
 def policy_stack(use: Sequence[str], stranger: object | None) -> PolicyStack:
     """The installed policies of these names, behind a stranger if there is one."""
     if stranger is None:
-        return installed(tuple(use))
+        policies = {name: installed()[name]() for name in use}
+        return PolicyStack(policies | {"built-in": Aegaeon()})
     return PolicyStack({"stranger": stranger, "built-in": Aegaeon()})
 
 
 @cache
-def installed(use: tuple[str, ...]) -> PolicyStack:
-    """Looked up once: to read what every package of an environment offers takes long."""
-    return load_stack(PolicyChoice(use=use))
+def installed() -> dict[str, Callable[[], object]]:
+    """What makes each policy. Looked up once: to read what every package of an environment offers
+    takes long."""
+    return {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
 
 
 class FloorDouble:
