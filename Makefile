@@ -68,9 +68,10 @@ format: $(VENV)/.dev ## Rewrite the sources in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: $(VENV)/.appliance ## Write the files that come from the configuration schema
+generate: $(VENV)/.appliance ## Write the files that come from the configuration schema and the hooks
 	$(BIN)/appliance config sample > etc/appliance.toml
 	$(BIN)/appliance config docs > docs/configuration.md
+	$(BIN)/appliance policy docs > docs/hooks.md
 
 clean: ## Remove .venv and everything built
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -10,28 +10,22 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import httpx
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 import appliance
 from appliance import configdoc
 from appliance.catalog import read_checkpoint
+from appliance.client import checked, connect, fail, get, unreachable, url_option
 from appliance.config import Config, load_config, warnings
 from appliance.errors import ApplianceError, ConfigError
+from appliance.policycommand import policy
+from appliance.printing import json_option, print_json, print_table
 from appliance.units import human
 
-DEFAULT_URL = "http://127.0.0.1:11500"
-CONNECT_SECONDS = 5.0
-
-url_option = click.option(
-    "--url", default=DEFAULT_URL, show_default=True, help="Where the daemon listens."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, not a table.")
 file_type = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -53,7 +47,7 @@ def serve(path: Path) -> None:
     try:
         status = run_daemon(config)
     except (ApplianceError, TokenizerError, OSError) as error:
-        _fail(str(error))
+        fail(str(error))
     sys.exit(status)
 
 
@@ -83,13 +77,13 @@ def run(
 @json_option
 def list_models(url: str, as_json: bool) -> None:
     """List the models of the catalogue, cold ones too."""
-    models = _get(url, "/v1/models")["data"]
+    models = get(url, "/v1/models")["data"]
     if as_json:
-        _print_json(models)
+        print_json(models)
         return
-    states = {row["model"]: row["state"] for row in _get(url, "/api/status")["models"]}
+    states = {row["model"]: row["state"] for row in get(url, "/api/status")["models"]}
     rows = [[row["id"], str(row["max_model_len"]), states.get(row["id"], "")] for row in models]
-    _print_table(["NAME", "CONTEXT", "STATE"], rows)
+    print_table(["NAME", "CONTEXT", "STATE"], rows)
 
 
 @cli.command()
@@ -97,15 +91,15 @@ def list_models(url: str, as_json: bool) -> None:
 @json_option
 def ps(url: str, as_json: bool) -> None:
     """Show what the models and instances do now."""
-    status = _get(url, "/api/status")
+    status = get(url, "/api/status")
     if as_json:
-        _print_json(status)
+        print_json(status)
         return
     rows = [
         [row["model"], row["state"], _places(row["residency"]), row["running"], row["waiting"]]
         for row in status["models"]
     ]
-    _print_table(["NAME", "STATE", "INSTANCES", "RUNNING", "WAITING"], rows)
+    print_table(["NAME", "STATE", "INSTANCES", "RUNNING", "WAITING"], rows)
     click.echo()
     instances = [
         [
@@ -115,7 +109,7 @@ def ps(url: str, as_json: bool) -> None:
         ]
         for row in status["instances"]
     ]  # fmt: skip
-    _print_table(["INSTANCE", "ROLE", "STATE", "PID", "RUNS", "USED", "POOL"], instances)
+    print_table(["INSTANCE", "ROLE", "STATE", "PID", "RUNS", "USED", "POOL"], instances)
 
 
 @cli.command()
@@ -138,7 +132,7 @@ def doctor(path: Path, verify: bool, as_json: bool) -> None:
         if not as_json:
             click.echo(str(finding))
     if as_json:
-        _print_json([msgspec.to_builtins(finding) for finding in findings])
+        print_json([msgspec.to_builtins(finding) for finding in findings])
     sys.exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
 
 
@@ -158,7 +152,7 @@ def check(file: Path, as_json: bool) -> None:
     entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in loaded.models]
     contexts = [model.max_context for model in loaded.models]
     if as_json:
-        _print_json([
+        print_json([
             {
                 "name": entry.name, "architecture": entry.architecture, "dtype": entry.dtype,
                 "weight_bytes": entry.weight_bytes,
@@ -174,7 +168,7 @@ def check(file: Path, as_json: bool) -> None:
         ]
         for entry, context in zip(entries, contexts, strict=True)
     ]  # fmt: skip
-    _print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
+    print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
     click.echo(f"{file}: fine")
 
 
@@ -188,6 +182,9 @@ def sample() -> None:
 def docs() -> None:
     """Print the documentation of every key, as Markdown."""
     click.echo(configdoc.generate_docs(), nl=False)
+
+
+cli.add_command(policy)
 
 
 @cli.command()
@@ -214,7 +211,7 @@ def version(as_json: bool) -> None:
     """Print the versions of the appliance and of Python."""
     versions = {"appliance": appliance.__version__, "python": platform.python_version()}
     if as_json:
-        _print_json(versions)
+        print_json(versions)
     else:
         click.echo(f"appliance {versions['appliance']} (Python {versions['python']})")
 
@@ -235,60 +232,24 @@ def _load(path: Path) -> Config:
 # --- the daemon, over HTTP -----------------------------------------------------------------------
 
 
-def _fail(message: str) -> NoReturn:
-    click.echo(f"error: {message}", err=True)
-    sys.exit(1)
-
-
-def _client(url: str) -> httpx.Client:
-    # Between tokens a request may wait for other models' turns: the server bounds that, not we.
-    return httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
-
-
-def _unreachable(url: str, error: httpx.TransportError) -> NoReturn:
-    _fail(f"no daemon answers at {url} ({error}); start one with `appliance serve`, or give --url")
-
-
-def _get(url: str, path: str) -> Any:
-    try:
-        with _client(url) as client:
-            response = client.get(path, timeout=CONNECT_SECONDS)
-            return _checked(response).json()
-    except httpx.TransportError as error:
-        _unreachable(url, error)
-    except json.JSONDecodeError:
-        _fail(f"what answers at {url} is not the appliance")
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    if response.is_success:
-        return response
-    response.read()
-    try:
-        message = response.json()["error"]["message"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        message = f"{response.request.url} answered {response.status_code}"
-    _fail(message)
-
-
 def _answer(url: str, body: dict[str, Any], messages: list[dict[str, str]]) -> str:
     """Print an answer as it comes; returns it whole."""
     pieces = []
     try:
         with (
-            _client(url) as client,
+            connect(url) as client,
             client.stream(
                 "POST", "/v1/chat/completions", json={**body, "messages": messages, "stream": True}
             ) as response,
         ):
-            for piece in _pieces(_checked(response)):
+            for piece in _pieces(checked(response)):
                 pieces.append(piece)
                 click.echo(piece, nl=False)
     except httpx.TransportError as error:
         if pieces:
             click.echo()
-            _fail(f"the answer broke off ({error})")
-        _unreachable(url, error)
+            fail(f"the answer broke off ({error})")
+        unreachable(url, error)
     click.echo()
     return "".join(pieces)
 
@@ -304,7 +265,7 @@ def _pieces(response: httpx.Response) -> Iterator[str]:
         event = json.loads(data)
         if "error" in event:
             click.echo()
-            _fail(event["error"]["message"])
+            fail(event["error"]["message"])
         for choice in event["choices"]:
             yield choice["delta"].get("content") or ""
 
@@ -355,18 +316,3 @@ cli.add_command(
 
 def _places(residency: dict[str, str]) -> str:
     return ", ".join(f"{instance}:{state}" for instance, state in sorted(residency.items()))
-
-
-def _print_table(columns: list[str], rows: list[list[Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    # Cut to the width of a terminal, but never in a pipe.
-    console = Console() if sys.stdout.isatty() else Console(width=1000)
-    console.print(table)
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))

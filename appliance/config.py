@@ -8,7 +8,6 @@ the daemon read a file with the same `load_config`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterable
@@ -29,9 +28,12 @@ from msgspec import Meta
 
 from appliance import policies
 from appliance.catalog import CatalogEntry, read_checkpoint
-from appliance.errors import CheckpointError, ConfigError, PolicyError, Problem
+from appliance.errors import CheckpointError, ConfigError, PolicyChoiceError, Problem
 from appliance.gpus import Gpu, GpusUnknown, list_gpus
+from appliance.hookspecs import HOOKS
 from appliance.memory.kvpool import BLOCK_TOKENS, KvGeometry
+from appliance.policywords import PolicyChoice
+from appliance.remedies import alternatives, nearest
 from appliance.tomllines import KeyPath, LineMap, dotted
 from appliance.units import Address, Bytes, Memory, Seconds, human, toml
 
@@ -141,14 +143,65 @@ class Devices(Section, kw_only=True):
         return max(0, self.memory_bytes // self.slab_bytes - self.runtime_slabs)
 
 
-class PolicyChoice(Section, kw_only=True):
-    """Who decides. `[policy.NAME]` holds the parameters of the policy NAME."""
+class PolicyTable(Section, kw_only=True):
+    """Who decides. `[policy.NAME]` holds the parameters of the policy NAME; see docs/policies.md.
+
+    A policy that is named for one decision is asked for that one only, and before all others.
+    """
 
     use: Annotated[
         tuple[str, ...],
-        Meta(min_length=1, description="Policies in the order they are asked."),
+        Meta(min_length=1, description="Policies in the order they are asked, for any decision."),
     ] = ("aegaeon",)
+    budget_seconds: Annotated[
+        Seconds,
+        Meta(description="Longest time that a policy which is not ours may take for an answer."),
+    ] = msgspec.field(default=Seconds(0.05), name="budget")
+    place: Annotated[
+        str, Meta(description="Who says what each instance is for, and which models it may serve.")
+    ] = ""
+    scale: Annotated[
+        str,
+        Meta(
+            description="Who says how many instances take interactive requests, any, or batch ones."
+        ),
+    ] = ""
+    prefill: Annotated[
+        str, Meta(description="Who says where a request is prefilled, or that it is refused.")
+    ] = ""
+    decode: Annotated[str, Meta(description="Who says where it decodes.")] = ""
+    admit: Annotated[str, Meta(description="Who says in which order prompts are served.")] = ""
+    phase: Annotated[str, Meta(description="Who says whether a prompt or a turn comes next.")] = ""
+    round: Annotated[
+        str, Meta(description="Who says which turns a round has, and how long they are.")
+    ] = ""
+    preempt: Annotated[
+        str, Meta(description="Who says how long a turn goes on when more work has come.")
+    ] = ""
+    batch: Annotated[
+        str,
+        Meta(
+            description="Who says how many requests decode together, and how prompts are chunked."
+        ),
+    ] = ""
+    flow: Annotated[str, Meta(description="Who says which requests go on elsewhere.")] = ""
+    evict: Annotated[
+        str, Meta(description="Who says which models lose their place when memory is short.")
+    ] = ""
+    prefetch: Annotated[
+        str, Meta(description="Who says which model is brought in beside the one that runs.")
+    ] = ""
     parameters: dict[str, dict[str, Scalar]] = {}
+
+    @property
+    def choice(self) -> PolicyChoice:
+        """The same in the words of the daemon."""
+        named = {hook: getattr(self, hook) for hook in HOOKS}
+        return PolicyChoice(
+            use=self.use,
+            decisions={hook: name for hook, name in named.items() if name},
+            parameters=self.parameters,
+        )
 
 
 class JournalFile(Section, kw_only=True):
@@ -231,7 +284,7 @@ class Config(Section, kw_only=True):
 
     api: Api = Api()
     devices: Devices
-    policy: PolicyChoice = PolicyChoice()
+    policy: PolicyTable = PolicyTable()
     journal: JournalFile = JournalFile()
     models: Annotated[tuple[Model, ...], Meta(min_length=1)] = msgspec.field(name="model")
 
@@ -341,7 +394,7 @@ def _read_section(kind: type[S], table: object, at: KeyPath, report: _Report) ->
     known = fields(kind)
     for key in table:
         if key not in known:
-            report.add((*at, key), "unknown key", _nearest(key, known))
+            report.add((*at, key), "unknown key", nearest(key, known))
     values: dict[str, Any] = {}
     for key, field in known.items():
         if key in table:
@@ -366,7 +419,7 @@ def _read_value(kind: Any, value: object, at: KeyPath, report: _Report) -> Any:
         reason = str(error)
         remedy = f"got {_shown(value)}"
         if words := choices(kind):
-            reason, remedy = f"{_shown(value)} is not a choice", f"use {_alternatives(words)}"
+            reason, remedy = f"{_shown(value)} is not a choice", f"use {alternatives(words)}"
         report.add(at, reason[:1].lower() + reason[1:], remedy)
         return None
 
@@ -381,19 +434,6 @@ def _remedy_for_missing(kind: type[Section], field: SchemaField) -> str:
         header = "[[model]] for each model" if field.key == "model" else f"[{field.key}]"
         return f"add {header}"
     return f"add {field.key} = {toml(field.sample)}"
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(key, known, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"use {_alternatives(known)}" if known else "remove it"
-
-
-def _alternatives(words: Iterable[object]) -> str:
-    *rest, last = [str(word) for word in words]
-    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def _shown(value: object) -> str:
@@ -489,27 +529,15 @@ def _check_devices(devices: Devices, report: _Report) -> None:
         )
 
 
-def _check_policies(choice: PolicyChoice, report: _Report) -> None:
-    available = policies.available()
-    at: KeyPath = ("policy", "use")
-    unknown = [name for name in choice.use if name not in available]
-    for name in unknown:
-        report.add(at, f"no policy {name!r} is installed", _nearest(name, available))
-    for name in sorted({name for name in choice.use if choice.use.count(name) > 1}):
-        report.add(at, f"{name} is listed twice", "list it once")
-    for name, table in choice.parameters.items():
-        if name not in available:
-            report.add(
-                ("policy", name), f"no policy {name!r} is installed", _nearest(name, available)
-            )
-            continue
-        try:
-            policies.load_stack([name], {name: table})
-        except PolicyError as error:
-            key = next((key for key in table if f"`{key}`" in str(error)
-                        or f"`$.{key}`" in str(error)), None)  # fmt: skip
-            where: KeyPath = ("policy", name) if key is None else ("policy", name, key)
-            report.add(where, str(error), f"correct it or remove it from [policy.{name}]")
+def _check_policies(table: PolicyTable, report: _Report) -> None:
+    try:
+        policies.load_stack(table.choice)
+    except PolicyChoiceError as error:
+        for problem in error.problems:
+            # Decisions and tables of parameters are keys of the one table here.
+            shared = problem.key[0] in ("decisions", "parameters")
+            key = problem.key[1:] if shared else problem.key
+            report.add(("policy", *key), problem.wrong, problem.remedy)
 
 
 def _check_names(models: tuple[Model, ...], report: _Report) -> None:
@@ -686,7 +714,7 @@ def fields(kind: type[Section]) -> dict[str, SchemaField]:
     hints = get_type_hints(kind, include_extras=True)
     found: dict[str, SchemaField] = {}
     for info in msgspec.structs.fields(kind):
-        if (kind, info.name) == (PolicyChoice, "parameters"):
+        if (kind, info.name) == (PolicyTable, "parameters"):
             continue
         meta: Meta | None = next(iter(getattr(hints[info.name], "__metadata__", ())), None)
         examples = (meta.examples if meta else None) or [info.default]
@@ -707,7 +735,7 @@ def schema() -> dict[str, tuple[type[Section], dict[str, SchemaField]]]:
     return {
         "[api]": (Api, fields(Api)),
         "[devices]": (Devices, fields(Devices)),
-        "[policy]": (PolicyChoice, fields(PolicyChoice)),
+        "[policy]": (PolicyTable, fields(PolicyTable)),
         "[journal]": (JournalFile, fields(JournalFile)),
         "[[model]]": (Model, fields(Model)),
     }

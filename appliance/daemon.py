@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
 from itertools import chain
 
 import msgspec
@@ -41,6 +41,11 @@ from appliance.fragmentation import KvMeter, by_shape, fragmentation, together
 from appliance.generation import RequestStream
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
+from appliance.policies import installed
+from appliance.policyguard import BUDGET_SECONDS
+from appliance.policystack import PolicyStack
+from appliance.policywatch import PolicyWatch
+from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
 from appliance.processes import WorkerProcess
 from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
@@ -100,10 +105,11 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 class Limits(msgspec.Struct, frozen=True):
     """`queue`: live requests at most. A request without a new token for `progress_seconds` makes
-    the daemon not ready."""
+    the daemon not ready. A policy that is not ours has `policy_seconds` for an answer."""
 
     queue: int
     progress_seconds: float
+    policy_seconds: float = BUDGET_SECONDS
 
 
 class Daemon:
@@ -128,20 +134,23 @@ class Daemon:
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
-        self._stack = setup.stack()
-        self.machine: Machine = setup.machine(self._stack)
         self.metrics_of_run = Metrics()
+        self._limits = limits
+        self._policies = PolicyWatch(setup.policy, self._stack(setup), self.metrics_of_run)
+        self.machine: Machine = setup.machine(self._policies.stack)
         self.host = HostTier.create(setup.host_bytes)
         self.on_failure: Callable[[BaseException], None] = _log_failure
         """Called when the daemon cannot go on: its books are no longer true."""
         self._setup = setup
         self._served: Mapping[ModelName, ServedModel] = {m.spec.name: m for m in models}
-        self._limits = limits
         self._journal = journal
         self._clock = clock
         self._started = clock()
         self._streams: dict[RequestId, RequestStream] = {}
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
+        """What is to be done next: each an event, or a change of policies."""
+        self._changing = asyncio.Lock()
+        """Held while policies are changed."""
         self._handling = False
         self._broken = False
         """The machine contradicted itself; nothing more is decided."""
@@ -150,7 +159,6 @@ class Daemon:
         self._idle.set()
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at: float | None = None
-        self._faulty: set[tuple[str, str]] = set()
         self._known: dict[InstanceId, set[RequestId]] = {}
         self._running: dict[InstanceId, ModelName] = {}
         self._prefetched: dict[InstanceId, set[ModelName]] = {}
@@ -211,6 +219,7 @@ class Daemon:
         stops = (worker.stop() for worker in self.workers.values())
         # What a worker's keeper failed of was told to `on_failure` when it happened.
         await asyncio.gather(*stops, return_exceptions=True)
+        self._policies.stack.close()
         self.host.close()
         if self._journal is not None:
             with contextlib.suppress(OSError):  # a full disk must not keep us from stopping
@@ -299,13 +308,16 @@ class Daemon:
 
     def _tell(self, event: Event) -> None:
         """Have the machine handle an event, after those that wait, and do what follows."""
-        self._inbox.append(event)
+        self._do(partial(self._handle, event))
+
+    def _do(self, step: Callable[[], None]) -> None:
+        self._inbox.append(step)
         if self._handling or self._broken:
             return
         self._handling = True
         try:
             while self._inbox:
-                self._handle(self._inbox.popleft())
+                self._inbox.popleft()()
         except Exception as error:
             self._broken = True
             self.on_failure(error)
@@ -322,14 +334,61 @@ class Daemon:
             commands = self.machine.handle(event, now)
         finally:
             self._write_down(now, event, commands)
+        self._follow(now, commands)
+
+    def _follow(self, now: float, commands: list[Command]) -> None:
         for command in commands:
             self._perform(command)
         self._set_alarm(now)
-        for fault in self._stack.take_faults():
-            self.metrics_of_run.policy_error(fault.policy)
-            if (fault.policy, fault.hook) not in self._faulty:
-                self._faulty.add((fault.policy, fault.hook))
-                log.error("policy %s failed at %s: %s", fault.policy, fault.hook, fault.reason)
+        self._policies.note_faults()
+
+    # --- policies --------------------------------------------------------------------------------
+
+    # Finding and importing policies takes time: that is done beside the event loop.
+
+    async def policies(self) -> PolicyReport:
+        return self._policies.report(await asyncio.to_thread(installed))
+
+    async def set_policy(self, choice: PolicyChoice) -> None:
+        async with self._changing:
+            stack = await self._load(choice)
+            self._swap(choice, stack, partial(self._policies.chosen, choice, stack))
+
+    async def rollback_policy(self) -> None:
+        async with self._changing:
+            choice = self._policies.previous()
+            stack = await self._load(choice)
+            self._swap(choice, stack, partial(self._policies.returned, stack))
+
+    def enable_policy(self, policy: str) -> None:
+        self._policies.enable(policy)
+        self._write_down(self._clock(), PolicyEnabled(policy=policy), [])
+
+    async def _load(self, choice: PolicyChoice) -> PolicyStack:
+        setup = msgspec.structs.replace(self._setup, policy=choice)
+        return await asyncio.to_thread(self._stack, setup)
+
+    def _stack(self, setup: Setup) -> PolicyStack:
+        return setup.stack(
+            budget_seconds=self._limits.policy_seconds, observe=self.metrics_of_run.policy_call
+        )
+
+    def _swap(self, choice: PolicyChoice, stack: PolicyStack, note: Callable[[], None]) -> None:
+        """Have another stack decide, between two events."""
+
+        def swap() -> None:
+            now = self._clock()
+            note()
+            commands: list[Command] = []
+            try:
+                commands = self.machine.set_policy(stack, now)
+            finally:
+                self._write_down(now, PolicyChosen(choice=choice), commands)
+            self._follow(now, commands)
+
+        if self._broken:
+            raise _shutting_down()
+        self._do(swap)
 
     def _set_alarm(self, now: float) -> None:
         """Be woken when the machine has something to do that no event brings about."""
@@ -350,10 +409,11 @@ class Daemon:
 
     def _write_down(self, now: float, event: Event, commands: list[Command]) -> None:
         """A journal that cannot be written must not stop the service."""
+        missed = self._policies.stack.take_missed()
         if self._journal is None:
             return
         try:
-            self._journal.record(now, event, commands)
+            self._journal.record(now, event, commands, missed)
         except OSError:
             log.exception("the journal ends here")
             self._journal = None

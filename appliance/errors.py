@@ -4,6 +4,7 @@
     +-- ConfigError          a configuration cannot be used; lists every problem
     +-- CheckpointError      a checkpoint directory cannot be served
     +-- PolicyError          a policy cannot be loaded
+    |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
     +-- LedgerError          the books of a memory tier do not balance: a defect, never a shortage
     +-- LabError             a simulation cannot be made, or what it simulates cannot be
     +-- IllegalTransition    something tried to live a life that is not in its table: a defect
@@ -49,6 +50,26 @@ class CheckpointError(ApplianceError):
 
 class PolicyError(ApplianceError):
     """A policy cannot be loaded, or none answers a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceProblem:
+    """One thing wrong with a choice of policies: at which key, and what to do about it."""
+
+    key: tuple[str, ...]
+    wrong: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.key)}: {self.wrong}; {self.remedy}"
+
+
+class PolicyChoiceError(PolicyError):
+    """A choice of policies cannot be used. `problems` is everything wrong with it."""
+
+    def __init__(self, problems: Sequence[ChoiceProblem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
 
 
 class LedgerError(ApplianceError):

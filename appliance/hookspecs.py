@@ -126,3 +126,7 @@ class PolicySpec:
     ) -> Sequence[ModelName] | None:
         """When a job starts: which of the models that run next here and are not in place is brought
         in beside it: a sequence of at most one."""
+
+
+HOOKS = tuple(name for name in vars(PolicySpec) if not name.startswith("_"))
+"""The decisions there are, by name."""

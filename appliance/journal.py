@@ -6,7 +6,7 @@ commands; where it does not, policy, time or randomness leaked into the decision
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -15,7 +15,9 @@ import msgspec
 
 from appliance.errors import IllegalTransition, LedgerError
 from appliance.memory.ledger import HostLedger
-from appliance.policies import PolicyStack, load_stack
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
 
@@ -29,12 +31,16 @@ class Setup(Word, frozen=True, kw_only=True):
     slab_bytes: int
     kv_floor_slabs: int = 0
     """Slabs of the host tier that weights never take."""
-    policies: tuple[str, ...]
-    parameters: Mapping[str, Mapping[str, object]] = {}
+    policy: PolicyChoice
 
-    def stack(self) -> PolicyStack:
-        """Its policies. Raises `PolicyError` if they cannot be loaded."""
-        return load_stack(self.policies, self.parameters)
+    def stack(
+        self,
+        *,
+        budget_seconds: float | None = None,
+        observe: Callable[[str, float], None] | None = None,
+    ) -> PolicyStack:
+        """Its policies, as `appliance.policies.load_stack` makes them. Raises what that raises."""
+        return load_stack(self.policy, budget_seconds=budget_seconds, observe=observe)
 
     def machine(self, stack: PolicyStack | None = None) -> Machine:
         """A fresh machine, on these policies or its own. Raises what `stack` raises."""
@@ -43,11 +49,13 @@ class Setup(Word, frozen=True, kw_only=True):
 
 
 class Entry(Word, frozen=True):
-    """One event, when it was handled, and the commands that followed."""
+    """One event, when it was handled, and the commands that followed; `missed` are the questions
+    that policies had no answer to in time."""
 
     now: float
-    event: AnyEvent
+    event: AnyEvent | PolicyChosen | PolicyEnabled
     commands: list[AnyCommand]
+    missed: tuple[Missed, ...] = ()
 
 
 class Difference(Word, frozen=True):
@@ -71,8 +79,11 @@ class Journal:
         self._file: BinaryIO = path.open("wb")
         self._write(setup)
 
-    def record(self, now: float, event: Event, commands: list[Command]) -> None:
-        self._write({"now": now, "event": event, "commands": commands})
+    def record(
+        self, now: float, event: Event, commands: list[Command], missed: Sequence[Missed] = ()
+    ) -> None:
+        line: dict[str, object] = {"now": now, "event": event, "commands": commands}
+        self._write(line | {"missed": missed} if missed else line)
 
     def close(self) -> None:
         self._file.close()
@@ -111,18 +122,43 @@ def _entries(path: Path) -> Iterator[Entry]:
                 yield decoder.decode(line)
 
 
+class Replay:
+    """A fresh machine that is told what another one was told, and has its policies changed as that
+    one had. What policies missed then they miss again: they are not asked."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Raises `PolicyError` if the policies cannot be loaded."""
+        self.setup = setup
+        self.stack = setup.stack()
+        self.machine = setup.machine(self.stack)
+
+    def step(self, entry: Entry) -> list[Command]:
+        """The commands that follow from an entry here. Raises what `Machine.handle` raises."""
+        match entry.event:
+            case PolicyChosen(choice=choice):
+                self.stack = load_stack(choice)
+                self.stack.expect(entry.missed)
+                return self.machine.set_policy(self.stack, entry.now)
+            case PolicyEnabled(policy=policy):
+                self.stack.enable(policy)
+                return []
+            case event:
+                self.stack.expect(entry.missed)
+                return self.machine.handle(event, entry.now)
+
+
 def replay(path: Path) -> tuple[int, list[Difference]]:
     """Number of events replayed, and every line where the commands differ from the recorded.
 
     After a difference the recorded events may contradict the machine; the replay ends there.
     """
     setup, entries = read(path)
-    machine = setup.machine()
+    again = Replay(setup)
     count = 0
     differences: list[Difference] = []
     for line, entry in enumerate(entries, start=2):
         try:
-            replayed = machine.handle(entry.event, entry.now)
+            replayed = again.step(entry)
         except (IllegalTransition, LedgerError):
             if not differences:
                 raise

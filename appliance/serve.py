@@ -96,15 +96,18 @@ def make_daemon(config: Config) -> Daemon:
         host_bytes=int(devices.host_cache_bytes // devices.slab_bytes * devices.slab_bytes),
         slab_bytes=int(devices.slab_bytes),
         kv_floor_slabs=kv_floor_slabs(config, entries),
-        policies=config.policy.use,
-        parameters=config.policy.parameters,
+        policy=config.policy.choice,
     )
     return Daemon(
         setup,
         models,
         devices.slabs,
         share_cpus(sorted(os.sched_getaffinity(0)), devices.instances, devices.tensor_parallel),
-        Limits(config.api.max_queue, float(config.api.progress_deadline_seconds)),
+        Limits(
+            queue=config.api.max_queue,
+            progress_seconds=float(config.api.progress_deadline_seconds),
+            policy_seconds=float(config.policy.budget_seconds),
+        ),
         Journal(Path(config.journal.path), setup) if config.journal.path else None,
         ranks=devices.tensor_parallel,
         devices=[f"cuda:{number}" for number in range(devices.instances)] if devices.cuda else (),

@@ -35,7 +35,9 @@ from typing import cast
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.memory.ledger import HostLedger
-from appliance.policies import PolicyStack, load_stack
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import Policy
 from appliance.vocabulary import (
@@ -173,7 +175,7 @@ class House:
         self.popularity = [1 / (rank + 1) for rank in range(models)]
         self.live = requests
         self.collector = Collector()
-        self.watch = Stopwatch(load_stack([policy], {}), self.collector.clock_ns)
+        self.watch = Stopwatch(load_stack(PolicyChoice(use=(policy,))), self.collector.clock_ns)
         slo = Slo(ttft_seconds=10.0, tbt_seconds=0.1)
         host = HostLedger((4 << 40), SLAB, (1 << 40) // SLAB)
         self.machine = Machine(

@@ -10,6 +10,7 @@ from litestar.types import Message, Scope
 
 from appliance.api.errors import EXCEPTION_HANDLERS
 from appliance.api.openai import generation_routes, model_routes, operator_routes
+from appliance.api.policies import policy_routes
 from appliance.api.service import Service
 
 KEEP_ALIVE_SECONDS = 5.0
@@ -32,6 +33,7 @@ def create_app(
             *generation_routes(service, keep_alive_seconds),
             *model_routes(service),
             *operator_routes(service),
+            *policy_routes(service),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         before_send=[_name_request],

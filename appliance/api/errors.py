@@ -10,7 +10,14 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
-from appliance.api.service import GenerationFailed, ModelNotFound, QueueFull
+from appliance.api.service import (
+    GenerationFailed,
+    ModelNotFound,
+    NothingPrevious,
+    PolicyNotActive,
+    QueueFull,
+)
+from appliance.errors import PolicyChoiceError
 from appliance.tokens import ChatTemplateMissing, ChatTemplateRefused
 
 log = logging.getLogger(__name__)
@@ -73,6 +80,13 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
         case GenerationFailed():
             return ApiError(error.status, error.message, code=error.code)
+        case PolicyChoiceError():
+            field = ".".join(error.problems[0].key)
+            return ApiError(422, "; ".join(map(str, error.problems)), param=field, code="policy")
+        case NothingPrevious():
+            return ApiError(409, str(error), code="nothing_previous")
+        case PolicyNotActive():
+            return ApiError(404, str(error), param=error.policy, code="policy_not_active")
         case ChatTemplateMissing() | ChatTemplateRefused():
             return BadRequest(str(error), "messages", "chat_template")
         case HTTPException() if error.status_code < 500:

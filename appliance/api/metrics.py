@@ -32,6 +32,10 @@ _TRANSFER_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
 )
+_POLICY_CALL_BUCKETS = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+)
 _TRANSFER_KINDS = ("weights", "kv_in", "kv_out")
 
 
@@ -129,6 +133,10 @@ class Metrics:
     def worker_restart(self, instance: InstanceId) -> None:
         self._worker_restarts.labels(instance).inc()
 
+    def policy_call(self, hook: str, seconds: float) -> None:
+        """A question was answered."""
+        self._policy_calls.observe(hook, seconds)
+
     def policy_error(self, policy: str) -> None:
         self._policy_errors.labels(policy).inc()
 
@@ -206,6 +214,10 @@ class Metrics:
         self._policy_errors = counter(
             "appliance_policy_errors", "Policy answers that could not be used.", "policy"
         )
+        self._policy_calls = WeightedHistogram(
+            "appliance_policy_call_seconds", "Time to an answer.", "hook", _POLICY_CALL_BUCKETS
+        )
+        self._registry.register(self._policy_calls)
 
     def _add_vllm(self) -> None:
         name = "model_name"
@@ -223,7 +235,7 @@ class Metrics:
             "vllm:e2e_request_latency_seconds", "Time to the last token.", _LATENCY_BUCKETS, name
         )
         self._inter_token = WeightedHistogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_BUCKETS
+            "vllm:inter_token_latency_seconds", "Time between tokens.", name, _INTER_TOKEN_BUCKETS
         )
         self._registry.register(self._inter_token)
 
@@ -240,30 +252,32 @@ class Metrics:
 
 
 class WeightedHistogram(Collector):
-    """A histogram by model that takes several equal observations at once, in one list update.
+    """A histogram by one label that takes several equal observations at once, in one list update.
 
-    The library's own takes one at a time, under a lock; this one is fed per token.
+    The library's own takes one at a time, under a lock; this one is fed per token
+    or per question.
     """
 
-    def __init__(self, name: str, about: str, buckets: Sequence[float]) -> None:
+    def __init__(self, name: str, about: str, label: str, buckets: Sequence[float]) -> None:
         self._name = name
         self._about = about
+        self._label = label
         self._bounds = tuple(buckets)
-        self._counts: dict[ModelName, list[int]] = {}
-        self._sums: dict[ModelName, float] = {}
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
 
-    def observe(self, model: ModelName, value: float, count: int = 1) -> None:
-        counts = self._counts.get(model)
+    def observe(self, label: str, value: float, count: int = 1) -> None:
+        counts = self._counts.get(label)
         if counts is None:
-            counts = self._counts[model] = [0] * (len(self._bounds) + 1)
-            self._sums[model] = 0.0
+            counts = self._counts[label] = [0] * (len(self._bounds) + 1)
+            self._sums[label] = 0.0
         counts[bisect_left(self._bounds, value)] += count
-        self._sums[model] += value * count
+        self._sums[label] += value * count
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._about, labels=("model_name",))
+        family = HistogramMetricFamily(self._name, self._about, labels=(self._label,))
         bounds = [*map(str, self._bounds), "+Inf"]
-        for model, counts in self._counts.items():
+        for label, counts in self._counts.items():
             cumulated = zip(bounds, map(float, accumulate(counts)), strict=True)
-            family.add_metric((model,), list(cumulated), self._sums[model])
+            family.add_metric((label,), list(cumulated), self._sums[label])
         yield family

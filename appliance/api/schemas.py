@@ -134,6 +134,7 @@ class CompletionRequest(Common, kw_only=True):
 
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
+AnyBody = TypeVar("AnyBody")
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _NAMED = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>[^`]*)`")
@@ -141,14 +142,19 @@ _NAMED = re.compile(r"^Object (?P<what>contains unknown|missing required) field 
 
 def decode(body: bytes, schema: type[AnyRequest]) -> AnyRequest:
     """The request in `body`. Raises `BadRequest` naming the field at fault."""
+    request = parse(body, schema)
+    _check(request)
+    return request
+
+
+def parse(body: bytes, schema: type[AnyBody]) -> AnyBody:
+    """What `body` says, by its types alone. Raises `BadRequest` naming the field at fault."""
     try:
-        request = msgspec.json.decode(body, type=schema)
+        return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as error:
         _refuse(str(error))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    _check(request)
-    return request
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """The seam between the HTTP API and the appliance: what the API asks, what it is answered.
 
 Everything here is called on the event loop and must return at once; only iterating over a
-`Generation` waits, and `verify`.
+`Generation` waits, and what is async: verifying, and finding and loading policies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from appliance.engines.protocol import Produced, Sampling, Verdict
+from appliance.policywords import PolicyChoice, PolicyReport
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import FinishReason, InstanceId, ModelName, RequestClass, RequestId
 
@@ -40,6 +41,21 @@ class GenerationFailed(Exception):
         self.code = code
         self.message = message
         self.status = status
+
+
+class NothingPrevious(Exception):
+    """No other choice of policies came before the one that is active."""
+
+    def __init__(self) -> None:
+        super().__init__("there is no earlier choice of policies to go back to")
+
+
+class PolicyNotActive(Exception):
+    """A policy is not of those that decide."""
+
+    def __init__(self, policy: str, message: str) -> None:
+        super().__init__(message)
+        self.policy = policy
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,3 +198,14 @@ class Service(Protocol):
 
     def metrics(self) -> bytes:
         """Prometheus text exposition."""
+
+    async def policies(self) -> PolicyReport: ...
+
+    async def set_policy(self, choice: PolicyChoice) -> None:
+        """Have other policies decide from now on; requests go on. Raises `PolicyChoiceError`."""
+
+    async def rollback_policy(self) -> None:
+        """Return to the choice before. Raises `NothingPrevious`, `PolicyChoiceError`."""
+
+    def enable_policy(self, policy: str) -> None:
+        """Have a policy asked again that failed too often. Raises `PolicyNotActive`."""

@@ -125,7 +125,7 @@ def replay(
         found = recording(path)
         own = found.contender
         contenders = [
-            Contender(f"{own.name} in the lab", own.use, own.parameters),
+            Contender(f"{own.name} in the lab", own.use, own.parameters, own.decisions),
             *(Contender(name, (name,)) for name in policies),
         ]
         curves = plot_path is not None

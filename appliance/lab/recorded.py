@@ -80,7 +80,12 @@ def recording(path: Path) -> Recording:
     return Recording(
         setting=reader.setting(),
         happened=reader.run(),
-        contender=Contender("+".join(setup.policies), setup.policies, setup.parameters),
+        contender=Contender(
+            "+".join(setup.policy.use),
+            setup.policy.use,
+            setup.policy.parameters,
+            setup.policy.decisions,
+        ),
     )
 
 

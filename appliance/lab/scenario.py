@@ -136,10 +136,14 @@ class Arrivals(Section, frozen=True, kw_only=True):
 
 
 class PolicyTable(Section, frozen=True, kw_only=True):
-    """``[policies.NAME]``: a policy to compare; an installed one of that name, or of `policy`."""
+    """``[policies.NAME]``: policies to compare, composed as in ``[policy]`` of the appliance."""
 
-    policy: str | None = None
-    parameters: Mapping[str, Any] = {}
+    use: tuple[str, ...] = ()
+    """Asked in this order; the installed one of that name if it is not given."""
+    decisions: Mapping[str, str] = {}
+    """Policies by the name of a hook, asked before."""
+    parameters: Mapping[str, Mapping[str, Any]] = {}
+    """By policy."""
 
 
 class Deviates(Section, frozen=True, kw_only=True):
@@ -180,8 +184,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     def contender(self, name: str) -> Contender:
         """The policy of this name: a table of the scenario, else an installed one as it ships."""
         table = self.policies.get(name, PolicyTable())
-        policy = table.policy or name
-        return Contender(name, (policy,), {policy: table.parameters})
+        return Contender(name, table.use or (name,), table.parameters, table.decisions)
 
     def setting(self, seed: int, directory: Path) -> Setting:
         """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""

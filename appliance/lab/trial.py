@@ -15,7 +15,9 @@ from appliance.lab.simulator import Run, simulate
 from appliance.lab.workload import Arrival
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import Parameters, PolicyFault, PolicyStack, load_stack
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice, PolicyFault
 from appliance.scheduling.costmodel import CostModel
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import ModelName, ModelSpec, RequestId
@@ -49,8 +51,10 @@ class Contender:
 
     name: str
     use: Sequence[str] = ()
-    parameters: Mapping[str, Parameters] = field(default_factory=dict)
+    parameters: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """By policy."""
+    decisions: Mapping[str, str] = field(default_factory=dict)
+    """Policies by the name of a hook, for those given to another one."""
     policy: object | None = None
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
@@ -59,7 +63,12 @@ class Contender:
         Raises `PolicyError` if it cannot be loaded.
         """
         if self.policy is None:
-            return load_stack(self.use, self.parameters, lengths)
+            return load_stack(
+                PolicyChoice(
+                    use=tuple(self.use), decisions=self.decisions, parameters=self.parameters
+                ),
+                lengths=lengths,
+            )
         if getattr(self.policy, "oracle", False):
             self.policy.learn_oracle(lengths)  # type: ignore[attr-defined]
         return PolicyStack({self.name: self.policy, "built-in": Aegaeon()})

@@ -9,7 +9,9 @@ observation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
 
 from appliance.vocabulary import ModelName, ModelSpec, Word
 
@@ -38,15 +40,24 @@ class StepTimes(Word, frozen=True):
         return self.step_base + self.step_per_kv_token * kv_tokens + batch
 
 
+class Estimates(msgspec.Struct, frozen=True):
+    """What policies see of a cost model: its answers, not its books.
+
+    Implements `appliance.scheduling.questions.Costs`.
+    """
+
+    step_seconds: Callable[..., float]
+    prefill_seconds: Callable[[ModelName, int], float]
+    switch_seconds: Callable[[ModelName], float]
+
+
 FIRST_GUESS = StepTimes()
 FIRST_GUESS_LOAD_BYTES_PER_SECOND = 5e9
 
 
 class CostModel:
-    """Estimates in seconds. Implements `appliance.scheduling.questions.Costs`.
-
-    Models without `times` begin with the first guesses above.
-    """
+    """Estimates in seconds that follow what is observed. Models without `times` begin with the
+    first guesses above."""
 
     def __init__(
         self,
@@ -60,6 +71,10 @@ class CostModel:
         self._step_factor: dict[ModelName, float] = {}
         self._prefill_factor: dict[ModelName, float] = {}
         self._switch: dict[ModelName, float] = {}
+
+    def estimates(self) -> Estimates:
+        """For those who only ask."""
+        return Estimates(self.step_seconds, self.prefill_seconds, self.switch_seconds)
 
     def observe_turn(
         self, model: ModelName, steps: int, seconds: float, requests: int, kv_tokens: int

@@ -104,7 +104,7 @@ class Machine:
         self.demands = Demands(self.models)
         self.floor = Floor(self.models, instances, self.demands, host.slab_bytes)
         self.residency = Residency(self.floor.instances, self.masters, self._rank_victims)
-        self._desk = Desk(policy, self.costs)
+        self._desk = Desk(policy, self.costs.estimates())
         self.foreman = Foreman(
             self._desk,
             self.models,

@@ -13,6 +13,7 @@ from appliance.api.service import Generation, SubmitRequest
 from appliance.daemon import Daemon, Limits, ServedModel
 from appliance.engines.protocol import Produced, Sampling
 from appliance.journal import Journal, Setup
+from appliance.policywords import PolicyChoice
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import (
     Direction,
@@ -63,7 +64,7 @@ def setup_of(
         instances=instances,
         host_bytes=host_slabs * SLAB,
         slab_bytes=SLAB,
-        policies=(policy,),
+        policy=PolicyChoice(use=(policy,)),
     )
 
 

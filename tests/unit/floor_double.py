@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.metadata import entry_points
 from typing import TypeVar, cast
 
+from appliance.hookspecs import ENTRY_POINTS
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import PolicyStack, load_stack
+from appliance.policystack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import InstanceView, Policy
 from appliance.vocabulary import (
@@ -84,14 +86,16 @@ def fresh_view(machine: Machine, number: int) -> InstanceView:
 def policy_stack(use: Sequence[str], stranger: object | None) -> PolicyStack:
     """The installed policies of these names, behind a stranger if there is one."""
     if stranger is None:
-        return installed(tuple(use))
+        policies = {name: installed()[name]() for name in use}
+        return PolicyStack(policies | {"built-in": Aegaeon()})
     return PolicyStack({"stranger": stranger, "built-in": Aegaeon()})
 
 
 @cache
-def installed(use: tuple[str, ...]) -> PolicyStack:
-    """Looked up once: to read what every package of an environment offers takes long."""
-    return load_stack(use, {})
+def installed() -> dict[str, Callable[[], object]]:
+    """What makes each policy. Looked up once: to read what every package of an environment offers
+    takes long."""
+    return {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
 
 
 class FloorDouble:

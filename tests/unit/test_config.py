@@ -9,8 +9,19 @@ import pytest
 
 from appliance import configdoc
 from appliance.catalog import read_checkpoint
-from appliance.config import BatchSlo, Config, Slo, load_config, uncached, warnings
+from appliance.config import (
+    BatchSlo,
+    Config,
+    PolicyTable,
+    Slo,
+    fields,
+    load_config,
+    uncached,
+    warnings,
+)
 from appliance.errors import ConfigError, Problem
+from appliance.hookspecs import HOOKS
+from appliance.policywords import PolicyChoice
 from appliance.units import Seconds
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +101,63 @@ def test_policy_parameters_reach_the_policy(models: Path) -> None:
     assert "max_grop" in problem.wrong
 
 
+def test_decisions_are_given_to_policies(models: Path) -> None:
+    """A key of [policy] for each; those that are not given, or empty, are left to `use`."""
+    text = '[policy]\nuse = ["serverlessllm"]\nround = "aegaeon"\nflow = ""\nbudget = "20ms"\n'
+    table = load_config(write(models, text + "[policy.aegaeon]\nmax_group = 4\n" + GOOD)).policy
+
+    assert table.choice == PolicyChoice(
+        use=("serverlessllm",),
+        decisions={"round": "aegaeon"},
+        parameters={"aegaeon": {"max_group": 4}},
+    )
+    assert table.budget_seconds == 0.02
+    assert set(HOOKS) < set(fields(PolicyTable))
+
+
+@pytest.mark.parametrize(
+    ("policy", "line", "key", "wrong", "remedy"),
+    [
+        ('rond = "serverlessllm"', 2, "policy.rond", "unknown key", "did you mean round?"),
+        (
+            'round = "serverlesllm"',
+            2,
+            "policy.round",
+            "no policy 'serverlesllm'",
+            "did you mean serverlessllm?",
+        ),
+        ("round = 1", 2, "policy.round", "expected `str`", "got 1"),
+        ('use = ["lifo"]', 2, "policy.use", "no policy 'lifo'", "use aegaeon"),
+        (
+            'use = ["serverlessllm", "serverlessllm"]',
+            2,
+            "policy.use",
+            "serverlessllm is listed twice",
+            "once",
+        ),
+        ("use = []", 2, "policy.use", "length >= 1", "got []"),
+        ('budget = "0s"', 2, "policy.budget", "duration", "got '0s'"),
+        ("[policy.lifo]\nx = 1", 2, "policy.lifo", "no policy 'lifo'", "use aegaeon"),
+        (
+            "[policy.serverlessllm]\nmax_group = 0",
+            3,
+            "policy.serverlessllm.max_group",
+            ">= 1",
+            "correct it",
+        ),
+    ],
+)
+def test_each_problem_with_policies_is_named(
+    models: Path, policy: str, line: int, key: str, wrong: str, remedy: str
+) -> None:
+    """At the key of the file where it stands, decisions and parameters alike."""
+    problem = only_problem(models, f"[policy]\n{policy}\n{GOOD}")
+
+    assert (problem.line, problem.key) == (line, key)
+    assert wrong in problem.wrong
+    assert remedy in problem.remedy
+
+
 @pytest.mark.parametrize(
     ("change", "line", "key", "wrong", "remedy"),
     [
@@ -165,12 +233,12 @@ def test_all_problems_are_reported_together(models: Path) -> None:
 def test_names_and_policies_are_compared(models: Path) -> None:
     """Duplicate models, and policies that are not installed or listed twice."""
     second = GOOD[GOOD.index("[[model]]") :]
-    policy = '[policy]\nuse = ["serverlesllm", "aegaeon", "aegaeon"]\n[policy.prism]\nx = 1\n'
+    policy = '[policy]\nuse = ["serverlesllm", "aegaeon", "aegaeon"]\n[policy.lifo]\nx = 1\n'
 
     found = problems(models, policy + GOOD + second)
 
     assert [(problem.line, problem.key) for problem in found] == [
-        (2, "policy.use"), (2, "policy.use"), (3, "policy.prism"), (16, "model[1].name"),
+        (2, "policy.use"), (2, "policy.use"), (3, "policy.lifo"), (16, "model[1].name"),
     ]  # fmt: skip
     assert "serverlesllm" in found[0].wrong
     assert found[0].remedy == "did you mean serverlessllm?"

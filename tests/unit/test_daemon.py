@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
@@ -26,11 +25,8 @@ from appliance.api.service import (
 )
 from appliance.daemon import Limits
 from appliance.engines.protocol import KvBytes, Produced, Verdict
-from appliance.hookspecs import hookimpl
 from appliance.journal import Journal, Setup, read, replay
-from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import PolicyStack
-from appliance.scheduling.questions import InstanceView, PlannedTurn
+from appliance.policywords import Missed
 from appliance.serve import share_cpus
 from appliance.vocabulary import (
     Command,
@@ -146,7 +142,7 @@ async def test_models_take_turns(make_box: MakeBox, policy: str) -> None:
     assert introductions(box) == [("ra", ()), ("rb", ())]
 
 
-def test_a_worker_is_told_all_about_a_request(make_box: MakeBox) -> None:
+async def test_a_worker_is_told_all_about_a_request(make_box: MakeBox) -> None:
     """What is introduced is what was submitted, right before it is named for the first time."""
     box = make_box()
     box.start()
@@ -230,7 +226,7 @@ async def test_nothing_is_kept_of_what_ended(make_box: MakeBox, cancelled: bool)
     assert await tokens_of(second) == [1, 2, 3, 4, 5]
 
 
-def test_a_stop_string_is_a_proper_end(make_box: MakeBox) -> None:
+async def test_a_stop_string_is_a_proper_end(make_box: MakeBox) -> None:
     """A request that the API cancels because of a stop string counts as stopped."""
     box = make_box()
     box.start()
@@ -246,7 +242,7 @@ def test_a_stop_string_is_a_proper_end(make_box: MakeBox) -> None:
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def test_what_is_not_catalogued_is_not_found(make_box: MakeBox) -> None:
+async def test_what_is_not_catalogued_is_not_found(make_box: MakeBox) -> None:
     """Whatever is asked of an unknown model."""
     box = make_box()
 
@@ -255,7 +251,7 @@ def test_what_is_not_catalogued_is_not_found(make_box: MakeBox) -> None:
             question("nobody")
 
 
-def test_a_rejection_known_at_once_is_raised_by_submit(make_box: MakeBox) -> None:
+async def test_a_rejection_known_at_once_is_raised_by_submit(make_box: MakeBox) -> None:
     """A request that exceeds the context never becomes a stream."""
     box = make_box()
 
@@ -311,7 +307,7 @@ async def test_kv_that_never_fits_is_the_fault_of_the_request(make_box: MakeBox)
     assert (caught.value.code, caught.value.status) == ("kv_too_large", 400)
 
 
-def test_the_queue_has_an_end(make_box: MakeBox) -> None:
+async def test_the_queue_has_an_end(make_box: MakeBox) -> None:
     """One request more than allowed is told to come again; a place is free when another ends."""
     box = make_box(limits=Limits(queue=2, progress_seconds=60.0))
     box.start()
@@ -416,7 +412,7 @@ async def test_a_machine_that_contradicts_itself_decides_nothing_more(
     assert last.commands == []
 
 
-def test_a_failure_on_a_workers_report_is_told_once(
+async def test_a_failure_on_a_workers_report_is_told_once(
     make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keeper that delivered the report fails of it too, which is no news."""
@@ -462,7 +458,9 @@ class FullDisk(Journal):
         super().__init__(path, setup)
         self.attempts = 0
 
-    def record(self, now: float, event: Event, commands: list[Command]) -> None:
+    def record(
+        self, now: float, event: Event, commands: list[Command], missed: Sequence[Missed] = ()
+    ) -> None:
         self.attempts += 1
         raise OSError("no space left on device")
 
@@ -483,42 +481,11 @@ async def test_a_journal_that_cannot_be_written_ends(
     assert [r.message for r in caplog.records if r.exc_info] == ["the journal ends here"]
 
 
-class Mistaken:
-    """A policy that fails whenever a round is to be planned."""
-
-    @hookimpl
-    def plan_round(self, instance: InstanceView) -> Sequence[PlannedTurn]:
-        raise ZeroDivisionError("no share for nobody")
-
-
-class MistakenSetup(Setup, frozen=True):
-    def stack(self) -> PolicyStack:
-        return PolicyStack({"mistaken": Mistaken(), "behind it": Aegaeon()})
-
-
-async def test_a_fault_of_a_policy_is_logged_once(
-    make_box: MakeBox, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every fault is counted, the first of its kind is logged, and requests are served on."""
-    box = make_box(kind=MistakenSetup)
-    box.start()
-    stream = box.ask("r", "a", output=12)
-    with caplog.at_level(logging.ERROR):
-        box.settle()
-
-    assert await tokens_of(stream) == list(range(1, 13))
-    rounds = len(box.workers[0].heard(RunTurn))
-    assert rounds > 1
-    assert box.samples("appliance_policy_errors_total") == {"policy=mistaken": rounds}
-    (record,) = [r for r in caplog.records if r.name == "appliance.daemon"]
-    assert "mistaken failed at plan_round: ZeroDivisionError" in record.getMessage()
-
-
 # --- metrics -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])
-def test_switches_are_counted_by_what_they_are_for(make_box: MakeBox, policy: str) -> None:
+async def test_switches_are_counted_by_what_they_are_for(make_box: MakeBox, policy: str) -> None:
     """A switch is whenever another model runs than the one before, for a prompt or for a turn."""
     box = make_box(policy=policy, slabs=40)
     box.start()
@@ -534,7 +501,7 @@ def test_switches_are_counted_by_what_they_are_for(make_box: MakeBox, policy: st
     assert ({j.model for j in first if isinstance(j, RunTurn)} != set()) == (policy == "aegaeon")
 
 
-def test_a_new_worker_has_to_switch_again(make_box: MakeBox) -> None:
+async def test_a_new_worker_has_to_switch_again(make_box: MakeBox) -> None:
     """The model that ran on the one that died does not run on the next."""
     box = make_box()
     box.start()
@@ -548,7 +515,7 @@ def test_a_new_worker_has_to_switch_again(make_box: MakeBox) -> None:
     assert box.samples("appliance_switches_total") == {"instance=0,model=a,reason=prefill": 2}
 
 
-def test_preemptions_are_counted_once(make_box: MakeBox) -> None:
+async def test_preemptions_are_counted_once(make_box: MakeBox) -> None:
     """Every request stopped for another model counts, whatever the number of scrapes."""
     box = make_box(policy="aegaeon", slabs=40)
     box.start()
@@ -570,7 +537,7 @@ def test_preemptions_are_counted_once(make_box: MakeBox) -> None:
     assert box.samples("appliance_preemptions_total") == stopped
 
 
-def test_a_prefetch_is_used(make_box: MakeBox) -> None:
+async def test_a_prefetch_is_used(make_box: MakeBox) -> None:
     """Weights brought in beside another model's job, and then run, were worth it."""
     box = make_box("abc", policy="aegaeon", slabs=40)
     box.start()
@@ -586,7 +553,7 @@ def test_a_prefetch_is_used(make_box: MakeBox) -> None:
     assert box.samples("appliance_prefetches_total") == {"outcome=started": 1, "outcome=used": 1}
 
 
-def test_a_prefetch_is_lost_with_its_worker(make_box: MakeBox) -> None:
+async def test_a_prefetch_is_lost_with_its_worker(make_box: MakeBox) -> None:
     """What the next worker runs was not brought in by the one before."""
     box = make_box("abc", policy="aegaeon", slabs=40)
     box.start()
@@ -605,7 +572,7 @@ def test_a_prefetch_is_lost_with_its_worker(make_box: MakeBox) -> None:
     assert counted.get("outcome=used", 0) == counted["outcome=started"] - 1
 
 
-def test_a_prefetch_is_wasted(make_box: MakeBox) -> None:
+async def test_a_prefetch_is_wasted(make_box: MakeBox) -> None:
     """Weights brought in, and evicted before they ran, were not."""
     box = make_box("abcde", policy="aegaeon", slabs=18)
     box.start()
@@ -626,7 +593,7 @@ def test_a_prefetch_is_wasted(make_box: MakeBox) -> None:
     assert box.samples("appliance_prefetches_total")["outcome=wasted"] == 1
 
 
-def test_work_is_counted(make_box: MakeBox) -> None:
+async def test_work_is_counted(make_box: MakeBox) -> None:
     """Prompts by model, and KV by direction: out of the one that prefills, into the other."""
     box = make_box(policy="aegaeon", instances=2)
     box.start()
@@ -642,7 +609,7 @@ def test_work_is_counted(make_box: MakeBox) -> None:
     assert box.samples("appliance_recoveries_total") == {"model=a": 0, "model=b": 0}
 
 
-def test_transfers_are_measured(make_box: MakeBox) -> None:
+async def test_transfers_are_measured(make_box: MakeBox) -> None:
     """Loads and swaps by kind, with their bytes and both times; what moved nothing is no swap."""
     box = make_box()
     box.start()
@@ -670,7 +637,7 @@ def test_transfers_are_measured(make_box: MakeBox) -> None:
     }  # fmt: skip
 
 
-def test_fragmentation_of_the_devices(make_box: MakeBox) -> None:
+async def test_fragmentation_of_the_devices(make_box: MakeBox) -> None:
     """By shape over all instances, cold cache counted as used; gone with the worker."""
     box = make_box(instances=2)
     box.start()
@@ -705,7 +672,7 @@ def test_fragmentation_of_the_devices(make_box: MakeBox) -> None:
     assert box.samples("appliance_kv_fragmentation") == {"shape=300,tier=device": 0.25}
 
 
-def test_fragmentation_of_the_host_tier(make_box: MakeBox) -> None:
+async def test_fragmentation_of_the_host_tier(make_box: MakeBox) -> None:
     """A request's places in whole slabs; they are given back, the peak is remembered."""
     box = make_box()
     box.start()
@@ -722,7 +689,7 @@ def test_fragmentation_of_the_host_tier(make_box: MakeBox) -> None:
     assert idle == KvTierActivity(fragmentation=0.0, shapes={"300": given_back})
 
 
-def test_restarts_are_counted_once(make_box: MakeBox) -> None:
+async def test_restarts_are_counted_once(make_box: MakeBox) -> None:
     """What a keeper counted is shown, whatever the number of scrapes."""
     box = make_box(instances=2)
     assert box.samples("appliance_worker_restarts_total") == {}
@@ -734,7 +701,7 @@ def test_restarts_are_counted_once(make_box: MakeBox) -> None:
     assert box.samples("appliance_worker_restarts_total") == {"instance=1": 3}
 
 
-def test_pools_are_shown_in_bytes(make_box: MakeBox) -> None:
+async def test_pools_are_shown_in_bytes(make_box: MakeBox) -> None:
     """The last report of a worker, by owner; nothing is left of it when the worker dies."""
     box = make_box()
     box.start()
@@ -753,7 +720,7 @@ def test_pools_are_shown_in_bytes(make_box: MakeBox) -> None:
     assert box.samples("appliance_pool_high_water_bytes") == {"instance=0": 0}
 
 
-def test_the_host_tier_is_shown_in_bytes(make_box: MakeBox) -> None:
+async def test_the_host_tier_is_shown_in_bytes(make_box: MakeBox) -> None:
     """Weights of two models once they are stored; places for KV while a request lives."""
     box = make_box()
     box.start()
@@ -768,7 +735,7 @@ def test_the_host_tier_is_shown_in_bytes(make_box: MakeBox) -> None:
     assert box.samples("appliance_host_bytes") == rest
 
 
-def test_latencies_are_measured_where_tokens_come(make_box: MakeBox) -> None:
+async def test_latencies_are_measured_where_tokens_come(make_box: MakeBox) -> None:
     """The first token from the arrival, others from the one before, the end from the arrival."""
     box = make_box()
     box.start()
@@ -791,7 +758,7 @@ def test_latencies_are_measured_where_tokens_come(make_box: MakeBox) -> None:
 # --- what is shown -------------------------------------------------------------------------------
 
 
-def test_not_ready_without_a_worker(make_box: MakeBox) -> None:
+async def test_not_ready_without_a_worker(make_box: MakeBox) -> None:
     """One worker is enough; deaths before the first word point to the log."""
     box = make_box(instances=2)
     assert box.daemon.readiness().reasons == ("no worker is up",)
@@ -834,7 +801,7 @@ async def test_ready_while_batch_work_waits_rightly(make_box: MakeBox) -> None:
     assert not box.daemon.readiness().ok
 
 
-def test_not_ready_without_progress(make_box: MakeBox) -> None:
+async def test_not_ready_without_progress(make_box: MakeBox) -> None:
     """A request may go without a token as long as allowed, and not longer; a token mends it."""
     box = make_box(limits=Limits(queue=9, progress_seconds=30.0))
     box.start()
@@ -851,7 +818,7 @@ def test_not_ready_without_progress(make_box: MakeBox) -> None:
     assert box.daemon.readiness().ok
 
 
-def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
+async def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
     """From cold over building and stored to loaded; failed stays failed."""
     box = make_box("ab")
     worker = box.workers[0]
@@ -875,7 +842,7 @@ def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
     assert [card.state for card in box.daemon.models()] == ["failed", "cold"]
 
 
-def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
+async def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
     """Loaded on one instance counts, though it is only stored on the other."""
     box = make_box(instances=2)
     box.start()
@@ -887,7 +854,7 @@ def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
     assert shown.residency == {"0": "loaded", "1": "stored"}
 
 
-def test_activity_of_instances(make_box: MakeBox) -> None:
+async def test_activity_of_instances(make_box: MakeBox) -> None:
     """Starting, up with its process, model and pool, lost, and up again."""
     box = make_box()
     started = InstanceActivity(instance=0, role="mixed", state="starting")
@@ -916,7 +883,7 @@ def test_activity_of_instances(make_box: MakeBox) -> None:
     assert box.daemon.activity().instances[0].state == "up"
 
 
-def test_activity_of_models(make_box: MakeBox) -> None:
+async def test_activity_of_models(make_box: MakeBox) -> None:
     """Requests that run and those that wait, the same in the metrics; and the time since start."""
     box = make_box()
     box.start()

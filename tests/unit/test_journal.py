@@ -10,6 +10,7 @@ import pytest
 
 from appliance.errors import LedgerError, PolicyError
 from appliance.journal import Entry, Journal, Setup, read, replay
+from appliance.policywords import PolicyChoice
 from appliance.vocabulary import Finish, FinishReason, InstanceUp, ModelSpec, PrefillDone
 from tests.unit.floor_double import SLAB, SLO, FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
@@ -33,8 +34,7 @@ def setup_of(policies: Sequence[str], parameters: dict[str, dict[str, object]]) 
         instances=2,
         host_bytes=200 * SLAB,
         slab_bytes=SLAB,
-        policies=tuple(policies),
-        parameters=parameters,
+        policy=PolicyChoice(use=tuple(policies), parameters=parameters),
     )
 
 
@@ -110,16 +110,21 @@ def change_setup(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"policies": ("serverlessllm",)}, {"parameters": {"aegaeon": {"max_group": 1}}}]
+    "choice",
+    [
+        PolicyChoice(use=("serverlessllm",)),
+        PolicyChoice(use=("aegaeon",), decisions={"round": "serverlessllm"}),
+        PolicyChoice(use=("aegaeon",), parameters={"aegaeon": {"max_group": 1}}),
+    ],
 )
 def test_a_replay_under_another_setup_says_where_it_parts(
-    tmp_path: Path, changes: dict[str, object]
+    tmp_path: Path, choice: PolicyChoice
 ) -> None:
     """Under another policy or other parameters the machine decides otherwise; the first line where
     it does is told even if what was recorded makes no sense to it later."""
     path = tmp_path / "journal"
     record(path)
-    change_setup(path, **changes)
+    change_setup(path, policy=choice)
 
     _, differences = replay(path)
 
@@ -132,7 +137,7 @@ def test_a_setup_that_cannot_be_loaded(tmp_path: Path) -> None:
     """A run under a policy that is not installed here cannot be replayed."""
     path = tmp_path / "journal"
     record(path)
-    change_setup(path, policies=("none such",))
+    change_setup(path, policy=PolicyChoice(use=("none such",)))
 
     with pytest.raises(PolicyError, match="none such"):
         replay(path)

@@ -13,6 +13,7 @@ from appliance.lab.metrics import measure
 from appliance.lab.recorded import recording
 from appliance.lab.simulator import Run, simulate
 from appliance.lab.trial import play
+from appliance.policywords import PolicyChoice
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import Command, Event, ModelSpec
 from tests.unit import lab_bench
@@ -42,7 +43,7 @@ def write(path: Path, until: float = 1e4, policy: str = "aegaeon") -> Run:
         instances=2,
         host_bytes=400 * SLAB,
         slab_bytes=SLAB,
-        policies=(policy,),
+        policy=PolicyChoice(use=(policy,)),
     )
     plain = setup.machine()
     machine = WritingMachine(setup.models, 2, plain.host, setup.stack())

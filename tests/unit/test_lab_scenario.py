@@ -91,7 +91,7 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
         "models.0.slo": '{ ttft = "2s", tbt = "50ms" }',
         "slo.scale": "0.5",
         "seeds": "[7, 8]",
-        "policies.aegaeon.parameters.prefill_share": "0.2",
+        "policies.aegaeon.parameters.aegaeon.prefill_share": "0.2",
         "deviation.noise": "0.1",
     }
     chosen = scenario.read(written(tmp_path), changes)
@@ -108,10 +108,14 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
 
 def test_a_policy_is_a_table_or_an_installed_one(tmp_path: Path) -> None:
     """Two tables may have the same policy with other parameters."""
-    text = TEXT + '[policies.few]\npolicy = "aegaeon"\nparameters = { prefill_share = 0.2 }\n'
+    text = TEXT + (
+        '[policies.few]\nuse = ["aegaeon"]\ndecisions = { evict = "static" }\n'
+        "parameters.aegaeon = { prefill_share = 0.2 }\n"
+    )
     chosen = scenario.read(written(tmp_path, text))
     assert chosen.contender("few").use == ("aegaeon",)
     assert chosen.contender("few").parameters == {"aegaeon": {"prefill_share": 0.2}}
+    assert chosen.contender("few").decisions == {"evict": "static"}
     assert chosen.contender("other").use == ("other",)
 
 

@@ -20,7 +20,9 @@ from appliance.lab.trial import Contender, Setting, play
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import PolicyStack, load_stack
+from appliance.policies import load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import (
     BatchLimits,
@@ -59,7 +61,7 @@ def machine(
         for name in MODELS
     ]
     host = HostLedger(host_slabs * SLAB, SLAB)
-    made = HearingMachine(specs, instances, host, load_stack([policy], {}))
+    made = HearingMachine(specs, instances, host, load_stack(PolicyChoice(use=(policy,))))
     made.journal = []
     return made
 

@@ -1,91 +1,67 @@
-"""The stack of policies: loaded from entry points, asked in order, and never trusted."""
+"""Installed policies are found, described, and made into the stack that was chosen."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.errors import PolicyError
-from appliance.hookspecs import hookimpl
-from appliance.plugins.aegaeon import Aegaeon
-from appliance.plugins.serverlessllm import ServerlessLlm
-from appliance.policies import PolicyStack, available, load_stack
-from appliance.scheduling.questions import Phase, PlannedTurn, PrefillChoice
+from appliance.errors import PolicyChoiceError
+from appliance.hookspecs import API_VERSION, HOOKS
+from appliance.policies import FALLBACK, available, installed, load_stack
+from appliance.policystack import PolicyStack
+from appliance.policywords import InstalledPolicy, PolicyChoice
+from appliance.scheduling.questions import Phase
 from appliance.vocabulary import Role
-from tests.unit.policy_views import batch_view, group_view, instance_view, request_view
-
-VIEW = instance_view(
-    0, groups=(group_view("b"), group_view("a")), batches=(batch_view("a"), batch_view("b"))
+from tests.unit.policy_views import (
+    FixedCosts,
+    batch_view,
+    floor_view,
+    group_view,
+    instance_view,
+    request_view,
 )
-ELSEWHERE = instance_view(1, batches=(batch_view("c", 9),))
+from tests.unit.strangers import HEAD, install
 
-QUESTIONS: dict[str, dict[str, Any]] = {
-    "assign_roles": {"instances": 2},
-    "choose_prefill": {"request": request_view("a"), "instances": [VIEW, ELSEWHERE]},
-    "choose_decode": {
-        "request": request_view("a"),
-        "prefilled_on": 0,
-        "instances": [VIEW, ELSEWHERE],
-    },
-    "choose_phase": {"instance": VIEW},
-    "plan_round": {"instance": VIEW},
-    "choose_prefetch": {"instance": VIEW, "upcoming": ["a", "b"]},
-}
-RIGHT: dict[str, Any] = {
-    "assign_roles": (Role.MIXED, Role.MIXED),
-    "choose_prefill": PrefillChoice(instance=0, group=1),
-    "choose_decode": 0,
-    "choose_phase": Phase.DECODE,
-    "plan_round": (PlannedTurn(model="a", quota_seconds=86400.0),),
-    "choose_prefetch": None,
-}
-"""What serverlessllm answers."""
+VIEW = instance_view(groups=(group_view("a"),), batches=(batch_view("a"),))
+BUILT_IN = f"built-in {FALLBACK}"
 
 
-def turn(model: str, quota: float = 1.0) -> PlannedTurn:
-    return PlannedTurn(model=model, quota_seconds=quota)
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory whose packages are installed."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
 
 
-def policy_with(hook: str, answer: Callable[[], Any]) -> object:
-    """A policy with this one hook."""
-
-    class Stranger:
-        @hookimpl
-        def assign_roles(self) -> Any:
-            return answer()
-
-        @hookimpl
-        def choose_prefill(self) -> Any:
-            return answer()
-
-        @hookimpl
-        def choose_decode(self) -> Any:
-            return answer()
-
-        @hookimpl
-        def choose_phase(self) -> Any:
-            return answer()
-
-        @hookimpl
-        def plan_round(self) -> Any:
-            return answer()
-
-        @hookimpl
-        def choose_prefetch(self) -> Any:
-            return answer()
-
-    for name in QUESTIONS:
-        if name != hook:
-            delattr(Stranger, name)
-    return Stranger()
+def phase_of(answer: str) -> str:
+    """A policy with one hook, with this answer."""
+    return f"    @hookimpl\n    def phase(self):\n        return {answer}\n"
 
 
-def asked(stack: PolicyStack, hook: str) -> Any:
-    answer = getattr(stack, hook)(**QUESTIONS[hook])
-    return tuple(answer) if isinstance(answer, list) else answer
+def chosen(*use: str, **more: Any) -> PolicyChoice:
+    return PolicyChoice(use=use, **more)
+
+
+def problems(choice: PolicyChoice) -> list[tuple[str, str, str]]:
+    """Everything wrong with a choice: key, what, and remedy."""
+    with pytest.raises(PolicyChoiceError) as caught:
+        load_stack(choice)
+    assert str(caught.value).splitlines() == [str(problem) for problem in caught.value.problems]
+    return [(".".join(p.key), p.wrong, p.remedy) for p in caught.value.problems]
+
+
+def roles(stack: PolicyStack, instances: int) -> list[Role]:
+    return [place.role for place in stack.place(1.0, floor_view(instances), FixedCosts())]
+
+
+def phase(stack: PolicyStack) -> Phase:
+    return stack.phase(1.0, VIEW, FixedCosts())
+
+
+# --- what is installed ---------------------------------------------------------------------------
 
 
 def test_the_built_in_policies_are_found() -> None:
@@ -93,190 +69,248 @@ def test_the_built_in_policies_are_found() -> None:
     assert {"aegaeon", "serverlessllm"} <= set(available())
 
 
-def test_a_stack_is_loaded_with_parameters() -> None:
-    """A policy is made from its own table, and the built-in stands behind it."""
-    stack = load_stack(
-        ["aegaeon"], {"aegaeon": {"prefill_share": 0.75}, "serverlessllm": {"max_group": 1}}
-    )
+def test_ours_are_described() -> None:
+    """With distribution, hooks, and the schema of the parameters."""
+    (aegaeon,) = [policy for policy in installed() if policy.name == "aegaeon"]
 
-    assert stack.assign_roles(4) == (Role.PREFILL,) * 3 + (Role.DECODE,)
-
-
-def test_an_unknown_policy_is_named() -> None:
-    """A policy that is not installed is an error that lists those that are."""
-    with pytest.raises(PolicyError, match=r"'lifo' .* aegaeon, .*serverlessllm"):
-        load_stack(["lifo"], {})
+    assert (aegaeon.distribution, aegaeon.shipped, aegaeon.error) == ("appliance", True, "")
+    assert aegaeon.api_version == API_VERSION
+    assert aegaeon.hooks == HOOKS
+    assert aegaeon.about.startswith("Aegaeon")
+    properties: Any = aegaeon.parameters["$defs"]
+    assert properties["Aegaeon"]["properties"]["q_max_seconds"]["default"] == 4.0
 
 
-@pytest.mark.parametrize(
-    ("parameters", "named"),
-    [({"q_max": 1}, "q_max"), ({"q_max_seconds": "long"}, r"\$\.q_max_seconds")],
-)
-def test_a_bad_parameter_is_named(parameters: dict[str, object], named: str) -> None:
-    """A parameter that does not exist, or has the wrong type, is named with its policy."""
-    with pytest.raises(PolicyError, match=rf"policy\.aegaeon: .*{named}"):
-        load_stack(["serverlessllm"], {"aegaeon": parameters})
+def test_a_stranger_is_found_while_we_run(site: Path) -> None:
+    """One that was installed after we began is listed, and can be chosen."""
+    assert "lifo" not in available()
+
+    install(site, "lifo", phase_of("Phase.DECODE"))
+
+    assert "lifo" in available()
+    (lifo,) = [policy for policy in installed() if policy.name == "lifo"]
+    assert (lifo.version, lifo.shipped, lifo.hooks) == ("1.5", False, ("phase",))
+    assert lifo.about == "A policy from elsewhere."
+    assert phase(load_stack(chosen("lifo"))) is Phase.DECODE
 
 
-def test_a_misspelt_hook_is_named() -> None:
-    """A hook that does not exist would never be asked; that is an error when it is loaded."""
-
-    class Misspelt:
-        @hookimpl
-        def choose_faze(self, instance: object) -> None:
-            """Never asked."""
-
-    with pytest.raises(PolicyError, match=r"policy mine: .*choose_faze"):
-        PolicyStack({"mine": Misspelt()})
-
-
-def test_a_misspelt_argument_is_named() -> None:
-    """A hook that asks for what is not offered could not be called; that is an error, too."""
-
-    class Misspelt:
-        @hookimpl
-        def choose_phase(self, instanz: object) -> None:
-            """Never asked."""
-
-    with pytest.raises(PolicyError, match=r"policy mine: (.|\n)*instanz"):
-        PolicyStack({"mine": Misspelt()})
-
-
-@pytest.mark.parametrize("hook", QUESTIONS)
-def test_a_right_answer_is_taken(hook: str) -> None:
-    """The first policy of the stack decides, without a fault."""
-    stack = PolicyStack(
-        {"first": policy_with(hook, lambda: RIGHT_OTHER[hook]), "serverlessllm": ServerlessLlm()}
-    )
-
-    answer = asked(stack, hook)
-
-    assert answer == (RIGHT_OTHER[hook][0] if hook == "choose_prefetch" else RIGHT_OTHER[hook])
-    assert stack.faults == []
-
-
-RIGHT_OTHER: dict[str, Any] = {
-    "assign_roles": (Role.PREFILL, Role.DECODE),
-    "choose_prefill": PrefillChoice(instance=1),
-    "choose_decode": 1,
-    "choose_phase": Phase.PREFILL,
-    "plan_round": (turn("b"), turn("a")),
-    "choose_prefetch": ("b",),
-}
-"""Valid answers that serverlessllm would not give."""
-
-
-@pytest.mark.parametrize("hook", QUESTIONS)
-def test_a_question_left_open_goes_to_the_next(hook: str) -> None:
-    """None is no answer and no fault."""
-    stack = PolicyStack({"shy": policy_with(hook, lambda: None), "serverlessllm": ServerlessLlm()})
-
-    assert asked(stack, hook) == RIGHT[hook]
-    assert stack.faults == []
-
-
-@pytest.mark.parametrize("hook", QUESTIONS)
-def test_a_policy_that_raises_loses_the_question(hook: str) -> None:
-    """What a policy raises goes no further, and is told with its name and the hook's."""
-
-    def fail() -> None:
-        raise RuntimeError("out of ideas")
-
-    stack = PolicyStack({"broken": policy_with(hook, fail), "serverlessllm": ServerlessLlm()})
-
-    assert asked(stack, hook) == RIGHT[hook]
-    (fault,) = stack.take_faults()
-    assert (fault.policy, fault.hook) == ("broken", hook)
-    assert "out of ideas" in fault.reason
-    assert stack.take_faults() == []
+def broken(name: str) -> InstalledPolicy:
+    (found,) = [policy for policy in installed() if policy.name == name]
+    return found
 
 
 @pytest.mark.parametrize(
-    ("hook", "nonsense"),
+    ("head", "body", "wrong"),
     [
-        ("assign_roles", [Role.MIXED]),
-        ("assign_roles", ["prefill", "decode"]),
-        ("assign_roles", 2),
-        ("choose_prefill", PrefillChoice(instance=7)),
-        ("choose_prefill", PrefillChoice(instance=0, group=0)),
-        ("choose_prefill", PrefillChoice(instance=0, group=2)),
-        ("choose_prefill", PrefillChoice(instance=0, group=-1)),
-        ("choose_prefill", PrefillChoice(instance=1, group=0)),
-        ("choose_prefill", 0),
-        ("choose_decode", 7),
-        ("choose_decode", [0]),
-        ("choose_decode", {}),
-        ("choose_phase", "prefill"),
-        ("choose_phase", True),
-        ("plan_round", []),
-        ("plan_round", [turn("a"), turn("a")]),
-        ("plan_round", [turn("z")]),
-        ("plan_round", [turn("a", 0.0)]),
-        ("plan_round", [turn("a", -1.0)]),
-        ("plan_round", [turn("a", math.inf)]),
-        ("plan_round", [turn("a", math.nan)]),
-        ("plan_round", ["a"]),
-        ("plan_round", turn("a")),
-        ("choose_prefetch", ["a", "b"]),
-        ("choose_prefetch", ["z"]),
-        ("choose_prefetch", "ab"),
-        ("choose_prefetch", 1),
+        ("import nowhere_to_be_found\n", "", "cannot be imported: ModuleNotFoundError"),
+        ("1 / 0\n", "", "cannot be imported: ZeroDivisionError"),
+        ("Strange = 1\n", "", "cannot be imported: AttributeError"),
+        ("class Stranger:\n    pass\n", "", "is not a msgspec.Struct class"),
+        ("def Stranger():\n    pass\n", "", "is not a msgspec.Struct class"),
+        (None, "    api_version = 99\n", f"for version 99 of the hooks, this is {API_VERSION}"),
+        (None, "    @hookimpl\n    def faze(self):\n        pass\n", "faze"),
     ],
 )
-def test_nonsense_is_not_taken(hook: str, nonsense: Any) -> None:
-    """An answer that the machine could not act on costs its policy the question."""
-    stack = PolicyStack(
-        {"odd": policy_with(hook, lambda: nonsense), "serverlessllm": ServerlessLlm()}
+def test_a_policy_that_cannot_be_used_says_why(
+    site: Path, head: str | None, body: str, wrong: str
+) -> None:
+    """In the list, and to who chooses it, at the key that names it."""
+    body = body.replace("api_version", "api_version: 'ClassVar[int]'")
+    if head is None:
+        head = (
+            "from typing import ClassVar\nimport msgspec\n"
+            "from appliance.hookspecs import hookimpl\n"
+            "class Stranger(msgspec.Struct):\n    share: float = 0.5\n"
+        )
+    install(site, "odd", body, head=head)
+
+    assert wrong in broken("odd").error
+    ((key, told, _),) = problems(chosen("serverlessllm", decisions={"phase": "odd"}))
+    assert key == "decisions.phase"
+    assert wrong in told
+
+
+def test_a_policy_that_cannot_be_made_says_why(site: Path) -> None:
+    """Whatever its constructor raises."""
+    body = "    def __post_init__(self):\n        raise OSError('no such table')\n"
+    install(site, "odd", body)
+
+    ((key, told, _),) = problems(chosen("odd"))
+
+    assert key == "use"
+    assert "no such table" in told
+
+
+def test_ours_cannot_be_replaced(site: Path) -> None:
+    """A stranger of the same name is passed over."""
+    install(site, "aegaeon", phase_of("Phase.DECODE"))
+
+    assert phase(load_stack(chosen("aegaeon"))) is Phase.PREFILL
+
+
+# --- the stack that was chosen -------------------------------------------------------------------
+
+
+def test_a_stack_is_loaded_with_parameters() -> None:
+    """A policy is made from its own table, and the built-in stands behind it, as it ships."""
+    stack = load_stack(
+        chosen(
+            "aegaeon",
+            parameters={"aegaeon": {"prefill_share": 0.75}, "serverlessllm": {"max_group": 1}},
+        )
     )
 
-    assert asked(stack, hook) == RIGHT[hook]
-    assert [(fault.policy, fault.hook) for fault in stack.faults] == [("odd", hook)]
-
-
-def test_a_round_may_be_a_generator() -> None:
-    """An answer that can be looked at only once is still whole after it was checked."""
-
-    def generate() -> Iterator[PlannedTurn]:
-        yield turn("b")
-        yield turn("a")
-
-    stack = PolicyStack(
-        {"lazy": policy_with("plan_round", generate), "serverlessllm": ServerlessLlm()}
-    )
-
-    assert tuple(stack.plan_round(VIEW)) == (turn("b"), turn("a"))
-
-
-def test_a_prefetch_may_be_a_set() -> None:
-    """Any collection of one model is an answer."""
-    stack = PolicyStack(
-        {"lazy": policy_with("choose_prefetch", lambda: {"b"}), "serverlessllm": ServerlessLlm()}
-    )
-
-    assert stack.choose_prefetch(VIEW, ["a", "b"]) == "b"
-
-
-def test_a_round_takes_only_what_can_run() -> None:
-    """A model whose requests are all on their way gets no turn."""
-    view = instance_view(batches=(batch_view("a", runnable=0), batch_view("b")))
-    stack = PolicyStack(
-        {"odd": policy_with("plan_round", lambda: [turn("a")]), "aegaeon": Aegaeon()}
-    )
-
-    assert [planned.model for planned in stack.plan_round(view)] == ["b"]
-    assert len(stack.faults) == 1
-
-
-def test_a_question_nobody_answers_is_an_error() -> None:
-    """A stack without the built-in may have no answer; it says to which question."""
-    stack = PolicyStack({"shy": policy_with("choose_phase", lambda: None)})
-
-    with pytest.raises(PolicyError, match="no policy answered choose_phase"):
-        stack.choose_phase(VIEW)
+    assert roles(stack, 4) == [Role.PREFILL] * 3 + [Role.DECODE]
+    assert stack.asked()["place"] == ("aegaeon", BUILT_IN)
 
 
 def test_the_built_in_stands_behind_every_stack() -> None:
     """Whoever is asked first, in the end there is an answer."""
-    stack = load_stack([], {})
+    stack = load_stack(chosen())
 
-    assert stack.assign_roles(1) == (Role.MIXED,)
+    assert roles(stack, 1) == [Role.MIXED]
+    assert set(stack.asked().values()) == {(BUILT_IN,)}
+
+
+def test_a_decision_is_given_to_another(site: Path) -> None:
+    """Who is named for a decision is asked for that one only, before all others; who is named for
+    both is asked once."""
+    install(site, "decoder", phase_of("Phase.DECODE") + "    place = phase\n")
+    choice = chosen("serverlessllm", "aegaeon", decisions={"phase": "decoder", "round": "aegaeon"})
+
+    asked = load_stack(choice).asked()
+
+    assert asked["phase"] == ("decoder", "serverlessllm", "aegaeon", BUILT_IN)
+    assert asked["place"] == ("serverlessllm", "aegaeon", BUILT_IN)
+    assert asked["round"] == ("aegaeon", "serverlessllm", BUILT_IN)
+    assert asked["flow"] == ("aegaeon", BUILT_IN)
+
+
+def test_a_policy_is_one_for_all_its_decisions(site: Path) -> None:
+    """What it keeps in mind at one question is there at the next."""
+    body = (
+        "    seen: list = []\n"
+        "    @hookimpl\n    def phase(self):\n        self.seen.append(1)\n"
+        "        return Phase.DECODE if len(self.seen) > 1 else Phase.PREFILL\n"
+        "    @hookimpl\n    def preempt(self):\n        self.seen.append(1)\n        return 0.0\n"
+    )
+    install(site, "mindful", body)
+    stack = load_stack(
+        chosen("serverlessllm", decisions={"phase": "mindful", "preempt": "mindful"})
+    )
+
+    stack.preempt(1.0, VIEW, FixedCosts())
+
+    assert phase(stack) is Phase.DECODE
+
+
+@pytest.mark.parametrize(
+    ("choice", "key", "wrong", "remedy"),
+    [
+        (
+            chosen("serverlesllm"),
+            "use",
+            "no policy 'serverlesllm' is installed",
+            "did you mean serverlessllm?",
+        ),
+        (
+            chosen("serverlessllm", "serverlessllm"),
+            "use",
+            "serverlessllm is listed twice",
+            "list it once",
+        ),
+        (
+            chosen("serverlessllm", decisions={"round": "x"}),
+            "decisions.round",
+            "no policy 'x' is installed",
+            "aegaeon",
+        ),
+        (
+            chosen("serverlessllm", decisions={"rond": "serverlessllm"}),
+            "decisions.rond",
+            "there is no such decision",
+            "did you mean round?",
+        ),
+        (
+            chosen("serverlessllm", parameters={"aegeon": {}}),
+            "parameters.aegeon",
+            "no policy 'aegeon' is installed",
+            "did you mean aegaeon?",
+        ),
+        (
+            chosen("serverlessllm", parameters={"aegaeon": {"q_max": 1}}),
+            "parameters.aegaeon.q_max",
+            "unknown field `q_max`",
+            "remove it from [policy.aegaeon]",
+        ),
+        (
+            chosen("serverlessllm", parameters={"aegaeon": {"q_max_seconds": "long"}}),
+            "parameters.aegaeon.q_max_seconds",
+            "Expected `float`",
+            "correct it",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_used(
+    choice: PolicyChoice, key: str, wrong: str, remedy: str
+) -> None:
+    """Each problem names its key, what is wrong, and what to do."""
+    ((told_key, told_wrong, told_remedy),) = problems(choice)
+
+    assert told_key == key
+    assert wrong in told_wrong
+    assert remedy in told_remedy
+
+
+def test_all_problems_are_told_at_once() -> None:
+    """One does not hide another."""
+    choice = chosen(
+        "x", "serverlessllm", decisions={"y": "z"}, parameters={"serverlessllm": {"w": 1}}
+    )
+
+    assert {key for key, _, _ in problems(choice)} == {
+        "use", "decisions.y", "parameters.serverlessllm.w",
+    }  # fmt: skip
+
+
+def test_only_the_lab_has_an_oracle(site: Path) -> None:
+    """A policy that declares to need the true lengths is told them where there are any, cannot be
+    chosen elsewhere, and is listed as such."""
+    body = (
+        "    oracle: 'ClassVar[bool]' = True\n"
+        "    known: list = []\n"
+        "    def learn_oracle(self, lengths):\n        self.known.append(lengths)\n"
+        "    @hookimpl\n    def decode(self, request):\n        return self.known[0][request.id]\n"
+    )
+    head = HEAD.replace("import math", "from typing import ClassVar\nimport math")
+    install(site, "seer", body, head=head)
+    (listed,) = [policy for policy in installed() if policy.name == "seer"]
+
+    stack = load_stack(chosen("seer"), lengths={"r": 0})
+
+    assert stack.decode(1.0, request_view(name="r"), 0, [VIEW], FixedCosts()) == 0
+    assert stack.faults == []
+    assert listed.lab_only
+    ((key, wrong, _),) = problems(chosen("serverlessllm", "seer"))
+    assert (key, wrong) == ("use", "policy seer needs an oracle: lab only")
+
+
+# --- whom we trust -------------------------------------------------------------------------------
+
+
+def test_only_strangers_are_asked_apart(site: Path) -> None:
+    """And only if there is a budget: the lab and a replay ask all where they are."""
+    install(site, "lifo", phase_of("Phase.DECODE"))
+    choice = chosen("lifo", "aegaeon")
+
+    guarded = load_stack(choice, budget_seconds=60.0)
+    inline = load_stack(choice)
+
+    assert phase(guarded) is phase(inline) is Phase.DECODE
+    assert {state.name: state.apart for state in guarded.states()} == {
+        "lifo": True, "aegaeon": False, BUILT_IN: False,
+    }  # fmt: skip
+    assert not any(state.apart for state in inline.states())
+    (thread,) = [t for t in threading.enumerate() if t.name == "policy-lifo"]
+    guarded.close()
+    thread.join(60.0)

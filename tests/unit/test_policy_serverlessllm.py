@@ -10,6 +10,7 @@ from appliance.errors import PolicyError
 from appliance.plugins.serverlessllm import UNTIL_DONE_SECONDS, ServerlessLlm
 from appliance.plugins.serverlessllm_sjf import ServerlessLlmSjf
 from appliance.policies import load_stack
+from appliance.policywords import PolicyChoice
 from appliance.scheduling.questions import Phase, Placement, PlannedTurn, PrefillChoice
 from appliance.vocabulary import Role, RunPrefill
 from tests.unit.floor_double import FloorDouble, shape
@@ -217,9 +218,9 @@ def test_the_shortest_job_is_first_in_the_machine() -> None:
 
 def test_nobody_but_the_lab_can_load_an_oracle() -> None:
     """Without true lengths the policy is refused by name, with them it gets just these."""
-    with pytest.raises(PolicyError, match="'serverlessllm_sjf' needs an oracle: lab only"):
-        load_stack(["serverlessllm_sjf"], {})
+    with pytest.raises(PolicyError, match="serverlessllm_sjf needs an oracle: lab only"):
+        load_stack(PolicyChoice(use=("serverlessllm_sjf",)))
 
     lengths = {"r": 7}
-    load_stack(["serverlessllm_sjf", "serverlessllm"], {}, lengths)
+    load_stack(PolicyChoice(use=("serverlessllm_sjf", "serverlessllm")), lengths=lengths)
     assert lengths == {"r": 7}

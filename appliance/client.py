@@ -1,0 +1,63 @@
+"""A command's side of the daemon: its address, requests over HTTP, and how a command fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import click
+import httpx
+
+DEFAULT_URL = "http://127.0.0.1:11500"
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+UNPROCESSABLE = 422
+
+url_option = click.option(
+    "--url", default=DEFAULT_URL, show_default=True, help="Where the daemon listens."
+)
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """End the command: it went wrong."""
+    click.echo(f"error: {message}", err=True)
+    raise SystemExit(status)
+
+
+def connect(url: str) -> httpx.Client:
+    """A client without a limit on answers: between tokens a request may wait for other models'
+    turns, which the server bounds, not we."""
+    return httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+
+
+def unreachable(url: str, error: httpx.TransportError) -> NoReturn:
+    fail(f"no daemon answers at {url} ({error}); start one with `appliance serve`, or give --url")
+
+
+def call(method: str, url: str, path: str, body: object = None) -> Any:
+    """What the daemon answers to a request of an admin; anything else ends the command."""
+    try:
+        with connect(url) as client:
+            response = client.request(method, path, json=body, timeout=ANSWER_SECONDS)
+            return checked(response).json()
+    except httpx.TransportError as error:
+        unreachable(url, error)
+    except json.JSONDecodeError:
+        fail(f"what answers at {url} is not the appliance")
+
+
+def get(url: str, path: str) -> Any:
+    return call("GET", url, path)
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """The response, if it is not an error. What cannot be done as it was said is the fault of the
+    command line."""
+    if response.is_success:
+        return response
+    response.read()
+    try:
+        message = response.json()["error"]["message"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        message = f"{response.request.url} answered {response.status_code}"
+    fail(message, 2 if response.status_code == UNPROCESSABLE else 1)

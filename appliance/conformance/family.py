@@ -1,0 +1,43 @@
+"""The questions that a policy is tested with: what the real machine asked under thrown dice.
+
+So every view is one that the machine shows, and there are all kinds of them: from one idle instance
+with one model to sixteen busy ones with a hundred, in every role and class.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from appliance.conformance.dice import Dice
+from appliance.conformance.scenes import SCENES, Question, Scene, play
+from appliance.hookspecs import HOOKS
+from appliance.plugins.aegaeon import Aegaeon
+from appliance.policystack import PolicyStack
+
+MOST = 100
+"""Questions of a kind that are kept of a scene."""
+
+
+def questions(hook: str) -> list[Question]:
+    """Those of one hook, in the order in which they were asked."""
+    return [
+        question for scene in SCENES.values() for question in asked(scene) if question.hook == hook
+    ]
+
+
+@cache
+def asked(scene: Scene) -> tuple[Question, ...]:
+    """Questions of a scene, in the order of time; of each kind as many, evenly taken."""
+    stack = PolicyStack({"dice": Dice(seed=len(scene.name)), "built-in": Aegaeon()})
+    heard: list[Question] = []
+
+    def answer(question: Question) -> object:
+        heard.append(question)
+        return getattr(stack, question.hook)(**question.views)
+
+    play(scene, answer, drain_seconds=0.0)
+    kept: set[int] = set()
+    for hook in HOOKS:
+        places = [place for place, question in enumerate(heard) if question.hook == hook]
+        kept.update(places[:: max(1, -(-len(places) // MOST))])
+    return tuple([heard[place] for place in sorted(kept)])

@@ -1,0 +1,283 @@
+"""Asks the policies, in the order of the stack, until one has an answer that the machine can use.
+
+An exception, nonsense or silence costs a policy that question: the next one is asked, at last the
+built-in, and a `PolicyFault` names the culprit.
+"""
+
+# What an answer is of is looked at when it is given.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from appliance import answers
+from appliance.errors import PolicyError
+from appliance.hookspecs import HOOKS
+from appliance.policyguard import (
+    BUDGET_SECONDS,
+    Busy,
+    Check,
+    GuardedPolicy,
+    Outcome,
+    Overran,
+    Views,
+)
+from appliance.policywords import Missed, PolicyFault, PolicyState
+from appliance.scheduling.questions import (
+    Admitted,
+    BatchLimits,
+    Costs,
+    DecodingView,
+    Fleet,
+    FloorView,
+    InstanceView,
+    Migration,
+    Phase,
+    Placement,
+    PlannedTurn,
+    PrefillChoice,
+    Refusal,
+    RequestView,
+)
+from appliance.vocabulary import InstanceId, ModelName
+
+
+class PolicyStack:
+    """Policies in the order they are asked. Implements `appliance.scheduling.questions.Policy`.
+
+    Deterministic, as long as its policies are and none is asked apart.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, object],
+        order: Mapping[str, Sequence[str]] | None = None,
+        *,
+        apart: Collection[str] = (),
+        budget_seconds: float = BUDGET_SECONDS,
+        observe: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """`order` names who is asked for each decision; all, as they come, for one that it does not
+        name. The last policy is never disabled: somebody has to answer.
+
+        Policies of the names `apart` are asked in threads of their own, with a budget. `observe` is
+        told of every question: its hook, and the seconds until there was an answer.
+
+        Raises `PolicyError` for a hook that does not exist.
+        """
+        self._policies = {
+            name: GuardedPolicy(name, policy, budget_seconds if name in apart else None)
+            for name, policy in policies.items()
+        }
+        self._order = {
+            hook: [
+                self._policies[name]
+                for name in (order or {}).get(hook, self._policies)
+                if hook in self._policies[name].hooks
+            ]
+            for hook in HOOKS
+        }
+        self._last = next(reversed(self._policies), None)
+        self._observe = observe
+        self._faults: list[PolicyFault] = []
+        self._missed: list[Missed] = []
+        self._questions = 0
+        self._expected: dict[tuple[int, str], Missed] = {}
+
+    # --- what became of the questions ------------------------------------------------------------
+
+    @property
+    def faults(self) -> Sequence[PolicyFault]:
+        """What went wrong since whoever watches last took it."""
+        return self._faults
+
+    def take_faults(self) -> list[PolicyFault]:
+        """The faults so far; they are forgotten here."""
+        faults, self._faults = self._faults, []
+        return faults
+
+    def take_missed(self) -> list[Missed]:
+        """The questions since the last call that policies missed. They are counted from there, so
+        this marks where an event ends."""
+        self._questions = 0
+        missed, self._missed = self._missed, []
+        return missed
+
+    def expect(self, missed: Sequence[Missed]) -> None:
+        """An event begins that was recorded: these questions are missed again."""
+        self._questions = 0
+        self._expected = {(one.question, one.policy): one for one in missed}
+
+    def enable(self, policy: str) -> None:
+        """Ask a policy again that was disabled. Raises `PolicyError` if it is not of the stack."""
+        if policy not in self._policies:
+            raise PolicyError(f"policy {policy!r} does not decide; {self._names()} do")
+        self._policies[policy].enable()
+
+    def states(self) -> tuple[PolicyState, ...]:
+        """How each policy fares."""
+        return tuple(policy.state() for policy in self._policies.values())
+
+    def asked(self) -> dict[str, tuple[str, ...]]:
+        """Who is asked, by decision."""
+        return {
+            hook: tuple(policy.name for policy in policies)
+            for hook, policies in self._order.items()
+        }
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        for policy in self._policies.values():
+            policy.close()
+
+    # --- the questions ---------------------------------------------------------------------------
+    # What is shown is nobody's to change: lists of the machine's become tuples.
+
+    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
+        check = partial(answers.place, floor=floor)
+        return self._ask("place", check, now=now, floor=floor, costs=costs)
+
+    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet:
+        check = partial(answers.scale, floor=floor)
+        return self._ask("scale", check, now=now, floor=floor, costs=costs)
+
+    def prefill(
+        self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
+    ) -> PrefillChoice | Refusal:
+        instances = tuple(instances)
+        check = partial(answers.prefill, request=request, instances=instances)
+        return self._ask(
+            "prefill", check, now=now, request=request, instances=instances, costs=costs
+        )
+
+    def decode(
+        self,
+        now: float,
+        request: RequestView,
+        prefilled_on: InstanceId,
+        instances: Sequence[InstanceView],
+        costs: Costs,
+    ) -> InstanceId:
+        instances = tuple(instances)
+        return self._ask(
+            "decode",
+            partial(answers.decode, instances=instances),
+            now=now,
+            request=request,
+            prefilled_on=prefilled_on,
+            instances=instances,
+            costs=costs,
+        )
+
+    def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
+        check = partial(answers.admit, instance=instance)
+        return self._ask("admit", check, now=now, instance=instance, costs=costs)
+
+    def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
+        return self._ask("phase", answers.phase, now=now, instance=instance, costs=costs)
+
+    def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
+        check = partial(answers.round, instance=instance)
+        return self._ask("round", check, now=now, instance=instance, costs=costs)
+
+    def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
+        return self._ask("preempt", answers.preempt, now=now, instance=instance, costs=costs)
+
+    def batch(
+        self, now: float, model: ModelName, instance: InstanceView, costs: Costs
+    ) -> BatchLimits:
+        return self._ask(
+            "batch", answers.batch, now=now, model=model, instance=instance, costs=costs
+        )
+
+    def flow(
+        self,
+        now: float,
+        instance: InstanceView,
+        requests: Sequence[DecodingView],
+        others: Sequence[InstanceView],
+        costs: Costs,
+    ) -> Sequence[Migration]:
+        requests, others = tuple(requests), tuple(others)
+        return self._ask(
+            "flow",
+            partial(answers.flow, requests=requests, others=others),
+            now=now,
+            instance=instance,
+            requests=requests,
+            others=others,
+            costs=costs,
+        )
+
+    def evict(
+        self, now: float, instance: InstanceView, victims: Sequence[ModelName], costs: Costs
+    ) -> Sequence[ModelName]:
+        victims = tuple(victims)
+        check = partial(answers.evict, victims=victims)
+        return self._ask("evict", check, now=now, instance=instance, victims=victims, costs=costs)
+
+    def prefetch(
+        self, now: float, instance: InstanceView, upcoming: Sequence[ModelName], costs: Costs
+    ) -> ModelName | None:
+        upcoming = tuple(upcoming)
+        check = partial(answers.prefetch, upcoming=upcoming)
+        chosen = self._ask(
+            "prefetch", check, now=now, instance=instance, upcoming=upcoming, costs=costs
+        )
+        return chosen[0] if chosen else None
+
+    def _ask(self, hook: str, check: Check, **views: object) -> Any:
+        """The first answer of the stack that can be used."""
+        if self._observe is None:
+            return self._answer(hook, check, views)
+        began = perf_counter()
+        try:
+            return self._answer(hook, check, views)
+        finally:
+            self._observe(hook, perf_counter() - began)
+
+    def _answer(self, hook: str, check: Check, views: Views) -> Any:
+        question, self._questions = self._questions, self._questions + 1
+        for policy in self._order[hook]:
+            if policy.disabled:
+                continue
+            try:
+                answer, reason = self._put(question, policy, hook, check, views)
+            except Busy:
+                self._missed.append(Missed(question=question, policy=policy.name, overran=False))
+                continue
+            except Overran as overrun:
+                self._missed.append(Missed(question=question, policy=policy.name, overran=True))
+                answer, reason = None, str(overrun)
+            if reason is not None:
+                self._blame(policy, hook, reason)
+            elif answer is not None:
+                policy.answered()
+                return answer
+        raise PolicyError(f"no policy answered {hook}")
+
+    def _put(
+        self,
+        question: int,
+        policy: GuardedPolicy,
+        hook: str,
+        check: Check,
+        views: Views,
+    ) -> Outcome:
+        expected = self._expected.get((question, policy.name)) if self._expected else None
+        if expected is None:
+            return policy.ask(hook, check, views)
+        raise Overran("no answer in time") if expected.overran else Busy
+
+    def _blame(self, policy: GuardedPolicy, hook: str, reason: str) -> None:
+        policy.disabled = policy.failed() and policy.name != self._last
+        self._faults.append(
+            PolicyFault(policy=policy.name, hook=hook, reason=reason, disables=policy.disabled)
+        )
+
+    def _names(self) -> str:
+        return ", ".join(self._policies)
