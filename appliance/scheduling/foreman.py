@@ -278,7 +278,8 @@ class Foreman:
         if not instance.engines[planned.model].built:
             self._build(instance, planned.model)
             return True
-        return self._run_turn(instance, planned, self._limits(instance, planned.model), None)
+        limits = self._limits(instance, planned.model)
+        return self._run_turn(instance, planned, limits, None)
 
     def _run_turn(
         self,
