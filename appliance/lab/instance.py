@@ -10,8 +10,8 @@ is as strict as that pool: a command that asks for what cannot be raises `LabErr
 
 Simplified: building takes no time, nor does the first fill of a master image (the box is ready when
 the run begins); there is no prefix cache; during a turn, KV that grows within its cap does not wait
-for slabs that KV on its way out still holds; a transfer that ends during a turn is noticed at once,
-not at the next step.
+for slabs that other models' KV on its way out still holds; a transfer that ends during a turn is
+noticed at once, not at the next step.
 """
 
 from __future__ import annotations
@@ -346,11 +346,16 @@ class SimulatedInstance:
 
     def _notice(self, event: Event) -> None:
         """A transfer is over: who waits may go on. While a prompt is computed, nobody looks."""
-        if isinstance(self._job, Prefill):
+        job = self._job
+        if isinstance(job, Prefill):
             self._unnoticed.append(event)
-        else:
-            self._report(event)
-            self.work()
+            return
+        self._report(event)
+        if isinstance(job, Turn) and job.waits_since is not None:
+            job.done_seconds += self._agenda.now - job.waits_since
+            job.waits_since = None
+            self._next_stretch(job)
+        self.work()
 
     def _has_room(self, slabs: int, what: str) -> bool:
         """Whether so many slabs are free now; raises `LabError` if they never will be."""
@@ -509,6 +514,9 @@ class SimulatedInstance:
             self._begin_prompts(turn)
         room = self._room(turn) if turn.batch else MAX_STEPS
         if not room and (turn.prompts or turn.end is None):
+            if self._engines[command.model].leaving:
+                turn.waits_since = self._agenda.now
+                return
             if not turn.done_steps:
                 raise LabError(f"turn {command.turn} has no room for a step")
             # The prompts hold all the blocks that they need.
@@ -517,7 +525,9 @@ class SimulatedInstance:
             self._end_turn(turn, turn.end or TurnEnd.DRAINED)
             return
         self._time_steps(turn)
-        if turn.prompts:
+        if any(turn.computes(request) for request in self._gone):
+            turn.steps = 1  # it leaves with this one
+        elif turn.prompts:
             turn.steps = min(room, max(1, turn.prompts[0].left // command.chunk_tokens))
         elif self._is_preempted(turn):
             turn.steps = 1
@@ -549,7 +559,7 @@ class SimulatedInstance:
         return steps_in_room(
             [life.kv_tokens for life in turn.batch],
             shape.block_tokens,
-            cap_blocks - (engine.used - held),
+            cap_blocks - (engine.used - held) - engine.leaving,
             min(life.remaining_tokens for life in turn.batch),
         )
 
@@ -564,18 +574,20 @@ class SimulatedInstance:
         """Have the turn end with this step; prompts that have begun are computed to their end."""
         if not turn.prompts:
             self._cut(turn)
-        elif self._step_of(turn) < turn.steps:
+        elif 0 < self._step_of(turn) < turn.steps:
             turn.end = turn.end or TurnEnd.PREEMPTED
 
     def _cut(self, turn: Turn) -> None:
         """Have the stretch end with the step that is being computed."""
         steps = self._step_of(turn)
-        if steps < turn.steps:
+        if 0 < steps < turn.steps:
             turn.steps = steps
             self._plan_end(turn)
 
     def _step_of(self, turn: Turn) -> int:
-        """Which step of the stretch is being computed, from 1."""
+        """Which step of the stretch is being computed, from 1; 0 if none is."""
+        if turn.waits_since is not None:
+            return 0
         return steps_until(self._agenda.now - turn.start, turn.first, turn.growth)
 
     def _end_stretch(self, turn: Turn) -> None:

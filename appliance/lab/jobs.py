@@ -62,6 +62,8 @@ class Turn:
     entry: Entry | None = None
     largest: int = 0
     done_prompts: int = 0
+    waits_since: float | None = None
+    """Since when it has no room for a step but under KV of its model that is on its way out."""
 
     def computes(self, request: RequestId) -> bool:
         """Whether the step that is being computed is of this request, too."""

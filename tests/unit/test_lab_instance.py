@@ -277,6 +277,27 @@ def test_a_mixed_turn_waits_for_slabs_under_kv_on_its_way_out() -> None:
     assert bench.token_times(comes) == [moved_at + done.seconds]
 
 
+def test_a_turn_waits_for_room_under_its_own_models_kv_on_its_way_out() -> None:
+    """It never holds more than its cap; who is released meanwhile leaves with the next step."""
+    bench = Bench()
+    leaves, stays = bench.life("a", 56, 9, produced=1), bench.life("b", 8, 40, produced=1)
+    gone = bench.life("c", 4, 40, produced=1)
+    bench.load()
+    bench.move(Direction.IN, leaves, stays, gone, kv_slabs=2)
+    bench.run(4.0)
+    bench.move(Direction.OUT, leaves, kv_slabs=2)
+    bench.turn(stays, gone, kv_slabs=1)
+    bench.order(Release(instance=0, model="m", request="c"))
+    bench.run()
+    [_, (moved_at, _)] = bench.events(KvMoved)
+    [(_, ended)] = bench.events(TurnEnded)
+    step = profile().step_seconds
+    assert moved_at == 4.0 + 14 * 64 / (4 * SLAB)
+    assert bench.token_times(stays)[0] == moved_at + step(2, 12)
+    assert (gone.produced, ended.reason, ended.steps) == (1 + 1, TurnEnd.DRAINED, 39)
+    assert ended.kv_slabs <= 1
+
+
 def test_the_truth_may_deviate() -> None:
     """Prompts, steps and copies each by their own factor."""
     deviation = Deviation(prefill_factor=2.0, step_factor=4.0, link_factor=0.5)
