@@ -195,7 +195,8 @@ class Foreman:
         limits = self._limits(instance, model)
         if limits.chunk_tokens and self._runnable(instance, model):
             step = self._desk.costs.step_seconds(model)
-            return self._run_turn(instance, PlannedTurn(model=model, quota_seconds=step), request)
+            turn = PlannedTurn(model=model, quota_seconds=step)
+            return self._run_turn(instance, turn, limits, request)
         self._run_prefill(instance, request)
         return True
 
@@ -277,15 +278,18 @@ class Foreman:
         if not instance.engines[planned.model].built:
             self._build(instance, planned.model)
             return True
-        return self._run_turn(instance, planned, None)
+        return self._run_turn(instance, planned, self._limits(instance, planned.model), None)
 
     def _run_turn(
-        self, instance: InstanceState, planned: PlannedTurn, prompt: RequestState | None
+        self,
+        instance: InstanceState,
+        planned: PlannedTurn,
+        limits: BatchLimits,
+        prompt: RequestState | None,
     ) -> bool:
         """A turn of the model, with a prompt beside it if one is given and both fit."""
         desk, model = self._desk, planned.model
         engine = instance.engines[model]
-        limits = self._limits(instance, model)
         # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
         limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
         blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
