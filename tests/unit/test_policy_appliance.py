@@ -39,7 +39,7 @@ def running(model: str, *, batches: dict[str, float], began: float = NOW) -> Ins
 
 def test_every_instance_does_everything() -> None:
     """No instance is set apart for prompts, or for some models."""
-    placements = Appliance().place(floor=floor_view(3, model_view("a")))
+    placements = Appliance().place(now=NOW, floor=floor_view(3, model_view("a")))
 
     assert [(place.role, place.models) for place in placements] == [(Role.MIXED, None)] * 3
 
