@@ -195,8 +195,8 @@ class Foreman:
         limits = self._limits(instance, model)
         if limits.chunk_tokens and self._runnable(instance, model):
             step = self._desk.costs.step_seconds(model)
-            planned = PlannedTurn(model=model, quota_seconds=step)
-            return self._run_turn(instance, planned, limits, request)
+            turn = PlannedTurn(model=model, quota_seconds=step)
+            return self._run_turn(instance, turn, limits, request)
         self._run_prefill(instance, request)
         return True
 
@@ -278,8 +278,7 @@ class Foreman:
         if not instance.engines[planned.model].built:
             self._build(instance, planned.model)
             return True
-        limits = self._limits(instance, planned.model)
-        return self._run_turn(instance, planned, limits, None)
+        return self._run_turn(instance, planned, self._limits(instance, planned.model), None)
 
     def _run_turn(
         self,

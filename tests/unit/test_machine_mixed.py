@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import cycle
 
 import pytest
 
@@ -52,24 +52,6 @@ def mixed(floor: FloorDouble) -> list[RunTurn]:
     return [command for command in floor.commands(RunTurn) if command.prompts]
 
 
-def test_a_policy_is_asked_once_how_a_turn_is_run() -> None:
-    """What it says is what the turn has, even of one that never says the same twice."""
-    sizes = itertools.cycle([CHUNK, 0])
-    floor = FloorDouble(
-        {"a": ModelDouble(4, shape())},
-        stranger=Told(
-            batch=lambda: BatchLimits(requests=64, chunk_tokens=next(sizes)),
-            phase=lambda: Phase.PREFILL,
-        ),
-    )
-    floor.start()
-    floor.settle()
-    lives = [floor.ask(f"a{number}", "a", output=60) for number in range(8)]
-    floor.settle()
-    assert {turn.chunk_tokens for turn in mixed(floor)} == {CHUNK}
-    assert {life.outcome for life in lives} == {FinishReason.LENGTH}
-
-
 def test_a_prompt_is_computed_beside_the_steps() -> None:
     """A prompt of the model that decodes is part of a turn, in chunks; it is computed once, decodes
     from the next turn on, and nobody waits for it."""
@@ -89,6 +71,26 @@ def test_a_prompt_is_computed_beside_the_steps() -> None:
     assert floor.machine.preemptions == {"a": 0, "b": 0}
     for life in (first, second):
         assert (life.outcome, life.prefills) == (FinishReason.LENGTH, 1)
+
+
+def test_the_limits_of_a_mixed_turn_are_asked_for_once() -> None:
+    """A policy that would answer otherwise when asked again makes no turn that cannot be."""
+    chunks = cycle([CHUNK, 0])
+    floor = FloorDouble(
+        {"a": ModelDouble(4, shape())},
+        slabs=40,
+        stranger=Told(
+            batch=lambda: BatchLimits(requests=64, chunk_tokens=next(chunks)),
+            phase=lambda: Phase.PREFILL,
+        ),
+    )
+    floor.start()
+    for index in range(10):
+        floor.ask(f"r{index}", "a", output=30)
+    floor.settle()
+
+    assert {turn.chunk_tokens for turn in mixed(floor)} == {CHUNK}
+    assert {life.outcome for life in floor.world.lives.values()} == {FinishReason.LENGTH}
 
 
 def test_a_prompt_of_another_model_is_computed_alone() -> None:
