@@ -2,7 +2,8 @@
 
 Every instance prefills and decodes. A model that runs makes tokens faster than they are due, and so
 earns slack. It goes on while nobody else would be late for it, takes in every request for it that
-comes meanwhile, and gives way at the last moment at which whoever is most urgent is still in time.
+comes meanwhile, and gives way when it has earned as much as a new request may wait, and at the last
+moment at which whoever is most urgent is still in time.
 The order in which models come next is known ahead, and their weights are brought in meanwhile.
 docs/policies/appliance.md derives it and says what each part is worth.
 """
@@ -50,6 +51,10 @@ class Work:
     """Whether something of it could run now."""
     latest: float = math.inf
     """When it has to come to run, to be in time."""
+    earns: float = 0.0
+    """Seconds of slack that a second of decoding earns."""
+    enough_seconds: float = math.inf
+    """Slack that is as much as it needs while others wait."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,6 +87,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     shortest_turn_seconds: Seconds = 0.5
     """Less is not run of a model, or switching would be all that is done when everybody is late.
     About the time a load takes, which goes on beside it."""
+    enough: Annotated[float, Meta(gt=0)] = 1.0
+    """Who has earned this many times the TTFT that its requests are promised lets others go on."""
     longest_turn_seconds: Seconds = 60.0
     """The longest turn while nobody else waits."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
@@ -229,19 +236,25 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     def _next(self, now: float, view: InstanceView, costs: Costs) -> Work:
         """Who has to run now, the earliest deadline first; else the one that runs, as that costs no
-        switch; else whose deadline is next. Who runs and is late itself goes on: it soon will not
-        be."""
-        works = [work for work in self._look(view, costs).works.values() if work.runs]
-        pressing = [work for work in works if work.latest <= now]
-        for work in pressing or works:
-            if work.model == view.current_model:
-                return work
-        return min(pressing or works, key=_deadline)
+        switch, until it has enough; else whose deadline is next. Who runs and is late itself goes
+        on: it soon will not be."""
+        works = self._look(view, costs).works
+        able = [work for work in works.values() if work.runs]
+        pressing = [work for work in able if work.latest <= now]
+        current = works.get(view.current_model or "")
+        if current in (pressing or able) and (
+            pressing or current.due - now < current.enough_seconds
+        ):
+            return current
+        return min(pressing or able, key=_deadline)
 
     def _quota(self, now: float, view: InstanceView, model: ModelName, costs: Costs) -> float:
-        """How long the model may run before somebody else has to begin, if the more urgent of them
-        load and compute their prompts before."""
+        """How long the model may run before it has enough, if somebody waits, and before somebody
+        else has to begin, if the more urgent of them load and compute their prompts before."""
         seconds, before = self.longest_turn_seconds, 0.0
+        own = self._look(view, costs).works.get(model)
+        if own is not None and own.earns > 0 and len(self._look(view, costs).works) > 1:
+            seconds = min(seconds, (own.enough_seconds - (own.due - now)) / own.earns)
         for work in sorted(self._look(view, costs).works.values(), key=_deadline):
             if work.model == model or not work.runs:
                 continue
@@ -262,10 +275,13 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def _make_outlook(self, view: InstanceView, costs: Costs) -> Outlook:
         works: dict[ModelName, Work] = {}
         for batch in view.batches:
+            step = costs.step_seconds(batch.model, batch.requests, batch.kv_tokens)
             works[batch.model] = Work(
                 model=batch.model,
                 due=batch.deadline,
                 runs=batch.runnable > 0,
+                earns=batch.slo.tbt_seconds / step - 1,
+                enough_seconds=self.enough * batch.slo.ttft_seconds,
             )
         for group in view.groups:
             work = works.setdefault(group.model, Work(model=group.model))

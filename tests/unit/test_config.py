@@ -79,7 +79,7 @@ def test_units_and_paths_are_resolved(models: Path) -> None:
     assert config.api.keep_alive_seconds == 1.5
     assert config.devices.memory_bytes == 8 << 20
     assert (config.devices.slab_bytes, config.devices.slabs) == (64 << 10, 128)
-    assert config.policy.use == ("aegaeon",)
+    assert config.policy.use == ("appliance",)
     assert config.journal.path == str(models / "run.journal")
     (model,) = config.models
     assert model.path == str(models / "tiny")

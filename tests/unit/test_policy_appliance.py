@@ -21,6 +21,9 @@ from tests.unit.policy_views import (
     request_view,
 )
 
+ALWAYS = 1000.0
+"""TTFTs that nobody earns."""
+
 COSTS = FixedCosts(step=0.01, per_token=0.0001, switch=1.0)
 NOW = 100.0
 
@@ -51,7 +54,9 @@ def test_who_runs_goes_on_until_another_has_to_begin() -> None:
     """The turn ends when the most urgent of the others needs its switch and the margin."""
     view = running("a", batches={"a": 50.0, "b": 30.0, "c": 20.0})
 
-    first, *outlook = Appliance(margin_seconds=2.0).round(now=NOW, instance=view, costs=COSTS)
+    first, *outlook = Appliance(enough=ALWAYS, margin_seconds=2.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert (first.model, first.firm) == ("a", True)
     assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 2.0)
@@ -62,7 +67,9 @@ def test_a_turn_leaves_room_for_all_that_follow() -> None:
     """Two models that are due together have to switch one after the other."""
     view = running("a", batches={"a": 50.0, "b": 20.0, "c": 20.0})
 
-    first, *_ = Appliance(margin_seconds=2.0).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(enough=ALWAYS, margin_seconds=2.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 2.0 - 1.0)
 
@@ -71,7 +78,9 @@ def test_who_has_to_begin_now_runs() -> None:
     """The earliest deadline of those that cannot wait, whoever runs."""
     view = running("a", batches={"a": 50.0, "b": 1.5, "c": 1.2})
 
-    first, *_ = Appliance(margin_seconds=1.0).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(enough=ALWAYS, margin_seconds=1.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert (first.model, first.quota_seconds) == ("c", Appliance().shortest_turn_seconds)
 
@@ -80,16 +89,31 @@ def test_who_runs_and_is_late_goes_on() -> None:
     """It soon will not be: leaving it would cost a switch there and back."""
     view = running("a", batches={"a": -1.0, "b": -5.0})
 
-    first, *_ = Appliance().round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
 
     assert first.model == "a"
+
+
+def test_who_has_earned_enough_lets_others_go_on() -> None:
+    """As much slack as a new request may wait for its first token is enough while others wait; a
+    turn ends when that is earned."""
+    view = running("a", batches={"a": 0.5, "b": 30.0, "c": 20.0})
+    policy = Appliance(enough=5.0)  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
+
+    first, *_ = policy.round(now=NOW, instance=view, costs=COSTS)
+    assert (first.model, first.quota_seconds) == ("a", pytest.approx(4.5 / 9))
+    rich = running("a", batches={"a": 6.0, "b": 5.0, "c": 4.0})
+    later, *_ = policy.round(now=NOW, instance=rich, costs=COSTS)
+    assert later.model == "c"
 
 
 def test_without_anybody_else_a_turn_is_long() -> None:
     """Nobody is waited for."""
     view = running("a", batches={"a": 5.0})
 
-    (turn,) = Appliance(longest_turn_seconds=40.0).round(now=NOW, instance=view, costs=COSTS)
+    (turn,) = Appliance(enough=ALWAYS, longest_turn_seconds=40.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert turn.quota_seconds == 40.0
 
@@ -102,7 +126,9 @@ def test_what_is_in_place_may_begin_later() -> None:
         resident=["a", "b"],
     )
 
-    first, *_ = Appliance(margin_seconds=2.0).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(enough=ALWAYS, margin_seconds=2.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert first.quota_seconds == pytest.approx(18.0)
 
@@ -113,7 +139,7 @@ def test_a_turn_goes_to_who_can_run() -> None:
         batches=(batch_view("a", runnable=0, deadline=NOW), batch_view("b", deadline=NOW + 9)),
     )
 
-    first, *outlook = Appliance().round(now=NOW, instance=view, costs=COSTS)
+    first, *outlook = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
 
     assert first.model == "b"
     assert first.quota_seconds == Appliance().longest_turn_seconds
@@ -127,7 +153,7 @@ def test_a_prompt_that_cannot_begin_costs_no_turn() -> None:
         batches=(batch_view("b", deadline=NOW + 9), batch_view("c", deadline=NOW + 8)),
     )
 
-    first, *_ = Appliance().round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
 
     assert first.model == "c"
 
@@ -147,7 +173,7 @@ def test_prompts_of_who_runs_next_come_first() -> None:
         current="a",
         resident=["a"],
     )
-    policy = Appliance()
+    policy = Appliance(enough=ALWAYS)
 
     assert policy.admit(now=NOW, instance=view, costs=COSTS) == [2, 1, 0]
     ordered = instance_view(
@@ -168,7 +194,7 @@ def test_others_prompts_wait_while_there_is_time() -> None:
         resident=["a"],
     )
 
-    assert Appliance().phase(now=NOW, instance=view, costs=COSTS) is Phase.DECODE
+    assert Appliance(enough=ALWAYS).phase(now=NOW, instance=view, costs=COSTS) is Phase.DECODE
 
 
 def test_a_prompt_of_the_running_model_joins_at_once() -> None:
@@ -188,7 +214,7 @@ def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
         turn_began=NOW,
         resident=["a"],
     )
-    policy = Appliance(margin_seconds=1.0, shortest_turn_seconds=0.5)
+    policy = Appliance(enough=ALWAYS, margin_seconds=1.0, shortest_turn_seconds=0.5)
 
     more = policy.preempt(now=NOW, instance=view, costs=COSTS)
 
