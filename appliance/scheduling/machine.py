@@ -20,7 +20,13 @@ from appliance.scheduling.foreman import Foreman
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
 from appliance.scheduling.masters import Masters
 from appliance.scheduling.placement import Floor
-from appliance.scheduling.questions import PlannedTurn, Policy, Refusal, TurnView
+from appliance.scheduling.questions import (
+    PlannedTurn,
+    Policy,
+    PrefillChoice,
+    Refusal,
+    TurnView,
+)
 from appliance.scheduling.residency import Residency, store
 from appliance.scheduling.state import (
     BuildJob,
@@ -259,8 +265,12 @@ class Machine:
             desk.costs,
         )
         if isinstance(choice, Refusal):
-            self._reject(request, "overloaded", choice.reason)
-            return
+            if not request.accepted:
+                self._reject(request, "overloaded", choice.reason)
+                return
+            # It was taken on, and may have sent tokens: it goes somewhere, late or not.
+            choice = PrefillChoice(instance=candidates[0].id)
+        request.accepted = True
         instance = self.instances[choice.instance]
         instance.queue(request, choice.group)
         request.instance = instance.id

@@ -61,6 +61,8 @@ class RequestState:
     """When it came."""
     progressed: float
     """When it last came nearer to its end: arrival, a token."""
+    accepted: bool = False
+    """Whether an instance took it on: it is not refused any more."""
     stage: Stage = Stage.UNPLACED
     kv: KvPlace = KvPlace.NONE
     instance: InstanceId | None = None

@@ -69,8 +69,8 @@ def test_a_refused_request_hears_why() -> None:
     assert (refused.outcome, served.outcome) == ("overloaded", FinishReason.LENGTH)
 
 
-def test_a_refusal_after_a_loss() -> None:
-    """A request that has to be prefilled again may be refused then; its places are given back."""
+def test_who_was_accepted_is_not_refused_later() -> None:
+    """A request that has to be prefilled again after a loss is served, whatever the policy says."""
     refusing = False
     stranger = Told(prefill=lambda: Refusal(reason="too late now") if refusing else None)
     floor = built(stranger)
@@ -80,10 +80,44 @@ def test_a_refusal_after_a_loss() -> None:
     refusing = True
     floor.lose(0)
     floor.start(0)
+    floor.settle()
+
+    assert (life.outcome, life.prefills) == (FinishReason.LENGTH, 2)
+    assert floor.commands(Reject) == []
+
+
+def test_who_waits_for_a_first_instance_may_be_refused() -> None:
+    """What came before any instance was up is accepted or refused once one is."""
+    stranger = Told(prefill=lambda: Refusal(reason="too late now"))
+    floor = FloorDouble({"a": ModelDouble(4, shape())}, stranger=stranger)
+    life = floor.ask("a1", "a")
+
+    floor.start(0)
 
     assert life.outcome == "overloaded"
-    assert floor.machine.host.kv_slabs == 0
+
+
+def test_who_waits_is_not_refused_when_places_change() -> None:
+    """A request that waits on an instance that stops serving its model goes to another one."""
+    refusing = False
+    only = [Placement(models=frozenset("ab")), Placement(models=frozenset("b"))]
+    stranger = Told(
+        prefill=lambda: Refusal(reason="too late now") if refusing else None,
+        place=lambda: only[::-1] if refusing else only,
+    )
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in "ab"}, instances=2, stranger=stranger
+    )
+    floor.start()
+    life = floor.ask("a1", "a")
+
+    refusing = True
+    floor.now += 2
+    floor.tell(Ticked())
+
+    assert floor.machine.requests["a1"].instance == 1
     floor.settle()
+    assert life.outcome == FinishReason.LENGTH
 
 
 def test_groups_are_served_in_the_order_of_admit() -> None:
