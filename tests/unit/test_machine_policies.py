@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from appliance.scheduling.questions import (
@@ -294,6 +295,31 @@ def test_the_limit_is_no_more_than_the_model_allows() -> None:
     floor.settle()
 
     assert max(len(command.requests) for command in floor.commands(RunTurn)) == 3
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        Told(round=lambda: [PlannedTurn(model="a", quota_seconds=1e308)]),
+        Told(round=lambda: [PlannedTurn(model="a", quota_seconds=10**400)]),
+        Told(preempt=lambda: 10**400),
+        Told(batch=lambda: BatchLimits(requests=8, chunk_tokens=1 << 64)),
+        Told(prefill=lambda: Refusal(reason="\ud800")),
+    ],
+)
+def test_numbers_beyond_all_measure_stop_nobody(stranger: Told) -> None:
+    """What overflows when it is reckoned with, or cannot be sent, is a fault of its policy, and
+    requests are served."""
+    floor = built(stranger, "a")
+    lives = [floor.ask("a1", "a", output=40)]
+    until_turn(floor)
+    lives.append(floor.ask("a2", "a", output=40))
+    floor.settle()
+
+    assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 2
+    assert {fault.policy for fault in floor.stack.faults} == {"stranger"}
+    for line in floor.journal:
+        msgspec.json.encode(line)
 
 
 # --- hot swaps -----------------------------------------------------------------------------------
