@@ -159,6 +159,7 @@ class Machine:
         self._desk.now, self._desk.out = now, []
         for instance in self.instances.values():
             instance.work.clear()
+            instance.resumes = False
         self._again = True
         self._plan()
         return self._work()
@@ -618,9 +619,10 @@ class Machine:
         for request in alive:
             request.to_stage(Stage.READY)
         instance.suspended = tuple([request.id for request in alive])
-        if event.reason is TurnEnd.PREEMPTED and job.resume_seconds > event.seconds:
-            left = job.resume_seconds - event.seconds
+        left = min(job.resume_seconds - event.seconds, job.last_at - self._desk.now)
+        if event.reason is TurnEnd.PREEMPTED and left > 0:
             instance.work.appendleft(PlannedTurn(model=event.model, quota_seconds=left))
+            instance.resumes = True
         self._flow(instance)
         return True
 

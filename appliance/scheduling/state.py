@@ -260,6 +260,8 @@ class TurnJob:
     """Made so far."""
     cut_at: float = math.inf
     """When it is to be ended."""
+    last_at: float = math.inf
+    """When it is to be ended for others than its model, and does not go on."""
     preempting: bool = False
     resume_seconds: float = 0.0
     """The quota, if the turn is ended only to take in more of its model: the rest is run then."""
@@ -280,6 +282,8 @@ class InstanceState:
     groups: list[Group] = field(default_factory=list)
     batches: dict[ModelName, Batch] = field(default_factory=dict)
     work: deque[PlannedTurn] = field(default_factory=deque)
+    resumes: bool = False
+    """Whether the next turn of `work` is the rest of the last one."""
     job: BuildJob | PrefillJob | TurnJob | None = None
     current_model: ModelName | None = None
     suspended: tuple[RequestId, ...] = ()
@@ -298,6 +302,7 @@ class InstanceState:
         self.unbuilt = dict.fromkeys(self.engines)
         self.ledger = DeviceLedger(slabs)
         self.work.clear()
+        self.resumes = False
         self.job = None
         self.current_model = None
         self.suspended = ()

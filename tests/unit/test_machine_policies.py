@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import (
     BatchLimits,
     InstanceView,
@@ -35,7 +36,7 @@ from tests.unit.instance_double import ModelDouble
 from tests.unit.told import Told
 
 
-def built(stranger: Told, names: str = "ab", *, slabs: int = 40) -> FloorDouble:
+def built(stranger: object, names: str = "ab", *, slabs: int = 40) -> FloorDouble:
     """One instance with every engine built and nothing to do."""
     floor = FloorDouble(
         {name: ModelDouble(4, shape()) for name in names}, slabs=slabs, stranger=stranger
@@ -240,6 +241,92 @@ def test_a_turn_ended_for_another_model_is_not_resumed() -> None:
         ("a", 1.0),
         ("b", 1.0),
     ]
+
+
+class Impatient:
+    """What joins the model that runs is taken in at once; anything else gives it half a second."""
+
+    @hookimpl
+    def preempt(self, instance: InstanceView) -> float:
+        joins = any(group.model == instance.turn for group in instance.groups)
+        return 0.0 if joins else 0.5
+
+    @hookimpl
+    def admit(self, instance: InstanceView) -> list[int]:
+        order = range(len(instance.groups))
+        return sorted(order, key=lambda n: instance.groups[n].model != instance.current_model)
+
+    @hookimpl
+    def phase(self, instance: InstanceView) -> Phase:
+        joins = instance.groups[0].model == instance.current_model
+        return Phase.PREFILL if joins else Phase.DECODE
+
+    @hookimpl
+    def round(self, instance: InstanceView) -> list[PlannedTurn]:
+        models = [batch.model for batch in instance.batches if batch.runnable]
+        return [PlannedTurn(model=models[0], quota_seconds=4.0)]
+
+
+def test_a_turn_that_goes_on_does_so_no_longer_than_it_may() -> None:
+    """A turn that may go on for half a second because of another model, and then is ended for one
+    more of its own, goes on for what is left of the half second."""
+    floor = built(Impatient())
+    floor.ask("a1", "a", output=200)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+
+    floor.ask("b1", "b", output=200)
+    floor.ask("a2", "a", output=200)
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
+
+    first, second = floor.commands(RunTurn)
+    assert (first.model, first.quota_seconds) == ("a", 4.0)
+    assert set(second.requests) == {"a1", "a2"}
+    assert second.quota_seconds == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("prefilling", [False, True])
+def test_who_came_between_the_parts_of_a_turn_limits_the_second(prefilling: bool) -> None:
+    """What joins after a turn was ended for one more of its model, before or while that is
+    computed, is asked about when the turn goes on."""
+    floor = built(Impatient())
+    floor.ask("a1", "a", output=200)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+    floor.ask("a2", "a", output=200)
+    if prefilling:
+        floor.work_until(0, lambda: len(floor.commands(RunPrefill)) == 2)
+
+    floor.ask("b1", "b", output=200)
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
+
+    assert set(floor.commands(RunTurn)[-1].requests) == {"a1", "a2"}
+    deadline = floor.machine.foreman.next_cut()
+    assert deadline == pytest.approx(floor.now + 0.5, abs=0.1)
+    floor.now = deadline
+    floor.tell(Ticked())
+    floor.work_until(0, lambda: len(ends(floor)) == 2)
+    assert ends(floor) == [TurnEnd.PREEMPTED] * 2
+    floor.settle()
+
+
+def test_who_cannot_join_a_turn_that_goes_on_does_not_end_it() -> None:
+    """A turn that goes on without one of its model, which has no room yet, is not ended for it
+    again and again."""
+    impatient = Impatient()
+    floor = FloorDouble({"a": ModelDouble(4, shape())}, host_slabs=12, stranger=impatient)
+    floor.start()
+    floor.settle()
+    floor.up[0].steps_per_turn = 1000
+    floor.ask("a1", "a", prompt=60, output=60)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+
+    floor.ask("a2", "a", prompt=200, output=20)
+    floor.settle()
+
+    assert ends(floor).count(TurnEnd.PREEMPTED) == 1
+    assert not floor.machine.requests
 
 
 # --- batches -------------------------------------------------------------------------------------
