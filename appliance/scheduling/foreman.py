@@ -246,6 +246,8 @@ class Foreman:
 
     def _waits_for_host(self, request: RequestState) -> bool:
         """Whether others get room in the host tier before this request, whatever is running."""
+        if request.host_offsets:
+            return False
         first = self._next_for_host()
         return first is not None and (first.interactive or not request.interactive)
 

@@ -15,6 +15,7 @@ from appliance.scheduling.questions import (
     Phase,
     Placement,
     PlannedTurn,
+    PrefillChoice,
     Refusal,
     TurnView,
 )
@@ -326,6 +327,42 @@ def test_who_cannot_join_a_turn_that_goes_on_does_not_end_it() -> None:
     floor.settle()
 
     assert ends(floor).count(TurnEnd.PREEMPTED) == 1
+    assert not floor.machine.requests
+
+
+def test_who_comes_to_decode_is_asked_about_whoever_waits_for_the_host() -> None:
+    """A prefilled request that joins a turn elsewhere has its room: that others wait for theirs
+    does not keep the policy from being asked."""
+    home = {20: 0, 21: 1, 250: 2}
+    asked: list[int] = []
+    stranger = Told(
+        place=lambda: [Placement()] * 3,
+        prefill=lambda request: PrefillChoice(instance=home[request.tokens]),
+        decode=lambda: 1,
+        preempt=lambda instance: asked.append(instance.id) or math.inf,
+    )
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in "ab"},
+        instances=3,
+        host_slabs=14,
+        max_context=300,
+        stranger=stranger,
+        slabs=40,
+    )
+    floor.start()
+    floor.settle()
+    floor.up[1].steps_per_turn = 1000
+    floor.ask("runs", "a", prompt=21, output=40)
+    floor.work_until(1, lambda: floor.up[1].turn is not None)
+    floor.ask("joins", "a", prompt=20, output=40)
+    floor.ask("waits", "b", prompt=250, output=10)
+    assert list(floor.machine.foreman.host_queue) == ["waits"]
+
+    asked.clear()
+    floor.work_until(0, lambda: floor.machine.requests["joins"].instance == 1)
+
+    assert asked == [1]
+    floor.settle()
     assert not floor.machine.requests
 
 
