@@ -152,7 +152,7 @@ class PolicyTable(Section, kw_only=True):
     use: Annotated[
         tuple[str, ...],
         Meta(min_length=1, description="Policies in the order they are asked, for any decision."),
-    ] = ("aegaeon",)
+    ] = ("appliance",)
     budget_seconds: Annotated[
         Seconds,
         Meta(description="Longest time that a policy which is not ours may take for an answer."),

@@ -31,6 +31,9 @@ from appliance.scheduling.questions import (
 )
 from appliance.vocabulary import InstanceId, ModelName, Role
 
+ESTIMATES_SECONDS = 30.0
+"""How long an estimate is kept that goes into the load of an instance."""
+
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -41,8 +44,6 @@ class Work:
     model: ModelName
     due: float = math.inf
     """When the next token of the most urgent request is due."""
-    requests: int = 0
-    kv_tokens: int = 0
     prompt_seconds: float = 0.0
     """What the prompts that wait take."""
     runs: bool = False
@@ -58,8 +59,18 @@ class Outlook:
     view: InstanceView
     works: dict[ModelName, Work]
     """By model."""
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """About how long everything on an instance takes, as long as its view is the same."""
+
+    view: InstanceView
+    decoding: dict[ModelName, int]
+    """How many requests of each model decode."""
+    models: frozenset[ModelName]
+    """Those with work."""
     seconds: float
-    """About how long everything here takes."""
 
 
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -79,12 +90,23 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     def __post_init__(self) -> None:
         self._outlooks: dict[InstanceId, Outlook] = {}
+        self._estimates_until = -math.inf
+        self._loads: dict[InstanceId, Load] = {}
+        self._answers: dict[tuple[ModelName, int], float] = {}
+        self._switches: dict[ModelName, float] = {}
+        self._prompts: dict[ModelName, tuple[float, float]] = {}
 
     # --- where requests go -----------------------------------------------------------------------
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
-        """Everything everywhere."""
+    def place(self, now: float, floor: FloorView) -> Sequence[Placement]:
+        """Everything everywhere. Estimates that are kept are looked up anew now and then."""
+        if now >= self._estimates_until:
+            self._estimates_until = now + ESTIMATES_SECONDS
+            self._loads.clear()
+            self._answers.clear()
+            self._switches.clear()
+            self._prompts.clear()
         return [Placement(role=Role.MIXED)] * len(floor.instances)
 
     @hookimpl
@@ -100,12 +122,60 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         return PrefillChoice(instance=best.id)
 
     def _done(self, view: InstanceView, request: RequestView, costs: Costs) -> float:
-        outlook = self._look(view, costs)
-        seconds = outlook.seconds + costs.prefill_seconds(request.model, request.tokens)
-        if request.model in outlook.works:
+        """Seconds until the instance would have answered everything."""
+        load = self._loads.get(view.id)
+        if load is None or load.view is not view:
+            load = self._loads[view.id] = self._make_load(view, load, costs)
+        seconds = load.seconds + costs.prefill_seconds(request.model, request.tokens)
+        if request.model in load.models:
             return seconds
-        alone = costs.step_seconds(request.model, 1, request.tokens)
-        return seconds + self._answer_seconds(view, request.model, alone, costs)
+        seconds += self._answer_seconds(request.model, 1, costs)
+        if request.model not in view.resident:
+            seconds += self._switch_seconds(request.model, costs)
+        return seconds
+
+    def _make_load(self, view: InstanceView, last: Load | None, costs: Costs) -> Load:
+        """O(batches) if only tokens came since the `last` one, else O(batches + groups)."""
+        decoding = {batch.model: batch.requests for batch in view.batches}
+        if (
+            last is not None
+            and decoding == last.decoding
+            and view.groups == last.view.groups
+            and view.resident == last.view.resident
+        ):
+            return Load(view, decoding, last.models, last.seconds)
+        requests, seconds = dict(decoding), 0.0
+        for group in view.groups:
+            model = group.model
+            each, per_token = self._prompts.get(model) or self._prompt_seconds(model, costs)
+            seconds += group.waiting * each + group.tokens * per_token
+            requests[model] = requests.get(model, 0) + group.waiting
+        for model, number in requests.items():
+            seconds += self._answer_seconds(model, number, costs)
+            if model not in view.resident:
+                seconds += self._switch_seconds(model, costs)
+        return Load(view, decoding, frozenset(requests), seconds)
+
+    def _answer_seconds(self, model: ModelName, requests: int, costs: Costs) -> float:
+        """What answers of usual length take that share their steps."""
+        known = self._answers.get((model, requests))
+        if known is None:
+            known = costs.step_seconds(model, requests) * self.output_tokens
+            self._answers[model, requests] = known
+        return known
+
+    def _prompt_seconds(self, model: ModelName, costs: Costs) -> tuple[float, float]:
+        """What a prompt takes, and each of its tokens: a line through two estimates."""
+        short, long = costs.prefill_seconds(model, 1), costs.prefill_seconds(model, 1001)
+        per_token = (long - short) / 1000
+        self._prompts[model] = known = (short - per_token, per_token)
+        return known
+
+    def _switch_seconds(self, model: ModelName, costs: Costs) -> float:
+        known = self._switches.get(model)
+        if known is None:
+            known = self._switches[model] = costs.switch_seconds(model)
+        return known
 
     @hookimpl
     def decode(self, prefilled_on: InstanceId, instances: Sequence[InstanceView]) -> InstanceId:
@@ -195,34 +265,20 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             works[batch.model] = Work(
                 model=batch.model,
                 due=batch.deadline,
-                requests=batch.requests,
-                kv_tokens=batch.kv_tokens,
                 runs=batch.runnable > 0,
             )
         for group in view.groups:
             work = works.setdefault(group.model, Work(model=group.model))
             work.due = min(work.due, group.deadline)
-            work.requests += group.waiting
-            work.kv_tokens += group.tokens
             mean = group.tokens // group.waiting
             work.prompt_seconds += group.waiting * costs.prefill_seconds(group.model, mean)
             work.runs = True
-        seconds = 0.0
         for work in works.values():
             lead = self.margin_seconds + work.prompt_seconds
             if work.model not in view.resident:
                 lead += costs.switch_seconds(work.model)
             work.latest = work.due - lead
-            step = costs.step_seconds(work.model, work.requests, work.kv_tokens)
-            seconds += work.prompt_seconds + self._answer_seconds(view, work.model, step, costs)
-        return Outlook(view, works, seconds)
-
-    def _answer_seconds(
-        self, view: InstanceView, model: ModelName, step_seconds: float, costs: Costs
-    ) -> float:
-        """An answer of usual length, and the switch to its model."""
-        switch = 0.0 if model in view.resident else costs.switch_seconds(model)
-        return switch + step_seconds * self.output_tokens
+        return Outlook(view, works)
 
 
 def _deadline(work: Work) -> tuple[float, ModelName]:

@@ -198,8 +198,8 @@ class Foreman:
         limits = self._limits(instance, model)
         if limits.chunk_tokens and self._runnable(instance, model):
             step = self._desk.costs.step_seconds(model)
-            planned = PlannedTurn(model=model, quota_seconds=step)
-            return self._run_turn(instance, planned, limits, request)
+            turn = PlannedTurn(model=model, quota_seconds=step)
+            return self._run_turn(instance, turn, limits, request)
         self._run_prefill(instance, request)
         return True
 

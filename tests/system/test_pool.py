@@ -14,7 +14,7 @@ from appliance.vocabulary import RunPrefill
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
 
-@pytest.mark.parametrize("policy", ["aegaeon", "serverlessllm"])
+@pytest.mark.parametrize("policy", ["appliance", "aegaeon", "serverlessllm"])
 def test_48_requests(
     policy: str, checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]]
 ) -> None:
@@ -57,7 +57,8 @@ def test_48_requests(
             for (name, _), value in appliance.metrics().items()
             if name == "appliance_preemptions_total"
         )
-        assert (preemptions > 0) == (policy == "aegaeon")
+        if policy != "appliance":  # which preempts when it has to, and may not have to
+            assert (preemptions > 0) == (policy == "aegaeon")
         status = appliance.status()
         assert all(model["running"] == model["waiting"] == 0 for model in status["models"])
     _check_journal(appliance.journal, len(chats))

@@ -266,6 +266,7 @@ class InstanceDouble:
         assert not engine.loaded, "told of another image while it is loaded"
         if command.fill:
             if command.model in self.world.unreadable:
+                engine.image = ()
                 return [self._failed(command.model)]
             self.world.write_image(command.model, command.host_offsets)
         # What is there now does not matter: it may be gone again, and is looked at by a load only.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from appliance.scheduling.lifecycle import Stage
@@ -69,6 +71,26 @@ def test_a_prompt_is_computed_beside_the_steps() -> None:
     assert floor.machine.preemptions == {"a": 0, "b": 0}
     for life in (first, second):
         assert (life.outcome, life.prefills) == (FinishReason.LENGTH, 1)
+
+
+def test_the_limits_of_a_mixed_turn_are_asked_for_once() -> None:
+    """A policy that would answer otherwise when asked again makes no turn that cannot be."""
+    chunks = cycle([CHUNK, 0])
+    floor = FloorDouble(
+        {"a": ModelDouble(4, shape())},
+        slabs=40,
+        stranger=Told(
+            batch=lambda: BatchLimits(requests=64, chunk_tokens=next(chunks)),
+            phase=lambda: Phase.PREFILL,
+        ),
+    )
+    floor.start()
+    for index in range(10):
+        floor.ask(f"r{index}", "a", output=30)
+    floor.settle()
+
+    assert {turn.chunk_tokens for turn in mixed(floor)} == {CHUNK}
+    assert {life.outcome for life in floor.world.lives.values()} == {FinishReason.LENGTH}
 
 
 def test_a_prompt_of_another_model_is_computed_alone() -> None:

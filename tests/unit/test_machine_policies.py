@@ -24,6 +24,7 @@ from appliance.vocabulary import (
     Finish,
     FinishReason,
     Preempt,
+    PrefetchModel,
     Reject,
     RequestClass,
     RunPrefill,
@@ -444,6 +445,35 @@ def test_numbers_beyond_all_measure_stop_nobody(stranger: Told) -> None:
     assert {fault.policy for fault in floor.stack.faults} == {"stranger"}
     for line in floor.journal:
         msgspec.json.encode(line)
+
+
+@pytest.mark.parametrize(("outlook", "brought_in"), [([], "b"), (["c", "b"], "c")])
+def test_what_is_expected_next_is_brought_in(outlook: list[str], brought_in: str) -> None:
+    """Turns that are not firm say in which order models run, also models whose prompts wait; they
+    are planned anew when their time has come."""
+    asked: list[set[str]] = []
+
+    def round_(instance: InstanceView) -> list[PlannedTurn]:
+        asked.append({batch.model for batch in instance.batches})
+        firm = [batch.model for batch in instance.batches if batch.runnable][:1]
+        later = [model for model in outlook if model not in firm]
+        return [
+            PlannedTurn(model=model, quota_seconds=1.0, firm=model in firm)
+            for model in [*firm, *later]
+        ]
+
+    floor = built(Told(round=round_, phase=lambda: Phase.DECODE, preempt=lambda: math.inf), "abc")
+    floor.up[0].steps_per_turn = 5
+    floor.ask("a1", "a", output=20)
+    until_turn(floor)
+    floor.ask("b1", "b")
+    floor.ask("c1", "c")
+
+    floor.settle()
+
+    assert floor.commands(PrefetchModel)[0].model == brought_in
+    assert asked.count({"a"}) > 1
+    assert len(floor.commands(Finish)) == 3
 
 
 # --- hot swaps -----------------------------------------------------------------------------------

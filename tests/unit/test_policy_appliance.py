@@ -1,0 +1,263 @@
+"""Our own policy: who runs, until when, what is brought in, and where requests go."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from appliance.plugins.appliance import Appliance
+from appliance.scheduling.questions import InstanceView, Phase, PrefillChoice
+from appliance.vocabulary import PrefetchModel, Role
+from tests.unit.floor_double import FloorDouble, shape
+from tests.unit.instance_double import ModelDouble
+from tests.unit.policy_views import (
+    FixedCosts,
+    batch_view,
+    floor_view,
+    group_view,
+    instance_view,
+    model_view,
+    request_view,
+)
+
+COSTS = FixedCosts(step=0.01, per_token=0.0001, switch=1.0)
+NOW = 100.0
+
+
+def running(model: str, *, batches: dict[str, float], began: float = NOW) -> InstanceView:
+    """An instance on which `model` runs, with batches due so many seconds from now. All models but
+    the one that runs are elsewhere."""
+    return instance_view(
+        batches=tuple(batch_view(name, deadline=NOW + due) for name, due in batches.items()),
+        current=model,
+        turn=model,
+        turn_began=began,
+        resident=[model],
+    )
+
+
+def test_every_instance_does_everything() -> None:
+    """No instance is set apart for prompts, or for some models."""
+    placements = Appliance().place(now=NOW, floor=floor_view(3, model_view("a")))
+
+    assert [(place.role, place.models) for place in placements] == [(Role.MIXED, None)] * 3
+
+
+# --- who runs ------------------------------------------------------------------------------------
+
+
+def test_who_runs_goes_on_until_another_has_to_begin() -> None:
+    """The turn ends when the most urgent of the others needs its switch and the margin."""
+    view = running("a", batches={"a": 50.0, "b": 30.0, "c": 20.0})
+
+    first, *outlook = Appliance(margin_seconds=2.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert (first.model, first.firm) == ("a", True)
+    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 2.0)
+    assert [(turn.model, turn.firm) for turn in outlook] == [("c", False), ("b", False)]
+
+
+def test_a_turn_leaves_room_for_all_that_follow() -> None:
+    """Two models that are due together have to switch one after the other."""
+    view = running("a", batches={"a": 50.0, "b": 20.0, "c": 20.0})
+
+    first, *_ = Appliance(margin_seconds=2.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 2.0 - 1.0)
+
+
+def test_who_has_to_begin_now_runs() -> None:
+    """The earliest deadline of those that cannot wait, whoever runs."""
+    view = running("a", batches={"a": 50.0, "b": 1.5, "c": 1.2})
+
+    first, *_ = Appliance(margin_seconds=1.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert (first.model, first.quota_seconds) == ("c", Appliance().shortest_turn_seconds)
+
+
+def test_who_runs_and_is_late_goes_on() -> None:
+    """It soon will not be: leaving it would cost a switch there and back."""
+    view = running("a", batches={"a": -1.0, "b": -5.0})
+
+    first, *_ = Appliance().round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.model == "a"
+
+
+def test_without_anybody_else_a_turn_is_long() -> None:
+    """Nobody is waited for."""
+    view = running("a", batches={"a": 5.0})
+
+    (turn,) = Appliance(longest_turn_seconds=40.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert turn.quota_seconds == 40.0
+
+
+def test_what_is_in_place_may_begin_later() -> None:
+    """A model whose weights are there needs no time for its switch."""
+    view = instance_view(
+        batches=(batch_view("a", deadline=NOW + 50), batch_view("b", deadline=NOW + 20)),
+        current="a",
+        resident=["a", "b"],
+    )
+
+    first, *_ = Appliance(margin_seconds=2.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.quota_seconds == pytest.approx(18.0)
+
+
+def test_a_turn_goes_to_who_can_run() -> None:
+    """A batch whose KV is on its way is nobody's turn, and hurries nobody."""
+    view = instance_view(
+        batches=(batch_view("a", runnable=0, deadline=NOW), batch_view("b", deadline=NOW + 9)),
+    )
+
+    first, *outlook = Appliance().round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.model == "b"
+    assert first.quota_seconds == Appliance().longest_turn_seconds
+    assert [turn.model for turn in outlook] == ["a"]
+
+
+def test_a_prompt_that_cannot_begin_costs_no_turn() -> None:
+    """When the prompt that is next has to wait for room, those that can decode do."""
+    view = instance_view(
+        groups=(group_view("a", deadline=NOW),),
+        batches=(batch_view("b", deadline=NOW + 9), batch_view("c", deadline=NOW + 8)),
+    )
+
+    first, *_ = Appliance().round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.model == "c"
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_prompts_of_who_runs_next_come_first() -> None:
+    """Then the most urgent ones; the instance prefills if its next model has prompts."""
+    view = instance_view(
+        groups=(
+            group_view("b", deadline=NOW + 9),
+            group_view("c", deadline=NOW + 8),
+            group_view("a", deadline=NOW + 10),
+        ),
+        batches=(batch_view("a", deadline=NOW + 30),),
+        current="a",
+        resident=["a"],
+    )
+    policy = Appliance()
+
+    assert policy.admit(now=NOW, instance=view, costs=COSTS) == [2, 1, 0]
+    ordered = instance_view(
+        groups=(group_view("a", deadline=NOW + 10), group_view("c", deadline=NOW + 8)),
+        batches=view.batches,
+        current="a",
+        resident=["a"],
+    )
+    assert policy.phase(now=NOW, instance=ordered, costs=COSTS) is Phase.PREFILL
+
+
+def test_others_prompts_wait_while_there_is_time() -> None:
+    """A prompt of another model that is not due yet does not interrupt."""
+    view = instance_view(
+        groups=(group_view("b", deadline=NOW + 9),),
+        batches=(batch_view("a", deadline=NOW + 30),),
+        current="a",
+        resident=["a"],
+    )
+
+    assert Appliance().phase(now=NOW, instance=view, costs=COSTS) is Phase.DECODE
+
+
+def test_a_prompt_of_the_running_model_joins_at_once() -> None:
+    """It shares every step from then on."""
+    view = instance_view(groups=(group_view("a"),), current="a", turn="a", turn_began=NOW)
+
+    assert Appliance().preempt(now=NOW, instance=view, costs=COSTS) == 0.0
+
+
+def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
+    """Not before, and not within the shortest turn."""
+    view = instance_view(
+        groups=(group_view("b", tokens=1000, deadline=NOW + 10),),
+        batches=(batch_view("a", deadline=NOW + 50),),
+        current="a",
+        turn="a",
+        turn_began=NOW,
+        resident=["a"],
+    )
+    policy = Appliance(margin_seconds=1.0, shortest_turn_seconds=0.5)
+
+    more = policy.preempt(now=NOW, instance=view, costs=COSTS)
+
+    assert more == pytest.approx(10.0 - 1.0 - 1.0 - 0.1)
+    assert policy.preempt(now=NOW + 9.9, instance=view, costs=COSTS) == 0.5
+
+
+# --- where requests go ---------------------------------------------------------------------------
+
+
+def test_a_request_joins_its_model() -> None:
+    """There it costs its prompt only; in the group that waits, if there is one."""
+    busy = instance_view(0, groups=(group_view("b"), group_view("a")), resident=["a", "b"])
+    free = instance_view(1, batches=(batch_view("c"),), resident=["c"])
+
+    choice = Appliance().prefill(request=request_view("a"), instances=[free, busy], costs=COSTS)
+
+    assert choice == PrefillChoice(instance=0, group=1)
+
+
+def test_a_request_leaves_its_model_when_that_is_swamped() -> None:
+    """Where much more is to be done first, a switch and steps of its own are cheaper."""
+    batches = tuple(batch_view(name) for name in "abcdef")
+    busy = instance_view(0, batches=batches, resident=["a"])
+    idle = instance_view(1)
+
+    choice = Appliance().prefill(request=request_view("a"), instances=[busy, idle], costs=COSTS)
+
+    assert choice == PrefillChoice(instance=1)
+
+
+def test_among_equals_weights_in_place_decide() -> None:
+    """An instance that has the model on its device needs no load."""
+    plain, holder = instance_view(0), instance_view(1, resident=["a"])
+
+    choice = Appliance().prefill(request=request_view("a"), instances=[plain, holder], costs=COSTS)
+
+    assert choice == PrefillChoice(instance=1)
+
+
+def test_a_request_decodes_where_its_kv_is() -> None:
+    """Unless that instance does not decode any more."""
+    views = [instance_view(0), instance_view(1)]
+
+    assert Appliance().decode(prefilled_on=1, instances=views) == 1
+    assert Appliance().decode(prefilled_on=7, instances=views) == 0
+
+
+# --- on the machine ------------------------------------------------------------------------------
+
+
+def test_the_next_model_is_brought_in_while_one_runs() -> None:
+    """What the outlook names is prefetched, and found in place when its turn comes."""
+    models = {name: ModelDouble(4, shape()) for name in "abc"}
+    floor = FloorDouble(models, stranger=Appliance(), slabs=14)
+    floor.start()
+    floor.settle()
+    for name in "abc":
+        floor.ask(f"{name}1", name, output=60)
+    floor.settle()
+
+    assert floor.commands(PrefetchModel)
+    assert {life.outcome for life in floor.world.lives.values()} == {"length"}
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_parameters_have_bounds(value: float) -> None:
+    """A turn that is no time at all cannot be asked for."""
+    import msgspec
+
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"shortest_turn_seconds": value}, Appliance)
