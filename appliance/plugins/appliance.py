@@ -82,6 +82,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     shortest_turn_seconds: Seconds = 0.5
     """Less is not run of a model, or switching would be all that is done when everybody is late.
     About the time a load takes, which goes on beside it."""
+    patience_seconds: Seconds = 30.0
+    """How much later than the model that runs, if that is late itself, another one may be."""
     longest_turn_seconds: Seconds = 60.0
     """The longest turn while nobody else waits."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
@@ -230,13 +232,15 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def _next(self, now: float, view: InstanceView, costs: Costs) -> Work:
         """Who has to run now, the earliest deadline first; else the one that runs, as that costs no
         switch; else whose deadline is next. Who runs and is late itself goes on: it soon will not
-        be."""
+        be. If it stays late, as more is asked of it than it can do, others do not wait for that."""
         works = [work for work in self._look(view, costs).works.values() if work.runs]
         pressing = [work for work in works if work.latest <= now]
+        first = min(pressing or works, key=_deadline)
         for work in pressing or works:
             if work.model == view.current_model:
-                return work
-        return min(pressing or works, key=_deadline)
+                overdue = work.due - first.due
+                return work if not pressing or overdue <= self.patience_seconds else first
+        return first
 
     def _quota(self, now: float, view: InstanceView, model: ModelName, costs: Costs) -> float:
         """How long the model may run before somebody else has to begin, if the more urgent of them
