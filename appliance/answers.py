@@ -7,7 +7,6 @@ exactly: `True` is no number here, and a subclass may lie about its fields when 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard, TypeVar
 
@@ -28,6 +27,10 @@ from appliance.scheduling.questions import (
 from appliance.vocabulary import ModelName, Role
 
 LONGEST_SHOWN = 120
+LONGEST_TURN_SECONDS = 1e9
+"""A quota beyond that, in steps, overflows."""
+MOST = 1 << 31
+"""Larger integers are nobody's count, and overflow when they are reckoned with or sent."""
 
 T = TypeVar("T")
 
@@ -82,7 +85,7 @@ def scale(answer: object, floor: FloorView) -> str | None:
 def prefill(answer: object, request: RequestView, instances: Sequence[InstanceView]) -> str | None:
     """A place in the queue of an instance that was offered, or a refusal."""
     if type(answer) is Refusal:
-        return None if type(answer.reason) is str else f"{shown(answer.reason)} is no reason"
+        return None if _is_text(answer.reason) else f"{shown(answer.reason)} is no reason"
     if type(answer) is not PrefillChoice:
         return f"a choice or a refusal, not {shown(answer)}"
     found = _offered(answer.instance, instances)
@@ -128,8 +131,9 @@ def round(answer: object, instance: InstanceView) -> str | None:
     if reason is not None:
         return reason
     for turn in answer:
-        if not _is_number(turn.quota_seconds) or not 0 < turn.quota_seconds < math.inf:
-            return f"a quota is a finite number above 0, not {shown(turn.quota_seconds)}"
+        quota = turn.quota_seconds
+        if not _is_number(quota) or not 0 < quota <= LONGEST_TURN_SECONDS:
+            return f"a quota is above 0 and at most {LONGEST_TURN_SECONDS:g}, not {shown(quota)}"
     return None
 
 
@@ -206,8 +210,14 @@ def _all_are(answer: object, kind: type[T]) -> TypeGuard[tuple[T, ...]]:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _is_text(value: object) -> bool:
+    """Whether it can be written down, which half of a surrogate pair cannot."""
+    return type(value) is str and value == value.encode(errors="replace").decode()
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) is float or type(value) is int
+    """A float, or an integer that one can hold."""
+    return type(value) is float or (type(value) is int and -MOST <= value <= MOST)

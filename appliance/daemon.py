@@ -89,6 +89,7 @@ REJECTION_STATUS = {
     "context_length_exceeded": 400,
     "kv_too_large": 400,
     "request_failed": 400,
+    "overloaded": 503,
 }
 
 log = logging.getLogger("appliance.daemon")

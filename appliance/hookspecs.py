@@ -59,7 +59,8 @@ class PolicySpec:
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
     ) -> PrefillChoice | Refusal | None:
         """When a request arrives, and when it has to be prefilled again after a loss or a change of
-        places: which queue it joins, or that it is refused."""
+        places: which queue it joins, or that it is refused. Once it has joined one, a refusal only
+        means the first of `instances`."""
 
     @hookspec(firstresult=True)
     def decode(

@@ -87,6 +87,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     shortest_turn_seconds: Seconds = 0.5
     """Less is not run of a model, or switching would be all that is done when everybody is late.
     About the time a load takes, which goes on beside it."""
+    patience_seconds: Seconds = 30.0
+    """How much later than the model that runs, if that is late itself, another one may be."""
     enough: Annotated[float, Meta(gt=0)] = 1.0
     """Who has earned this many times the TTFT that its requests are promised lets others go on."""
     longest_turn_seconds: Seconds = 60.0
@@ -237,16 +239,18 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def _next(self, now: float, view: InstanceView, costs: Costs) -> Work:
         """Who has to run now, the earliest deadline first; else the one that runs, as that costs no
         switch, until it has enough; else whose deadline is next. Who runs and is late itself goes
-        on: it soon will not be."""
+        on: it soon will not be. If it stays late, as more is asked of it than it can do, others do
+        not wait for that."""
         works = self._look(view, costs).works
         able = [work for work in works.values() if work.runs]
         pressing = [work for work in able if work.latest <= now]
+        first = min(pressing or able, key=_deadline)
         current = works.get(view.current_model or "")
-        if current in (pressing or able) and (
-            pressing or current.due - now < current.enough_seconds
-        ):
-            return current
-        return min(pressing or able, key=_deadline)
+        if current is None or current not in (pressing or able):
+            return first
+        if pressing:
+            return current if current.due - first.due <= self.patience_seconds else first
+        return current if current.due - now < current.enough_seconds else first
 
     def _quota(self, now: float, view: InstanceView, model: ModelName, costs: Costs) -> float:
         """How long the model may run before it has enough, if somebody waits, and before somebody

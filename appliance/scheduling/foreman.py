@@ -103,9 +103,12 @@ class Foreman:
             return
         desk = self._desk
         more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
-        turn.cut_at = min(turn.cut_at, desk.now + more)
         if more <= 0 and request.model == turn.model:
             turn.resume_seconds = turn.quota_seconds
+            turn.cut_at = desk.now
+        else:
+            turn.last_at = min(turn.last_at, desk.now + more)
+            turn.cut_at = min(turn.cut_at, turn.last_at)
         self.cut(instance)
 
     def cut(self, instance: InstanceState) -> None:
@@ -243,6 +246,8 @@ class Foreman:
 
     def _waits_for_host(self, request: RequestState) -> bool:
         """Whether others get room in the host tier before this request, whatever is running."""
+        if request.host_offsets:
+            return False
         first = self._next_for_host()
         return first is not None and (first.interactive or not request.interactive)
 
@@ -274,11 +279,25 @@ class Foreman:
         """Run the next turn of the round, or of a new round; False if nothing can run."""
         if not self._has_runnable(instance):
             return False
+        resumed, instance.resumes = instance.resumes, False
         planned = self._next_turn(instance)
         if not instance.engines[planned.model].built:
             self._build(instance, planned.model)
             return True
-        return self._run_turn(instance, planned, self._limits(instance, planned.model), None)
+        limits = self._limits(instance, planned.model)
+        started = self._run_turn(instance, planned, limits, None)
+        if resumed:
+            self._limit_resumed(instance)
+        return started
+
+    def _limit_resumed(self, instance: InstanceState) -> None:
+        """Who came since the turn was ended for one more of its model was not asked about. (That
+        it is to end at once is said of who joins it: whoever could, has.)"""
+        turn, desk = instance.job, self._desk
+        if isinstance(turn, TurnJob) and (instance.groups or len(instance.batches) > 1):
+            more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
+            if more > 0:
+                turn.last_at = turn.cut_at = desk.now + more
 
     def _run_turn(
         self,

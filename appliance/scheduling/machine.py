@@ -20,7 +20,13 @@ from appliance.scheduling.foreman import Foreman
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
 from appliance.scheduling.masters import Masters
 from appliance.scheduling.placement import Floor
-from appliance.scheduling.questions import PlannedTurn, Policy, Refusal, TurnView
+from appliance.scheduling.questions import (
+    PlannedTurn,
+    Policy,
+    PrefillChoice,
+    Refusal,
+    TurnView,
+)
 from appliance.scheduling.residency import Residency, store
 from appliance.scheduling.state import (
     BuildJob,
@@ -153,6 +159,7 @@ class Machine:
         self._desk.now, self._desk.out = now, []
         for instance in self.instances.values():
             instance.work.clear()
+            instance.resumes = False
         self._again = True
         self._plan()
         return self._work()
@@ -259,8 +266,12 @@ class Machine:
             desk.costs,
         )
         if isinstance(choice, Refusal):
-            self._reject(request, "overloaded", choice.reason)
-            return
+            if not request.accepted:
+                self._reject(request, "overloaded", choice.reason)
+                return
+            # It was taken on, and may have sent tokens: it goes somewhere, late or not.
+            choice = PrefillChoice(instance=candidates[0].id)
+        request.accepted = True
         instance = self.instances[choice.instance]
         instance.queue(request, choice.group)
         request.instance = instance.id
@@ -608,9 +619,10 @@ class Machine:
         for request in alive:
             request.to_stage(Stage.READY)
         instance.suspended = tuple([request.id for request in alive])
-        if event.reason is TurnEnd.PREEMPTED and job.resume_seconds > event.seconds:
-            left = job.resume_seconds - event.seconds
+        left = min(job.resume_seconds - event.seconds, job.last_at - self._desk.now)
+        if event.reason is TurnEnd.PREEMPTED and left > 0:
             instance.work.appendleft(PlannedTurn(model=event.model, quota_seconds=left))
+            instance.resumes = True
         self._flow(instance)
         return True
 

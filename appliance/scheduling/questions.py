@@ -225,7 +225,7 @@ class Refusal(Word, frozen=True):
 
 
 class PlannedTurn(Word, frozen=True):
-    """A turn of a round: the model decodes for `quota_seconds` (finite, above 0).
+    """A turn of a round: the model decodes for `quota_seconds` (above 0, at most 1e9).
 
     A turn that is not `firm` is an outlook: it says what is likely to run then, so that it can be
     brought in, and is planned anew when its time has come.

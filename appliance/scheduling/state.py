@@ -61,6 +61,8 @@ class RequestState:
     """When it came."""
     progressed: float
     """When it last came nearer to its end: arrival, a token."""
+    accepted: bool = False
+    """Whether an instance took it on: it is not refused any more."""
     stage: Stage = Stage.UNPLACED
     kv: KvPlace = KvPlace.NONE
     instance: InstanceId | None = None
@@ -258,6 +260,8 @@ class TurnJob:
     """Made so far."""
     cut_at: float = math.inf
     """When it is to be ended."""
+    last_at: float = math.inf
+    """When it is to be ended for others than its model, and does not go on."""
     preempting: bool = False
     resume_seconds: float = 0.0
     """The quota, if the turn is ended only to take in more of its model: the rest is run then."""
@@ -278,6 +282,8 @@ class InstanceState:
     groups: list[Group] = field(default_factory=list)
     batches: dict[ModelName, Batch] = field(default_factory=dict)
     work: deque[PlannedTurn] = field(default_factory=deque)
+    resumes: bool = False
+    """Whether the next turn of `work` is the rest of the last one."""
     job: BuildJob | PrefillJob | TurnJob | None = None
     current_model: ModelName | None = None
     suspended: tuple[RequestId, ...] = ()
@@ -296,6 +302,7 @@ class InstanceState:
         self.unbuilt = dict.fromkeys(self.engines)
         self.ledger = DeviceLedger(slabs)
         self.work.clear()
+        self.resumes = False
         self.job = None
         self.current_model = None
         self.suspended = ()

@@ -12,7 +12,7 @@ from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policystack import PolicyStack
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.questions import InstanceView, Policy
+from appliance.scheduling.questions import FloorView, InstanceView, Policy
 from appliance.vocabulary import (
     Command,
     Event,
@@ -57,6 +57,8 @@ class Watchful:
         def ask(*arguments: object) -> object:
             for argument in arguments:
                 views = argument if isinstance(argument, list) else [argument]
+                if isinstance(argument, FloorView):
+                    views = list(argument.instances)
                 for view in views:
                     if isinstance(view, InstanceView):
                         assert view == fresh_view(self._double.machine, view.id), hook

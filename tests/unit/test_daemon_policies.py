@@ -25,7 +25,7 @@ from appliance.policywords import (
     PolicyChosen,
     PolicyEnabled,
 )
-from appliance.scheduling.questions import InstanceView, PlannedTurn
+from appliance.scheduling.questions import InstanceView, PlannedTurn, Refusal
 from appliance.vocabulary import RunPrefill, RunTurn
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.strangers import install
@@ -108,6 +108,34 @@ async def test_faults_are_counted_logged_and_told(
     assert (fault.what, fault.policy, fault.hook, fault.count) == ("fault", "mistaken", "round", 3)
     assert "no share for nobody" in fault.reason
     assert (disabled.what, disabled.policy) == (Happening.DISABLED, "mistaken")
+    assert box.daemon.readiness().ok
+
+
+class Closed:
+    """A policy that takes nobody."""
+
+    @hookimpl
+    def prefill(self) -> Refusal:
+        return Refusal(reason="come back later")
+
+
+class ClosedSetup(Setup, frozen=True):
+    """Has it asked first."""
+
+    def stack(self, **_: Any) -> PolicyStack:
+        return PolicyStack({"closed": Closed(), "behind it": Aegaeon()})
+
+
+async def test_a_refusal_is_no_failure_of_ours(make_box: MakeBox) -> None:
+    """A client whose request a policy refuses hears why, as of a service that is too busy now."""
+    box = make_box(kind=ClosedSetup)
+    box.start()
+
+    with pytest.raises(GenerationFailed) as caught:
+        box.ask("r", "a")
+
+    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    assert caught.value.message == "come back later"
     assert box.daemon.readiness().ok
 
 

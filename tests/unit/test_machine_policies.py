@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
+from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import (
     BatchLimits,
     InstanceView,
     Phase,
     Placement,
     PlannedTurn,
+    PrefillChoice,
     Refusal,
     TurnView,
 )
@@ -35,7 +38,7 @@ from tests.unit.instance_double import ModelDouble
 from tests.unit.told import Told
 
 
-def built(stranger: Told, names: str = "ab", *, slabs: int = 40) -> FloorDouble:
+def built(stranger: object, names: str = "ab", *, slabs: int = 40) -> FloorDouble:
     """One instance with every engine built and nothing to do."""
     floor = FloorDouble(
         {name: ModelDouble(4, shape()) for name in names}, slabs=slabs, stranger=stranger
@@ -70,8 +73,8 @@ def test_a_refused_request_hears_why() -> None:
     assert (refused.outcome, served.outcome) == ("overloaded", FinishReason.LENGTH)
 
 
-def test_a_refusal_after_a_loss() -> None:
-    """A request that has to be prefilled again may be refused then; its places are given back."""
+def test_who_was_accepted_is_not_refused_later() -> None:
+    """A request that has to be prefilled again after a loss is served, whatever the policy says."""
     refusing = False
     stranger = Told(prefill=lambda: Refusal(reason="too late now") if refusing else None)
     floor = built(stranger)
@@ -81,10 +84,44 @@ def test_a_refusal_after_a_loss() -> None:
     refusing = True
     floor.lose(0)
     floor.start(0)
+    floor.settle()
+
+    assert (life.outcome, life.prefills) == (FinishReason.LENGTH, 2)
+    assert floor.commands(Reject) == []
+
+
+def test_who_waits_for_a_first_instance_may_be_refused() -> None:
+    """What came before any instance was up is accepted or refused once one is."""
+    stranger = Told(prefill=lambda: Refusal(reason="too late now"))
+    floor = FloorDouble({"a": ModelDouble(4, shape())}, stranger=stranger)
+    life = floor.ask("a1", "a")
+
+    floor.start(0)
 
     assert life.outcome == "overloaded"
-    assert floor.machine.host.kv_slabs == 0
+
+
+def test_who_waits_is_not_refused_when_places_change() -> None:
+    """A request that waits on an instance that stops serving its model goes to another one."""
+    refusing = False
+    only = [Placement(models=frozenset("ab")), Placement(models=frozenset("b"))]
+    stranger = Told(
+        prefill=lambda: Refusal(reason="too late now") if refusing else None,
+        place=lambda: only[::-1] if refusing else only,
+    )
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in "ab"}, instances=2, stranger=stranger
+    )
+    floor.start()
+    life = floor.ask("a1", "a")
+
+    refusing = True
+    floor.now += 2
+    floor.tell(Ticked())
+
+    assert floor.machine.requests["a1"].instance == 1
     floor.settle()
+    assert life.outcome == FinishReason.LENGTH
 
 
 def test_groups_are_served_in_the_order_of_admit() -> None:
@@ -208,6 +245,128 @@ def test_a_turn_ended_for_another_model_is_not_resumed() -> None:
     ]
 
 
+class Impatient:
+    """What joins the model that runs is taken in at once; anything else gives it half a second."""
+
+    @hookimpl
+    def preempt(self, instance: InstanceView) -> float:
+        joins = any(group.model == instance.turn for group in instance.groups)
+        return 0.0 if joins else 0.5
+
+    @hookimpl
+    def admit(self, instance: InstanceView) -> list[int]:
+        order = range(len(instance.groups))
+        return sorted(order, key=lambda n: instance.groups[n].model != instance.current_model)
+
+    @hookimpl
+    def phase(self, instance: InstanceView) -> Phase:
+        joins = instance.groups[0].model == instance.current_model
+        return Phase.PREFILL if joins else Phase.DECODE
+
+    @hookimpl
+    def round(self, instance: InstanceView) -> list[PlannedTurn]:
+        models = [batch.model for batch in instance.batches if batch.runnable]
+        return [PlannedTurn(model=models[0], quota_seconds=4.0)]
+
+
+def test_a_turn_that_goes_on_does_so_no_longer_than_it_may() -> None:
+    """A turn that may go on for half a second because of another model, and then is ended for one
+    more of its own, goes on for what is left of the half second."""
+    floor = built(Impatient())
+    floor.ask("a1", "a", output=200)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+
+    floor.ask("b1", "b", output=200)
+    floor.ask("a2", "a", output=200)
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
+
+    first, second = floor.commands(RunTurn)
+    assert (first.model, first.quota_seconds) == ("a", 4.0)
+    assert set(second.requests) == {"a1", "a2"}
+    assert second.quota_seconds == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("prefilling", [False, True])
+def test_who_came_between_the_parts_of_a_turn_limits_the_second(prefilling: bool) -> None:
+    """What joins after a turn was ended for one more of its model, before or while that is
+    computed, is asked about when the turn goes on."""
+    floor = built(Impatient())
+    floor.ask("a1", "a", output=200)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+    floor.ask("a2", "a", output=200)
+    if prefilling:
+        floor.work_until(0, lambda: len(floor.commands(RunPrefill)) == 2)
+
+    floor.ask("b1", "b", output=200)
+    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
+
+    assert set(floor.commands(RunTurn)[-1].requests) == {"a1", "a2"}
+    deadline = floor.machine.foreman.next_cut()
+    assert deadline == pytest.approx(floor.now + 0.5, abs=0.1)
+    floor.now = deadline
+    floor.tell(Ticked())
+    floor.work_until(0, lambda: len(ends(floor)) == 2)
+    assert ends(floor) == [TurnEnd.PREEMPTED] * 2
+    floor.settle()
+
+
+def test_who_cannot_join_a_turn_that_goes_on_does_not_end_it() -> None:
+    """A turn that goes on without one of its model, which has no room yet, is not ended for it
+    again and again."""
+    impatient = Impatient()
+    floor = FloorDouble({"a": ModelDouble(4, shape())}, host_slabs=12, stranger=impatient)
+    floor.start()
+    floor.settle()
+    floor.up[0].steps_per_turn = 1000
+    floor.ask("a1", "a", prompt=60, output=60)
+    until_turn(floor)
+    floor.work_until(0, lambda: floor.up[0].steps == 10)
+
+    floor.ask("a2", "a", prompt=200, output=20)
+    floor.settle()
+
+    assert ends(floor).count(TurnEnd.PREEMPTED) == 1
+    assert not floor.machine.requests
+
+
+def test_who_comes_to_decode_is_asked_about_whoever_waits_for_the_host() -> None:
+    """A prefilled request that joins a turn elsewhere has its room: that others wait for theirs
+    does not keep the policy from being asked."""
+    home = {20: 0, 21: 1, 250: 2}
+    asked: list[int] = []
+    stranger = Told(
+        place=lambda: [Placement()] * 3,
+        prefill=lambda request: PrefillChoice(instance=home[request.tokens]),
+        decode=lambda: 1,
+        preempt=lambda instance: asked.append(instance.id) or math.inf,
+    )
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in "ab"},
+        instances=3,
+        host_slabs=14,
+        max_context=300,
+        stranger=stranger,
+        slabs=40,
+    )
+    floor.start()
+    floor.settle()
+    floor.up[1].steps_per_turn = 1000
+    floor.ask("runs", "a", prompt=21, output=40)
+    floor.work_until(1, lambda: floor.up[1].turn is not None)
+    floor.ask("joins", "a", prompt=20, output=40)
+    floor.ask("waits", "b", prompt=250, output=10)
+    assert list(floor.machine.foreman.host_queue) == ["waits"]
+
+    asked.clear()
+    floor.work_until(0, lambda: floor.machine.requests["joins"].instance == 1)
+
+    assert asked == [1]
+    floor.settle()
+    assert not floor.machine.requests
+
+
 # --- batches -------------------------------------------------------------------------------------
 
 
@@ -261,6 +420,31 @@ def test_the_limit_is_no_more_than_the_model_allows() -> None:
     floor.settle()
 
     assert max(len(command.requests) for command in floor.commands(RunTurn)) == 3
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        Told(round=lambda: [PlannedTurn(model="a", quota_seconds=1e308)]),
+        Told(round=lambda: [PlannedTurn(model="a", quota_seconds=10**400)]),
+        Told(preempt=lambda: 10**400),
+        Told(batch=lambda: BatchLimits(requests=8, chunk_tokens=1 << 64)),
+        Told(prefill=lambda: Refusal(reason="\ud800")),
+    ],
+)
+def test_numbers_beyond_all_measure_stop_nobody(stranger: Told) -> None:
+    """What overflows when it is reckoned with, or cannot be sent, is a fault of its policy, and
+    requests are served."""
+    floor = built(stranger, "a")
+    lives = [floor.ask("a1", "a", output=40)]
+    until_turn(floor)
+    lives.append(floor.ask("a2", "a", output=40))
+    floor.settle()
+
+    assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 2
+    assert {fault.policy for fault in floor.stack.faults} == {"stranger"}
+    for line in floor.journal:
+        msgspec.json.encode(line)
 
 
 @pytest.mark.parametrize(("outlook", "brought_in"), [([], "b"), (["c", "b"], "c")])

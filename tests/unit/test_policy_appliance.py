@@ -107,6 +107,36 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
     assert later.model == "c"
 
 
+def test_who_stays_late_keeps_nobody_waiting_for_ever() -> None:
+    """Another model that is later by more than `patience_seconds` runs."""
+    policy = Appliance(patience_seconds=10.0)
+
+    first = [
+        policy.round(now=NOW, instance=running("a", batches=due), costs=COSTS)[0].model
+        for due in ({"a": -5.0, "b": -14.0}, {"a": -5.0, "b": -16.0})
+    ]
+
+    assert first == ["a", "b"]
+
+
+def test_a_model_with_too_much_to_do_starves_nobody() -> None:
+    """While more is asked of one model than the instance can do, a request of another ends."""
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in "ab"}, max_batch=8, stranger=Appliance()
+    )
+    floor.start()
+    busy = [floor.ask(f"a{n}", "a", output=30) for n in range(20)]
+    for turn in range(2000):
+        if turn == 300:
+            other = floor.ask("b1", "b", output=10)
+        floor.now += 0.1
+        floor.work(0)
+        if sum(life.outcome is None for life in busy) < 20:
+            busy.append(floor.ask(f"a{len(busy)}", "a", output=30))
+
+    assert other.outcome is not None
+
+
 def test_without_anybody_else_a_turn_is_long() -> None:
     """Nobody is waited for."""
     view = running("a", batches={"a": 5.0})

@@ -146,6 +146,7 @@ NONSENSE: list[tuple[str, Any]] = [
     ("prefill", to(0, 1.0)),
     ("prefill", to(1, 0)),
     ("prefill", Refusal(reason=None)),  # type: ignore[arg-type]
+    ("prefill", Refusal(reason="\ud800")),
     ("decode", 7),
     ("decode", True),
     ("decode", 1.0),
@@ -172,6 +173,8 @@ NONSENSE: list[tuple[str, Any]] = [
     ("round", [turn("a", -1.0)]),
     ("round", [turn("a", math.inf)]),
     ("round", [turn("a", math.nan)]),
+    ("round", [turn("a", 1e308)]),
+    ("round", [turn("a", 10**400)]),
     ("round", [turn("a", True)]),
     ("round", [turn("a", "1")]),
     ("round", [turn(["a"])]),  # type: ignore[arg-type]
@@ -181,6 +184,7 @@ NONSENSE: list[tuple[str, Any]] = [
     ("preempt", -0.1),
     ("preempt", -math.inf),
     ("preempt", True),
+    ("preempt", 10**400),
     ("preempt", "soon"),
     ("preempt", [1.0]),
     ("batch", 8),
@@ -189,6 +193,7 @@ NONSENSE: list[tuple[str, Any]] = [
     ("batch", limits(True)),
     ("batch", limits(8.0)),
     ("batch", limits(8, -1)),
+    ("batch", limits(8, 1 << 64)),
     ("batch", limits(8, None)),
     ("flow", "r"),
     ("flow", ["r"]),
