@@ -194,7 +194,7 @@ cli.add_command(policy)
     help="Keep the checkpoints there (default: a temporary directory).",
 )  # fmt: skip
 @click.option("--instances", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--policy", default="aegaeon", show_default=True)
+@click.option("--policy", default="appliance", show_default=True)
 @json_option
 def demo(keep: bool, directory: Path | None, instances: int, policy: str, as_json: bool) -> None:
     """Serve six small models from memory for two, and check every token."""

@@ -133,7 +133,7 @@ def write_config(
     memory: str = "48MiB",
     slab: str = "512KiB",
     host_cache: str = "512MiB",
-    policy: str = "aegaeon",
+    policy: str = "appliance",
     max_context: int = 1024,
     dtype: str = "float32",
 ) -> Path:
