@@ -600,6 +600,10 @@ class Machine:
             instance.groups.insert(0, again)
             instance.view = None
             request.to_stage(Stage.QUEUED)
+            # It may be computed elsewhere, and come back with output that is not known here.
+            self._desk.out.append(
+                Release(instance=instance.id, model=request.model, request=request.id)
+            )
         return True
 
     def _close_prefill(self, instance: InstanceState, event: PrefillDone | PrefillDeferred) -> None:

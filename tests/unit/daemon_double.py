@@ -72,7 +72,8 @@ class WorkerDouble:
     """Stands in for `appliance.processes.WorkerProcess`.
 
     An `InstanceDouble` carries the commands out when the test says so. It is stricter than a
-    worker: a request has to be introduced before it is named, once, with the output so far.
+    worker: a request has to be introduced before it is named, once, with the output so far, and
+    again when more output came elsewhere.
     """
 
     world: World
@@ -100,7 +101,8 @@ class WorkerDouble:
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_failure = on_failure
-        self._known: set[str] = set()
+        self._known: dict[str, int] = {}
+        """Tokens of the output that it knows, by request."""
 
     def start(self) -> None:
         self.started = True
@@ -123,13 +125,15 @@ class WorkerDouble:
             case wire.Verify():
                 return  # the test answers
             case RunPrefill():
-                assert heard.request in self._known, "named before it was introduced"
+                self._check_known(heard.request)
             case RunTurn():
-                assert self._known.issuperset(heard.prompts)
+                for prompt in heard.prompts:
+                    self._check_known(prompt)
             case MoveKv(direction=Direction.IN):
-                assert self._known.issuperset(kv_move.request for kv_move in heard.moves)
+                for kv_move in heard.moves:
+                    self._check_known(kv_move.request)
             case Release():
-                self._known.discard(heard.request)
+                self._known.pop(heard.request, None)
         assert not isinstance(heard, wire.Configure | wire.Shutdown)
         self.double.order(heard)
 
@@ -137,14 +141,18 @@ class WorkerDouble:
         sequence = message.sequence
         assert sequence.request not in self._known, "introduced twice"
         assert len(sequence.output) == self.world.lives[sequence.request].produced
-        self._known.add(sequence.request)
+        self._known[sequence.request] = len(sequence.output)
+
+    def _check_known(self, request: str) -> None:
+        assert request in self._known, "named before it was introduced"
+        assert self._known[request] == self.world.lives[request].produced, "it knows less"
 
     def greet(self) -> None:
         """A fresh worker is ready."""
         self.pid = PID + self.restarts
         slabs = self.configuration.slabs
         self.double = InstanceDouble(self.instance, slabs, self.world)
-        self._known = set()
+        self._known = {}
         self.deliver(wire.Hello(self.instance, self.pid, slabs))
 
     def die(self) -> None:
@@ -175,7 +183,9 @@ class WorkerDouble:
             life = self.world.lives[count.request]
             if count.finished is not None:
                 life.outcome = count.finished
-                self._known.discard(count.request)
+                self._known.pop(count.request, None)
+            elif count.request in self._known:
+                self._known[count.request] += count.count
             produced.append(
                 Produced(request=count.request, token=life.produced, finished=count.finished)
             )

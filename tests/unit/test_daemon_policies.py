@@ -25,8 +25,9 @@ from appliance.policywords import (
     PolicyChosen,
     PolicyEnabled,
 )
-from appliance.scheduling.questions import InstanceView, PlannedTurn, Refusal
-from appliance.vocabulary import RunPrefill, RunTurn
+from appliance.scheduling.lifecycle import Stage
+from appliance.scheduling.questions import InstanceView, Placement, PlannedTurn, Refusal
+from appliance.vocabulary import Role, RunPrefill, RunTurn
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.strangers import install
 
@@ -137,6 +138,60 @@ async def test_a_refusal_is_no_failure_of_ours(make_box: MakeBox) -> None:
     assert (caught.value.status, caught.value.code) == (503, "overloaded")
     assert caught.value.message == "come back later"
     assert box.daemon.readiness().ok
+
+
+class Movers:
+    """A policy whose only instance for prompts changes; requests decode on the first. Who came
+    last goes first."""
+
+    prefills_on = 0
+
+    @hookimpl
+    def place(self) -> Sequence[Placement]:
+        return [
+            Placement(role=Role.MIXED if n == self.prefills_on else Role.DECODE) for n in range(2)
+        ]
+
+    @hookimpl
+    def decode(self) -> int:
+        return 0
+
+    @hookimpl
+    def admit(self, instance: InstanceView) -> list[int]:
+        return [len(instance.groups) - 1]
+
+
+MOVERS = Movers()
+
+
+class MoversSetup(Setup, frozen=True):
+    """Has it asked first."""
+
+    def stack(self, **_: Any) -> PolicyStack:
+        return PolicyStack({"movers": MOVERS, "behind it": Aegaeon()})
+
+
+async def test_who_was_deferred_and_comes_back_is_introduced_anew(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that found no room on an instance, was computed on another one, and decodes on the
+    first: that is told of the output that came meanwhile."""
+    box = make_box("a", kind=MoversSetup, instances=2)
+    box.start()
+    stream = box.ask("r", "a", output=12)
+    first = box.workers[0].double
+    assert first is not None
+    first.deferring.add("r")
+    blocker = box.ask("s", "a", output=12)
+    box.work_until(lambda: not first.deferring)
+    assert box.daemon.machine.requests["r"].stage is Stage.QUEUED
+
+    monkeypatch.setattr(MOVERS, "prefills_on", 1)
+    box.now += 2
+    box.settle()
+
+    assert await tokens_of(stream) == list(range(1, 13))
+    assert await tokens_of(blocker) == list(range(1, 13))
 
 
 async def test_questions_are_timed_by_hook(make_box: MakeBox) -> None:
