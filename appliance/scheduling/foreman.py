@@ -104,8 +104,9 @@ class Foreman:
         desk = self._desk
         more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
         if more <= 0 and request.model == turn.model:
-            turn.resume_seconds = turn.quota_seconds
             turn.cut_at = desk.now
+            if not turn.prompts:  # else it was for the prompt, and of no round
+                turn.resume_seconds = turn.quota_seconds
         else:
             turn.last_at = min(turn.last_at, desk.now + more)
             turn.cut_at = min(turn.cut_at, turn.last_at)

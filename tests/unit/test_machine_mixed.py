@@ -6,6 +6,7 @@ from itertools import cycle
 
 import pytest
 
+from appliance.plugins.pd_aggregated import PdAggregated
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.machine import MAX_REQUEST_LOSSES
 from appliance.scheduling.questions import BatchLimits, Phase
@@ -227,3 +228,25 @@ def test_a_mixed_turn_may_be_preempted(seconds: float) -> None:
     assert [e.reason for e in ended if e.turn == turn.turn] == [TurnEnd.PREEMPTED]
     assert (first.prefills, second.prefills) == (1, 1)
     assert {life.outcome for life in floor.world.lives.values()} == {FinishReason.LENGTH}
+
+
+def test_a_mixed_turn_that_was_ended_leaves_nothing_to_go_on_with() -> None:
+    """A mixed turn is there for its prompt, not for a round: ended early, it does not come before
+    the turns that were planned, and those of other models are not put off for ever."""
+    floor = FloorDouble({name: ModelDouble(4, shape()) for name in "ab"}, stranger=PdAggregated())
+    floor.start()
+    floor.settle()
+    busy = [floor.ask(f"a{n}", "a", prompt=30, output=6) for n in range(12)]
+    other = floor.ask("b1", "b", output=20)
+    planned = 0
+
+    for _ in range(1500):
+        floor.now += 0.02
+        floor.work(0)
+        if sum(life.outcome is None for life in busy) < 12:
+            busy.append(floor.ask(f"a{len(busy)}", "a", prompt=30, output=6))
+        planned = max(planned, len(floor.machine.instances[0].work))
+
+    assert mixed(floor)
+    assert other.outcome is FinishReason.LENGTH
+    assert planned <= 2
