@@ -147,6 +147,8 @@ class SimulatedInstance:
             return
         if isinstance(command, RunPrefill):
             self._gone.discard(command.request)
+        elif isinstance(command, RunTurn):
+            self._gone.difference_update(command.prompts)
         elif isinstance(command, MoveKv) and command.direction is Direction.IN:
             self._gone.difference_update(move.request for move in command.moves)
 

@@ -316,6 +316,19 @@ def test_the_truth_may_deviate() -> None:
     assert ended.seconds == 4 * profile().step_seconds(1, 64)
 
 
+def test_a_prompt_that_comes_back_to_a_mixed_turn_is_computed() -> None:
+    """A request that was released is known again when a mixed turn has its prompt."""
+    bench = Bench()
+    stays, back = bench.life("a", 8, 30, produced=1), bench.life("b", 8, 5)
+    bench.load()
+    bench.move(Direction.IN, stays)
+    bench.order(Release(instance=0, model="m", request="b"))
+    bench.turn(stays, prompts=[back], chunk_tokens=10)
+    bench.run()
+    assert [event.request for _, event in bench.events(PrefillDone)] == ["b"]
+    assert back.produced == 1
+
+
 def test_noise_is_drawn_from_a_seed() -> None:
     """The same for the same seed and instance, of mean one, and as wide as asked for."""
 
