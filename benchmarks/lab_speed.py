@@ -1,7 +1,8 @@
 """A quick look at policies: what each is worth on one workload, and how fast the lab is.
 
     python benchmarks/lab_speed.py [--models 70] [--gpus 16] [--rate 0.1] [--seconds 600]
-                                   [--policy aegaeon --policy qlm …] [--lengths FILE] [--profile]
+                                   [--policy aegaeon --policy static …] [--lengths FILE]
+                                   [--profile]
 
 A policy is a name under which one is installed, or ``module:Class`` of one that is not. Models as
 in Aegaeon's evaluation, by index modulo ten: six Qwen2.5-7B, two Yi-9B, two Llama-2-13B, on H800s.

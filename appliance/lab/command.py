@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from appliance.errors import ApplianceError, LabError
+from appliance.errors import ApplianceError, LabError, PolicyError
 from appliance.lab import plots, scenario
 from appliance.lab.contest import Arena, Match, Outcome, outcome
 from appliance.lab.recorded import recording
 from appliance.lab.report import Report, mean, share, table
 from appliance.lab.scenario import Scenario
-from appliance.lab.sweep import search
+from appliance.lab.sweep import Load, ModelsLoad, RateLoad, largest
 from appliance.lab.trial import Contender, Trial, play
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -78,7 +79,7 @@ def run(
     jobs: int,
 ) -> None:
     """Run the policies of SCENARIO side by side."""
-    with _errors():
+    with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
         matches = [
@@ -120,7 +121,7 @@ def replay(
     Beside them stand what really happened, and what the lab makes of the policy that decided then:
     how far those two differ is how far the lab is to be trusted here.
     """
-    with _errors():
+    with _errors(plot_path):
         found = recording(path)
         own = found.contender
         contenders = [
@@ -189,91 +190,37 @@ def sweep(
     jobs: int,
 ) -> None:
     """Find the largest load of SCENARIO at which each policy keeps its promises."""
-    with _errors():
+    with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
-        load = _Models(chosen, step, most) if over == "models" else _Rate(chosen, step, most)
+        load: Load = (
+            ModelsLoad(chosen, step, most) if over == "models" else RateLoad(chosen, step, most)
+        )
         names, all_seeds = _policies(chosen, policies), _seeds(chosen, seeds)
         points: dict[str, dict[float, float]] = {name: {} for name in names}
-        largest: dict[str, dict[str, float]] = {name: {} for name in names}
+        found: dict[str, dict[str, float]] = {name: {} for name in names}
         with Arena(jobs) as arena, _progress(None) as done:
+
+            def attained(policy: str, steps: int) -> float:
+                matches = [
+                    Match(
+                        path=str(path),
+                        policy=policy,
+                        seed=seed,
+                        changes=changed | load.changes(steps),
+                    )
+                    for seed in all_seeds
+                ]
+                return mean(_metric(one, metric) for one in arena.play(matches, done))
+
             for policy in names:
                 for target in targets:
-
-                    def attained(steps: int, policy: str = policy) -> float:
-                        at = load.at(steps)
-                        if at not in points[policy]:
-                            matches = [
-                                Match(
-                                    path=str(path),
-                                    policy=policy,
-                                    seed=seed,
-                                    changes=changed | load.changes(steps),
-                                )
-                                for seed in all_seeds
-                            ]
-                            outcomes = arena.play(matches, done)
-                            points[policy][at] = mean(_metric(o, metric) for o in outcomes)
-                        return points[policy][at]
-
-                    steps = _searched(load.start, load.most, target, attained)
-                    largest[policy][f"{target:g}"] = load.at(steps)
-        _publish_sweep(chosen, load, largest, points, metric, json_path)
+                    steps = largest(load, target, points[policy], partial(attained, policy))
+                    found[policy][f"{target:g}"] = load.at(steps)
+        _publish_sweep(chosen, load, found, points, metric, json_path)
         if plot_path is not None:
             plot_path.mkdir(parents=True, exist_ok=True)
             plots.draw_sweep(points, load.name, targets, plot_path / "sweep.png")
-
-
-def _searched(start: int, most: int, target: float, attained: Callable[[int], float]) -> int:
-    """The answer of a search."""
-    tries = search(start, most, target)
-    try:
-        steps = next(tries)
-        while True:
-            steps = tries.send(attained(steps))
-    except StopIteration as end:
-        answer: int = end.value
-        return answer
-
-
-class _Models:
-    """A load in models of the first table, `step` at a time."""
-
-    name = "models"
-
-    def __init__(self, chosen: Scenario, step: float | None, most: float | None) -> None:
-        first = chosen.models[0]
-        if first.names or chosen.arrivals.trace:
-            raise LabError("models that have names, or requests of a trace, cannot be more: --over")
-        self._step = max(1, round(step or 1))
-        count = first.count or len(first.mix)
-        self._others = sum(group.count or len(group.mix) for group in chosen.models[1:])
-        self.start = max(1, count // self._step)
-        self.most = round(most or 8 * count) // self._step
-
-    def at(self, steps: int) -> float:
-        return steps * self._step + self._others
-
-    def changes(self, steps: int) -> dict[str, str]:
-        return {"models.0.count": str(steps * self._step)}
-
-
-class _Rate:
-    """A load in times the scenario's rate, `step` at a time."""
-
-    name = "times the rate"
-
-    def __init__(self, chosen: Scenario, step: float | None, most: float | None) -> None:
-        self._scale = chosen.arrivals.rate_scale
-        self._step = step or 0.05
-        self.start = max(1, round(1 / self._step))
-        self.most = round((most or 8) / self._step)
-
-    def at(self, steps: int) -> float:
-        return round(steps * self._step, 6)
-
-    def changes(self, steps: int) -> dict[str, str]:
-        return {"arrivals.rate_scale": repr(float(self._scale * self.at(steps)))}
 
 
 def _metric(found: Outcome, metric: str) -> float:
@@ -286,11 +233,14 @@ def _metric(found: Outcome, metric: str) -> float:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """A scenario or a policy that cannot be used is the caller's mistake."""
+def _errors(plot_path: Path | None) -> Iterator[None]:
+    """A scenario or a policy that cannot be used is the caller's mistake, and so are plots without
+    what draws them."""
     try:
+        if plot_path is not None:
+            plots.check()
         yield
-    except LabError as error:
+    except (LabError, PolicyError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     except ApplianceError as error:
@@ -349,22 +299,22 @@ def _publish(report: Report, json_path: Path | None, plot_path: Path | None) -> 
 
 def _publish_sweep(
     chosen: Scenario,
-    load: _Models | _Rate,
-    largest: Mapping[str, Mapping[str, float]],
+    load: Load,
+    found: Mapping[str, Mapping[str, float]],
     points: Mapping[str, Mapping[float, float]],
     metric: str,
     json_path: Path | None,
 ) -> None:
     shown = Table(box=None, pad_edge=False, title=chosen.title, title_justify="left")
     shown.add_column("POLICY", no_wrap=True)
-    targets = list(next(iter(largest.values())))
+    targets = list(next(iter(found.values())))
     for target in targets:
         shown.add_column(f"{load.name.upper()} AT {share(float(target))}", justify="right")
         shown.add_column("PER GPU", justify="right")
-    for policy, found in largest.items():
+    for policy, loads in found.items():
         cells = []
         for target in targets:
-            cells += [f"{found[target]:g}", f"{found[target] / chosen.hardware.count:.2f}"]
+            cells += [f"{loads[target]:g}", f"{loads[target] / chosen.hardware.count:.2f}"]
         shown.add_row(policy, *cells)
     _print(shown)
     if json_path is not None:
@@ -372,7 +322,7 @@ def _publish_sweep(
             "title": chosen.title,
             "load": load.name,
             "metric": metric,
-            "largest": largest,
+            "largest": found,
             "points": {
                 policy: [[at, attained[at]] for at in sorted(attained)]
                 for policy, attained in points.items()

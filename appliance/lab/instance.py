@@ -19,14 +19,15 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
 
 from appliance.errors import LabError
-from appliance.lab.agenda import Agenda, Entry, Rank
+from appliance.lab.agenda import Agenda, Rank
 from appliance.lab.deviation import EXACT, Deviation, Pace
+from appliance.lab.engine import Engine, Load
 from appliance.lab.hardware import Box, ModelProfile
+from appliance.lab.jobs import Prefill, Prompt, Turn
 from appliance.lab.link import Link, Transfer
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.stretches import elapsed, steps_in_room, steps_until
@@ -40,7 +41,6 @@ from appliance.vocabulary import (
     InstanceId,
     InstanceUp,
     KvMoved,
-    KvShape,
     LoadModel,
     ModelBuilt,
     ModelLoaded,
@@ -72,119 +72,6 @@ MAX_STEPS = sys.maxsize
 Report = Callable[[Event], None]
 
 
-@dataclass(slots=True)
-class _Load:
-    """Weights on their way."""
-
-    link: Link
-    lane: str
-    transfer: Transfer
-    prefetched: bool
-
-
-@dataclass(slots=True)
-class _Engine:
-    """One model: what it holds of the pool."""
-
-    profile: ModelProfile
-    shape: KvShape
-    weight_slabs: int
-    in_host: bool | None = None
-    """Whether it loads from the host tier; None before it was told."""
-    mapped: bool = False
-    load: _Load | None = None
-    blocks: dict[RequestId, int] = field(default_factory=dict)
-    used: int = 0
-    """Blocks of requests."""
-    leaving: int = 0
-    """Blocks that are being copied out."""
-    arriving: int = 0
-    """Moves inwards under way."""
-
-    def slabs(self, more_blocks: int = 0) -> int:
-        """Slabs of KV that are mapped, with so many blocks more."""
-        return self.shape.slabs(self.used + self.leaving + more_blocks)
-
-    def hold(self, request: RequestId, blocks: int) -> None:
-        self.used += blocks - self.blocks.get(request, 0)
-        self.blocks[request] = blocks
-
-    def drop(self, request: RequestId) -> int:
-        """The request's blocks are not its own any more; how many there were."""
-        blocks = self.blocks.pop(request, 0)
-        self.used -= blocks
-        return blocks
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """A prompt that is being computed: `seconds` of work, and not over before `not_before`."""
-
-    command: RunPrefill
-    life: Life
-    began: float
-    seconds: float
-    not_before: float = 0.0
-    lacks_weights: bool = False
-    """Whether only weights are missing."""
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt that is computed in chunks beside the steps of a turn."""
-
-    life: Life
-    tokens: int
-    began: float
-    done: int = 0
-    """Tokens that are computed."""
-
-    @property
-    def left(self) -> int:
-        return self.tokens - self.done
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A turn that runs, and the stretch it is at."""
-
-    command: RunTurn
-    batch: list[Life]
-    waiting: deque[RequestId]
-    """Prompts that have not begun."""
-    began: float
-    factor: float
-    """Of all its times."""
-    prompts: list[_Prompt] = field(default_factory=list)
-    """Prompts that have, in the order in which they are computed."""
-    end: TurnEnd | None = None
-    """Why it is over when its prompts are done."""
-    done_seconds: float = 0.0
-    done_steps: int = 0
-    start: float = 0.0
-    first: float = 0.0
-    growth: float = 0.0
-    steps: int = 0
-    entry: Entry | None = None
-    largest: int = 0
-    done_prompts: int = 0
-
-    def computes(self, request: RequestId) -> bool:
-        """Whether the step that is being computed is of this request, too."""
-        return any(life.id == request for life in self.batch) or any(
-            prompt.life.id == request for prompt in self.prompts
-        )
-
-    def next_chunk(self) -> list[tuple[_Prompt, int]]:
-        """Tokens of its prompts that the next step computes."""
-        chunk, room = [], self.command.chunk_tokens
-        for prompt in self.prompts:
-            if room:
-                chunk.append((prompt, min(room, prompt.left)))
-                room -= chunk[-1][1]
-        return chunk
-
-
 class SimulatedInstance:
     """`order` takes a command, `work` goes on; `report` hears what happened.
 
@@ -214,9 +101,9 @@ class SimulatedInstance:
         self._inwards = Link(agenda, rate)
         self._outwards = Link(agenda, rate)
         self._disk = Link(agenda, box.gpu.disk_bytes_per_second)
-        self._engines: dict[ModelName, _Engine] = {}
+        self._engines: dict[ModelName, Engine] = {}
         self._queue: deque[Command] = deque()
-        self._job: _Prefill | _Turn | StoreWeights | None = None
+        self._job: Prefill | Turn | StoreWeights | None = None
         self._moves_out = 0
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
@@ -236,10 +123,8 @@ class SimulatedInstance:
         match command:
             case Preempt():
                 self._preempted = max(self._preempted, command.turn)
-                turn = self._job
-                # Prompts that have begun are computed to their end.
-                if isinstance(turn, _Turn) and self._is_preempted(turn) and not turn.prompts:
-                    self._cut(turn)
+                if isinstance(self._job, Turn) and self._is_preempted(self._job):
+                    self._preempt(self._job)
             case Release():
                 self._release(command)
             case _:
@@ -268,7 +153,7 @@ class SimulatedInstance:
     def _release(self, command: Release) -> None:
         self._gone.add(command.request)
         turn = self._job
-        if isinstance(turn, _Turn) and turn.computes(command.request):
+        if isinstance(turn, Turn) and turn.computes(command.request):
             self._cut(turn)  # it leaves at the next step, with its blocks
         elif command.model in self._engines:
             self._engines[command.model].drop(command.request)
@@ -303,7 +188,7 @@ class SimulatedInstance:
     def _build(self, command: BuildModel) -> bool:
         profile = self._profiles[command.model]
         slab = self._box.slab_bytes
-        engine = self._engines[command.model] = _Engine(
+        engine = self._engines[command.model] = Engine(
             profile,
             profile.kv_shape(slab, self._box.block_tokens),
             profile.weight_slabs(slab),
@@ -355,7 +240,7 @@ class SimulatedInstance:
         else:
             link, lane, nbytes = self._disk, FILES, engine.profile.weight_bytes
         transfer = link.start(lane, nbytes, lambda transfer: self._end_load(model))
-        engine.load = _Load(link, lane, transfer, prefetched)
+        engine.load = Load(link, lane, transfer, prefetched)
         self._recorder.loads += 1
         self._recorder.prefetches += prefetched
         return True
@@ -374,7 +259,7 @@ class SimulatedInstance:
             prefetched=load.prefetched,
         )
         job = self._job
-        if isinstance(job, _Prefill) and job.command.model == model:
+        if isinstance(job, Prefill) and job.command.model == model:
             # The weights of the last layer came last: that layer is still to be computed.
             job.not_before = self._agenda.now + job.seconds / engine.profile.layers
             if job.lacks_weights:
@@ -461,7 +346,7 @@ class SimulatedInstance:
 
     def _notice(self, event: Event) -> None:
         """A transfer is over: who waits may go on. While a prompt is computed, nobody looks."""
-        if isinstance(self._job, _Prefill):
+        if isinstance(self._job, Prefill):
             self._unnoticed.append(event)
         else:
             self._report(event)
@@ -514,11 +399,11 @@ class SimulatedInstance:
             return True
         engine.hold(life.id, blocks)
         seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
-        job = self._job = _Prefill(command, life, self._agenda.now, seconds)
+        job = self._job = Prefill(command, life, self._agenda.now, seconds)
         self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
         return True
 
-    def _compute_ended(self, job: _Prefill) -> None:
+    def _compute_ended(self, job: Prefill) -> None:
         """Every layer could be computed by now, if its weights were there in time."""
         engine = self._engines[job.command.model]
         if engine.load is not None:
@@ -528,7 +413,7 @@ class SimulatedInstance:
         else:
             self._end_prefill(job)
 
-    def _end_prefill(self, job: _Prefill) -> None:
+    def _end_prefill(self, job: Prefill) -> None:
         command, life, now = job.command, job.life, self._agenda.now
         engine = self._engines[command.model]
         self._note_switch(command.model, now - self._ready_since - job.seconds)
@@ -591,7 +476,7 @@ class SimulatedInstance:
         if waiting and self._moves_out and not self._fits_prompt(command, waiting[0]):
             return False
         self._note_switch(command.model, now - self._ready_since)
-        turn = _Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
+        turn = Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
         self._job = turn
         self._next_stretch(turn)
         return True
@@ -601,7 +486,7 @@ class SimulatedInstance:
         blocks = shape.blocks(life.prompt_tokens + life.produced)
         return self._can_grow(command.model, blocks, command.kv_slabs)
 
-    def _begin_prompts(self, turn: _Turn) -> None:
+    def _begin_prompts(self, turn: Turn) -> None:
         """Have prompts begin while those that have leave room in the next chunk."""
         command, engine = turn.command, self._engines[turn.command.model]
         while turn.waiting and sum([p.left for p in turn.prompts]) < command.chunk_tokens:
@@ -614,9 +499,9 @@ class SimulatedInstance:
             else:
                 tokens = life.prompt_tokens + life.produced
                 engine.hold(request, engine.shape.blocks(tokens))
-                turn.prompts.append(_Prompt(life, tokens, self._agenda.now))
+                turn.prompts.append(Prompt(life, tokens, self._agenda.now))
 
-    def _next_stretch(self, turn: _Turn) -> None:
+    def _next_stretch(self, turn: Turn) -> None:
         """Plan steps until somebody finishes, a prompt is done, the quota is over or the slabs are
         full."""
         command = turn.command
@@ -641,7 +526,7 @@ class SimulatedInstance:
             turn.steps = min(room, steps_until(left, turn.first, turn.growth))
         self._plan_end(turn)
 
-    def _time_steps(self, turn: _Turn) -> None:
+    def _time_steps(self, turn: Turn) -> None:
         """How long the next step takes, and by how much more those after it."""
         profile = self._engines[turn.command.model].profile
         batch, kv_tokens = len(turn.batch), sum(life.kv_tokens for life in turn.batch)
@@ -655,7 +540,7 @@ class SimulatedInstance:
         turn.start = self._agenda.now
         turn.first, turn.growth = first * turn.factor, growth * turn.factor
 
-    def _room(self, turn: _Turn) -> int:
+    def _room(self, turn: Turn) -> int:
         """Steps until the first request finishes, or until the slabs of the turn are full."""
         engine = self._engines[turn.command.model]
         shape = engine.shape
@@ -668,22 +553,32 @@ class SimulatedInstance:
             min(life.remaining_tokens for life in turn.batch),
         )
 
-    def _plan_end(self, turn: _Turn) -> None:
+    def _plan_end(self, turn: Turn) -> None:
         if turn.entry is not None:
             turn.entry.call_off()
         end = turn.start + elapsed(turn.first, turn.growth, turn.steps)
         end = max(end, self._agenda.now)  # the last bit of a sum may be lost
         turn.entry = self._agenda.at(end, Rank.JOB, lambda: self._end_stretch(turn))
 
-    def _cut(self, turn: _Turn) -> None:
+    def _preempt(self, turn: Turn) -> None:
+        """Have the turn end with this step; prompts that have begun are computed to their end."""
+        if not turn.prompts:
+            self._cut(turn)
+        elif self._step_of(turn) < turn.steps:
+            turn.end = turn.end or TurnEnd.PREEMPTED
+
+    def _cut(self, turn: Turn) -> None:
         """Have the stretch end with the step that is being computed."""
-        since = self._agenda.now - turn.start
-        steps = steps_until(since, turn.first, turn.growth)
+        steps = self._step_of(turn)
         if steps < turn.steps:
             turn.steps = steps
             self._plan_end(turn)
 
-    def _end_stretch(self, turn: _Turn) -> None:
+    def _step_of(self, turn: Turn) -> int:
+        """Which step of the stretch is being computed, from 1."""
+        return steps_until(self._agenda.now - turn.start, turn.first, turn.growth)
+
+    def _end_stretch(self, turn: Turn) -> None:
         engine, command = self._engines[turn.command.model], turn.command
         turn.entry = None
         turn.done_steps += turn.steps
@@ -714,7 +609,7 @@ class SimulatedInstance:
                 turn.end = TurnEnd.QUOTA
         self._next_stretch(turn)
 
-    def _compute_prompts(self, turn: _Turn) -> list[_Prompt]:
+    def _compute_prompts(self, turn: Turn) -> list[Prompt]:
         """Take the stretch's chunks off the prompts; those that are over, computed or released."""
         ahead = turn.steps - 1
         turn.prompts[0].done += ahead * turn.command.chunk_tokens
@@ -728,10 +623,10 @@ class SimulatedInstance:
                 turn.done_prompts += 1
         return over
 
-    def _is_preempted(self, turn: _Turn) -> bool:
+    def _is_preempted(self, turn: Turn) -> bool:
         return turn.command.turn <= self._preempted
 
-    def _end_turn(self, turn: _Turn, reason: TurnEnd) -> None:
+    def _end_turn(self, turn: Turn, reason: TurnEnd) -> None:
         command = turn.command
         self._job, self._ready_since = None, self._agenda.now
         for request in turn.waiting:

@@ -11,9 +11,14 @@ from appliance.lab.metrics import QUANTILES, Curves
 from appliance.lab.report import Report
 
 
+def check() -> None:
+    """Raises `LabError` without matplotlib: better before a contest than after it."""
+    _pyplot()
+
+
 def draw(report: Report, directory: Path) -> list[Path]:
     """Latency distributions and attainment over time of all policies, and a Gantt chart of each:
-    of its first seed. Raises `LabError` without matplotlib."""
+    of its first seed. Raises what `check` raises."""
     plt = _pyplot()
     directory.mkdir(parents=True, exist_ok=True)
     first = {outcome.policy: outcome.curves for outcome in reversed(report.outcomes)}
@@ -31,7 +36,7 @@ def draw(report: Report, directory: Path) -> list[Path]:
 def draw_sweep(
     points: Mapping[str, Mapping[float, float]], load: str, targets: Sequence[float], path: Path
 ) -> None:
-    """Attainment over load, a line for each policy. Raises `LabError` without matplotlib."""
+    """Attainment over load, a line for each policy. Raises what `check` raises."""
     plt = _pyplot()
     figure, axes = plt.subplots()
     for policy, attained in points.items():
@@ -83,6 +88,7 @@ def _gantt(plt: Any, policy: str, found: Curves, path: Path) -> Path:
             height=0.8 if bar.turn else 0.4,
             color=colours(models.index(bar.model) / len(models)),
         )
+    axes.set_yticks(sorted({bar.instance for bar in found.bars}))
     axes.set_title(f"{policy}: turns, and prompts (narrow), by model")
     axes.set_xlabel("seconds")
     axes.set_ylabel("instance")

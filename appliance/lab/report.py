@@ -59,8 +59,8 @@ def share(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    if math.isnan(value):
-        return "-"
+    if not math.isfinite(value):
+        return "-" if math.isnan(value) else "∞"
     return f"{value:.2f}s" if value >= 1 else f"{value * 1000:.1f}ms"
 
 

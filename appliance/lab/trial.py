@@ -66,7 +66,8 @@ class Contender:
             return load_stack(
                 PolicyChoice(
                     use=tuple(self.use), decisions=self.decisions, parameters=self.parameters
-                )
+                ),
+                lengths=lengths,
             )
         if getattr(self.policy, "oracle", False):
             self.policy.learn_oracle(lengths)  # type: ignore[attr-defined]

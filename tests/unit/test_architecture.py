@@ -24,6 +24,7 @@ LIGHT = [
     "appliance.daemon",
     "appliance.demo.checkpoints",
     "appliance.journal",
+    "appliance.lab.command",
     "appliance.lab.metrics",
     "appliance.plugins.aegaeon",
     "appliance.plugins.serverlessllm",

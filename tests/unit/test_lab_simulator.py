@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -35,6 +36,7 @@ from appliance.scheduling.questions import (
 from appliance.vocabulary import Command, Event, ModelSpec, RequestArrived, Ticked
 from tests.unit import lab_bench
 from tests.unit.lab_bench import SLAB, SLO
+from tests.unit.whimsical import Whimsical
 
 MODELS = ["a", "b", "c", "d", "e"]
 
@@ -70,12 +72,12 @@ def run(made: Machine, arrivals: Iterable[Arrival], *, slabs: int = 32, until: f
     return simulate(made, box, profiles, arrivals, until)
 
 
-def small_setting() -> Setting:
-    """Two instances of the toy box."""
-    made = machine("aegaeon", 2)
+def small_setting(instances: int = 2, slabs: int = 32, host_slabs: int = 400) -> Setting:
+    """Instances of the toy box."""
+    made = machine("aegaeon", instances)
     return Setting(
         models=list(made.models.values()),
-        box=lab_bench.box(2),
+        box=lab_bench.box(instances, slabs, host_slabs),
         profiles={name: lab_bench.profile(name) for name in MODELS},
         arrivals=arrivals(),
         seconds=1e4,
@@ -110,6 +112,26 @@ def test_every_request_ends_and_gets_its_tokens(
     times = [now for now, _, _ in made.journal]
     assert times == sorted(times)
     assert measure(done).finished == 30
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.integers(16, 40),
+    st.integers(60, 120),
+    st.floats(0.2, 3.0),
+)
+def test_instances_can_do_whatever_a_policy_may_want(
+    seed: int, instances: int, slabs: int, host_slabs: int, rate: float
+) -> None:
+    """Mixed turns, migrations, roles that change: nothing is asked for that cannot be."""
+    setting = replace(
+        small_setting(instances, slabs, host_slabs), arrivals=arrivals(seed=seed % 7, rate=rate)
+    )
+    trial = play(setting, Contender("whimsical", policy=Whimsical(seed)))
+    assert not trial.faults
+    assert {life.outcome for life in trial.run.recorder.lives} <= {"stop", "length", "overloaded"}
 
 
 @pytest.mark.parametrize("policy", ["aegaeon", "serverlessllm"])

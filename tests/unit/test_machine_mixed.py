@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from appliance.scheduling.lifecycle import Stage
@@ -48,6 +50,24 @@ def floor_of(
 
 def mixed(floor: FloorDouble) -> list[RunTurn]:
     return [command for command in floor.commands(RunTurn) if command.prompts]
+
+
+def test_a_policy_is_asked_once_how_a_turn_is_run() -> None:
+    """What it says is what the turn has, even of one that never says the same twice."""
+    sizes = itertools.cycle([CHUNK, 0])
+    floor = FloorDouble(
+        {"a": ModelDouble(4, shape())},
+        stranger=Told(
+            batch=lambda: BatchLimits(requests=64, chunk_tokens=next(sizes)),
+            phase=lambda: Phase.PREFILL,
+        ),
+    )
+    floor.start()
+    floor.settle()
+    lives = [floor.ask(f"a{number}", "a", output=60) for number in range(8)]
+    floor.settle()
+    assert {turn.chunk_tokens for turn in mixed(floor)} == {CHUNK}
+    assert {life.outcome for life in lives} == {FinishReason.LENGTH}
 
 
 def test_a_prompt_is_computed_beside_the_steps() -> None:

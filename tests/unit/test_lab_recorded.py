@@ -1,0 +1,120 @@
+"""Journals as workloads: requests, box and speed are those of the run that wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.errors import LabError
+from appliance.journal import Journal, Setup
+from appliance.lab.metrics import measure
+from appliance.lab.recorded import recording
+from appliance.lab.simulator import Run, simulate
+from appliance.lab.trial import play
+from appliance.scheduling.machine import Machine
+from appliance.vocabulary import Command, Event, ModelSpec
+from tests.unit import lab_bench
+from tests.unit.lab_bench import SLAB, SLO
+from tests.unit.test_lab_simulator import MODELS, arrivals
+
+
+class WritingMachine(Machine):
+    """Writes a journal, as the daemon does."""
+
+    journal: Journal
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        # The daemon's clock does not begin with its first request.
+        self.journal.record(now + 1000.0, event, commands)
+        return commands
+
+
+def write(path: Path, until: float = 1e4, policy: str = "aegaeon") -> Run:
+    """A journal of a run on two toy instances."""
+    setup = Setup(
+        models=tuple(
+            ModelSpec(name=m, weight_bytes=4 * SLAB, max_context_tokens=400, max_batch=8, slo=SLO)
+            for m in MODELS
+        ),
+        instances=2,
+        host_bytes=400 * SLAB,
+        slab_bytes=SLAB,
+        policies=(policy,),
+    )
+    plain = setup.machine()
+    machine = WritingMachine(setup.models, 2, plain.host, setup.stack())
+    with Journal(path, setup) as machine.journal:
+        profiles = {name: lab_bench.profile(name) for name in MODELS}
+        return simulate(machine, lab_bench.box(2), profiles, arrivals(120), until)
+
+
+def test_a_journal_gives_requests_box_and_speed(tmp_path: Path) -> None:
+    """All as they were: lengths, promises, slabs, links, and the times of prompts and steps."""
+    run = write(tmp_path / "journal")
+    found = recording(tmp_path / "journal")
+    first = run.recorder.lives[0].arrived
+    lives = run.recorder.lives
+    assert [
+        (a.seconds, a.model, a.prompt_tokens, a.output_tokens, a.max_tokens, a.slo)
+        for a in found.setting.arrivals
+    ] == [
+        (
+            pytest.approx(life.arrived - first),
+            life.model,
+            life.prompt_tokens,
+            life.output_tokens,
+            life.max_tokens,
+            life.slo,
+        )
+        for life in lives
+    ]
+    box = found.setting.box
+    assert (box.instances, box.slabs, box.slab_bytes, box.tp) == (2, 32, SLAB, 1)
+    assert box.gpu.link_bytes_per_second == pytest.approx(4 * SLAB)
+    truth = lab_bench.profile()
+    for profile in found.setting.profiles.values():
+        assert profile.weight_bytes == 4 * SLAB
+        assert profile.kv_shape(SLAB, 4) == truth.kv_shape(SLAB, 4)
+        assert profile.prefill_seconds(100) == pytest.approx(truth.prefill_seconds(100), rel=0.02)
+        assert profile.step_seconds(4, 300) == pytest.approx(truth.step_seconds(4, 300), rel=0.05)
+
+
+def test_its_own_policy_does_in_the_lab_what_it_did(tmp_path: Path) -> None:
+    """Requests are as late as they were; what happened is measured like a run."""
+    run = write(tmp_path / "journal")
+    found = recording(tmp_path / "journal")
+    then, again = measure(found.happened), measure(play(found.setting, found.contender).run)
+    truth = measure(run)
+    assert (then.requests, then.finished, then.tokens) == (120, 120, truth.tokens)
+    assert then.ttft_p50_seconds == pytest.approx(truth.ttft_p50_seconds)
+    assert then.switches == pytest.approx(truth.switches, rel=0.1)
+    # A journal does not say how long a cold prompt waited for its weights.
+    busy = truth.busy_share * run.until
+    assert then.busy_share * found.happened.until == pytest.approx(busy, rel=0.1)
+    assert (again.finished, again.tokens) == (120, truth.tokens)
+    assert again.ttft_p50_seconds == pytest.approx(truth.ttft_p50_seconds, rel=0.15)
+
+
+def test_a_journal_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Path) -> None:
+    """Who had not ended has the tokens it had got, at least one."""
+    write(tmp_path / "journal", until=25.0)
+    found = recording(tmp_path / "journal")
+    lives = found.happened.recorder.lives
+    assert {life.outcome for life in lives} > {None}
+    assert [a.output_tokens for a in found.setting.arrivals] == [max(1, x.produced) for x in lives]
+    assert play(found.setting, found.contender).run.recorder.lives
+
+
+def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
+    """Or one that is no journal."""
+    write(tmp_path / "journal")
+    first = (tmp_path / "journal").read_bytes().splitlines()[0]
+    (tmp_path / "empty").write_bytes(first + b"\n")
+    (tmp_path / "other").write_bytes(msgspec.json.encode({"a": 1}) + b"\n")
+    with pytest.raises(LabError, match="there are no requests in it"):
+        recording(tmp_path / "empty")
+    with pytest.raises(LabError, match="other: "):
+        recording(tmp_path / "other")
