@@ -140,6 +140,8 @@ class PolicyTable(Section, frozen=True, kw_only=True):
 
     policy: str | None = None
     parameters: Mapping[str, Any] = {}
+    decisions: Mapping[str, str] = {}
+    """Installed policies by the name of a hook, for decisions that are not left to it."""
 
 
 class Deviates(Section, frozen=True, kw_only=True):
@@ -181,7 +183,7 @@ class Scenario(Section, frozen=True, kw_only=True):
         """The policy of this name: a table of the scenario, else an installed one as it ships."""
         table = self.policies.get(name, PolicyTable())
         policy = table.policy or name
-        return Contender(name, (policy,), {policy: table.parameters})
+        return Contender(name, (policy,), {policy: table.parameters}, table.decisions)
 
     def setting(self, seed: int, directory: Path) -> Setting:
         """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""

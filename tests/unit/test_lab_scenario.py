@@ -107,11 +107,13 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_a_table_or_an_installed_one(tmp_path: Path) -> None:
-    """Two tables may have the same policy with other parameters."""
+    """Two tables may have the same policy with other parameters and without some decisions."""
     text = TEXT + '[policies.few]\npolicy = "aegaeon"\nparameters = { prefill_share = 0.2 }\n'
+    text += 'decisions = { prefetch = "serverlessllm" }\n'
     chosen = scenario.read(written(tmp_path, text))
     assert chosen.contender("few").use == ("aegaeon",)
     assert chosen.contender("few").parameters == {"aegaeon": {"prefill_share": 0.2}}
+    assert chosen.contender("few").decisions == {"prefetch": "serverlessllm"}
     assert chosen.contender("other").use == ("other",)
 
 
