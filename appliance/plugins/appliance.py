@@ -124,24 +124,23 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     ) -> PrefillChoice:
         """Where everything, the request included, would be done first. Beside others of its model
         it costs its prompt; elsewhere a switch and a whole answer that nobody shares."""
-        best = min(instances, key=lambda view: (self._done(view, request, costs), view.id))
+        model = request.model
+        alone = self._answer_seconds(model, 1, costs)
+        switch = self._switch_seconds(model, costs)
+        best, soonest = instances[0], math.inf
+        for view in instances:
+            load = self._loads.get(view.id)
+            if load is None or load.view is not view:
+                load = self._loads[view.id] = self._make_load(view, load, costs)
+            seconds = load.seconds
+            if model not in load.models:
+                seconds += alone if model in view.resident else alone + switch
+            if (seconds, view.id) < (soonest, best.id):
+                best, soonest = view, seconds
         for index, group in enumerate(best.groups):
-            if group.model == request.model:
+            if group.model == model:
                 return PrefillChoice(instance=best.id, group=index)
         return PrefillChoice(instance=best.id)
-
-    def _done(self, view: InstanceView, request: RequestView, costs: Costs) -> float:
-        """Seconds until the instance would have answered everything."""
-        load = self._loads.get(view.id)
-        if load is None or load.view is not view:
-            load = self._loads[view.id] = self._make_load(view, load, costs)
-        seconds = load.seconds + costs.prefill_seconds(request.model, request.tokens)
-        if request.model in load.models:
-            return seconds
-        seconds += self._answer_seconds(request.model, 1, costs)
-        if request.model not in view.resident:
-            seconds += self._switch_seconds(request.model, costs)
-        return seconds
 
     def _make_load(self, view: InstanceView, last: Load | None, costs: Costs) -> Load:
         """O(batches) if only tokens came since the `last` one, else O(batches + groups)."""
@@ -159,10 +158,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             each, per_token = self._prompts.get(model) or self._prompt_seconds(model, costs)
             seconds += group.waiting * each + group.tokens * per_token
             requests[model] = requests.get(model, 0) + group.waiting
-        for model, number in requests.items():
-            seconds += self._answer_seconds(model, number, costs)
+        for work in requests.items():
+            seconds += self._answers.get(work) or self._answer_seconds(*work, costs)
+        for model in requests:
             if model not in view.resident:
-                seconds += self._switch_seconds(model, costs)
+                seconds += self._switches.get(model) or self._switch_seconds(model, costs)
         return Load(view, decoding, frozenset(requests), seconds)
 
     def _answer_seconds(self, model: ModelName, requests: int, costs: Costs) -> float:
