@@ -90,7 +90,11 @@ def _config(
 ) -> Path:
     """A configuration in `folder`, with a journal, for checkpoints that lie elsewhere."""
     text = write_config(
-        checkpoints, names, host_cache=host_cache, bind=f"127.0.0.1:{free_port()}"
+        checkpoints,
+        names,
+        host_cache=host_cache,
+        bind=f"127.0.0.1:{free_port()}",
+        policy="aegaeon",  # it switches in every round, whoever could wait
     ).read_text()
     if pin:
         line = f'name = "{pin}"\n'
