@@ -34,7 +34,7 @@ from appliance.tokens import Tokenizer
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
-START_SECONDS: Final = 120
+START_SECONDS: Final = 300
 STOP_SECONDS: Final = 20
 
 
