@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -304,3 +306,33 @@ class Box:
             for sample in family.samples
             if sample.name == name
         }
+
+
+@contextmanager
+def box_maker(monkeypatch: pytest.MonkeyPatch, slabs: int) -> Iterator[Callable[..., Box]]:
+    """What makes boxes, of `slabs` slabs each unless told otherwise; their memory is given back at
+    the end, and none may have failed."""
+    boxes: list[Box] = []
+    ordinary = slabs
+
+    def make(
+        names: str = "ab",
+        *,
+        slabs: int = ordinary,
+        limits: Limits | None = None,
+        journal: Journal | Path | None = None,
+        **of_setup: Any,
+    ) -> Box:
+        """A journal that is a path is begun there, with the box's own setup."""
+        models = small(names)
+        setup = setup_of(models, **of_setup)
+        if isinstance(journal, Path):
+            journal = Journal(journal, setup_of(models, **of_setup))
+        box = Box(monkeypatch, models, setup, slabs=slabs, limits=limits, journal=journal)
+        boxes.append(box)
+        return box
+
+    yield make
+    for box in boxes:
+        box.daemon.host.close()
+        assert box.take_failures() == []

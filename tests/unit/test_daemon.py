@@ -46,34 +46,15 @@ from appliance.vocabulary import (
     RunPrefill,
     RunTurn,
 )
-from tests.unit.daemon_double import PID, Box, setup_of, small
+from tests.unit.daemon_double import PID, Box, box_maker, setup_of, small
 
 MakeBox = Callable[..., Box]
 
 
 @pytest.fixture
 def make_box(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBox]:
-    """Makes a box; its memory is given back at the end."""
-    boxes: list[Box] = []
-
-    def make(
-        names: str = "ab",
-        *,
-        slabs: int = 20,
-        limits: Limits | None = None,
-        journal: Journal | None = None,
-        **of_setup: Any,
-    ) -> Box:
-        models = small(names)
-        setup = setup_of(models, **of_setup)
-        box = Box(monkeypatch, models, setup, slabs=slabs, limits=limits, journal=journal)
-        boxes.append(box)
-        return box
-
-    yield make
-    for box in boxes:
-        box.daemon.host.close()
-        assert box.take_failures() == []
+    with box_maker(monkeypatch, slabs=20) as make:
+        yield make
 
 
 async def read_all(stream: Generation) -> list[Produced]:

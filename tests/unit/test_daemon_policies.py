@@ -14,7 +14,7 @@ from appliance.api.service import Generation, GenerationFailed, NothingPrevious,
 from appliance.daemon import Limits
 from appliance.errors import PolicyChoiceError
 from appliance.hookspecs import HOOKS, hookimpl
-from appliance.journal import Journal, Setup, read, replay
+from appliance.journal import Setup, read, replay
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies import installed
 from appliance.policystack import PolicyStack
@@ -28,7 +28,7 @@ from appliance.policywords import (
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.questions import InstanceView, Placement, PlannedTurn, Refusal
 from appliance.vocabulary import Role, RunPrefill, RunTurn
-from tests.unit.daemon_double import Box, setup_of, small
+from tests.unit.daemon_double import Box, box_maker
 from tests.unit.strangers import install
 
 SERVERLESSLLM = PolicyChoice(use=("serverlessllm",))
@@ -39,28 +39,8 @@ MakeBox = Callable[..., Box]
 
 @pytest.fixture
 def make_box(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBox]:
-    """Makes a box; its memory is given back at the end."""
-    boxes: list[Box] = []
-
-    def make(
-        names: str = "ab",
-        *,
-        slabs: int = 40,
-        limits: Limits | None = None,
-        journal: Path | None = None,
-        **of_setup: Any,
-    ) -> Box:
-        models = small(names)
-        setup = setup_of(models, **of_setup)
-        written = None if journal is None else Journal(journal, setup_of(models, **of_setup))
-        box = Box(monkeypatch, models, setup, slabs=slabs, limits=limits, journal=written)
-        boxes.append(box)
-        return box
-
-    yield make
-    for box in boxes:
-        box.daemon.host.close()
-        assert box.take_failures() == []
+    with box_maker(monkeypatch, slabs=40) as make:
+        yield make
 
 
 async def tokens_of(stream: Generation) -> list[int]:
