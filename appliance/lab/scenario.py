@@ -20,7 +20,7 @@ from msgspec import Meta
 from appliance.errors import LabError
 from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, Gpu, ModelProfile, gpu, profile
-from appliance.lab.trial import Contender, Setting
+from appliance.lab.trial import Contender, Setting, System
 from appliance.lab.workload import Arrival, Lengths, drawn, read_trace
 from appliance.tomllines import KeyPath, LineMap, dotted
 from appliance.units import Bytes, Seconds
@@ -135,6 +135,23 @@ class Arrivals(Section, frozen=True, kw_only=True):
     """What clients allow; without, all that the context has room for."""
 
 
+class SystemTable(Section, frozen=True, kw_only=True):
+    """``system = { activation = "2.5s", efficiency = 0.3, prefetch = false }``."""
+
+    activation: Seconds | None = None
+    """For which an instance stands still at every switch, after the copy."""
+    efficiency: Share | None = None
+    """Of copies; the hardware's if it is not given."""
+    prefetch: bool = True
+
+    def system(self) -> System:
+        return System(
+            activation_seconds=float(self.activation or 0.0),
+            efficiency=self.efficiency,
+            prefetch=self.prefetch,
+        )
+
+
 class PolicyTable(Section, frozen=True, kw_only=True):
     """``[policies.NAME]``: policies to compare, composed as in ``[policy]`` of the appliance."""
 
@@ -144,6 +161,8 @@ class PolicyTable(Section, frozen=True, kw_only=True):
     """Policies by the name of a hook, asked before."""
     parameters: Mapping[str, Mapping[str, Any]] = {}
     """By policy."""
+    system: SystemTable = SystemTable()
+    """What switching costs in the policy's own system; without, the same mechanism for all."""
 
 
 class Deviates(Section, frozen=True, kw_only=True):
@@ -184,7 +203,13 @@ class Scenario(Section, frozen=True, kw_only=True):
     def contender(self, name: str) -> Contender:
         """The policy of this name: a table of the scenario, else an installed one as it ships."""
         table = self.policies.get(name, PolicyTable())
-        return Contender(name, table.use or (name,), table.parameters, table.decisions)
+        return Contender(
+            name,
+            table.use or (name,),
+            table.parameters,
+            table.decisions,
+            system=table.system.system(),
+        )
 
     def setting(self, seed: int, directory: Path) -> Setting:
         """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""

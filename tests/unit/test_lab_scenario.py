@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +22,9 @@ from appliance.lab.scenario import (
     PolicyTable,
     Promises,
     Scenario,
+    SystemTable,
 )
+from appliance.lab.trial import SAME_MECHANISM
 from appliance.vocabulary import RequestClass, Slo
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +120,28 @@ def test_a_policy_is_a_table_or_an_installed_one(tmp_path: Path) -> None:
     assert chosen.contender("few").parameters == {"aegaeon": {"prefill_share": 0.2}}
     assert chosen.contender("few").decisions == {"evict": "static"}
     assert chosen.contender("other").use == ("other",)
+
+
+def test_a_baseline_may_pay_for_its_own_switches(tmp_path: Path) -> None:
+    """As published: that policy's instances stand still, and copy as fast as its system does; the
+    estimates of the first switches say so."""
+    text = TEXT + (
+        '[policies."serverlessllm, as published"]\nuse = ["serverlessllm"]\n'
+        'system = { activation = "2.5s", efficiency = 0.25, prefetch = false }\n'
+        "[policies.aegaeon]\n"
+    )
+    chosen = scenario.read(written(tmp_path, text))
+    theirs = chosen.contender("serverlessllm, as published")
+    assert str(theirs.system) == "2.5s, 25% of the link, no prefetch"
+    assert theirs.stack({}).asked()["prefetch"][0] == "serverlessllm"
+    assert chosen.contender("aegaeon").system == SAME_MECHANISM
+    setting = chosen.setting(1, tmp_path)
+    weight_bytes = setting.profiles["m000"].weight_bytes
+    box = theirs.system.box(setting.box)
+    assert SAME_MECHANISM.box(setting.box) == setting.box
+    assert (box.activation_seconds, box.gpu.link_bytes_per_second) == (2.5, 16e9)
+    costs = replace(setting, box=box).costs()
+    assert costs.switch_seconds("m000") == pytest.approx(2.5 + weight_bytes / 16e9)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +278,10 @@ def test_the_reference_rows_are_what_they_say(
 
 @pytest.mark.parametrize(
     "section",
-    [Scenario, Hardware, Promises, Models, Arrivals, PolicyTable, Deviates, GivenProfile],
+    [
+        *(Scenario, Hardware, Promises, Models, Arrivals),
+        *(PolicyTable, SystemTable, Deviates, GivenProfile),
+    ],
 )
 def test_every_key_is_documented(section: type) -> None:
     """In docs/lab.md."""
