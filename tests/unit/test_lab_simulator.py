@@ -255,6 +255,24 @@ def test_weights_that_the_host_has_no_room_for_come_from_the_disk() -> None:
     assert [e.seconds for e in loads(alone)] == [4.0]
 
 
+def test_a_box_is_looked_at_while_it_runs() -> None:
+    """What is held is in the pool, KV fills its slabs at most, and a box with nothing to do has
+    no work."""
+    done = run(machine("aegaeon", 2), arrivals(), until=600.0)
+    assert [look.at for look in done.samples] == [float(at) for at in range(1, 601)]
+    for look in done.samples:
+        held = [w + kv for w, kv in zip(look.weights, look.kv, strict=True)]
+        assert len(held) == 2
+        assert max(held) <= done.pool_bytes == 32 * SLAB
+        assert sum(look.kv) == sum(mapped for _, mapped in look.device.values())
+        assert all(used <= mapped for used, mapped in look.device.values())
+        assert look.host_weights == 20 * SLAB
+    assert max(look.with_work for look in done.samples) == 2
+    last = done.samples[-1]
+    assert (last.with_work, last.opened, sum(last.kv)) == (0, 2, 0)
+    assert 0 < measure(done).fragmentation < 1
+
+
 def test_the_machine_is_not_shown_how_long_an_output_will_be() -> None:
     """It is told of the room in the context, or of what the client allows."""
     made = machine("aegaeon", 1)
