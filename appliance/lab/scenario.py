@@ -221,6 +221,8 @@ class Scenario(Section, frozen=True, kw_only=True):
 
     def setting(self, seed: int, directory: Path) -> Setting:
         """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""
+        if self.warmup_seconds >= self.duration:
+            raise LabError(f"warmup: nothing is left of {self.duration:g} s to measure")
         box = self.hardware.box()
         given = {profile.name: profile for profile in self.profiles}
         specs: list[ModelSpec] = []

@@ -169,6 +169,7 @@ def test_what_is_wrong_with_a_file_is_named(
     [
         ({"hardware.gpu": "B42"}, "no GPU 'B42' is known"),
         ({"hardware.tp": "3"}, "4 GPUs are no instances of 3"),
+        ({"warmup": '"100s"'}, "nothing is left of 100 s to measure"),
         ({"models.0.mix": '["GPT-9"]'}, "no profile of GPT-9 on H800"),
         ({"models.0.names": '["a", "a"]', "models.0.count": "2"}, "a name is there twice"),
         ({"models.0.names": '["a"]'}, "1 names for 3 models"),
