@@ -98,9 +98,8 @@ def _memory(plt: Any, policy: str, found: Curves, path: Path) -> Path:
     for axes, (what, shares) in zip(both, held.items(), strict=True):
         rows = list(zip(*shares, strict=True)) or [(0.0,)]  # a recording has none
         place = (0, max(found.looks, default=1.0), len(rows) - 0.5, -0.5)
-        shown = axes.imshow(
-            rows, aspect="auto", vmin=0, vmax=1, extent=place, interpolation="nearest"
-        )
+        shown = axes.imshow(rows, aspect="auto", vmin=0, extent=place, interpolation="nearest")
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("instance")
         axes.set_title(f"{policy}: {what}")
         figure.colorbar(shown, ax=axes, label="share of the pool")

@@ -46,6 +46,10 @@ class Hardware(Section, frozen=True, kw_only=True):
     """In each direction, 10^9 bytes a second; the table's if it is not given."""
     efficiency: Share | None = None
     """Share of that which a copy reaches."""
+    gpus_per_root: Count = 1
+    """GPUs that share a root of the PCIe tree, and with it"""
+    root_gbps: Positive | None = None
+    """so many 10^9 bytes a second in each direction; as much as one GPU has if it is not given."""
     disk_gbps: Positive | None = None
     memory_share: Share = 0.9
     """Of a GPU's memory, what weights and KV get."""
@@ -56,10 +60,17 @@ class Hardware(Section, frozen=True, kw_only=True):
         """Raises `LabError` for what is not in the table."""
         if self.count % self.tp:
             raise LabError(f"hardware.count: {self.count} GPUs are no instances of {self.tp}")
+        if self.gpus_per_root % self.tp and self.tp % self.gpus_per_root:
+            raise LabError(
+                f"hardware.gpus_per_root: instances of {self.tp} GPUs are cut by roots of"
+                f" {self.gpus_per_root}"
+            )
         return Box(
             gpu=self._gpu(),
             instances=self.count // self.tp,
             tp=self.tp,
+            gpus_per_root=self.gpus_per_root,
+            root_pcie_bytes_per_second=self.root_gbps and self.root_gbps * 1e9,
             host_bytes=self.host_cache,
             pool_share=self.memory_share,
             slab_bytes=self.slab,
