@@ -244,6 +244,8 @@ class Scenario(Section, frozen=True, kw_only=True):
             for index, name in enumerate(names):
                 kind = group.mix[index % len(group.mix)]
                 found = given.get(kind) or profile(kind, self.hardware.gpu, self.hardware.tp)
+                if found.tp != self.hardware.tp:
+                    raise LabError(f"profiles: {kind} is of {found.tp} GPUs, not {box.tp}")
                 profiles[name] = found
                 specs.append(self._spec(group, name, found))
             streams += self._drawn(group, names, seed, directory)

@@ -285,6 +285,9 @@ step_seconds_per_sequence = 0.001
     chosen = scenario.read(written(tmp_path, text), {"models.0.mix": '["GPT-9"]'})
     found = chosen.setting(1, tmp_path).profiles["m002"]
     assert found.step_seconds(3, 100) == pytest.approx(0.013)
+    changes = {"models.0.mix": '["GPT-9"]', "hardware.tp": "2"}
+    with pytest.raises(LabError, match="GPT-9 is of 1 GPUs, not 2"):
+        scenario.read(written(tmp_path, text), changes).setting(1, tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
