@@ -20,8 +20,8 @@ from msgspec import Meta
 from appliance.errors import LabError
 from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, Gpu, ModelProfile, gpu, profile
-from appliance.lab.trial import Contender, Setting
-from appliance.lab.workload import Arrival, Lengths, drawn, read_trace
+from appliance.lab.trial import Contender, Setting, System
+from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
 from appliance.tomllines import KeyPath, LineMap, dotted
 from appliance.units import Bytes, Seconds
 from appliance.vocabulary import ModelName, ModelSpec, RequestClass, Slo
@@ -46,6 +46,10 @@ class Hardware(Section, frozen=True, kw_only=True):
     """In each direction, 10^9 bytes a second; the table's if it is not given."""
     efficiency: Share | None = None
     """Share of that which a copy reaches."""
+    gpus_per_root: Count = 1
+    """GPUs that share a root of the PCIe tree, and with it"""
+    root_gbps: Positive | None = None
+    """so many 10^9 bytes a second in each direction; as much as one GPU has if it is not given."""
     disk_gbps: Positive | None = None
     memory_share: Share = 0.9
     """Of a GPU's memory, what weights and KV get."""
@@ -56,10 +60,17 @@ class Hardware(Section, frozen=True, kw_only=True):
         """Raises `LabError` for what is not in the table."""
         if self.count % self.tp:
             raise LabError(f"hardware.count: {self.count} GPUs are no instances of {self.tp}")
+        if self.gpus_per_root % self.tp and self.tp % self.gpus_per_root:
+            raise LabError(
+                f"hardware.gpus_per_root: instances of {self.tp} GPUs are cut by roots of"
+                f" {self.gpus_per_root}"
+            )
         return Box(
             gpu=self._gpu(),
             instances=self.count // self.tp,
             tp=self.tp,
+            gpus_per_root=self.gpus_per_root,
+            root_pcie_bytes_per_second=self.root_gbps and self.root_gbps * 1e9,
             host_bytes=self.host_cache,
             pool_share=self.memory_share,
             slab_bytes=self.slab,
@@ -109,8 +120,23 @@ class Models(Section, frozen=True, kw_only=True):
     max_batch: Count = 256
     rate: Annotated[float, Meta(ge=0)] | None = None
     """Requests a second of each; that of ``[arrivals]`` if it is not given."""
+    lengths: str | None = None
+    """Of their requests; those of ``[arrivals]`` if it is not given."""
+    batch_rate: Annotated[float, Meta(ge=0)] = 0.0
+    """Requests of class batch a second of each, a Poisson process."""
+    batch_backlog: Annotated[int, Meta(ge=0)] = 0
+    """Requests of class batch of each that come at once,"""
+    batch_at: Seconds | None = None
+    """at this time; when the warm-up is over if it is not given."""
     slo: Promise | None = None
     pinned: bool = False
+
+
+class RatePhase(Section, frozen=True, kw_only=True):
+    """``phases = [{ at = "60s", scale = 3.0 }, …]``: from then on so many times the rate."""
+
+    at: Seconds
+    scale: Annotated[float, Meta(ge=0)]
 
 
 class Arrivals(Section, frozen=True, kw_only=True):
@@ -122,6 +148,8 @@ class Arrivals(Section, frozen=True, kw_only=True):
     """Requests a second of each model."""
     cv: Positive = 1.0
     """Coefficient of variation of the gaps (Gamma distributed; 1 is a Poisson process)."""
+    phases: tuple[RatePhase, ...] = ()
+    """Of the rate of interactive requests, in the order of time."""
     lengths: str | None = None
     """Columns ``prompt_tokens,output_tokens``; pairs are drawn evenly."""
     prompt_mean: Positive | None = None
@@ -135,6 +163,23 @@ class Arrivals(Section, frozen=True, kw_only=True):
     """What clients allow; without, all that the context has room for."""
 
 
+class SystemTable(Section, frozen=True, kw_only=True):
+    """``system = { activation = "2.5s", efficiency = 0.3, prefetch = false }``."""
+
+    activation: Seconds | None = None
+    """For which an instance stands still at every switch, after the copy."""
+    efficiency: Share | None = None
+    """Of copies; the hardware's if it is not given."""
+    prefetch: bool = True
+
+    def system(self) -> System:
+        return System(
+            activation_seconds=float(self.activation or 0.0),
+            efficiency=self.efficiency,
+            prefetch=self.prefetch,
+        )
+
+
 class PolicyTable(Section, frozen=True, kw_only=True):
     """``[policies.NAME]``: policies to compare, composed as in ``[policy]`` of the appliance."""
 
@@ -144,6 +189,8 @@ class PolicyTable(Section, frozen=True, kw_only=True):
     """Policies by the name of a hook, asked before."""
     parameters: Mapping[str, Mapping[str, Any]] = {}
     """By policy."""
+    system: SystemTable = SystemTable()
+    """What switching costs in the policy's own system; without, the same mechanism for all."""
 
 
 class Deviates(Section, frozen=True, kw_only=True):
@@ -184,10 +231,18 @@ class Scenario(Section, frozen=True, kw_only=True):
     def contender(self, name: str) -> Contender:
         """The policy of this name: a table of the scenario, else an installed one as it ships."""
         table = self.policies.get(name, PolicyTable())
-        return Contender(name, table.use or (name,), table.parameters, table.decisions)
+        return Contender(
+            name,
+            table.use or (name,),
+            table.parameters,
+            table.decisions,
+            system=table.system.system(),
+        )
 
     def setting(self, seed: int, directory: Path) -> Setting:
         """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""
+        if self.warmup_seconds >= self.duration:
+            raise LabError(f"warmup: nothing is left of {self.duration:g} s to measure")
         box = self.hardware.box()
         given = {profile.name: profile for profile in self.profiles}
         specs: list[ModelSpec] = []
@@ -198,10 +253,11 @@ class Scenario(Section, frozen=True, kw_only=True):
             for index, name in enumerate(names):
                 kind = group.mix[index % len(group.mix)]
                 found = given.get(kind) or profile(kind, self.hardware.gpu, self.hardware.tp)
+                if found.tp != self.hardware.tp:
+                    raise LabError(f"profiles: {kind} is of {found.tp} GPUs, not {box.tp}")
                 profiles[name] = found
                 specs.append(self._spec(group, name, found))
-            if self.arrivals.trace is None:
-                streams.append(self._drawn(group, names, seed, directory))
+            streams += self._drawn(group, names, seed, directory)
         if len(profiles) < len(specs):
             raise LabError("models.names: a name is there twice")
         if self.arrivals.trace is not None:
@@ -233,20 +289,49 @@ class Scenario(Section, frozen=True, kw_only=True):
 
     def _drawn(
         self, group: Models, names: Sequence[ModelName], seed: int, directory: Path
-    ) -> list[Arrival]:
+    ) -> list[list[Arrival]]:
+        """Interactive and batch requests that a rate or a number is given for."""
         asked = self.arrivals
         rate = asked.rate if group.rate is None else group.rate
-        if rate is None or asked.lengths is None:
+        if asked.trace is not None:
+            rate = None
+        if group.batch_rate or group.batch_backlog:
+            rate = rate or 0.0
+        elif asked.trace is not None:
+            return []
+        if rate is None:
             raise LabError("arrivals: give a trace, or a rate and lengths")
-        lengths = Lengths.read(_found(directory, asked.lengths, "arrivals.lengths"))
+        lengths = self._lengths(group, directory)
+        phases = [(float(phase.at), phase.scale) for phase in asked.phases]
+        if phases != sorted(phases):
+            raise LabError("arrivals.phases: give them in the order of time")
+        rates, batch_rates = (
+            dict.fromkeys(names, per_model * asked.rate_scale)
+            for per_model in (rate, group.batch_rate)
+        )
+        end, at = float(self.duration), self.warmup_seconds
+        if group.batch_at is not None:
+            at = float(group.batch_at)
+        return [
+            drawn(rates, lengths, end, seed, asked.cv, phases=phases),
+            drawn(batch_rates, lengths, end, seed, request_class=RequestClass.BATCH),
+            backlog(names, group.batch_backlog if at < end else 0, lengths, at, seed),
+        ]
+
+    def _lengths(self, group: Models, directory: Path) -> Lengths:
+        asked = self.arrivals
+        if group.lengths is not None:
+            lengths = Lengths.read(_found(directory, group.lengths, "models.lengths"))
+        elif asked.lengths is not None:
+            lengths = Lengths.read(_found(directory, asked.lengths, "arrivals.lengths"))
+        else:
+            raise LabError("arrivals: give a trace, or a rate and lengths")
         lengths = lengths.with_means(asked.prompt_mean, asked.output_mean)
-        lengths = lengths.scaled(asked.prompt_scale, asked.output_scale).within(group.context)
-        rates = dict.fromkeys(names, rate * asked.rate_scale)
-        return drawn(rates, lengths, self.duration, seed, asked.cv)
+        return lengths.scaled(asked.prompt_scale, asked.output_scale).within(group.context)
 
     def _traced(self, known: Mapping[ModelName, object], directory: Path) -> list[Arrival]:
         asked = self.arrivals
-        if asked.rate is not None or asked.lengths is not None:
+        if asked.rate is not None or asked.lengths is not None or asked.phases:
             raise LabError("arrivals: give a trace, or a rate and lengths, not both")
         path = _found(directory, asked.trace or "", "arrivals.trace")
         arrivals = read_trace(path, asked.rate_scale)

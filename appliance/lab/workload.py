@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import heapq
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,36 +81,90 @@ def drawn(
     seconds: float,
     seed: int,
     cv: float = 1.0,
+    request_class: RequestClass = RequestClass.INTERACTIVE,
+    phases: Sequence[tuple[float, float]] = (),
 ) -> list[Arrival]:
     """Requests of each model at its rate (per second) until `seconds`, in the order of time.
 
-    Gaps are Gamma distributed with coefficient of variation `cv`; 1 is a Poisson process.
+    Gaps are Gamma distributed with coefficient of variation `cv`; 1 is a Poisson process. From the
+    time of each of `phases`, which are in order, the rate is so many times what it was asked for.
     """
-    streams = [_stream(model, rate, lengths, seconds, seed, cv) for model, rate in rates.items()]
+    streams = [
+        _stream(model, rate, lengths, seconds, seed, cv, request_class, phases)
+        for model, rate in rates.items()
+    ]
     return list(heapq.merge(*streams, key=lambda arrival: (arrival.seconds, arrival.model)))
 
 
+def backlog(
+    models: Iterable[ModelName], count: int, lengths: Lengths, at_seconds: float, seed: int
+) -> list[Arrival]:
+    """Batch requests, `count` for each model, that all come at once."""
+    made = []
+    for model in models:
+        sizes = _random(seed, model, _BACKLOG_SIZES)
+        rows = sizes.integers(len(lengths.prompts), size=count).tolist()
+        made += [_arrival(at_seconds, model, lengths, row, RequestClass.BATCH) for row in rows]
+    return made
+
+
+_GAPS, _SIZES, _BATCH_GAPS, _BATCH_SIZES, _BACKLOG_SIZES = range(5)
+"""Streams of a model."""
+
+
+def _random(seed: int, model: ModelName, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64([seed, zlib.crc32(model.encode()), stream]))
+
+
 def _stream(
-    model: ModelName, rate: float, lengths: Lengths, seconds: float, seed: int, cv: float
+    model: ModelName,
+    rate: float,
+    lengths: Lengths,
+    seconds: float,
+    seed: int,
+    cv: float,
+    request_class: RequestClass,
+    phases: Sequence[tuple[float, float]],
 ) -> Iterator[Arrival]:
     if rate <= 0:
         return
-    key = [seed, zlib.crc32(model.encode())]
-    gaps = np.random.Generator(np.random.PCG64([*key, 0]))
-    sizes = np.random.Generator(np.random.PCG64([*key, 1]))
+    batch = request_class is RequestClass.BATCH
+    gaps = _random(seed, model, _BATCH_GAPS if batch else _GAPS)
+    sizes = _random(seed, model, _BATCH_SIZES if batch else _SIZES)
     shape = 1 / (cv * cv)
-    now = 0.0
+    steady = 0.0
     while True:
-        now += float(gaps.gamma(shape, 1 / (rate * shape)))
+        steady += float(gaps.gamma(shape, 1 / (rate * shape)))
+        now = _when(steady, phases)
         if now >= seconds:
             return
-        row = int(sizes.integers(len(lengths.prompts)))
-        yield Arrival(
-            seconds=now,
-            model=model,
-            prompt_tokens=int(lengths.prompts[row]),
-            output_tokens=int(lengths.outputs[row]),
+        yield _arrival(
+            now, model, lengths, int(sizes.integers(len(lengths.prompts))), request_class
         )
+
+
+def _when(steady: float, phases: Sequence[tuple[float, float]]) -> float:
+    """When what comes at `steady` seconds of a steady rate comes, if the rate has phases."""
+    began, scale = 0.0, 1.0
+    for at, next_scale in phases:
+        passed = (at - began) * scale
+        if steady < passed:
+            break
+        steady -= passed
+        began, scale = at, next_scale
+    return began + steady / scale if scale else math.inf
+
+
+def _arrival(
+    seconds: float, model: ModelName, lengths: Lengths, row: int, request_class: RequestClass
+) -> Arrival:
+    return Arrival(
+        seconds=seconds,
+        model=model,
+        prompt_tokens=int(lengths.prompts[row]),
+        output_tokens=int(lengths.outputs[row]),
+        request_class=request_class,
+    )
 
 
 def read_trace(path: Path, rate_scale: float = 1.0) -> list[Arrival]:

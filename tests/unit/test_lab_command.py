@@ -60,7 +60,10 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
     assert [(o["policy"], o["seed"]) for o in three["outcomes"]] == [("aegaeon", 1)]
     if PLOTS:
         made = {path.name for path in Path("plots").iterdir()}
-        assert made == {"attainment.png", "tbt.png", "ttft.png", "turns-0.png", "turns-1.png"}
+        assert made == {
+            *("attainment.png", "tbt.png", "ttft.png", "gpus.png"),
+            *(f"{what}-{policy}.png" for what in ["turns", "memory"] for policy in [0, 1]),
+        }
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
         (["run", SCENARIO, "--set", "hardware"], "give KEY=VALUE"),
         (["run", SCENARIO, "--policy", "nobody"], "nobody"),
         (["run", SCENARIO, "--set", "policies={}"], "give --policy"),
-        (["sweep", SCENARIO, "--metric", "beauty", "--set", "duration=5s"], "there is no beauty"),
+        (["sweep", SCENARIO, "--metric", "beauty", "--set", "duration=12s"], "there is no beauty"),
         (["sweep", SCENARIO, "--set", 'models.0.names=["a"]'], "cannot be more"),
         (["replay", "journal.jsonl", "--policy", "nobody"], "nobody"),
         (["replay", SCENARIO, "--policy", "serverlessllm"], "first_look.toml"),
