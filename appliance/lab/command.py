@@ -21,6 +21,7 @@ from rich.table import Table
 
 from appliance.errors import ApplianceError, LabError, PolicyError
 from appliance.lab import plots, scenario
+from appliance.lab.calibratecommand import calibrate_command
 from appliance.lab.contest import Arena, Match, Outcome, outcome
 from appliance.lab.recorded import recording
 from appliance.lab.report import Report, mean, share, table
@@ -59,6 +60,9 @@ jobs_option = click.option(
 @click.group()
 def lab() -> None:
     """Compare policies on a virtual clock: the daemon's own decisions, modelled hardware."""
+
+
+lab.add_command(calibrate_command)
 
 
 @lab.command()
