@@ -120,6 +120,8 @@ class Trial:
     run: Run
     faults: Sequence[PolicyFault]
     """Questions that the policy could not answer; somebody else did."""
+    host_kv_peak_bytes: int = 0
+    """Of the host tier, under swapped KV at its peak."""
 
 
 def play(setting: Setting, contender: Contender) -> Trial:
@@ -141,4 +143,4 @@ def play(setting: Setting, contender: Contender) -> Trial:
         lengths=lengths,
     )
     machine.check_integrity()
-    return Trial(run, stack.take_faults())
+    return Trial(run, stack.take_faults(), host.peak_kv_slabs * box.slab_bytes)
