@@ -98,7 +98,7 @@ class Planner:
                 played[instances] = self._play({**changes, "hardware.count": f"{instances * tp}"})
             return played[instances]
 
-        instances = _fewest(
+        instances = fewest(
             max(1, self._chosen.hardware.count // tp),
             most // tp,
             lambda count: self._attained(on(count)) >= target,
@@ -166,6 +166,10 @@ class Planner:
             except LabError as error:
                 why = why or str(error).partition(";")[0]
                 continue
+            others = {profile.tp for profile in setting.profiles.values()} - {tp}
+            if others:  # a profile that the scenario gives
+                why = why or f"there is no profile for tp={tp}"
+                continue
             tight = _too_large(setting)
             if not tight:
                 host = _masters_bytes(setting) + ROOM_FOR_KV_BYTES
@@ -193,7 +197,7 @@ def kinds_known() -> list[str]:
     return sorted({kind for _, kind, _ in profiled()})
 
 
-def _fewest(start: int, most: int, enough: Callable[[int], bool]) -> int | None:
+def fewest(start: int, most: int, enough: Callable[[int], bool]) -> int | None:
     """The least number, up to `most`, that is enough; None if that is not. From `start` up or
     down, where more is never worse."""
     if most < 1:
