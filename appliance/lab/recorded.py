@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.simulator import Run
 from appliance.lab.trial import Contender, Setting
 from appliance.lab.workload import Arrival
+from appliance.policywords import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Command,
     Event,
@@ -63,7 +64,7 @@ class Recording:
     setting: Setting
     happened: Run
     contender: Contender
-    """The policies that decided then."""
+    """The policies that decided then, each from when it was chosen."""
 
 
 def recording(path: Path) -> Recording:
@@ -80,13 +81,15 @@ def recording(path: Path) -> Recording:
     return Recording(
         setting=reader.setting(),
         happened=reader.run(),
-        contender=Contender(
-            "+".join(setup.policy.use),
-            setup.policy.use,
-            setup.policy.parameters,
-            setup.policy.decisions,
+        contender=replace(
+            _contender(setup.policy),
+            successors=[(seconds, _contender(choice)) for seconds, choice in reader.swaps],
         ),
     )
+
+
+def _contender(choice: PolicyChoice) -> Contender:
+    return Contender("+".join(choice.use), choice.use, choice.parameters, choice.decisions)
 
 
 @dataclass
@@ -127,6 +130,8 @@ class _Reader:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self.recorder = Recorder()
+        self.swaps: list[tuple[float, PolicyChoice]] = []
+        """When policies were changed while it ran, and to which."""
         self._lives: dict[RequestId, Life] = {}
         self._began: float | None = None
         self._now = 0.0
@@ -170,6 +175,10 @@ class _Reader:
         )
         self.recorder.lives.append(life)
         self._lives[spec.id] = life
+
+    @_on.register
+    def _(self, event: PolicyChosen) -> None:
+        self.swaps.append((self._now, event.choice))
 
     @_on.register
     def _(self, event: InstanceUp) -> None:

@@ -56,6 +56,8 @@ class Contender:
     decisions: Mapping[str, str] = field(default_factory=dict)
     """Policies by the name of a hook, for those given to another one."""
     policy: object | None = None
+    successors: Sequence[tuple[float, Contender]] = ()
+    """Who takes over, and after how many seconds."""
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
         """It, and the built-in behind it; `lengths` are the true ones, for an oracle only.
@@ -88,6 +90,7 @@ def play(setting: Setting, contender: Contender) -> Trial:
     not balance at the end is a `LedgerError`."""
     lengths: dict[RequestId, int] = {}
     stack = contender.stack(lengths)
+    swaps = [(seconds, successor.stack(lengths)) for seconds, successor in contender.successors]
     box = setting.box
     host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
     machine = Machine(setting.models, box.instances, host, stack, setting.costs())
@@ -98,7 +101,9 @@ def play(setting: Setting, contender: Contender) -> Trial:
         setting.arrivals,
         setting.seconds,
         deviation=setting.deviation,
+        swaps=swaps,
         lengths=lengths,
     )
     machine.check_integrity()
-    return Trial(run, stack.take_faults())
+    stacks = [stack, *(successor for _, successor in swaps)]
+    return Trial(run, [fault for one in stacks for fault in one.take_faults()])
