@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from appliance.lab.agenda import Agenda
 from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, Gpu, ModelProfile
 from appliance.lab.instance import SimulatedInstance
 from appliance.lab.metrics import expand
 from appliance.lab.recorder import Life, Recorder
+from appliance.lab.wiring import Wiring
 from appliance.vocabulary import (
     BuildModel,
     Command,
@@ -77,19 +80,22 @@ class Bench:
         profiles: Sequence[ModelProfile] = (profile(),),
         slabs: int = 32,
         deviation: Deviation = EXACT,
+        activation_seconds: float = 0.0,
     ) -> None:
         self.agenda = Agenda()
         self.recorder = Recorder()
         self.lives: dict[str, Life] = {}
         self.heard: list[tuple[float, Event]] = []
         self.profiles = {profile.name: profile for profile in profiles}
+        hardware = replace(box(slabs=slabs), activation_seconds=activation_seconds)
         self.instance = SimulatedInstance(
             0,
-            box(slabs=slabs),
+            hardware,
             self.profiles,
             self.lives,
             self.agenda,
             self.recorder,
+            Wiring(self.agenda, hardware, deviation),
             lambda event: self.heard.append((self.agenda.now, event)),
             deviation,
         )
