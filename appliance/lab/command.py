@@ -23,6 +23,7 @@ from rich.table import Table
 from appliance import journal
 from appliance.errors import ApplianceError, IllegalTransition, LabError, LedgerError, PolicyError
 from appliance.lab import plots, scenario
+from appliance.lab.calibratecommand import calibrate_command
 from appliance.lab.contest import Arena, Match, Outcome, outcome
 from appliance.lab.recorded import Recording, recording
 from appliance.lab.report import Report, mean, share, table
@@ -61,6 +62,9 @@ jobs_option = click.option(
 @click.group()
 def lab() -> None:
     """Compare policies on a virtual clock: the daemon's own decisions, modelled hardware."""
+
+
+lab.add_command(calibrate_command)
 
 
 @lab.command()

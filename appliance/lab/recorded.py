@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from pathlib import Path
 
@@ -19,10 +19,11 @@ import numpy as np
 
 from appliance.errors import LabError
 from appliance.journal import Setup, read
-from appliance.lab.fitting import fit
+from appliance.lab.fitting import fit_prefill, fit_steps
 from appliance.lab.hardware import Box, Gpu, ModelProfile
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.simulator import Run
+from appliance.lab.steptables import Measurements
 from appliance.lab.trial import Contender, Setting
 from appliance.lab.workload import Arrival
 from appliance.policywords import PolicyChoice, PolicyChosen
@@ -53,6 +54,16 @@ LAYERS = 16
 ENOUGH = 8
 """Observations from which a model's times are fitted to its own; with fewer, to those of all."""
 
+GUESS = {
+    "prefill_base_seconds": 0.0,
+    "prefill_seconds_per_token": 0.0005,
+    "prefill_seconds_per_token2": 0.0,
+    "step_base_seconds": 0.005,
+    "step_seconds_per_kv_token": 0.0,
+    "step_seconds_per_sequence": 0.0,
+}
+"""The times of a model of which nothing was seen."""
+
 UNKNOWN_BYTES_PER_SECOND = 5e9
 """The rate of a link on which nothing was ever loaded."""
 
@@ -65,6 +76,8 @@ class Recording:
     happened: Run
     contender: Contender
     """The policies that decided then, each from when it was chosen."""
+    measured: Mapping[ModelName, Measurements]
+    """Its prompts and turns, as rows to fit times to."""
 
 
 def recording(path: Path) -> Recording:
@@ -81,6 +94,7 @@ def recording(path: Path) -> Recording:
     return Recording(
         setting=reader.setting(),
         happened=reader.run(),
+        measured=reader.measured,
         contender=replace(
             _contender(setup.policy),
             successors=[(seconds, _contender(choice)) for seconds, choice in reader.swaps],
@@ -103,27 +117,6 @@ class _Job:
     produced: int = 0
 
 
-@dataclass
-class _Times:
-    """Observations of prompts or steps: rows of features, and the seconds of each."""
-
-    features: list[tuple[float, ...]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    def add(self, seconds: float, *features: float) -> None:
-        if seconds > 0:
-            self.features.append(features)
-            self.seconds.append(seconds)
-
-    def coefficients(self, all_models: _Times, guess: tuple[float, ...]) -> tuple[float, ...]:
-        """Fitted to these if they are enough, else to all there are, else a guess."""
-        chosen = self if len(self.seconds) >= ENOUGH else all_models
-        if len(chosen.seconds) < ENOUGH:
-            return guess
-        found, _ = fit(np.array(chosen.features), np.array(chosen.seconds))
-        return tuple(found)
-
-
 class _Reader:
     """Hears the journal, entry by entry. The clock starts with the first request."""
 
@@ -141,8 +134,7 @@ class _Reader:
         self._loaded: set[tuple[InstanceId, ModelName]] = set()
         self._jobs: dict[InstanceId, _Job] = {}
         self._current: dict[InstanceId, ModelName] = {}
-        self._prompts: defaultdict[ModelName, _Times] = defaultdict(_Times)
-        self._steps: defaultdict[ModelName, _Times] = defaultdict(_Times)
+        self.measured: defaultdict[ModelName, Measurements] = defaultdict(Measurements)
         self._rates: list[float] = []
         """Of loads, bytes a second."""
 
@@ -218,9 +210,10 @@ class _Reader:
         life = self._lives.get(event.request)
         if job is None or isinstance(job.command, RunTurn):
             return
-        if life is not None and job.warm:
+        if life is not None and job.warm and event.seconds > 0:
             tokens = life.kv_tokens
-            self._prompts[event.model].add(event.seconds, 1, tokens, tokens * tokens)
+            row = (tokens, tokens * tokens, 1.0, event.seconds)
+            self.measured[event.model].prompts.append(row)
         self._computed(event.instance, event.model, job, event.seconds, 0)
 
     @_on.register
@@ -228,11 +221,12 @@ class _Reader:
         job = self._jobs.get(event.instance)
         if job is None or isinstance(job.command, RunPrefill) or not event.steps:
             return
-        if not job.command.prompts:
+        if not job.command.prompts and event.seconds > 0:
             # As it was in the middle of the turn.
             kv_tokens = job.kv_tokens + job.produced / 2
             batch = job.produced / event.steps
-            self._steps[event.model].add(event.seconds / event.steps, 1, kv_tokens, batch)
+            row = (batch, kv_tokens, event.seconds / event.steps)
+            self.measured[event.model].steps.append(row)
         self._computed(event.instance, event.model, job, event.seconds, event.steps)
 
     def _computed(
@@ -332,30 +326,29 @@ class _Reader:
         )
 
     def _profile(self, built: ModelBuilt, tp: int) -> ModelProfile:
-        prompts = _all(self._prompts.values())
-        steps = _all(self._steps.values())
-        prompt = self._prompts[built.model].coefficients(prompts, (0.0, 0.0005, 0.0))
-        step = self._steps[built.model].coefficients(steps, (0.005, 0.0, 0.0))
-        return ModelProfile(
-            name=built.model,
-            weight_bytes=built.weight_slabs * self._setup.slab_bytes * tp,
-            layers=LAYERS,
-            hidden=0,
-            kv_bytes_per_token=built.kv.block_bytes // built.kv.block_tokens,
-            tp=tp,
-            prefill_base_seconds=prompt[0],
-            prefill_seconds_per_token=prompt[1],
-            prefill_seconds_per_token2=prompt[2],
-            step_base_seconds=step[0],
-            step_seconds_per_kv_token=step[1],
-            step_seconds_per_sequence=step[2],
-            shape=built.kv,
-        )
+        own, everyones = self.measured[built.model], _together(self.measured.values())
+        prompts = own if len(own.prompts) >= ENOUGH else everyones
+        steps = own if len(own.steps) >= ENOUGH else everyones
+        times = dict(GUESS)
+        if len(prompts.prompts) >= ENOUGH:
+            times |= fit_prefill(prompts.prompt_columns()).coefficients
+        if len(steps.steps) >= ENOUGH:
+            times |= fit_steps(steps.step_columns()).coefficients
+        sizes = {
+            "name": built.model,
+            "weight_bytes": built.weight_slabs * self._setup.slab_bytes * tp,
+            "layers": LAYERS,
+            "hidden": 0,
+            "kv_bytes_per_token": built.kv.block_bytes // built.kv.block_tokens,
+            "tp": tp,
+            "shape": built.kv,
+        }
+        return msgspec.convert(sizes | times, ModelProfile)
 
 
-def _all(times: Iterable[_Times]) -> _Times:
-    together = _Times()
-    for some in list(times):
-        together.features += some.features
-        together.seconds += some.seconds
+def _together(all_models: Iterable[Measurements]) -> Measurements:
+    together = Measurements()
+    for some in list(all_models):
+        together.prompts += some.prompts
+        together.steps += some.steps
     return together
