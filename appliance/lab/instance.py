@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from operator import not_
 
@@ -27,7 +28,7 @@ from appliance.lab.agenda import Agenda, Rank
 from appliance.lab.deviation import EXACT, Deviation, Pace
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.holdings import Holdings
-from appliance.lab.jobs import Activation, Prefill, Prompt, Turn
+from appliance.lab.jobs import Activation, Mapped, Prefill, Prompt, Turn
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.stretches import elapsed, steps_in_room, steps_until
 from appliance.lab.wiring import Wiring
@@ -97,7 +98,8 @@ class SimulatedInstance:
         self._holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
         self._engines = self._holdings.engines
         self._queue: deque[Command] = deque()
-        self._job: Prefill | Turn | Activation | StoreWeights | None = None
+        self._job: Prefill | Turn | Activation | Mapped | StoreWeights | None = None
+        self._mapping_seconds = box.gpu.mapping_seconds
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
         self._gone: set[RequestId] = set()
@@ -170,10 +172,8 @@ class SimulatedInstance:
                 return self._holdings.move_in(command, self._known)
             case TrimKv():
                 return True  # nothing is kept that nobody uses
-            case LoadModel():
-                return self._holdings.load(command.model, prefetched=False)
-            case PrefetchModel():
-                return self._holdings.load(command.model, prefetched=True)
+            case LoadModel() | PrefetchModel():
+                return self._load(command)
             case EvictModel():
                 return self._evict(command)
             case StoreWeights():
@@ -233,6 +233,25 @@ class SimulatedInstance:
     def _end_activation(self, model: ModelName) -> None:
         self._job, self._active = None, model
         self.work()
+
+    def _load(self, command: LoadModel | PrefetchModel) -> bool:
+        """Map the slabs and have the weights come."""
+        load = partial(
+            self._holdings.load, command.model, prefetched=isinstance(command, PrefetchModel)
+        )
+        if not self._mapping_seconds:
+            return load()
+        if not self._holdings.has_room_for(command.model):
+            return False
+
+        def end() -> None:
+            self._job = None
+            load()
+            self.work()
+
+        self._job = Mapped(command.model)
+        self._agenda.at(self._agenda.now + self._mapping_seconds, Rank.JOB, end)
+        return True
 
     def _evict(self, command: EvictModel) -> bool:
         self._holdings.evict(command.model)

@@ -38,9 +38,14 @@ class Setting:
     kv_floor_slabs: int = 0
     """Slabs of the host tier that weights never take."""
     deviation: Deviation = EXACT
+    informed: bool = True
+    """Whether policies know the profiles from the beginning; else they have to learn, as in a
+    daemon."""
 
     def costs(self) -> CostModel:
         """What policies expect before they have seen anything: the profiles."""
+        if not self.informed:
+            return CostModel(self.models)
         costs = CostModel(
             self.models,
             times={name: profile.step_times() for name, profile in self.profiles.items()},

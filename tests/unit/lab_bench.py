@@ -81,6 +81,7 @@ class Bench:
         slabs: int = 32,
         deviation: Deviation = EXACT,
         activation_seconds: float = 0.0,
+        mapping_seconds: float = 0.0,
     ) -> None:
         self.agenda = Agenda()
         self.recorder = Recorder()
@@ -88,6 +89,7 @@ class Bench:
         self.heard: list[tuple[float, Event]] = []
         self.profiles = {profile.name: profile for profile in profiles}
         hardware = replace(box(slabs=slabs), activation_seconds=activation_seconds)
+        hardware = replace(hardware, gpu=replace(hardware.gpu, mapping_seconds=mapping_seconds))
         self.instance = SimulatedInstance(
             0,
             hardware,
