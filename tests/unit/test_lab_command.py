@@ -50,10 +50,11 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
             else:
                 assert result.exit_code == 0, result.output
                 printed.append(result.stdout)
-    assert len(printed) == 5 + PLOTS
+    assert len(printed) == 6 + PLOTS
     assert printed[0].split().count("aegaeon") == 1
-    assert "a third prefills" in printed[-3]
-    assert "MODELS AT 90.0%" in printed[-2]
+    assert "a third prefills" in printed[-4]
+    assert "MODELS AT 90.0%" in printed[-3]
+    assert "commands identical" in printed[-2]
     assert "aegaeon, recorded" in printed[-1]
     three = json.loads(Path("three.json").read_text())
     assert three["changes"] == {"hardware.count": "3"}

@@ -31,8 +31,7 @@ class WritingMachine(Machine):
 
     def handle(self, event: Event, now: float) -> list[Command]:
         commands = super().handle(event, now)
-        # The daemon's clock does not begin with its first request.
-        self.journal.record(now + 1000.0, event, commands)
+        self.journal.record(now, event, commands)
         return commands
 
 
