@@ -206,6 +206,9 @@ class Box(Word, frozen=True, kw_only=True):
     activation_seconds: float = 0.0
     """For which an instance stands still at every switch, after the copy: what a system needs to
     start an engine. None where engines stay ready."""
+    interference_seconds: float = 0.0
+    """By how much longer a prompt takes when its weights are still to come: where one processor
+    computes and copies, the two are in each other's way."""
     order_seconds: float = 0.0
     """From what happened to the work that follows from it: the daemon hears of it and decides, the
     worker hears that and begins."""

@@ -308,6 +308,8 @@ class SimulatedInstance:
             return True
         engine.hold(life.id, blocks)
         seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
+        if engine.load is not None:
+            seconds += self._box.interference_seconds
         job = self._job = Prefill(command, life, self._agenda.now, seconds)
         self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
         return True

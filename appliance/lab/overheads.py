@@ -1,10 +1,10 @@
 """What a daemon and its workers take besides computing and copying, as a journal tells it.
 
 A job that waits for nothing is over some time later than its own seconds say: the order has to
-reach the worker, and what became of it the daemon (`order_seconds`). A job whose weights had to be
-ordered, too, is later still: slabs are mapped before anything else is done (`mapping_seconds`). And
-a prompt under whose computing its weights come takes longer than one whose weights are there: how
-much longer tells how well the two overlap (`layers`).
+reach the worker, and what became of it the daemon (`order_seconds`). A turn whose weights had to be
+ordered, too, is later by the load, and by what comes before that: slabs are unmapped and mapped
+(`mapping_seconds`). A prompt need not wait for all of its weights; what it is later, and not by any
+of these, computing and copying cost each other (`interference_seconds`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from appliance.vocabulary import (
     TurnEnded,
 )
 
-LAYERS = (1, 2, 4, 8, 16, 32)
-"""Of those, the number that explains cold prompts best: with one nothing overlaps."""
-
 UNUSUAL = 10.0
 """So many times the median: something else was going on."""
 
@@ -46,48 +43,57 @@ ENOUGH = 8
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What an instance is to compute. `alone` says that it waits for nothing but perhaps for its
-    own weights: those were ordered together with it if it is `cold`."""
+    """What an instance is to compute, which waits for nothing but perhaps for its own weights:
+    those were ordered together with it if it is `cold`."""
 
     ordered: float
-    alone: bool
     cold: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ColdPrompt:
-    """A prompt that was computed while its weights came, in `load_seconds`."""
+    """A prompt that was over so many seconds after it was ordered together with its weights."""
 
     model: ModelName
     request: RequestId
-    load_seconds: float
     seconds: float
 
 
 class Overheads:
-    """Hears a journal, entry by entry, as long as it is to learn from it."""
+    """Hears a journal, entry by entry."""
 
     def __init__(self) -> None:
-        self.cold_prompts: list[ColdPrompt] = []
-        self._waits: dict[bool, list[float]] = {False: [], True: []}
-        """Seconds between order and report that were not the job's own, of warm and cold jobs."""
-        self._jobs: dict[InstanceId, _Job] = {}
+        self._learns = True
+        self._jobs: dict[InstanceId, _Job | None] = {}
+        """None for one that waits for something else."""
         self._loading: set[tuple[InstanceId, ModelName]] = set()
         self._moving: Counter[InstanceId] = Counter()
         """Swaps inwards under way."""
         self._alone: set[tuple[InstanceId, ModelName]] = set()
         """Loads beside which nothing else came in so far."""
-        self._loads: list[tuple[int, float]] = []
-        """Bytes and seconds of those to the end of which nothing did."""
-        self._load_seconds: dict[tuple[InstanceId, ModelName], float] = {}
-        """Of the newest load."""
+        self._newest: dict[tuple[InstanceId, ModelName], ModelLoaded] = {}
+        """Loads, until their model is evicted."""
+        self._loads: list[ModelLoaded] = []
+        """To the end of which nothing else came in."""
+        self._waited_for: list[ModelLoaded] = []
+        """By a turn: nothing was computed meanwhile."""
+        self._waits: list[float] = []
+        """Seconds between order and report that were not the job's own, of jobs that were not
+        cold."""
+        self._cold_waits: list[float] = []
+        """The same of turns that were, without the load."""
+        self._cold_prompts: list[ColdPrompt] = []
 
-    def hear(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+    def hear(
+        self, now: float, event: Event, commands: Sequence[Command], *, learns: bool = True
+    ) -> None:
+        """What was over with this event is learned from, or it is not."""
+        self._learns = learns
         match event:
             case PrefillDone():
                 self._prompt_done(now, event)
             case TurnEnded():
-                self._over(now, event.instance, event.seconds)
+                self._turn_ended(now, event)
             case ModelLoaded():
                 self._loaded(event)
             case KvMoved(direction=Direction.IN):
@@ -110,14 +116,13 @@ class Overheads:
                     self._moving[command.instance] += 1
                 case EvictModel():
                     self._loading.discard((command.instance, command.model))
-                    self._load_seconds.pop((command.instance, command.model), None)
+                    self._newest.pop((command.instance, command.model), None)
                 case RunPrefill() | RunTurn():
                     cold = (command.instance, command.model) in ordered
                     alone = command.instance not in self._jobs
                     alone &= self._copies(command.instance) == cold
-                    if isinstance(command, RunTurn):  # which begins when all weights are there
-                        alone &= not cold and not command.prompts
-                    self._jobs[command.instance] = _Job(now, alone, cold)
+                    alone &= isinstance(command, RunPrefill) or not command.prompts
+                    self._jobs[command.instance] = _Job(now, cold) if alone else None
 
     def _copies(self, instance: InstanceId) -> int:
         """Loads and swaps inwards under way."""
@@ -129,61 +134,61 @@ class Overheads:
 
     def _loaded(self, event: ModelLoaded) -> None:
         which = event.instance, event.model
-        if which in self._alone and event.seconds > 0:
-            self._loads.append((event.moved_bytes, event.seconds))
+        if which in self._alone and event.seconds > 0 and self._learns:
+            self._loads.append(event)
         self._alone.discard(which)
         self._loading.discard(which)
-        self._load_seconds[which] = event.queued_seconds + event.seconds
+        self._newest[which] = event
 
     def _prompt_done(self, now: float, event: PrefillDone) -> None:
-        job = self._over(now, event.instance, event.seconds)
-        load_seconds = self._load_seconds.get((event.instance, event.model))
-        if job is not None and job.cold and load_seconds is not None:
-            self.cold_prompts.append(
-                ColdPrompt(event.model, event.request, load_seconds, event.seconds)
-            )
+        job = self._jobs.pop(event.instance, None)
+        if job is None or not self._learns:
+            return
+        seconds = now - job.ordered
+        if job.cold:
+            self._cold_prompts.append(ColdPrompt(event.model, event.request, seconds))
+        else:
+            self._waits.append(max(0.0, seconds - event.seconds))
 
-    def _over(self, now: float, instance: InstanceId, seconds: float) -> _Job | None:
-        """The instance's job, if it was alone."""
-        job = self._jobs.pop(instance, None)
-        if job is None or not job.alone:
-            return None
-        self._waits[job.cold].append(max(0.0, now - job.ordered - seconds))
-        return job
+    def _turn_ended(self, now: float, event: TurnEnded) -> None:
+        job = self._jobs.pop(event.instance, None)
+        if job is None or not self._learns:
+            return
+        waited = now - job.ordered - event.seconds
+        if not job.cold:
+            self._waits.append(max(0.0, waited))
+            return
+        load = self._newest.get((event.instance, event.model))
+        if load is not None and load.seconds > 0:
+            self._waited_for.append(load)
+            self._cold_waits.append(max(0.0, waited - load.queued_seconds - load.seconds))
 
     def order_seconds(self) -> float:
         """0 if too little was seen."""
-        return max(0.0, _mean(self._waits[False]))
+        return _mean(self._waits)
 
     def mapping_seconds(self) -> float:
         """For each load; 0 if too little was seen."""
-        return max(0.0, _mean(self._waits[True]) - self.order_seconds())
+        return max(0.0, _mean(self._cold_waits) - self.order_seconds())
 
     def load_bytes_per_second(self) -> float | None:
-        """Of loads that had the link for themselves; None if there were none."""
-        seconds = sum(seconds for _, seconds in self._loads)
-        return sum(nbytes for nbytes, _ in self._loads) / seconds if seconds else None
+        """Of loads that had everything for themselves, or at least the link if too few had; None
+        if nothing was loaded."""
+        loads = self._waited_for if len(self._waited_for) >= ENOUGH else self._loads
+        seconds = sum(load.seconds for load in loads)
+        return sum(load.moved_bytes for load in loads) / seconds if loads else None
 
-    def layers(self, compute_seconds: Callable[[ColdPrompt], float], otherwise: int) -> int:
-        """As many as explain best when prompts were done that began with their weights, where the
-        last layer can be computed when all have come. `compute_seconds` is the time that a prompt
-        takes whose weights are there."""
-        if len(self.cold_prompts) < ENOUGH:
-            return otherwise
-
-        def error(layers: int) -> float:
-            return sum(
-                abs(prompt.seconds - max(compute, prompt.load_seconds + compute / layers))
-                for prompt, compute in computed
-            )
-
-        computed = [(prompt, compute_seconds(prompt)) for prompt in self.cold_prompts]
-        return min(LAYERS, key=error)
+    def interference_seconds(self, expected_seconds: Callable[[ColdPrompt], float]) -> float:
+        """For each prompt whose weights come meanwhile; 0 if too little was seen.
+        `expected_seconds` are those from its begin to its end."""
+        before = self.order_seconds() + self.mapping_seconds()
+        late = [prompt.seconds - before - expected_seconds(prompt) for prompt in self._cold_prompts]
+        return max(0.0, _mean(late))
 
 
 def _mean(values: Sequence[float]) -> float:
     """Without those for which the machine stood still; 0 of too few."""
     if len(values) < ENOUGH:
         return 0.0
-    limit = UNUSUAL * statistics.median(values)
+    limit = UNUSUAL * max(0.0, statistics.median(values))
     return statistics.fmean([value for value in values if value <= limit])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from pathlib import Path
@@ -86,12 +86,13 @@ class Recording:
     """Its prompts and turns, as rows to fit times to."""
 
 
-def recording(path: Path, learn_seconds: float = math.inf) -> Recording:
-    """Read a journal; nothing that happened after `learn_seconds` says how long anything takes.
-    Raises `LabError` if there is nothing in it to replay."""
+def recording(path: Path, learns: Callable[[float], bool] | None = None) -> Recording:
+    """Read a journal. How long anything takes is learned from all of it, or from what was over at
+    times at which `learns`, of the seconds since the first request, is true. Raises `LabError` if
+    there is nothing in it to replay."""
     try:
         setup, entries = read(path)
-        reader = _Reader(setup, learn_seconds)
+        reader = _Reader(setup, learns)
         for entry in entries:
             reader.hear(entry.now, entry.event, entry.commands)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -155,9 +156,9 @@ def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
 class _Reader:
     """Hears the journal, entry by entry. The clock starts with the first request."""
 
-    def __init__(self, setup: Setup, learn_seconds: float) -> None:
+    def __init__(self, setup: Setup, learns: Callable[[float], bool] | None) -> None:
         self._setup = setup
-        self._learn_seconds = learn_seconds
+        self._learns_at = learns
         self._overheads = Overheads()
         self.recorder = Recorder()
         self.swaps: list[tuple[float, PolicyChoice]] = []
@@ -180,15 +181,14 @@ class _Reader:
             self._began = now
         self._now = now - (now if self._began is None else self._began)
         self._events += 1
-        if self._learns:
-            self._overheads.hear(self._now, event, commands)
+        self._overheads.hear(self._now, event, commands, learns=self._learns)
         self._on(event)
         for command in commands:
             self._note(command)
 
     @property
     def _learns(self) -> bool:
-        return self._now <= self._learn_seconds
+        return self._learns_at is None or self._learns_at(self._now)
 
     @singledispatchmethod
     def _on(self, event: Event) -> None:
@@ -348,8 +348,8 @@ class _Reader:
         profiles = {name: self._profile(self._built[name], tp) for name in sorted(names)}
         return Setting(
             models=served,
-            box=box,
-            profiles=self._with_layers(profiles),
+            box=self._with_interference(box, profiles),
+            profiles=profiles,
             arrivals=[
                 Arrival(
                     seconds=life.arrived,
@@ -368,19 +368,17 @@ class _Reader:
             informed=False,
         )
 
-    def _with_layers(
-        self, profiles: Mapping[ModelName, ModelProfile]
-    ) -> dict[ModelName, ModelProfile]:
+    def _with_interference(self, box: Box, profiles: Mapping[ModelName, ModelProfile]) -> Box:
         tokens = {life.id: life.prompt_tokens for life in self.recorder.lives}
 
-        def compute_seconds(prompt: ColdPrompt) -> float:
-            return profiles[prompt.model].prefill_seconds(tokens[prompt.request])
+        def expected_seconds(prompt: ColdPrompt) -> float:
+            profile = profiles[prompt.model]
+            load = profile.shard_bytes / box.gpu.link_bytes_per_second
+            compute = profile.prefill_seconds(tokens[prompt.request])
+            return max(compute, load + compute / profile.layers)
 
-        layers = self._overheads.layers(compute_seconds, LAYERS)
-        return {
-            name: msgspec.structs.replace(profile, layers=layers)
-            for name, profile in profiles.items()
-        }
+        seconds = self._overheads.interference_seconds(expected_seconds)
+        return msgspec.structs.replace(box, interference_seconds=seconds)
 
     def _profile(self, built: ModelBuilt, tp: int) -> ModelProfile:
         own, everyones = self.measured[built.model], _together(self.measured.values())
@@ -394,7 +392,7 @@ class _Reader:
         sizes = {
             "name": built.model,
             "weight_bytes": built.weight_slabs * self._setup.slab_bytes * tp,
-            "layers": 1,
+            "layers": LAYERS,
             "hidden": 0,
             "kv_bytes_per_token": built.kv.block_bytes // built.kv.block_tokens,
             "tp": tp,

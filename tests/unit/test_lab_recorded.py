@@ -117,17 +117,17 @@ def test_its_own_policy_does_in_the_lab_what_it_did(tmp_path: Path) -> None:
 
 
 def test_what_is_neither_computed_nor_copied_is_found(tmp_path: Path) -> None:
-    """What orders take on their way, what mapping takes, the rate of loads, and how far a prompt
-    can be before its weights are all there."""
+    """What orders take on their way, and the rate of loads. Here no turn tells what mapping takes:
+    it is part of what prompts are late."""
     truth = lab_bench.box(2)
     truth = replace(truth, order_seconds=0.02, gpu=replace(truth.gpu, mapping_seconds=0.1))
     write(tmp_path / "journal", box=truth, policy="serverlessllm")
-    setting = recording(tmp_path / "journal").setting
-    assert setting.box.order_seconds == pytest.approx(0.02, rel=0.05)
-    assert setting.box.gpu.mapping_seconds == pytest.approx(0.1, rel=0.05)
-    assert setting.box.gpu.link_bytes_per_second == pytest.approx(4 * SLAB, rel=0.01)
-    assert {profile.layers for profile in setting.profiles.values()} == {4}
-    assert not setting.informed
+    found = recording(tmp_path / "journal").setting
+    assert found.box.order_seconds == pytest.approx(0.02, rel=0.01)
+    assert found.box.gpu.link_bytes_per_second == pytest.approx(4 * SLAB, rel=0.01)
+    assert found.box.gpu.mapping_seconds == 0.0
+    assert 0.1 < found.box.interference_seconds < 0.15
+    assert not found.informed
 
 
 def test_noise_does_not_make_anything_faster(tmp_path: Path) -> None:
@@ -142,17 +142,24 @@ def test_noise_does_not_make_anything_faster(tmp_path: Path) -> None:
 
 
 def test_only_what_was_seen_in_time_teaches(tmp_path: Path) -> None:
-    """Times are learned from the beginning of a day; its requests are all there."""
+    """Times are learned from a part of a day; its requests are all there."""
     run = write(tmp_path / "journal")
     whole = recording(tmp_path / "journal")
     half = whole.happened.until / 2
-    early = recording(tmp_path / "journal", half)
-    nothing = recording(tmp_path / "journal", -1.0)
+    early = recording(tmp_path / "journal", lambda seconds: seconds < half)
+    late = recording(tmp_path / "journal", lambda seconds: seconds >= half)
+    nothing = recording(tmp_path / "journal", lambda seconds: False)
     count = {
         what: sum(len(rows.steps) for rows in found.measured.values())
-        for what, found in (("whole", whole), ("early", early), ("nothing", nothing))
+        for what, found in (
+            ("whole", whole),
+            ("early", early),
+            ("late", late),
+            ("nothing", nothing),
+        )
     }
     assert 0 == count["nothing"] < count["early"] < count["whole"]
+    assert count["late"] == count["whole"] - count["early"]
     assert early.setting.arrivals == whole.setting.arrivals
     assert len(early.setting.arrivals) == len(run.recorder.lives)
     assert nothing.setting.box.order_seconds == nothing.setting.box.gpu.mapping_seconds == 0.0
