@@ -95,8 +95,8 @@ class SimulatedInstance:
         self._recorder = recorder
         self._report = report
         self._pace = Pace(deviation, number)
-        self._holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
-        self._engines = self._holdings.engines
+        self.holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
+        self._engines = self.holdings.engines
         self._queue: deque[Command] = deque()
         self._job: Prefill | Turn | Activation | Mapped | StoreWeights | None = None
         self._mapping_seconds = box.gpu.mapping_seconds
@@ -167,9 +167,9 @@ class SimulatedInstance:
             case RunPrefill():
                 return self._begin_prefill(command)
             case MoveKv(direction=Direction.OUT):
-                return self._holdings.move_out(command)
+                return self.holdings.move_out(command)
             case MoveKv():
-                return self._holdings.move_in(command, self._known)
+                return self.holdings.move_in(command, self._known)
             case TrimKv():
                 return True  # nothing is kept that nobody uses
             case LoadModel() | PrefetchModel():
@@ -185,7 +185,7 @@ class SimulatedInstance:
     # --- engines ---------------------------------------------------------------------------------
 
     def _build(self, command: BuildModel) -> bool:
-        engine = self._holdings.build(command.model)
+        engine = self.holdings.build(command.model)
         self._report(
             ModelBuilt(
                 instance=self.number,
@@ -206,7 +206,7 @@ class SimulatedInstance:
             self._stored(command)
             return True
         self._job = command
-        self._holdings.fill(command.model, lambda: self._end_fill(command))
+        self.holdings.fill(command.model, lambda: self._end_fill(command))
         return True
 
     def _end_fill(self, command: StoreWeights) -> None:
@@ -237,11 +237,11 @@ class SimulatedInstance:
     def _load(self, command: LoadModel | PrefetchModel) -> bool:
         """Map the slabs and have the weights come."""
         load = partial(
-            self._holdings.load, command.model, prefetched=isinstance(command, PrefetchModel)
+            self.holdings.load, command.model, prefetched=isinstance(command, PrefetchModel)
         )
         if not self._mapping_seconds:
             return load()
-        if not self._holdings.has_room_for(command.model):
+        if not self.holdings.has_room_for(command.model):
             return False
 
         def end() -> None:
@@ -254,7 +254,7 @@ class SimulatedInstance:
         return True
 
     def _evict(self, command: EvictModel) -> bool:
-        self._holdings.evict(command.model)
+        self.holdings.evict(command.model)
         if self._active == command.model:
             self._active = None
         return True
@@ -301,8 +301,8 @@ class SimulatedInstance:
             raise LabError(f"a prompt for {command.model} without its weights")
         tokens = life.prompt_tokens + life.produced
         blocks = engine.shape.blocks(tokens)
-        if not self._holdings.can_grow(command.model, blocks, command.kv_slabs):
-            if self._holdings.moves_out:
+        if not self.holdings.can_grow(command.model, blocks, command.kv_slabs):
+            if self.holdings.moves_out:
                 return False
             self._defer(command.model, life.id)
             return True
@@ -384,7 +384,7 @@ class SimulatedInstance:
         waiting = deque(command.prompts)
         while waiting and self._known(waiting[0]) is None:
             self._prompt_done(command.model, waiting.popleft(), 0.0)
-        if waiting and self._holdings.moves_out and not self._fits_prompt(command, waiting[0]):
+        if waiting and self.holdings.moves_out and not self._fits_prompt(command, waiting[0]):
             return False
         self._note_switch(command.model, now - self._ready_since)
         turn = Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
@@ -395,7 +395,7 @@ class SimulatedInstance:
     def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
         life, shape = self._lives[request], self._engines[command.model].shape
         blocks = shape.blocks(life.prompt_tokens + life.produced)
-        return self._holdings.can_grow(command.model, blocks, command.kv_slabs)
+        return self.holdings.can_grow(command.model, blocks, command.kv_slabs)
 
     def _begin_prompts(self, turn: Turn) -> None:
         """Have prompts begin while those that have leave room in the next chunk."""
