@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -144,9 +145,25 @@ def _cells(found: Quality | None, bound: float, *sizes: str) -> list[str]:
 
 
 def _json(paths: Sequence[Path], found: Sequence[Calibrated], bounds: Sequence[float]) -> bytes:
-    document = {
+    """A fit a line, six digits; NaN is null."""
+    head = {
         "tables": [path.name for path in paths],
         "bounds": {"prefill": bounds[0], "step": bounds[1]},
-        "fits": [{**msgspec.to_builtins(one), "misses": one.misses(*bounds)} for one in found],
     }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+    fits = [
+        msgspec.json.encode(
+            {
+                **_plain(msgspec.to_builtins(msgspec.structs.replace(one, sizes=None))),
+                "misses": one.misses(*bounds),
+            }
+        )
+        for one in found
+    ]
+    opening = msgspec.json.encode(head)[:-1]
+    return opening + b',"fits":[\n' + b",\n".join(fits) + b"\n]}\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(of) for name, of in value.items() if name != "sizes"}
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -331,6 +331,7 @@ class SimulatedInstance:
         self._recorder.computed(
             Span(self.number, command.model, job.began, now, 0, 0, 1), job.seconds
         )
+        self._recorder.reach.prompt(engine.profile, life.kv_tokens + 1, job.seconds)
         self._job, self._ready_since = None, now
         if command.request in self._gone:
             engine.drop(life.id)
@@ -410,6 +411,7 @@ class SimulatedInstance:
             else:
                 tokens = life.prompt_tokens + life.produced
                 engine.hold(request, engine.shape.blocks(tokens))
+                self._recorder.reach.prompt(engine.profile, tokens, 0.0)
                 turn.prompts.append(Prompt(life, tokens, self._agenda.now))
 
     def _next_stretch(self, turn: Turn) -> None:
@@ -453,7 +455,7 @@ class SimulatedInstance:
         else:
             first = profile.step_seconds(batch, kv_tokens)
             growth = profile.step_growth_seconds(batch)
-        turn.start = self._agenda.now
+        turn.start, turn.kv_tokens = self._agenda.now, kv_tokens
         turn.first, turn.growth = first * turn.factor, growth * turn.factor
 
     def _room(self, turn: Turn) -> int:
@@ -500,7 +502,11 @@ class SimulatedInstance:
         engine, command = self._engines[turn.command.model], turn.command
         turn.entry = None
         turn.done_steps += turn.steps
-        turn.done_seconds += elapsed(turn.first, turn.growth, turn.steps)
+        seconds = elapsed(turn.first, turn.growth, turn.steps)
+        turn.done_seconds += seconds
+        batch = len(turn.batch)
+        kv_tokens = turn.kv_tokens + batch * turn.steps
+        self._recorder.reach.steps(engine.profile, batch, kv_tokens, seconds)
         for life in turn.batch:
             self._recorder.produced(life, turn.start, turn.first, turn.growth, turn.steps)
         computed = self._compute_prompts(turn) if turn.prompts else []

@@ -73,6 +73,8 @@ class Turn:
     start: float = 0.0
     first: float = 0.0
     growth: float = 0.0
+    kv_tokens: int = 0
+    """Of its batch, when the stretch began."""
     steps: int = 0
     entry: Entry | None = None
     largest: int = 0

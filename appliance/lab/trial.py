@@ -127,6 +127,8 @@ class Trial:
     run: Run
     faults: Sequence[PolicyFault]
     """Questions that the policy could not answer; somebody else did."""
+    host_kv_peak_bytes: int = 0
+    """Of the host tier, under swapped KV at its peak."""
 
 
 def play(setting: Setting, contender: Contender) -> Trial:
@@ -151,4 +153,5 @@ def play(setting: Setting, contender: Contender) -> Trial:
     )
     machine.check_integrity()
     stacks = [stack, *(successor for _, successor in swaps)]
-    return Trial(run, [fault for one in stacks for fault in one.take_faults()])
+    faults = [fault for one in stacks for fault in one.take_faults()]
+    return Trial(run, faults, host.peak_kv_slabs * box.slab_bytes)
