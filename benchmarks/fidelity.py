@@ -67,7 +67,6 @@ TICK_SECONDS: Final = 0.02
 TOO_LONG_SECONDS: Final = 0.5
 """A day on which the client did not get its turn for so long says nothing of the daemon."""
 BLOCK_SECONDS: Final = 20.0
-RUNS: Final = 8
 NOISE: Final = 0.05
 PERCENTILES: Final = (50, 90, 99)
 SHARES: Final = ("token_attainment", "ttft_attainment", "tpot_attainment", "request_attainment")
@@ -118,6 +117,7 @@ def main() -> None:
     parser.add_argument(
         "--tries", type=int, default=3, help="of a day on which nothing stood still"
     )
+    parser.add_argument("--runs", type=int, default=8, help="of the lab, for each prediction")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--keep", type=Path, help="keep the journals in this directory")
     place.add_argument("--from", type=Path, dest="kept", help="of which they were kept in")
@@ -131,7 +131,7 @@ def main() -> None:
         if options.kept is None:
             for policy in policies:
                 record(directory, policy, options)
-        results = {policy: compare(directory, policy) for policy in policies}
+        results = {policy: compare(directory, policy, options.runs) for policy in policies}
     for policy, result in results.items():
         show(policy, result)
     if options.json:
@@ -293,7 +293,7 @@ async def one(client: httpx.AsyncClient, ask: Ask) -> Heard:
 # --- the lab -------------------------------------------------------------------------------------
 
 
-def compare(place: Path, policy: str) -> dict[str, Any]:
+def compare(place: Path, policy: str, runs: int) -> dict[str, Any]:
     """What the lab makes of the other half, beside what happened."""
     day = msgspec.json.decode(place.joinpath(f"{policy}.day.json").read_bytes(), type=Day)
     splits = {
@@ -307,10 +307,11 @@ def compare(place: Path, policy: str) -> dict[str, Any]:
         "seconds": day.seconds,
         "warmup_seconds": day.warmup_seconds,
         "stood_still_seconds": round(day.stood_still_seconds, 3),
-        "runs": RUNS,
+        "runs": runs,
         "noise": NOISE,
         "splits": {
-            name: predict(place / f"{policy}.jsonl", day, split) for name, split in splits.items()
+            name: predict(place / f"{policy}.jsonl", day, split, runs)
+            for name, split in splits.items()
         },
     }
 
@@ -335,11 +336,11 @@ class Halves:
         return block if 0 <= block < 2 * self.pairs else math.nan
 
 
-def predict(journal: Path, day: Day, halves: Halves) -> dict[str, Any]:
+def predict(journal: Path, day: Day, halves: Halves, runs: int) -> dict[str, Any]:
     found = recording(journal, halves.learned)
     real = figures(found.happened, halves)
     rows = []
-    for seed in range(RUNS):
+    for seed in range(runs):
         deviation = Deviation(noise=NOISE, seed=seed)
         trial = play(dataclasses.replace(found.setting, deviation=deviation), found.contender)
         rows.append(figures(trial.run, halves))
@@ -356,14 +357,7 @@ def predict(journal: Path, day: Day, halves: Halves) -> dict[str, Any]:
             ]
             for name in real
         },
-        "error": rounded(
-            {
-                name: predicted[name] / real[name] - 1
-                if name.endswith("_seconds")
-                else predicted[name] - real[name]
-                for name in real
-            }
-        ),
+        "error": rounded({name: error(name, predicted[name], real[name]) for name in real}),
         "clients": rounded(of_clients(day, halves)),
         "learned": {
             "order_seconds": round(box.order_seconds, 5),
@@ -372,6 +366,13 @@ def predict(journal: Path, day: Day, halves: Halves) -> dict[str, Any]:
             "load_bytes_per_second": round(box.gpu.link_bytes_per_second),
         },
     }
+
+
+def error(name: str, predicted: float, real: float) -> float:
+    """Of times relative, of shares in shares; NaN of a time that was not measured."""
+    if name.endswith("_seconds"):
+        return predicted / real - 1 if real else math.nan
+    return predicted - real
 
 
 def figures(run: Run, halves: Halves) -> Figures:
@@ -412,7 +413,7 @@ def rounded(names: Figures) -> Figures:
 
 def show(policy: str, result: dict[str, Any]) -> None:
     for name, split in result["splits"].items():
-        print(f"{policy}: {split['requests']} requests, the {name}")
+        print(f"{policy}, {name}: {split['requests']} requests")
         for figure, real in split["real"].items():
             low, high = split["range"][figure]
             predicted, error = split["predicted"][figure], split["error"][figure]
