@@ -11,7 +11,7 @@ journal, after a warm-up in which engines meet their first prompts, plays the wh
 the same policy, and is held against what happened to the requests of the second half. The same with
 every other block of the day in place of the second half: where the machine is not as fast all day,
 that shows what is the lab's error and what is not. A small difference of times sends a day another
-way, so a prediction is the mean of some runs whose times differ a little.
+way, so a prediction is the mean of some runs, whose times have the noise of the learned half.
 
 Times are the daemon's own: a request arrives when the daemon has read it, a token is there when it
 has come from the worker. What clients saw is told, too. Daemon, workers and client need the machine
@@ -50,7 +50,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from appliance.config import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.lab.deviation import Deviation
 from appliance.lab.metrics import expand, measure
 from appliance.lab.recorded import recording
 from appliance.lab.simulator import Run
@@ -67,7 +66,6 @@ TICK_SECONDS: Final = 0.02
 TOO_LONG_SECONDS: Final = 0.5
 """A day on which the client did not get its turn for so long says nothing of the daemon."""
 BLOCK_SECONDS: Final = 20.0
-NOISE: Final = 0.05
 PERCENTILES: Final = (50, 90, 99)
 SHARES: Final = ("token_attainment", "ttft_attainment", "tpot_attainment", "request_attainment")
 Figures = dict[str, float]
@@ -226,7 +224,8 @@ def wait_for_engines(url: str) -> None:
 async def send(url: str, asks: Sequence[Ask]) -> tuple[list[Heard], float]:
     """Each at its time, whatever became of the others; returns when all have ended, with the
     longest time for which nothing happened here that should have."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection of its own for each: one that is kept may be closed just when it is used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=None) as client:
         began = time.perf_counter()
 
@@ -308,7 +307,6 @@ def compare(place: Path, policy: str, runs: int) -> dict[str, Any]:
         "warmup_seconds": day.warmup_seconds,
         "stood_still_seconds": round(day.stood_still_seconds, 3),
         "runs": runs,
-        "noise": NOISE,
         "splits": {
             name: predict(place / f"{policy}.jsonl", day, split, runs)
             for name, split in splits.items()
@@ -341,7 +339,7 @@ def predict(journal: Path, day: Day, halves: Halves, runs: int) -> dict[str, Any
     real = figures(found.happened, halves)
     rows = []
     for seed in range(runs):
-        deviation = Deviation(noise=NOISE, seed=seed)
+        deviation = msgspec.structs.replace(found.setting.deviation, seed=seed)
         trial = play(dataclasses.replace(found.setting, deviation=deviation), found.contender)
         rows.append(figures(trial.run, halves))
     predicted = {name: statistics.fmean(row[name] for row in rows) for name in real}
@@ -360,6 +358,7 @@ def predict(journal: Path, day: Day, halves: Halves, runs: int) -> dict[str, Any
         "error": rounded({name: error(name, predicted[name], real[name]) for name in real}),
         "clients": rounded(of_clients(day, halves)),
         "learned": {
+            "noise": round(found.setting.deviation.noise, 3),
             "order_seconds": round(box.order_seconds, 5),
             "mapping_seconds": round(box.gpu.mapping_seconds, 5),
             "interference_seconds": round(box.interference_seconds, 5),

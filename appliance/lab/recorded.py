@@ -8,6 +8,7 @@ as in a model of `LAYERS` layers. Step times are fitted to the journal's own tur
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import msgspec
 
 from appliance.errors import LabError
 from appliance.journal import Setup, read
+from appliance.lab.deviation import Deviation
 from appliance.lab.fitting import fit_prefill, fit_steps
 from appliance.lab.hardware import Box, Gpu, ModelProfile
 from appliance.lab.overheads import ColdPrompt, Overheads
@@ -142,6 +144,18 @@ def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> 
             scale = prompts if name.startswith("prefill_") else steps
             changes[name] = scale * getattr(profile, name)
     return msgspec.structs.replace(profile, **changes)
+
+
+def _ratios(seen: Measurements, profile: ModelProfile) -> list[float]:
+    """Seconds over those expected, of all prompts and turns."""
+    prompts = [
+        seconds / profile.prefill_seconds(round(tokens)) for tokens, _, _, seconds in seen.prompts
+    ]
+    turns = [
+        seconds / profile.step_seconds(requests, kv_tokens)
+        for requests, kv_tokens, seconds in seen.steps
+    ]
+    return prompts + turns
 
 
 def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
@@ -365,8 +379,18 @@ class _Reader:
             ],
             seconds=self._now,
             kv_floor_slabs=setup.kv_floor_slabs,
+            deviation=Deviation(noise=self._noise(profiles)),
             informed=False,
         )
+
+    def _noise(self, profiles: Mapping[ModelName, ModelProfile]) -> float:
+        """Coefficient of variation of what prompts and turns took, over what they should have."""
+        ratios = []
+        for name, seen in self.measured.items():
+            if name in profiles:
+                ratios += _ratios(seen, profiles[name])
+        usual = [ratio for ratio in ratios if ratio < UNUSUAL]
+        return statistics.pstdev(usual) if len(usual) >= ENOUGH else 0.0
 
     def _with_interference(self, box: Box, profiles: Mapping[ModelName, ModelProfile]) -> Box:
         tokens = {life.id: life.prompt_tokens for life in self.recorder.lives}

@@ -128,12 +128,14 @@ def test_what_is_neither_computed_nor_copied_is_found(tmp_path: Path) -> None:
     assert found.box.gpu.mapping_seconds == 0.0
     assert 0.1 < found.box.interference_seconds < 0.15
     assert not found.informed
+    assert found.deviation.noise < 0.05
 
 
 def test_noise_does_not_make_anything_faster(tmp_path: Path) -> None:
     """Where the same work takes longer or shorter, what is learned takes as long in all."""
     write(tmp_path / "journal", noise=0.5)
     found = recording(tmp_path / "journal")
+    assert found.setting.deviation.noise == pytest.approx(0.5, rel=0.25)
     for name, profile in found.setting.profiles.items():
         rows = found.measured[name].prompts
         was = sum(seconds for _, _, _, seconds in rows)
