@@ -134,7 +134,7 @@ def main() -> None:
         show(policy, result)
     if options.json:
         what = "a half of a day of a real daemon on the CPU, predicted from the other half"
-        document = {"what": what, "policies": results}
+        document = {"what": what, "predicted": about(), "policies": results}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
