@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,15 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from appliance.errors import ApplianceError, LabError, PolicyError
+from appliance import journal
+from appliance.errors import ApplianceError, IllegalTransition, LabError, LedgerError, PolicyError
 from appliance.lab import plots, scenario
 from appliance.lab.calibratecommand import calibrate_command
 from appliance.lab.contest import Arena, Match, Outcome, outcome
 from appliance.lab.plan import Carries, Need, Planner, kinds_known
 from appliance.lab.plantable import plan_table
 from appliance.lab.reach import worst
-from appliance.lab.recorded import recording
+from appliance.lab.recorded import Recording, recording
 from appliance.lab.report import Report, mean, share, table
 from appliance.lab.scenario import Scenario
 from appliance.lab.sweep import Load, ModelsLoad, RateLoad, largest
@@ -120,7 +122,7 @@ def run(
 
 @lab.command()
 @click.argument("path", metavar="JOURNAL", type=existing)
-@click.option("--policy", "policies", multiple=True, required=True, help="May be repeated.")
+@click.option("--policy", "policies", multiple=True, help="May be repeated.")
 @json_option
 @plot_option
 def replay(
@@ -130,32 +132,69 @@ def replay(
 
     Beside them stand what really happened, and what the lab makes of the policy that decided then:
     how far those two differ is how far the lab is to be trusted here.
+
+    With the policy that decided then, or without --policy, the machine is told again what it was
+    told, and has to order again what it ordered; exit status 1 if it does not.
     """
     with _errors(plot_path):
         found = recording(path)
         own = found.contender
-        contenders = [
-            Contender(f"{own.name} in the lab", own.use, own.parameters, own.decisions),
-            *(Contender(name, (name,)) for name in policies),
-        ]
-        curves = plot_path is not None
-        happened = Trial(found.happened, ())
-        outcomes = [outcome(f"{own.name}, recorded", 0, happened, 0.0, with_curves=curves)]
-        with _progress(len(contenders)) as done:
-            for contender in contenders:
-                trial = play(found.setting, contender)
-                outcomes.append(outcome(contender.name, 0, trial, 0.0, with_curves=curves))
-                done()
-        _publish(
-            Report(
-                title=path.name,
-                duration_seconds=found.setting.seconds,
-                warmup_seconds=0.0,
-                outcomes=outcomes,
-            ),
-            json_path,
-            plot_path,
-        )
+        others = [name for name in policies if name != own.name]
+        asked = not policies or own.name in policies
+        identical = not asked or _replayed(path)
+        if others:
+            _what_if(path, found, others, json_path, plot_path)
+    if not identical:
+        sys.exit(1)
+
+
+def _what_if(
+    path: Path,
+    found: Recording,
+    others: Sequence[str],
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """What happened, what the lab makes of it, and what it makes of the others."""
+    own = found.contender
+    contenders = [
+        replace(own, name=f"{own.name} in the lab"),
+        *(Contender(name, (name,)) for name in others),
+    ]
+    curves = plot_path is not None
+    happened = Trial(found.happened, ())
+    outcomes = [outcome(f"{own.name}, recorded", 0, happened, 0.0, with_curves=curves)]
+    with _progress(len(contenders)) as done:
+        for contender in contenders:
+            trial = play(found.setting, contender)
+            outcomes.append(outcome(contender.name, 0, trial, 0.0, with_curves=curves))
+            done()
+    _publish(
+        Report(
+            title=path.name,
+            duration_seconds=found.setting.seconds,
+            warmup_seconds=0.0,
+            outcomes=outcomes,
+        ),
+        json_path,
+        plot_path,
+    )
+
+
+def _replayed(path: Path) -> bool:
+    """Say whether the journal's commands follow from its events, or where they first do not."""
+    try:
+        count, differences = journal.replay(path)
+    except (IllegalTransition, LedgerError) as error:
+        raise LabError(f"{path}: it contradicts itself: {error}") from None
+    if not differences:
+        click.echo(f"replayed {count} events: commands identical")
+        return True
+    first = differences[0]
+    click.echo(f"line {first.line} is the first that is answered otherwise: {first.event!r}")
+    for name, commands in (("recorded", first.recorded), ("replayed", first.replayed)):
+        click.echo(f"{name}: {'; '.join(map(repr, commands)) or 'nothing'}")
+    return False
 
 
 @lab.command()

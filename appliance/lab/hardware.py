@@ -35,7 +35,8 @@ class Gpu(Word, frozen=True, kw_only=True):
     """At which it reads its own memory."""
     efficiency: float = EFFICIENCY
     mapping_seconds: float = 0.0
-    """What a load takes besides the copy: mapping its slabs."""
+    """What a load takes of the instance's own time before the copy begins: its slabs are mapped,
+    those of who had to go are unmapped, and nothing is computed meanwhile."""
     disk_bytes_per_second: float = 5e9
     """At which weights without an image in the host tier are read."""
 
@@ -109,7 +110,7 @@ class ModelProfile(Word, frozen=True, kw_only=True):
             + self.prefill_seconds_per_token2 * tokens * tokens
         )
 
-    def step_seconds(self, batch: int, kv_tokens: int) -> float:
+    def step_seconds(self, batch: float, kv_tokens: float) -> float:
         """One decoding step of `batch` requests that have `kv_tokens` tokens of KV together."""
         return (
             self.step_base_seconds
@@ -202,9 +203,25 @@ class Box(Word, frozen=True, kw_only=True):
     """Of a GPU's memory, what weights and KV get (Aegaeon leaves about 10 % to libraries, §5.2)."""
     slab_bytes: int = 64 << 20
     block_tokens: int = 16
+    gpus_per_root: int = 1
+    """GPUs that share a root of the PCIe tree: whole instances, or an instance has whole roots."""
+    root_pcie_bytes_per_second: float | None = None
+    """Of a root, in each direction; None for as much as one GPU has."""
     activation_seconds: float = 0.0
     """For which an instance stands still at every switch, after the copy: what a system needs to
     start an engine. None where engines stay ready."""
+    interference_seconds: float = 0.0
+    """By how much longer a prompt takes when its weights are still to come: where one processor
+    computes and copies, the two are in each other's way."""
+    order_seconds: float = 0.0
+    """From what happened to the work that follows from it: the daemon hears of it and decides, the
+    worker hears that and begins."""
+
+    @property
+    def root_bytes_per_second(self) -> float:
+        """What copies of all GPUs under a root reach together, in each direction."""
+        rate = self.root_pcie_bytes_per_second or self.gpu.pcie_bytes_per_second
+        return rate * self.gpu.efficiency
 
     @property
     def slabs(self) -> int:

@@ -73,14 +73,11 @@ class Holdings:
         engine = self.engines[model]
         if engine.mapped or engine.in_host is None:
             raise LabError(f"{model} is loaded already, or was not told from where")
-        if not self.has_room(engine.weight_slabs, f"the weights of {model}"):
+        if not self.has_room_for(model):
             return False
         engine.mapped = True
-        shard, gpu = engine.profile.shard_bytes, self._box.gpu
         if engine.in_host:
-            link, lane = self._inwards, WEIGHTS
-            # Mapping counts as the bytes that could be copied meanwhile.
-            nbytes = shard + round(gpu.mapping_seconds * gpu.link_bytes_per_second)
+            link, lane, nbytes = self._inwards, WEIGHTS, engine.profile.shard_bytes
         else:
             link, lane, nbytes = self._disk, self._files, engine.profile.weight_bytes
         transfer = link.start(lane, nbytes, lambda _: self._end_load(model))
@@ -187,19 +184,44 @@ class Holdings:
 
     # --- room ------------------------------------------------------------------------------------
 
+    @property
+    def weight_slabs(self) -> int:
+        """Of each GPU."""
+        return sum([engine.weight_slabs for engine in self.engines.values() if engine.mapped])
+
+    @property
+    def kv_slabs(self) -> int:
+        """Of each GPU."""
+        return sum(
+            [engine.slabs() for engine in self.engines.values() if engine.used or engine.leaving]
+        )
+
+    def kv_use(self) -> dict[int, tuple[int, int]]:
+        """By the bytes of a block: bytes of the blocks in use, and of the slabs they lie in, on all
+        GPUs together."""
+        found: dict[int, tuple[int, int]] = {}
+        for engine in self.engines.values():
+            if engine.used or engine.leaving:
+                shape = engine.shape.block_bytes
+                used, mapped = found.get(shape, (0, 0))
+                found[shape] = (
+                    used + (engine.used + engine.leaving) * shape,
+                    mapped + engine.slabs() * self._box.slab_bytes * engine.profile.tp,
+                )
+        return found
+
     def has_room(self, slabs: int, what: str) -> bool:
         """Whether so many slabs are free now; raises `LabError` if they never will be."""
-        mapped = 0
-        for engine in self.engines.values():
-            if engine.mapped:
-                mapped += engine.weight_slabs
-            if engine.used or engine.leaving:
-                mapped += engine.slabs()
+        mapped = self.weight_slabs + self.kv_slabs
         if mapped + slabs <= self._box.slabs:
             return True
         if not self.moves_out:
             raise LabError(f"{what} need {slabs} slabs, {self._box.slabs - mapped} are free")
         return False
+
+    def has_room_for(self, model: ModelName) -> bool:
+        """The same for its weights."""
+        return self.has_room(self.engines[model].weight_slabs, f"the weights of {model}")
 
     def can_grow(self, model: ModelName, blocks: int, cap_slabs: int) -> bool:
         """Whether the model's KV may grow by so many blocks now."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from operator import not_
 
@@ -27,7 +28,7 @@ from appliance.lab.agenda import Agenda, Rank
 from appliance.lab.deviation import EXACT, Deviation, Pace
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.holdings import Holdings
-from appliance.lab.jobs import Activation, Prefill, Prompt, Turn
+from appliance.lab.jobs import Activation, Mapped, Prefill, Prompt, Turn
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.stretches import elapsed, steps_in_room, steps_until
 from appliance.lab.wiring import Wiring
@@ -94,10 +95,11 @@ class SimulatedInstance:
         self._recorder = recorder
         self._report = report
         self._pace = Pace(deviation, number)
-        self._holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
-        self._engines = self._holdings.engines
+        self.holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
+        self._engines = self.holdings.engines
         self._queue: deque[Command] = deque()
-        self._job: Prefill | Turn | Activation | StoreWeights | None = None
+        self._job: Prefill | Turn | Activation | Mapped | StoreWeights | None = None
+        self._mapping_seconds = box.gpu.mapping_seconds
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
         self._gone: set[RequestId] = set()
@@ -165,15 +167,13 @@ class SimulatedInstance:
             case RunPrefill():
                 return self._begin_prefill(command)
             case MoveKv(direction=Direction.OUT):
-                return self._holdings.move_out(command)
+                return self.holdings.move_out(command)
             case MoveKv():
-                return self._holdings.move_in(command, self._known)
+                return self.holdings.move_in(command, self._known)
             case TrimKv():
                 return True  # nothing is kept that nobody uses
-            case LoadModel():
-                return self._holdings.load(command.model, prefetched=False)
-            case PrefetchModel():
-                return self._holdings.load(command.model, prefetched=True)
+            case LoadModel() | PrefetchModel():
+                return self._load(command)
             case EvictModel():
                 return self._evict(command)
             case StoreWeights():
@@ -185,7 +185,7 @@ class SimulatedInstance:
     # --- engines ---------------------------------------------------------------------------------
 
     def _build(self, command: BuildModel) -> bool:
-        engine = self._holdings.build(command.model)
+        engine = self.holdings.build(command.model)
         self._report(
             ModelBuilt(
                 instance=self.number,
@@ -206,7 +206,7 @@ class SimulatedInstance:
             self._stored(command)
             return True
         self._job = command
-        self._holdings.fill(command.model, lambda: self._end_fill(command))
+        self.holdings.fill(command.model, lambda: self._end_fill(command))
         return True
 
     def _end_fill(self, command: StoreWeights) -> None:
@@ -234,8 +234,27 @@ class SimulatedInstance:
         self._job, self._active = None, model
         self.work()
 
+    def _load(self, command: LoadModel | PrefetchModel) -> bool:
+        """Map the slabs and have the weights come."""
+        load = partial(
+            self.holdings.load, command.model, prefetched=isinstance(command, PrefetchModel)
+        )
+        if not self._mapping_seconds:
+            return load()
+        if not self.holdings.has_room_for(command.model):
+            return False
+
+        def end() -> None:
+            self._job = None
+            load()
+            self.work()
+
+        self._job = Mapped(command.model)
+        self._agenda.at(self._agenda.now + self._mapping_seconds, Rank.JOB, end)
+        return True
+
     def _evict(self, command: EvictModel) -> bool:
-        self._holdings.evict(command.model)
+        self.holdings.evict(command.model)
         if self._active == command.model:
             self._active = None
         return True
@@ -282,13 +301,15 @@ class SimulatedInstance:
             raise LabError(f"a prompt for {command.model} without its weights")
         tokens = life.prompt_tokens + life.produced
         blocks = engine.shape.blocks(tokens)
-        if not self._holdings.can_grow(command.model, blocks, command.kv_slabs):
-            if self._holdings.moves_out:
+        if not self.holdings.can_grow(command.model, blocks, command.kv_slabs):
+            if self.holdings.moves_out:
                 return False
             self._defer(command.model, life.id)
             return True
         engine.hold(life.id, blocks)
         seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
+        if engine.load is not None:
+            seconds += self._box.interference_seconds
         job = self._job = Prefill(command, life, self._agenda.now, seconds)
         self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
         return True
@@ -364,7 +385,7 @@ class SimulatedInstance:
         waiting = deque(command.prompts)
         while waiting and self._known(waiting[0]) is None:
             self._prompt_done(command.model, waiting.popleft(), 0.0)
-        if waiting and self._holdings.moves_out and not self._fits_prompt(command, waiting[0]):
+        if waiting and self.holdings.moves_out and not self._fits_prompt(command, waiting[0]):
             return False
         self._note_switch(command.model, now - self._ready_since)
         turn = Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
@@ -375,7 +396,7 @@ class SimulatedInstance:
     def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
         life, shape = self._lives[request], self._engines[command.model].shape
         blocks = shape.blocks(life.prompt_tokens + life.produced)
-        return self._holdings.can_grow(command.model, blocks, command.kv_slabs)
+        return self.holdings.can_grow(command.model, blocks, command.kv_slabs)
 
     def _begin_prompts(self, turn: Turn) -> None:
         """Have prompts begin while those that have leave room in the next chunk."""

@@ -8,24 +8,27 @@ as in a model of `LAYERS` layers. Step times are fitted to the journal's own tur
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from appliance.errors import LabError
 from appliance.journal import Setup, read
+from appliance.lab.deviation import Deviation
 from appliance.lab.fitting import fit_prefill, fit_steps
 from appliance.lab.hardware import Box, Gpu, ModelProfile
+from appliance.lab.overheads import ColdPrompt, Overheads
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.simulator import Run
 from appliance.lab.steptables import Measurements
 from appliance.lab.trial import Contender, Setting
 from appliance.lab.workload import Arrival
+from appliance.policywords import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Command,
     Event,
@@ -49,6 +52,12 @@ from appliance.vocabulary import (
 
 LAYERS = 16
 """Of a model whose layers nobody counted; only how late a prompt is behind its load hangs on it."""
+
+FEW = 3
+"""Observations of a model from which its times are scaled to its own."""
+
+UNUSUAL = 10.0
+"""So many times what was expected: the machine stood still meanwhile."""
 
 ENOUGH = 8
 """Observations from which a model's times are fitted to its own; with fewer, to those of all."""
@@ -74,16 +83,18 @@ class Recording:
     setting: Setting
     happened: Run
     contender: Contender
-    """The policies that decided then."""
+    """The policies that decided then, each from when it was chosen."""
     measured: Mapping[ModelName, Measurements]
     """Its prompts and turns, as rows to fit times to."""
 
 
-def recording(path: Path) -> Recording:
-    """Read a journal. Raises `LabError` if there is nothing in it to replay."""
+def recording(path: Path, learns: Callable[[float], bool] | None = None) -> Recording:
+    """Read a journal. How long anything takes is learned from all of it, or from what was over at
+    times at which `learns`, of the seconds since the first request, is true. Raises `LabError` if
+    there is nothing in it to replay."""
     try:
         setup, entries = read(path)
-        reader = _Reader(setup)
+        reader = _Reader(setup, learns)
         for entry in entries:
             reader.hear(entry.now, entry.event, entry.commands)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -94,13 +105,15 @@ def recording(path: Path) -> Recording:
         setting=reader.setting(),
         happened=reader.run(),
         measured=reader.measured,
-        contender=Contender(
-            "+".join(setup.policy.use),
-            setup.policy.use,
-            setup.policy.parameters,
-            setup.policy.decisions,
+        contender=replace(
+            _contender(setup.policy),
+            successors=[(seconds, _contender(choice)) for seconds, choice in reader.swaps],
         ),
     )
+
+
+def _contender(choice: PolicyChoice) -> Contender:
+    return Contender("+".join(choice.use), choice.use, choice.parameters, choice.decisions)
 
 
 @dataclass
@@ -114,12 +127,56 @@ class _Job:
     produced: int = 0
 
 
+def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> ModelProfile:
+    """The profile by which everything seen of the model would have taken as long as it did; `turns`
+    are the steps of each turn. A fit by relative error is below the mean of noisy times, and one to
+    other models' is anywhere."""
+    prompts = _ratio(
+        (seconds, profile.prefill_seconds(round(tokens))) for tokens, _, _, seconds in seen.prompts
+    )
+    steps = _ratio(
+        (count * seconds, count * profile.step_seconds(requests, kv_tokens))
+        for count, (requests, kv_tokens, seconds) in zip(turns, seen.steps, strict=True)
+    )
+    changes = {}
+    for name in profile.__struct_fields__:
+        if "_seconds" in name:
+            scale = prompts if name.startswith("prefill_") else steps
+            changes[name] = scale * getattr(profile, name)
+    return msgspec.structs.replace(profile, **changes)
+
+
+def _ratios(seen: Measurements, profile: ModelProfile) -> list[float]:
+    """Seconds over those expected, of all prompts and turns."""
+    prompts = [
+        seconds / profile.prefill_seconds(round(tokens)) for tokens, _, _, seconds in seen.prompts
+    ]
+    turns = [
+        seconds / profile.step_seconds(requests, kv_tokens)
+        for requests, kv_tokens, seconds in seen.steps
+    ]
+    return prompts + turns
+
+
+def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """Of the sums of what was and what was expected, without those where the machine stood still;
+    1 if there are too few."""
+    usual = [(was, expected) for was, expected in pairs if was < UNUSUAL * expected]
+    if len(usual) < FEW:
+        return 1.0
+    return math.fsum(was for was, _ in usual) / math.fsum(expected for _, expected in usual)
+
+
 class _Reader:
     """Hears the journal, entry by entry. The clock starts with the first request."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, learns: Callable[[float], bool] | None) -> None:
         self._setup = setup
+        self._learns_at = learns
+        self._overheads = Overheads()
         self.recorder = Recorder()
+        self.swaps: list[tuple[float, PolicyChoice]] = []
+        """When policies were changed while it ran, and to which."""
         self._lives: dict[RequestId, Life] = {}
         self._began: float | None = None
         self._now = 0.0
@@ -130,17 +187,22 @@ class _Reader:
         self._jobs: dict[InstanceId, _Job] = {}
         self._current: dict[InstanceId, ModelName] = {}
         self.measured: defaultdict[ModelName, Measurements] = defaultdict(Measurements)
-        self._rates: list[float] = []
-        """Of loads, bytes a second."""
+        self._turns: defaultdict[ModelName, list[int]] = defaultdict(list)
+        """Steps of each turn in them."""
 
-    def hear(self, now: float, event: Event, commands: Iterable[Command]) -> None:
+    def hear(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if self._began is None and isinstance(event, RequestArrived):
             self._began = now
         self._now = now - (now if self._began is None else self._began)
         self._events += 1
+        self._overheads.hear(self._now, event, commands, learns=self._learns)
         self._on(event)
         for command in commands:
             self._note(command)
+
+    @property
+    def _learns(self) -> bool:
+        return self._learns_at is None or self._learns_at(self._now)
 
     @singledispatchmethod
     def _on(self, event: Event) -> None:
@@ -164,6 +226,10 @@ class _Reader:
         self._lives[spec.id] = life
 
     @_on.register
+    def _(self, event: PolicyChosen) -> None:
+        self.swaps.append((self._now, event.choice))
+
+    @_on.register
     def _(self, event: InstanceUp) -> None:
         self._slabs = max(self._slabs, event.slabs)
 
@@ -181,8 +247,6 @@ class _Reader:
         self._loaded.add((event.instance, event.model))
         self.recorder.loads += 1
         self.recorder.prefetches += event.prefetched
-        if event.seconds > 0:
-            self._rates.append(event.moved_bytes / event.seconds)
 
     @_on.register
     def _(self, event: TokensProduced) -> None:
@@ -201,7 +265,7 @@ class _Reader:
         life = self._lives.get(event.request)
         if job is None or isinstance(job.command, RunTurn):
             return
-        if life is not None and job.warm and event.seconds > 0:
+        if life is not None and job.warm and event.seconds > 0 and self._learns:
             tokens = life.kv_tokens
             row = (tokens, tokens * tokens, 1.0, event.seconds)
             self.measured[event.model].prompts.append(row)
@@ -212,12 +276,13 @@ class _Reader:
         job = self._jobs.get(event.instance)
         if job is None or isinstance(job.command, RunPrefill) or not event.steps:
             return
-        if not job.command.prompts and event.seconds > 0:
+        if not job.command.prompts and event.seconds > 0 and self._learns:
             # As it was in the middle of the turn.
             kv_tokens = job.kv_tokens + job.produced / 2
             batch = job.produced / event.steps
             row = (batch, kv_tokens, event.seconds / event.steps)
             self.measured[event.model].steps.append(row)
+            self._turns[event.model].append(event.steps)
         self._computed(event.instance, event.model, job, event.seconds, event.steps)
 
     def _computed(
@@ -276,29 +341,29 @@ class _Reader:
             raise LabError("no engine was built in the journal: nothing says how large models are")
         built = self._built[served[0].name]
         tp = max(1, built.host_slabs // built.weight_slabs)
-        rate = UNKNOWN_BYTES_PER_SECOND
-        if self._rates:
-            # Most loads share the link with something; the fast ones had it for themselves.
-            rate = float(np.percentile(self._rates, 90, method="lower")) / tp
+        rate = self._overheads.load_bytes_per_second() or UNKNOWN_BYTES_PER_SECOND
         box = Box(
             gpu=Gpu(
                 name="recorded",
                 vram_bytes=self._slabs * setup.slab_bytes,
-                pcie_bytes_per_second=rate,
+                pcie_bytes_per_second=rate / tp,
                 efficiency=1.0,
+                mapping_seconds=self._overheads.mapping_seconds(),
             ),
             instances=setup.instances,
             tp=tp,
             host_bytes=setup.host_bytes,
             pool_share=1.0,
             slab_bytes=setup.slab_bytes,
+            order_seconds=self._overheads.order_seconds(),
             block_tokens=built.kv.block_tokens,
         )
         names = {model.name for model in served}
+        profiles = {name: self._profile(self._built[name], tp) for name in sorted(names)}
         return Setting(
             models=served,
-            box=box,
-            profiles={name: self._profile(self._built[name], tp) for name in sorted(names)},
+            box=self._with_interference(box, profiles),
+            profiles=profiles,
             arrivals=[
                 Arrival(
                     seconds=life.arrived,
@@ -314,7 +379,30 @@ class _Reader:
             ],
             seconds=self._now,
             kv_floor_slabs=setup.kv_floor_slabs,
+            deviation=Deviation(noise=self._noise(profiles)),
+            informed=False,
         )
+
+    def _noise(self, profiles: Mapping[ModelName, ModelProfile]) -> float:
+        """Coefficient of variation of what prompts and turns took, over what they should have."""
+        ratios = []
+        for name, seen in self.measured.items():
+            if name in profiles:
+                ratios += _ratios(seen, profiles[name])
+        usual = [ratio for ratio in ratios if ratio < UNUSUAL]
+        return statistics.pstdev(usual) if len(usual) >= ENOUGH else 0.0
+
+    def _with_interference(self, box: Box, profiles: Mapping[ModelName, ModelProfile]) -> Box:
+        tokens = {life.id: life.prompt_tokens for life in self.recorder.lives}
+
+        def expected_seconds(prompt: ColdPrompt) -> float:
+            profile = profiles[prompt.model]
+            load = profile.shard_bytes / box.gpu.link_bytes_per_second
+            compute = profile.prefill_seconds(tokens[prompt.request])
+            return max(compute, load + compute / profile.layers)
+
+        seconds = self._overheads.interference_seconds(expected_seconds)
+        return msgspec.structs.replace(box, interference_seconds=seconds)
 
     def _profile(self, built: ModelBuilt, tp: int) -> ModelProfile:
         own, everyones = self.measured[built.model], _together(self.measured.values())
@@ -334,7 +422,8 @@ class _Reader:
             "tp": tp,
             "shape": built.kv,
         }
-        return msgspec.convert(sizes | times, ModelProfile)
+        profile = msgspec.convert(sizes | times, ModelProfile)
+        return _scaled(profile, own, self._turns[built.model])
 
 
 def _together(all_models: Iterable[Measurements]) -> Measurements:

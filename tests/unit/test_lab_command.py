@@ -51,12 +51,13 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
             else:
                 assert result.exit_code == 0, result.output
                 printed.append(result.stdout)
-    assert len(printed) == 8 + PLOTS
+    assert len(printed) == 9 + PLOTS
     assert printed[0].split().count("aegaeon") == 1
-    assert "a third prefills" in printed[-6]
-    assert "MODELS AT 90.0%" in printed[-5]
-    assert "HOST GIB" in printed[-4]
-    assert "BOUND BY" in printed[-3]
+    assert "a third prefills" in printed[-7]
+    assert "MODELS AT 90.0%" in printed[-6]
+    assert "HOST GIB" in printed[-5]
+    assert "BOUND BY" in printed[-4]
+    assert "commands identical" in printed[-3]
     assert "aegaeon, recorded" in printed[-2]
     assert "PROMPTS" in printed[-1]
     three = json.loads(Path("three.json").read_text())
@@ -64,7 +65,10 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
     assert [(o["policy"], o["seed"]) for o in three["outcomes"]] == [("aegaeon", 1)]
     if PLOTS:
         made = {path.name for path in Path("plots").iterdir()}
-        assert made == {"attainment.png", "tbt.png", "ttft.png", "turns-0.png", "turns-1.png"}
+        assert made == {
+            *("attainment.png", "tbt.png", "ttft.png", "gpus.png"),
+            *(f"{what}-{policy}.png" for what in ["turns", "memory"] for policy in [0, 1]),
+        }
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
         (["run", SCENARIO, "--set", "hardware"], "give KEY=VALUE"),
         (["run", SCENARIO, "--policy", "nobody"], "nobody"),
         (["run", SCENARIO, "--set", "policies={}"], "give --policy"),
-        (["sweep", SCENARIO, "--metric", "beauty", "--set", "duration=5s"], "there is no beauty"),
+        (["sweep", SCENARIO, "--metric", "beauty", "--set", "duration=15s"], "there is no beauty"),
         (["sweep", SCENARIO, "--set", 'models.0.names=["a"]'], "cannot be more"),
         (["replay", "journal.jsonl", "--policy", "nobody"], "nobody"),
         (["replay", SCENARIO, "--policy", "serverlessllm"], "first_look.toml"),
