@@ -59,9 +59,10 @@ class Entry(Word, frozen=True):
 
 
 class Difference(Word, frozen=True):
-    """Line `line` of the journal (from 1) was answered otherwise in the replay."""
+    """Line `line` of the journal (from 1), on `event`, was answered otherwise in the replay."""
 
     line: int
+    event: Event
     recorded: Sequence[Command]
     replayed: Sequence[Command]
 
@@ -165,5 +166,8 @@ def replay(path: Path) -> tuple[int, list[Difference]]:
             break
         count += 1
         if replayed != entry.commands:
-            differences.append(Difference(line=line, recorded=entry.commands, replayed=replayed))
+            found = Difference(
+                line=line, event=entry.event, recorded=entry.commands, replayed=replayed
+            )
+            differences.append(found)
     return count, differences

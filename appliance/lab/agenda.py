@@ -10,15 +10,16 @@ from enum import IntEnum
 class Rank(IntEnum):
     """What goes first of what happens at the same time.
 
-    Who waits for bytes finds them; what is over frees its instance before anybody new asks for
-    one; who decides is changed before the clock is looked at.
+    Who waits for bytes finds them; what is over frees its instance before it hears of more, and
+    that before anybody new asks for one; who decides is changed before the clock is looked at.
     """
 
     TRANSFER = 0
     JOB = 1
-    ARRIVAL = 2
-    SWAP = 3
-    TICK = 4
+    ORDER = 2
+    ARRIVAL = 3
+    SWAP = 4
+    TICK = 5
 
 
 class Entry:

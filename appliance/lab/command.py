@@ -1,4 +1,4 @@
-"""The command line of the lab: ``appliance lab run``, ``sweep`` and ``replay``.
+"""The command line of the lab: ``appliance lab run``, ``sweep``, ``plan`` and ``replay``.
 
 Exit status as everywhere: 0 done, 1 it went wrong, 2 the command line or the scenario is wrong.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,22 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from appliance.errors import ApplianceError, LabError, PolicyError
+from appliance import journal
+from appliance.errors import ApplianceError, IllegalTransition, LabError, LedgerError, PolicyError
 from appliance.lab import plots, scenario
+from appliance.lab.calibratecommand import calibrate_command
 from appliance.lab.contest import Arena, Match, Outcome, outcome
-from appliance.lab.recorded import recording
+from appliance.lab.plan import Carries, Need, Planner, kinds_known
+from appliance.lab.plantable import plan_table
+from appliance.lab.reach import worst
+from appliance.lab.recorded import Recording, recording
 from appliance.lab.report import Report, mean, share, table
 from appliance.lab.scenario import Scenario
 from appliance.lab.sweep import Load, ModelsLoad, RateLoad, largest
 from appliance.lab.trial import Contender, Trial, play
+
+MOST_TIMES_THE_RATE = 64.0
+"""That `plan --box` tries."""
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 policies_option = click.option(
@@ -59,6 +68,9 @@ jobs_option = click.option(
 @click.group()
 def lab() -> None:
     """Compare policies on a virtual clock: the daemon's own decisions, modelled hardware."""
+
+
+lab.add_command(calibrate_command)
 
 
 @lab.command()
@@ -110,7 +122,7 @@ def run(
 
 @lab.command()
 @click.argument("path", metavar="JOURNAL", type=existing)
-@click.option("--policy", "policies", multiple=True, required=True, help="May be repeated.")
+@click.option("--policy", "policies", multiple=True, help="May be repeated.")
 @json_option
 @plot_option
 def replay(
@@ -120,32 +132,69 @@ def replay(
 
     Beside them stand what really happened, and what the lab makes of the policy that decided then:
     how far those two differ is how far the lab is to be trusted here.
+
+    With the policy that decided then, or without --policy, the machine is told again what it was
+    told, and has to order again what it ordered; exit status 1 if it does not.
     """
     with _errors(plot_path):
         found = recording(path)
         own = found.contender
-        contenders = [
-            Contender(f"{own.name} in the lab", own.use, own.parameters, own.decisions),
-            *(Contender(name, (name,)) for name in policies),
-        ]
-        curves = plot_path is not None
-        happened = Trial(found.happened, ())
-        outcomes = [outcome(f"{own.name}, recorded", 0, happened, 0.0, with_curves=curves)]
-        with _progress(len(contenders)) as done:
-            for contender in contenders:
-                trial = play(found.setting, contender)
-                outcomes.append(outcome(contender.name, 0, trial, 0.0, with_curves=curves))
-                done()
-        _publish(
-            Report(
-                title=path.name,
-                duration_seconds=found.setting.seconds,
-                warmup_seconds=0.0,
-                outcomes=outcomes,
-            ),
-            json_path,
-            plot_path,
-        )
+        others = [name for name in policies if name != own.name]
+        asked = not policies or own.name in policies
+        identical = not asked or _replayed(path)
+        if others:
+            _what_if(path, found, others, json_path, plot_path)
+    if not identical:
+        sys.exit(1)
+
+
+def _what_if(
+    path: Path,
+    found: Recording,
+    others: Sequence[str],
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """What happened, what the lab makes of it, and what it makes of the others."""
+    own = found.contender
+    contenders = [
+        replace(own, name=f"{own.name} in the lab"),
+        *(Contender(name, (name,)) for name in others),
+    ]
+    curves = plot_path is not None
+    happened = Trial(found.happened, ())
+    outcomes = [outcome(f"{own.name}, recorded", 0, happened, 0.0, with_curves=curves)]
+    with _progress(len(contenders)) as done:
+        for contender in contenders:
+            trial = play(found.setting, contender)
+            outcomes.append(outcome(contender.name, 0, trial, 0.0, with_curves=curves))
+            done()
+    _publish(
+        Report(
+            title=path.name,
+            duration_seconds=found.setting.seconds,
+            warmup_seconds=0.0,
+            outcomes=outcomes,
+        ),
+        json_path,
+        plot_path,
+    )
+
+
+def _replayed(path: Path) -> bool:
+    """Say whether the journal's commands follow from its events, or where they first do not."""
+    try:
+        count, differences = journal.replay(path)
+    except (IllegalTransition, LedgerError) as error:
+        raise LabError(f"{path}: it contradicts itself: {error}") from None
+    if not differences:
+        click.echo(f"replayed {count} events: commands identical")
+        return True
+    first = differences[0]
+    click.echo(f"line {first.line} is the first that is answered otherwise: {first.event!r}")
+    for name, commands in (("recorded", first.recorded), ("replayed", first.replayed)):
+        click.echo(f"{name}: {'; '.join(map(repr, commands)) or 'nothing'}")
+    return False
 
 
 @lab.command()
@@ -223,6 +272,98 @@ def sweep(
             plots.draw_sweep(points, load.name, targets, plot_path / "sweep.png")
 
 
+@lab.command()
+@click.argument("path", metavar="SCENARIO", type=existing)
+@click.option("--policy", default="appliance", show_default=True, help="Which is to decide.")
+@click.option(
+    "--at",
+    "target",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.99,
+    show_default=True,
+    help="Attainment to keep.",
+)
+@click.option("--metric", default="token_attainment", show_default=True)
+@click.option(
+    "--gpus",
+    metavar="NAME,...",
+    default="",
+    help="Kinds of GPU to plan for; all that are known if it is not given.",
+)
+@click.option("--box", is_flag=True, help="Ask what the scenario's own box can carry instead.")
+@click.option(
+    "--most",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Plan for no more GPUs.",
+)
+@click.option(
+    "--extrapolate",
+    is_flag=True,
+    help="Answer even where a model was measured for smaller prompts or batches only.",
+)
+@set_option
+@seeds_option
+@json_option
+@jobs_option
+def plan(
+    path: Path,
+    policy: str,
+    target: float,
+    metric: str,
+    gpus: str,
+    box: bool,
+    most: int,
+    extrapolate: bool,
+    changes: tuple[str, ...],
+    seeds: int | None,
+    json_path: Path | None,
+    jobs: int,
+) -> None:
+    """Find how many GPUs of which kind SCENARIO needs, and how much host memory."""
+    with _errors(None):
+        changed = _changes(changes)
+        chosen = scenario.read(path, changed)
+        all_seeds = _seeds(chosen, seeds)
+        with Arena(min(jobs, len(all_seeds))) as arena, _progress(None) as done:
+
+            def play_changed(more: Mapping[str, str]) -> Sequence[Outcome]:
+                matches = [
+                    Match(path=str(path), policy=policy, seed=seed, changes={**changed, **more})
+                    for seed in all_seeds
+                ]
+                return arena.play(matches, done)
+
+            planner = Planner(path, changed, play_changed, metric)
+            planned: Sequence[Need | Carries]
+            if box:
+                planned = [planner.carries(load, target) for load in _loads(chosen)]
+            else:
+                kinds = [name.strip() for name in gpus.split(",") if name.strip()] or kinds_known()
+                planned = [planner.need(kind, target, most) for kind in kinds]
+        beyond = worst(one.beyond for one in planned)
+        if beyond and not extrapolate:
+            said = "; ".join(f"{name}: {what}" for name, what in beyond.items())
+            raise LabError(f"{said}. Give --extrapolate to plan all the same")
+        for name, what in beyond.items():
+            click.echo(f"{name}: {what}", err=True)
+        _print(plan_table(chosen.title, policy, planned))
+        if json_path is not None:
+            document = {"title": chosen.title, "policy": policy, "at": target, "metric": metric}
+            document |= {"changes": changed, "plan": planned}
+            encoded = msgspec.json.format(msgspec.json.encode(document), indent=2)
+            json_path.write_bytes(encoded + b"\n")
+
+
+def _loads(chosen: Scenario) -> list[Load]:
+    """Kinds of load that this scenario can have more of."""
+    loads: list[Load] = [RateLoad(chosen, None, MOST_TIMES_THE_RATE)]
+    with suppress(LabError):
+        loads.append(ModelsLoad(chosen, None, None))
+    return loads
+
+
 def _metric(found: Outcome, metric: str) -> float:
     if metric not in found.metrics:
         raise LabError(f"--metric: there is no {metric}; there are: {', '.join(found.metrics)}")
@@ -290,6 +431,8 @@ def _publish(report: Report, json_path: Path | None, plot_path: Path | None) -> 
                 f" built-in; the first: {found.fault}",
                 err=True,
             )
+    for name, beyond in worst(found.beyond for found in report.outcomes).items():
+        click.echo(f"{name}: {beyond}", err=True)
     if json_path is not None:
         json_path.write_bytes(report.json())
     if plot_path is not None:

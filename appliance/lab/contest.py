@@ -16,6 +16,7 @@ import msgspec
 from appliance.errors import ApplianceError, LabError
 from appliance.lab import scenario
 from appliance.lab.metrics import Curves, curves, fragmentation_by_shape, measure
+from appliance.lab.reach import Beyond
 from appliance.lab.trial import SAME_MECHANISM, System, Trial, play
 from appliance.vocabulary import Word
 
@@ -45,6 +46,10 @@ class Outcome(Word, frozen=True, kw_only=True):
     system: System = SAME_MECHANISM
     fragmentation: Mapping[str, Mapping[str, float]] = {}
     """Of KV by tier and shape (bytes of a block)."""
+    host_kv_peak_bytes: int = 0
+    """Of the host tier, under swapped KV at its peak."""
+    beyond: Mapping[str, Beyond] = {}
+    """By profile: what was asked of it that it was not fitted to."""
     curves: Curves | None = None
 
 
@@ -72,6 +77,8 @@ def outcome(
         faults=len(trial.faults),
         fault="" if first is None else f"{first.hook}: {first.reason}",
         fragmentation=fragmentation_by_shape(trial.run, warmup_seconds),
+        host_kv_peak_bytes=trial.host_kv_peak_bytes,
+        beyond=trial.run.recorder.reach.beyond(),
         curves=curves(trial.run, warmup_seconds) if with_curves else None,
     )
 

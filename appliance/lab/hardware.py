@@ -1,15 +1,20 @@
 """What the lab knows of hardware: GPUs, and how long a model's steps take on them.
 
-The built-in tables lie beside this file: ``gpus.csv`` (data sheets) and ``profiles.csv`` (fitted by
-``benchmarks/lab_profiles.py`` to steps measured with vLLM; see there for the forms).
+The built-in tables lie beside this file: ``gpus.csv`` (data sheets) and ``profiles.csv`` (written
+by ``appliance lab calibrate``; docs/results.md has the command line).
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from appliance.errors import LabError
 from appliance.scheduling.costmodel import StepTimes
@@ -26,9 +31,12 @@ class Gpu(Word, frozen=True, kw_only=True):
     vram_bytes: int
     pcie_bytes_per_second: float
     """In each direction."""
+    memory_bytes_per_second: float = math.inf
+    """At which it reads its own memory."""
     efficiency: float = EFFICIENCY
     mapping_seconds: float = 0.0
-    """What a load takes besides the copy: mapping its slabs."""
+    """What a load takes of the instance's own time before the copy begins: its slabs are mapped,
+    those of who had to go are unmapped, and nothing is computed meanwhile."""
     disk_bytes_per_second: float = 5e9
     """At which weights without an image in the host tier are read."""
 
@@ -40,6 +48,20 @@ class Gpu(Word, frozen=True, kw_only=True):
     def switch_seconds(self, weight_bytes: int) -> float:
         """The time a load takes that has the link for itself (Aegaeon Eq. 4, corrected)."""
         return self.mapping_seconds + weight_bytes / self.link_bytes_per_second
+
+
+class Measured(Word, frozen=True, kw_only=True):
+    """How far measurements went: the largest prompt, batch, and KV of a batch."""
+
+    prompt_tokens: int
+    requests: int
+    kv_tokens: int
+
+    def has_prompt(self, tokens: int) -> bool:
+        return tokens <= self.prompt_tokens
+
+    def has_step(self, requests: int, kv_tokens: int) -> bool:
+        return requests <= self.requests and kv_tokens <= self.kv_tokens
 
 
 class ModelProfile(Word, frozen=True, kw_only=True):
@@ -57,11 +79,22 @@ class ModelProfile(Word, frozen=True, kw_only=True):
     prefill_base_seconds: float
     prefill_seconds_per_token: float
     prefill_seconds_per_token2: float
+    prefill_knee_tokens: int = 0
+    prefill_seconds_per_token_past_knee: float = 0.0
+    """On top of `prefill_seconds_per_token`: below, the weights take longer to read."""
     step_base_seconds: float
     step_seconds_per_kv_token: float
     step_seconds_per_sequence: float
+    step_knee_sequences: int = 0
+    step_seconds_per_sequence_past_knee: float = 0.0
+    """On top of `step_seconds_per_sequence`."""
+    step_tile_sequences: Annotated[int, Meta(ge=1)] = 1
+    step_seconds_per_tile: float = 0.0
+    """Of every tile of sequences that has begun: matrix products compute whole tiles."""
     shape: KvShape | None = None
     """Its blocks as an engine reported them; else as small as they can be."""
+    measured: Measured | None = None
+    """What the times were fitted to; None if nobody says."""
 
     @property
     def shard_bytes(self) -> int:
@@ -73,15 +106,18 @@ class ModelProfile(Word, frozen=True, kw_only=True):
         return (
             self.prefill_base_seconds
             + self.prefill_seconds_per_token * tokens
+            + self.prefill_seconds_per_token_past_knee * max(0, tokens - self.prefill_knee_tokens)
             + self.prefill_seconds_per_token2 * tokens * tokens
         )
 
-    def step_seconds(self, batch: int, kv_tokens: int) -> float:
+    def step_seconds(self, batch: float, kv_tokens: float) -> float:
         """One decoding step of `batch` requests that have `kv_tokens` tokens of KV together."""
         return (
             self.step_base_seconds
             + self.step_seconds_per_kv_token * kv_tokens
             + self.step_seconds_per_sequence * batch
+            + self.step_seconds_per_sequence_past_knee * max(0, batch - self.step_knee_sequences)
+            + self.step_seconds_per_tile * -(-batch // self.step_tile_sequences)
         )
 
     def mixed_step_seconds(
@@ -98,10 +134,16 @@ class ModelProfile(Word, frozen=True, kw_only=True):
             fixed += self.step_seconds(batch, kv_tokens)
         else:
             fixed = self.prefill_base_seconds
-        return fixed + sum(
-            self.prefill_seconds_per_token * tokens
-            + self.prefill_seconds_per_token2 * tokens * (tokens + 2 * history)
-            for tokens, history in chunks
+        rows, attention = 0, 0
+        for tokens, history in chunks:
+            rows += tokens
+            attention += tokens * (tokens + 2 * history)
+        past = max(0, rows - self.prefill_knee_tokens)
+        return (
+            fixed
+            + self.prefill_seconds_per_token * rows
+            + self.prefill_seconds_per_token_past_knee * past
+            + self.prefill_seconds_per_token2 * attention
         )
 
     def step_growth_seconds(self, batch: int, chunk_tokens: int = 0) -> float:
@@ -116,9 +158,15 @@ class ModelProfile(Word, frozen=True, kw_only=True):
             prefill_base=self.prefill_base_seconds,
             prefill_per_token=self.prefill_seconds_per_token,
             prefill_per_token_squared=self.prefill_seconds_per_token2,
+            prefill_knee_tokens=self.prefill_knee_tokens,
+            prefill_per_token_past_knee=self.prefill_seconds_per_token_past_knee,
             step_base=self.step_base_seconds,
             step_per_kv_token=self.step_seconds_per_kv_token,
             step_per_request=self.step_seconds_per_sequence,
+            step_knee_requests=self.step_knee_sequences,
+            step_per_request_past_knee=self.step_seconds_per_sequence_past_knee,
+            step_tile_requests=self.step_tile_sequences,
+            step_per_tile=self.step_seconds_per_tile,
         )
 
     def weight_slabs(self, slab_bytes: int) -> int:
@@ -162,6 +210,12 @@ class Box(Word, frozen=True, kw_only=True):
     activation_seconds: float = 0.0
     """For which an instance stands still at every switch, after the copy: what a system needs to
     start an engine. None where engines stay ready."""
+    interference_seconds: float = 0.0
+    """By how much longer a prompt takes when its weights are still to come: where one processor
+    computes and copies, the two are in each other's way."""
+    order_seconds: float = 0.0
+    """From what happened to the work that follows from it: the daemon hears of it and decides, the
+    worker hears that and begins."""
 
     @property
     def root_bytes_per_second(self) -> float:
@@ -194,6 +248,11 @@ def profile(model: str, gpu_name: str, tp: int = 1) -> ModelProfile:
     return known[model, gpu_name, tp]
 
 
+def profiled() -> Collection[tuple[str, str, int]]:
+    """Model, GPU and tp of each profile of the built-in table."""
+    return _profiles().keys()
+
+
 @cache
 def _gpus() -> dict[str, Gpu]:
     return {
@@ -201,6 +260,7 @@ def _gpus() -> dict[str, Gpu]:
             name=row["gpu"],
             vram_bytes=int(row["vram_bytes"]),
             pcie_bytes_per_second=float(row["pcie_bytes_per_second"]),
+            memory_bytes_per_second=float(row["memory_bytes_per_second"]),
         )
         for row in _table("gpus.csv")
     }
@@ -209,22 +269,18 @@ def _gpus() -> dict[str, Gpu]:
 @cache
 def _profiles() -> dict[tuple[str, str, int], ModelProfile]:
     return {
-        (row["model"], row["gpu"], int(row["tp"])): ModelProfile(
-            name=row["model"],
-            weight_bytes=int(row["weight_bytes"]),
-            layers=int(row["layers"]),
-            hidden=int(row["hidden"]),
-            kv_bytes_per_token=int(row["kv_bytes_per_token"]),
-            tp=int(row["tp"]),
-            prefill_base_seconds=float(row["prefill_seconds"]),
-            prefill_seconds_per_token=float(row["prefill_seconds_per_token"]),
-            prefill_seconds_per_token2=float(row["prefill_seconds_per_token2"]),
-            step_base_seconds=float(row["step_seconds"]),
-            step_seconds_per_kv_token=float(row["step_seconds_per_kv_token"]),
-            step_seconds_per_sequence=float(row["step_seconds_per_sequence"]),
-        )
+        (row["model"], row["gpu"], int(row["tp"])): profile_of(row)
         for row in _table("profiles.csv")
     }
+
+
+def profile_of(row: Mapping[str, str]) -> ModelProfile:
+    """A row of a table of profiles: fields by name, and those of `Measured` if they are there."""
+    measured = None
+    if all(row.get(name) for name in Measured.__struct_fields__):
+        measured = msgspec.convert(row, Measured, strict=False)
+    found = msgspec.convert({**row, "name": row["model"]}, ModelProfile, strict=False)
+    return msgspec.structs.replace(found, measured=measured)
 
 
 def _table(name: str) -> Iterator[dict[str, str]]:

@@ -73,14 +73,11 @@ class Holdings:
         engine = self.engines[model]
         if engine.mapped or engine.in_host is None:
             raise LabError(f"{model} is loaded already, or was not told from where")
-        if not self.has_room(engine.weight_slabs, f"the weights of {model}"):
+        if not self.has_room_for(model):
             return False
         engine.mapped = True
-        shard, gpu = engine.profile.shard_bytes, self._box.gpu
         if engine.in_host:
-            link, lane = self._inwards, WEIGHTS
-            # Mapping counts as the bytes that could be copied meanwhile.
-            nbytes = shard + round(gpu.mapping_seconds * gpu.link_bytes_per_second)
+            link, lane, nbytes = self._inwards, WEIGHTS, engine.profile.shard_bytes
         else:
             link, lane, nbytes = self._disk, self._files, engine.profile.weight_bytes
         transfer = link.start(lane, nbytes, lambda _: self._end_load(model))
@@ -221,6 +218,10 @@ class Holdings:
         if not self.moves_out:
             raise LabError(f"{what} need {slabs} slabs, {self._box.slabs - mapped} are free")
         return False
+
+    def has_room_for(self, model: ModelName) -> bool:
+        """The same for its weights."""
+        return self.has_room(self.engines[model].weight_slabs, f"the weights of {model}")
 
     def can_grow(self, model: ModelName, blocks: int, cap_slabs: int) -> bool:
         """Whether the model's KV may grow by so many blocks now."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from operator import not_
 
@@ -27,7 +28,7 @@ from appliance.lab.agenda import Agenda, Rank
 from appliance.lab.deviation import EXACT, Deviation, Pace
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.holdings import Holdings
-from appliance.lab.jobs import Activation, Prefill, Prompt, Turn
+from appliance.lab.jobs import Activation, Mapped, Prefill, Prompt, Turn
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.stretches import elapsed, steps_in_room, steps_until
 from appliance.lab.wiring import Wiring
@@ -97,7 +98,8 @@ class SimulatedInstance:
         self.holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
         self._engines = self.holdings.engines
         self._queue: deque[Command] = deque()
-        self._job: Prefill | Turn | Activation | StoreWeights | None = None
+        self._job: Prefill | Turn | Activation | Mapped | StoreWeights | None = None
+        self._mapping_seconds = box.gpu.mapping_seconds
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
         self._gone: set[RequestId] = set()
@@ -170,10 +172,8 @@ class SimulatedInstance:
                 return self.holdings.move_in(command, self._known)
             case TrimKv():
                 return True  # nothing is kept that nobody uses
-            case LoadModel():
-                return self.holdings.load(command.model, prefetched=False)
-            case PrefetchModel():
-                return self.holdings.load(command.model, prefetched=True)
+            case LoadModel() | PrefetchModel():
+                return self._load(command)
             case EvictModel():
                 return self._evict(command)
             case StoreWeights():
@@ -234,6 +234,25 @@ class SimulatedInstance:
         self._job, self._active = None, model
         self.work()
 
+    def _load(self, command: LoadModel | PrefetchModel) -> bool:
+        """Map the slabs and have the weights come."""
+        load = partial(
+            self.holdings.load, command.model, prefetched=isinstance(command, PrefetchModel)
+        )
+        if not self._mapping_seconds:
+            return load()
+        if not self.holdings.has_room_for(command.model):
+            return False
+
+        def end() -> None:
+            self._job = None
+            load()
+            self.work()
+
+        self._job = Mapped(command.model)
+        self._agenda.at(self._agenda.now + self._mapping_seconds, Rank.JOB, end)
+        return True
+
     def _evict(self, command: EvictModel) -> bool:
         self.holdings.evict(command.model)
         if self._active == command.model:
@@ -289,6 +308,8 @@ class SimulatedInstance:
             return True
         engine.hold(life.id, blocks)
         seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
+        if engine.load is not None:
+            seconds += self._box.interference_seconds
         job = self._job = Prefill(command, life, self._agenda.now, seconds)
         self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
         return True
@@ -310,6 +331,7 @@ class SimulatedInstance:
         self._recorder.computed(
             Span(self.number, command.model, job.began, now, 0, 0, 1), job.seconds
         )
+        self._recorder.reach.prompt(engine.profile, life.kv_tokens + 1, job.seconds)
         self._job, self._ready_since = None, now
         if command.request in self._gone:
             engine.drop(life.id)
@@ -389,6 +411,7 @@ class SimulatedInstance:
             else:
                 tokens = life.prompt_tokens + life.produced
                 engine.hold(request, engine.shape.blocks(tokens))
+                self._recorder.reach.prompt(engine.profile, tokens, 0.0)
                 turn.prompts.append(Prompt(life, tokens, self._agenda.now))
 
     def _next_stretch(self, turn: Turn) -> None:
@@ -432,7 +455,7 @@ class SimulatedInstance:
         else:
             first = profile.step_seconds(batch, kv_tokens)
             growth = profile.step_growth_seconds(batch)
-        turn.start = self._agenda.now
+        turn.start, turn.kv_tokens = self._agenda.now, kv_tokens
         turn.first, turn.growth = first * turn.factor, growth * turn.factor
 
     def _room(self, turn: Turn) -> int:
@@ -479,7 +502,11 @@ class SimulatedInstance:
         engine, command = self._engines[turn.command.model], turn.command
         turn.entry = None
         turn.done_steps += turn.steps
-        turn.done_seconds += elapsed(turn.first, turn.growth, turn.steps)
+        seconds = elapsed(turn.first, turn.growth, turn.steps)
+        turn.done_seconds += seconds
+        batch = len(turn.batch)
+        kv_tokens = turn.kv_tokens + batch * turn.steps
+        self._recorder.reach.steps(engine.profile, batch, kv_tokens, seconds)
         for life in turn.batch:
             self._recorder.produced(life, turn.start, turn.first, turn.growth, turn.steps)
         computed = self._compute_prompts(turn) if turn.prompts else []

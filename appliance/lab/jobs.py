@@ -1,5 +1,5 @@
 """What a simulated instance is at: a prompt alone, or a turn, perhaps with prompts beside it; or an
-engine that starts."""
+engine that starts, or slabs that are mapped."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from appliance.vocabulary import ModelName, RequestId, RunPrefill, RunTurn, Turn
 @dataclass(slots=True)
 class Activation:
     """An engine is made the one that runs, by a system where that takes time of its own."""
+
+    model: ModelName
+
+
+@dataclass(slots=True)
+class Mapped:
+    """Slabs are mapped for weights that are to be loaded."""
 
     model: ModelName
 
@@ -66,6 +73,8 @@ class Turn:
     start: float = 0.0
     first: float = 0.0
     growth: float = 0.0
+    kv_tokens: int = 0
+    """Of its batch, when the stretch began."""
     steps: int = 0
     entry: Entry | None = None
     largest: int = 0

@@ -8,23 +8,27 @@ as in a model of `LAYERS` layers. Step times are fitted to the journal's own tur
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from appliance.errors import LabError
 from appliance.journal import Setup, read
-from appliance.lab.fitting import fit
+from appliance.lab.deviation import Deviation
+from appliance.lab.fitting import fit_prefill, fit_steps
 from appliance.lab.hardware import Box, Gpu, ModelProfile
+from appliance.lab.overheads import ColdPrompt, Overheads
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.simulator import Run
+from appliance.lab.steptables import Measurements
 from appliance.lab.trial import Contender, Setting
 from appliance.lab.workload import Arrival
+from appliance.policywords import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Command,
     Event,
@@ -49,8 +53,24 @@ from appliance.vocabulary import (
 LAYERS = 16
 """Of a model whose layers nobody counted; only how late a prompt is behind its load hangs on it."""
 
+FEW = 3
+"""Observations of a model from which its times are scaled to its own."""
+
+UNUSUAL = 10.0
+"""So many times what was expected: the machine stood still meanwhile."""
+
 ENOUGH = 8
 """Observations from which a model's times are fitted to its own; with fewer, to those of all."""
+
+GUESS = {
+    "prefill_base_seconds": 0.0,
+    "prefill_seconds_per_token": 0.0005,
+    "prefill_seconds_per_token2": 0.0,
+    "step_base_seconds": 0.005,
+    "step_seconds_per_kv_token": 0.0,
+    "step_seconds_per_sequence": 0.0,
+}
+"""The times of a model of which nothing was seen."""
 
 UNKNOWN_BYTES_PER_SECOND = 5e9
 """The rate of a link on which nothing was ever loaded."""
@@ -63,14 +83,18 @@ class Recording:
     setting: Setting
     happened: Run
     contender: Contender
-    """The policies that decided then."""
+    """The policies that decided then, each from when it was chosen."""
+    measured: Mapping[ModelName, Measurements]
+    """Its prompts and turns, as rows to fit times to."""
 
 
-def recording(path: Path) -> Recording:
-    """Read a journal. Raises `LabError` if there is nothing in it to replay."""
+def recording(path: Path, learns: Callable[[float], bool] | None = None) -> Recording:
+    """Read a journal. How long anything takes is learned from all of it, or from what was over at
+    times at which `learns`, of the seconds since the first request, is true. Raises `LabError` if
+    there is nothing in it to replay."""
     try:
         setup, entries = read(path)
-        reader = _Reader(setup)
+        reader = _Reader(setup, learns)
         for entry in entries:
             reader.hear(entry.now, entry.event, entry.commands)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -80,13 +104,16 @@ def recording(path: Path) -> Recording:
     return Recording(
         setting=reader.setting(),
         happened=reader.run(),
-        contender=Contender(
-            "+".join(setup.policy.use),
-            setup.policy.use,
-            setup.policy.parameters,
-            setup.policy.decisions,
+        measured=reader.measured,
+        contender=replace(
+            _contender(setup.policy),
+            successors=[(seconds, _contender(choice)) for seconds, choice in reader.swaps],
         ),
     )
+
+
+def _contender(choice: PolicyChoice) -> Contender:
+    return Contender("+".join(choice.use), choice.use, choice.parameters, choice.decisions)
 
 
 @dataclass
@@ -100,33 +127,56 @@ class _Job:
     produced: int = 0
 
 
-@dataclass
-class _Times:
-    """Observations of prompts or steps: rows of features, and the seconds of each."""
+def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> ModelProfile:
+    """The profile by which everything seen of the model would have taken as long as it did; `turns`
+    are the steps of each turn. A fit by relative error is below the mean of noisy times, and one to
+    other models' is anywhere."""
+    prompts = _ratio(
+        (seconds, profile.prefill_seconds(round(tokens))) for tokens, _, _, seconds in seen.prompts
+    )
+    steps = _ratio(
+        (count * seconds, count * profile.step_seconds(requests, kv_tokens))
+        for count, (requests, kv_tokens, seconds) in zip(turns, seen.steps, strict=True)
+    )
+    changes = {}
+    for name in profile.__struct_fields__:
+        if "_seconds" in name:
+            scale = prompts if name.startswith("prefill_") else steps
+            changes[name] = scale * getattr(profile, name)
+    return msgspec.structs.replace(profile, **changes)
 
-    features: list[tuple[float, ...]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
-    def add(self, seconds: float, *features: float) -> None:
-        if seconds > 0:
-            self.features.append(features)
-            self.seconds.append(seconds)
+def _ratios(seen: Measurements, profile: ModelProfile) -> list[float]:
+    """Seconds over those expected, of all prompts and turns."""
+    prompts = [
+        seconds / profile.prefill_seconds(round(tokens)) for tokens, _, _, seconds in seen.prompts
+    ]
+    turns = [
+        seconds / profile.step_seconds(requests, kv_tokens)
+        for requests, kv_tokens, seconds in seen.steps
+    ]
+    return prompts + turns
 
-    def coefficients(self, all_models: _Times, guess: tuple[float, ...]) -> tuple[float, ...]:
-        """Fitted to these if they are enough, else to all there are, else a guess."""
-        chosen = self if len(self.seconds) >= ENOUGH else all_models
-        if len(chosen.seconds) < ENOUGH:
-            return guess
-        found, _ = fit(np.array(chosen.features), np.array(chosen.seconds))
-        return tuple(found)
+
+def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """Of the sums of what was and what was expected, without those where the machine stood still;
+    1 if there are too few."""
+    usual = [(was, expected) for was, expected in pairs if was < UNUSUAL * expected]
+    if len(usual) < FEW:
+        return 1.0
+    return math.fsum(was for was, _ in usual) / math.fsum(expected for _, expected in usual)
 
 
 class _Reader:
     """Hears the journal, entry by entry. The clock starts with the first request."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, learns: Callable[[float], bool] | None) -> None:
         self._setup = setup
+        self._learns_at = learns
+        self._overheads = Overheads()
         self.recorder = Recorder()
+        self.swaps: list[tuple[float, PolicyChoice]] = []
+        """When policies were changed while it ran, and to which."""
         self._lives: dict[RequestId, Life] = {}
         self._began: float | None = None
         self._now = 0.0
@@ -136,19 +186,23 @@ class _Reader:
         self._loaded: set[tuple[InstanceId, ModelName]] = set()
         self._jobs: dict[InstanceId, _Job] = {}
         self._current: dict[InstanceId, ModelName] = {}
-        self._prompts: defaultdict[ModelName, _Times] = defaultdict(_Times)
-        self._steps: defaultdict[ModelName, _Times] = defaultdict(_Times)
-        self._rates: list[float] = []
-        """Of loads, bytes a second."""
+        self.measured: defaultdict[ModelName, Measurements] = defaultdict(Measurements)
+        self._turns: defaultdict[ModelName, list[int]] = defaultdict(list)
+        """Steps of each turn in them."""
 
-    def hear(self, now: float, event: Event, commands: Iterable[Command]) -> None:
+    def hear(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if self._began is None and isinstance(event, RequestArrived):
             self._began = now
         self._now = now - (now if self._began is None else self._began)
         self._events += 1
+        self._overheads.hear(self._now, event, commands, learns=self._learns)
         self._on(event)
         for command in commands:
             self._note(command)
+
+    @property
+    def _learns(self) -> bool:
+        return self._learns_at is None or self._learns_at(self._now)
 
     @singledispatchmethod
     def _on(self, event: Event) -> None:
@@ -172,6 +226,10 @@ class _Reader:
         self._lives[spec.id] = life
 
     @_on.register
+    def _(self, event: PolicyChosen) -> None:
+        self.swaps.append((self._now, event.choice))
+
+    @_on.register
     def _(self, event: InstanceUp) -> None:
         self._slabs = max(self._slabs, event.slabs)
 
@@ -189,8 +247,6 @@ class _Reader:
         self._loaded.add((event.instance, event.model))
         self.recorder.loads += 1
         self.recorder.prefetches += event.prefetched
-        if event.seconds > 0:
-            self._rates.append(event.moved_bytes / event.seconds)
 
     @_on.register
     def _(self, event: TokensProduced) -> None:
@@ -209,9 +265,10 @@ class _Reader:
         life = self._lives.get(event.request)
         if job is None or isinstance(job.command, RunTurn):
             return
-        if life is not None and job.warm:
+        if life is not None and job.warm and event.seconds > 0 and self._learns:
             tokens = life.kv_tokens
-            self._prompts[event.model].add(event.seconds, 1, tokens, tokens * tokens)
+            row = (tokens, tokens * tokens, 1.0, event.seconds)
+            self.measured[event.model].prompts.append(row)
         self._computed(event.instance, event.model, job, event.seconds, 0)
 
     @_on.register
@@ -219,11 +276,13 @@ class _Reader:
         job = self._jobs.get(event.instance)
         if job is None or isinstance(job.command, RunPrefill) or not event.steps:
             return
-        if not job.command.prompts:
+        if not job.command.prompts and event.seconds > 0 and self._learns:
             # As it was in the middle of the turn.
             kv_tokens = job.kv_tokens + job.produced / 2
             batch = job.produced / event.steps
-            self._steps[event.model].add(event.seconds / event.steps, 1, kv_tokens, batch)
+            row = (batch, kv_tokens, event.seconds / event.steps)
+            self.measured[event.model].steps.append(row)
+            self._turns[event.model].append(event.steps)
         self._computed(event.instance, event.model, job, event.seconds, event.steps)
 
     def _computed(
@@ -282,29 +341,29 @@ class _Reader:
             raise LabError("no engine was built in the journal: nothing says how large models are")
         built = self._built[served[0].name]
         tp = max(1, built.host_slabs // built.weight_slabs)
-        rate = UNKNOWN_BYTES_PER_SECOND
-        if self._rates:
-            # Most loads share the link with something; the fast ones had it for themselves.
-            rate = float(np.percentile(self._rates, 90, method="lower")) / tp
+        rate = self._overheads.load_bytes_per_second() or UNKNOWN_BYTES_PER_SECOND
         box = Box(
             gpu=Gpu(
                 name="recorded",
                 vram_bytes=self._slabs * setup.slab_bytes,
-                pcie_bytes_per_second=rate,
+                pcie_bytes_per_second=rate / tp,
                 efficiency=1.0,
+                mapping_seconds=self._overheads.mapping_seconds(),
             ),
             instances=setup.instances,
             tp=tp,
             host_bytes=setup.host_bytes,
             pool_share=1.0,
             slab_bytes=setup.slab_bytes,
+            order_seconds=self._overheads.order_seconds(),
             block_tokens=built.kv.block_tokens,
         )
         names = {model.name for model in served}
+        profiles = {name: self._profile(self._built[name], tp) for name in sorted(names)}
         return Setting(
             models=served,
-            box=box,
-            profiles={name: self._profile(self._built[name], tp) for name in sorted(names)},
+            box=self._with_interference(box, profiles),
+            profiles=profiles,
             arrivals=[
                 Arrival(
                     seconds=life.arrived,
@@ -320,33 +379,56 @@ class _Reader:
             ],
             seconds=self._now,
             kv_floor_slabs=setup.kv_floor_slabs,
+            deviation=Deviation(noise=self._noise(profiles)),
+            informed=False,
         )
+
+    def _noise(self, profiles: Mapping[ModelName, ModelProfile]) -> float:
+        """Coefficient of variation of what prompts and turns took, over what they should have."""
+        ratios = []
+        for name, seen in self.measured.items():
+            if name in profiles:
+                ratios += _ratios(seen, profiles[name])
+        usual = [ratio for ratio in ratios if ratio < UNUSUAL]
+        return statistics.pstdev(usual) if len(usual) >= ENOUGH else 0.0
+
+    def _with_interference(self, box: Box, profiles: Mapping[ModelName, ModelProfile]) -> Box:
+        tokens = {life.id: life.prompt_tokens for life in self.recorder.lives}
+
+        def expected_seconds(prompt: ColdPrompt) -> float:
+            profile = profiles[prompt.model]
+            load = profile.shard_bytes / box.gpu.link_bytes_per_second
+            compute = profile.prefill_seconds(tokens[prompt.request])
+            return max(compute, load + compute / profile.layers)
+
+        seconds = self._overheads.interference_seconds(expected_seconds)
+        return msgspec.structs.replace(box, interference_seconds=seconds)
 
     def _profile(self, built: ModelBuilt, tp: int) -> ModelProfile:
-        prompts = _all(self._prompts.values())
-        steps = _all(self._steps.values())
-        prompt = self._prompts[built.model].coefficients(prompts, (0.0, 0.0005, 0.0))
-        step = self._steps[built.model].coefficients(steps, (0.005, 0.0, 0.0))
-        return ModelProfile(
-            name=built.model,
-            weight_bytes=built.weight_slabs * self._setup.slab_bytes * tp,
-            layers=LAYERS,
-            hidden=0,
-            kv_bytes_per_token=built.kv.block_bytes // built.kv.block_tokens,
-            tp=tp,
-            prefill_base_seconds=prompt[0],
-            prefill_seconds_per_token=prompt[1],
-            prefill_seconds_per_token2=prompt[2],
-            step_base_seconds=step[0],
-            step_seconds_per_kv_token=step[1],
-            step_seconds_per_sequence=step[2],
-            shape=built.kv,
-        )
+        own, everyones = self.measured[built.model], _together(self.measured.values())
+        prompts = own if len(own.prompts) >= ENOUGH else everyones
+        steps = own if len(own.steps) >= ENOUGH else everyones
+        times = dict(GUESS)
+        if len(prompts.prompts) >= ENOUGH:
+            times |= fit_prefill(prompts.prompt_columns()).coefficients
+        if len(steps.steps) >= ENOUGH:
+            times |= fit_steps(steps.step_columns()).coefficients
+        sizes = {
+            "name": built.model,
+            "weight_bytes": built.weight_slabs * self._setup.slab_bytes * tp,
+            "layers": LAYERS,
+            "hidden": 0,
+            "kv_bytes_per_token": built.kv.block_bytes // built.kv.block_tokens,
+            "tp": tp,
+            "shape": built.kv,
+        }
+        profile = msgspec.convert(sizes | times, ModelProfile)
+        return _scaled(profile, own, self._turns[built.model])
 
 
-def _all(times: Iterable[_Times]) -> _Times:
-    together = _Times()
-    for some in list(times):
-        together.features += some.features
-        together.seconds += some.seconds
+def _together(all_models: Iterable[Measurements]) -> Measurements:
+    together = Measurements()
+    for some in list(all_models):
+        together.prompts += some.prompts
+        together.steps += some.steps
     return together

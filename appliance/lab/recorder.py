@@ -11,6 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from appliance.lab.reach import Reach
 from appliance.vocabulary import InstanceId, ModelName, RequestClass, RequestId, Slo
 
 
@@ -87,6 +88,8 @@ class Recorder:
     kv_in_bytes: int = 0
     busy: dict[InstanceId, float] = field(default_factory=dict)
     """Seconds of computing."""
+    reach: Reach = field(default_factory=Reach)
+    """Where it asked more of profiles than they know."""
 
     def produced(self, life: Life, start: float, first: float, growth: float, count: int) -> None:
         """The request got `count` tokens: a segment."""

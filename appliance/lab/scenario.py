@@ -42,6 +42,8 @@ class Hardware(Section, frozen=True, kw_only=True):
     count: Count
     tp: Count = 1
     host_cache: Bytes
+    vram: Bytes | None = None
+    """Of a GPU; the table's if it is not given."""
     pcie_gbps: Positive | None = None
     """In each direction, 10^9 bytes a second; the table's if it is not given."""
     efficiency: Share | None = None
@@ -80,6 +82,7 @@ class Hardware(Section, frozen=True, kw_only=True):
     def _gpu(self) -> Gpu:
         known = gpu(self.gpu)
         changed = {
+            "vram_bytes": self.vram,
             "pcie_bytes_per_second": self.pcie_gbps and self.pcie_gbps * 1e9,
             "efficiency": self.efficiency,
             "disk_bytes_per_second": self.disk_gbps and self.disk_gbps * 1e9,

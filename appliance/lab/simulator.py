@@ -99,6 +99,7 @@ class _Simulation:
         self._lengths = {} if lengths is None else lengths
         self._facts: deque[Event] = deque()
         self._events = 0
+        self._order_seconds = box.order_seconds
         self._tick: Entry | None = None
         wiring = Wiring(self._agenda, box, deviation)
         self._instances: dict[InstanceId, SimulatedInstance] = {
@@ -149,13 +150,23 @@ class _Simulation:
             self._carry_out(handle(self._facts.popleft(), now))
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
-        ordered: dict[InstanceId, None] = {}
+        orders = []
         for command in commands:
             if isinstance(command, Finish | Reject):
                 self._end(command)
             else:
-                self._instances[command.instance].order(command)  # type: ignore[attr-defined]
-                ordered[command.instance] = None  # type: ignore[attr-defined]
+                orders.append(command)
+        if not self._order_seconds:
+            self._order(orders)
+        elif orders:
+            heard = self._agenda.now + self._order_seconds
+            self._agenda.at(heard, Rank.ORDER, partial(self._order, orders))
+
+    def _order(self, commands: Sequence[Command]) -> None:
+        ordered: dict[InstanceId, None] = {}
+        for command in commands:
+            self._instances[command.instance].order(command)  # type: ignore[attr-defined]
+            ordered[command.instance] = None  # type: ignore[attr-defined]
         for number in ordered:
             self._instances[number].work()
 

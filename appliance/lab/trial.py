@@ -38,9 +38,14 @@ class Setting:
     kv_floor_slabs: int = 0
     """Slabs of the host tier that weights never take."""
     deviation: Deviation = EXACT
+    informed: bool = True
+    """Whether policies know the profiles from the beginning; else they have to learn, as in a
+    daemon."""
 
     def costs(self) -> CostModel:
         """What policies expect before they have seen anything: the profiles."""
+        if not self.informed:
+            return CostModel(self.models)
         costs = CostModel(
             self.models,
             times={name: profile.step_times() for name, profile in self.profiles.items()},
@@ -96,6 +101,8 @@ class Contender:
     """Policies by the name of a hook, for those given to another one."""
     policy: object | None = None
     system: System = SAME_MECHANISM
+    successors: Sequence[tuple[float, Contender]] = ()
+    """Who takes over, and after how many seconds."""
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
         """It, and the built-in behind it; `lengths` are the true ones, for an oracle only.
@@ -120,6 +127,8 @@ class Trial:
     run: Run
     faults: Sequence[PolicyFault]
     """Questions that the policy could not answer; somebody else did."""
+    host_kv_peak_bytes: int = 0
+    """Of the host tier, under swapped KV at its peak."""
 
 
 def play(setting: Setting, contender: Contender) -> Trial:
@@ -127,6 +136,7 @@ def play(setting: Setting, contender: Contender) -> Trial:
     not balance at the end is a `LedgerError`."""
     lengths: dict[RequestId, int] = {}
     stack = contender.stack(lengths)
+    swaps = [(seconds, successor.stack(lengths)) for seconds, successor in contender.successors]
     setting = dataclasses.replace(setting, box=contender.system.box(setting.box))
     box = setting.box
     host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
@@ -138,7 +148,10 @@ def play(setting: Setting, contender: Contender) -> Trial:
         setting.arrivals,
         setting.seconds,
         deviation=setting.deviation,
+        swaps=swaps,
         lengths=lengths,
     )
     machine.check_integrity()
-    return Trial(run, stack.take_faults())
+    stacks = [stack, *(successor for _, successor in swaps)]
+    faults = [fault for one in stacks for fault in one.take_faults()]
+    return Trial(run, faults, host.peak_kv_slabs * box.slab_bytes)

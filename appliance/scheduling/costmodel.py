@@ -2,9 +2,11 @@
 
 Prefill is ``a + b t + c t²`` seconds for t tokens and a decoding step ``a + b kv + c n`` for n
 requests that read kv tokens of KV (Aegaeon App. A.2, Eq. 5 and 6, with the batch term that Eq. 6
-lacks), a switch weight bytes over bandwidth. What a model really takes is smoothed into a factor
-on its formula. Deterministic: it changes only with what it is shown. O(1) per question and per
-observation.
+lacks), a switch weight bytes over bandwidth. Two things that the papers' forms lack bend these
+lines: up to a knee, reading the weights and launching kernels takes longer than computing does, and
+more costs little; and matrix products compute whole tiles of rows, so that a step jumps where its
+batch needs one tile more. What a model really takes is smoothed into a factor on its formula.
+Deterministic: it changes only with what it is shown. O(1) per question and per observation.
 """
 
 from __future__ import annotations
@@ -20,23 +22,38 @@ SMOOTHING = 0.25
 
 
 class StepTimes(Word, frozen=True):
-    """Coefficients of a model on one kind of instance, seconds."""
+    """Coefficients of a model on one kind of instance: seconds, but for the sizes at which the
+    lines bend."""
 
     prefill_base: float = 0.0
     prefill_per_token: float = 0.0005
     prefill_per_token_squared: float = 0.0
+    prefill_knee_tokens: int = 0
+    prefill_per_token_past_knee: float = 0.0
+    """On top of `prefill_per_token`."""
     step_base: float = 0.005
     step_per_kv_token: float = 0.0
     step_per_request: float = 0.0
+    step_knee_requests: int = 0
+    step_per_request_past_knee: float = 0.0
+    """On top of `step_per_request`."""
+    step_tile_requests: int = 1
+    step_per_tile: float = 0.0
+    """Of every tile of requests that has begun."""
 
     def prefill_seconds(self, tokens: int) -> float:
         """A prompt of `tokens` tokens, alone."""
         squared = self.prefill_per_token_squared * tokens * tokens
-        return self.prefill_base + self.prefill_per_token * tokens + squared
+        past = self.prefill_per_token_past_knee * max(0, tokens - self.prefill_knee_tokens)
+        return self.prefill_base + self.prefill_per_token * tokens + past + squared
 
     def step_seconds(self, requests: int, kv_tokens: int) -> float:
         """One token for each of `requests` requests that have `kv_tokens` tokens in all."""
-        batch = self.step_per_request * requests
+        batch = (
+            self.step_per_request * requests
+            + self.step_per_request_past_knee * max(0, requests - self.step_knee_requests)
+            + self.step_per_tile * -(-requests // self.step_tile_requests)
+        )
         return self.step_base + self.step_per_kv_token * kv_tokens + batch
 
 

@@ -11,6 +11,7 @@ from appliance.hookspecs import ENTRY_POINTS
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policystack import PolicyStack
+from appliance.policywords import PolicyChoice, PolicyChosen
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import FloorView, InstanceView, Policy
 from appliance.vocabulary import (
@@ -166,6 +167,8 @@ class FloorDouble:
         policy = self._watchful(use, stranger)
         self.now += 0.001
         commands = self.machine.set_policy(cast(Policy, policy), self.now)
+        chosen = PolicyChosen(choice=PolicyChoice(use=tuple(use)))
+        self.journal.append((self.now, chosen, commands))
         self.machine.check_integrity()
         self.carry_out(commands)
 

@@ -10,8 +10,17 @@ import pytest
 
 from appliance.errors import LedgerError, PolicyError
 from appliance.journal import Entry, Journal, Setup, read, replay
-from appliance.policywords import PolicyChoice
-from appliance.vocabulary import Finish, FinishReason, InstanceUp, ModelSpec, PrefillDone
+from appliance.policies import installed
+from appliance.policywords import PolicyChoice, PolicyChosen
+from appliance.vocabulary import (
+    Finish,
+    FinishReason,
+    InstanceUp,
+    ModelSpec,
+    PrefillDone,
+    RequestClass,
+    RunTurn,
+)
 from tests.unit.floor_double import SLAB, SLO, FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 
@@ -52,6 +61,42 @@ def record(path: Path, policy: str = "aegaeon") -> None:
     with Journal(path, setup_of([policy], {})) as journal:
         for now, event, commands in floor.journal:
             journal.record(now, event, commands)
+
+
+def record_swaps(path: Path) -> None:
+    """A run in which each policy that ships decides for a while."""
+    names = [one.name for one in installed() if one.shipped and not one.lab_only]
+    floor = FloorDouble(MODELS, policy=names[-1], instances=2)
+    floor.start()
+    for index in range(4 * len(names)):
+        kind = RequestClass.BATCH if index % 5 == 3 else RequestClass.INTERACTIVE
+        model = "abc"[index // 2 % 3]
+        floor.ask(f"r{index}", model, prompt=10 + 30 * (index % 8), output=20, kind=kind)
+        floor.work(index % 2)
+        if index % 7 == 6:
+            floor.cancel(f"r{index - 3}")
+        if index % 4 == 3:
+            floor.set_policy([names[index // 4]])
+            floor.work(0)
+    floor.settle()
+    with Journal(path, setup_of([names[-1]], {})) as journal:
+        for now, event, commands in floor.journal:
+            journal.record(now, event, commands)
+
+
+def test_policies_may_change_meanwhile(tmp_path: Path) -> None:
+    """A run in which every policy of ours decides for a while, over both classes of requests, with
+    prompts in mixed turns and requests that are cancelled, is replayed to the same commands."""
+    path = tmp_path / "journal"
+    record_swaps(path)
+
+    count, differences = replay(path)
+
+    entries = list(read(path)[1])
+    commands = [command for entry in entries for command in entry.commands]
+    assert any(isinstance(command, RunTurn) and command.prompts for command in commands)
+    assert sum(isinstance(entry.event, PolicyChosen) for entry in entries) >= 10
+    assert (count, differences) == (len(entries), [])
 
 
 @pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])

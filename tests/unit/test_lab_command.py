@@ -44,17 +44,22 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
         for line in body.splitlines():
             program, command, *arguments = shlex.split(line)
             assert (program, command) == ("appliance", "lab")
-            result = invoke(*arguments, *(["--jobs", "1"] if arguments[0] != "replay" else []))
+            alone = arguments[0] in ("replay", "calibrate")
+            result = invoke(*arguments, *([] if alone else ["--jobs", "1"]))
             if "--plot" in arguments and not PLOTS:
                 assert (result.exit_code, "pip install" in result.output) == (2, True)
             else:
                 assert result.exit_code == 0, result.output
                 printed.append(result.stdout)
-    assert len(printed) == 5 + PLOTS
+    assert len(printed) == 9 + PLOTS
     assert printed[0].split().count("aegaeon") == 1
-    assert "a third prefills" in printed[-3]
-    assert "MODELS AT 90.0%" in printed[-2]
-    assert "aegaeon, recorded" in printed[-1]
+    assert "a third prefills" in printed[-7]
+    assert "MODELS AT 90.0%" in printed[-6]
+    assert "HOST GIB" in printed[-5]
+    assert "BOUND BY" in printed[-4]
+    assert "commands identical" in printed[-3]
+    assert "aegaeon, recorded" in printed[-2]
+    assert "PROMPTS" in printed[-1]
     three = json.loads(Path("three.json").read_text())
     assert three["changes"] == {"hardware.count": "3"}
     assert [(o["policy"], o["seed"]) for o in three["outcomes"]] == [("aegaeon", 1)]

@@ -74,6 +74,33 @@ def test_a_prompt_waits_for_the_last_layer_only() -> None:
     assert kinds == [TokensProduced, ModelLoaded, PrefillDone]
 
 
+def test_mapping_keeps_the_worker_from_anything_else() -> None:
+    """Slabs are mapped before the copy begins, and before the prompt behind it."""
+    bench = Bench(mapping_seconds=0.5)
+    life = bench.life("r", 64, 5)
+    bench.load()
+    bench.prefill(life)
+    bench.run()
+    seconds = 1 / 16 + 64 / 1024
+    assert bench.token_times(life) == [0.5 + 1.0 + seconds / 4]
+    [(_, loaded)] = bench.events(ModelLoaded)
+    [(_, done)] = bench.events(PrefillDone)
+    assert (loaded.seconds, done.seconds) == (1.0, 1.0 + seconds / 4)
+
+
+def test_computing_and_copying_may_cost_each_other() -> None:
+    """A prompt under which its weights come takes longer; the next one does not."""
+    bench = Bench(interference_seconds=2.0)
+    first, second = bench.life("r", 64, 5), bench.life("s", 64, 5)
+    bench.load()
+    bench.prefill(first)
+    bench.prefill(second)
+    bench.run()
+    seconds = 1 / 16 + 64 / 1024
+    assert bench.token_times(first) == [2.0 + seconds]
+    assert bench.token_times(second) == [2.0 + 2 * seconds]
+
+
 def test_a_prompt_with_its_weights_in_place_takes_its_own_time() -> None:
     """And is told of with the slabs that it took."""
     bench = Bench()

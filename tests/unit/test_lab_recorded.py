@@ -6,9 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from appliance.errors import LabError
 from appliance.journal import Journal, Setup
+from appliance.lab.deviation import Deviation
+from appliance.lab.hardware import Box
 from appliance.lab.metrics import measure
 from appliance.lab.recorded import recording
 from appliance.lab.simulator import Run, simulate
@@ -28,12 +31,17 @@ class WritingMachine(Machine):
 
     def handle(self, event: Event, now: float) -> list[Command]:
         commands = super().handle(event, now)
-        # The daemon's clock does not begin with its first request.
-        self.journal.record(now + 1000.0, event, commands)
+        self.journal.record(now, event, commands)
         return commands
 
 
-def write(path: Path, until: float = 1e4, policy: str = "aegaeon") -> Run:
+def write(
+    path: Path,
+    until: float = 1e4,
+    policy: str = "aegaeon",
+    box: Box | None = None,
+    noise: float = 0.0,
+) -> Run:
     """A journal of a run on two toy instances."""
     setup = Setup(
         models=tuple(
@@ -49,7 +57,14 @@ def write(path: Path, until: float = 1e4, policy: str = "aegaeon") -> Run:
     machine = WritingMachine(setup.models, 2, plain.host, setup.stack())
     with Journal(path, setup) as machine.journal:
         profiles = {name: lab_bench.profile(name) for name in MODELS}
-        return simulate(machine, lab_bench.box(2), profiles, arrivals(120), until)
+        return simulate(
+            machine,
+            lab_bench.box(2) if box is None else box,
+            profiles,
+            arrivals(120),
+            until,
+            deviation=Deviation(noise=noise),
+        )
 
 
 def test_a_journal_gives_requests_box_and_speed(tmp_path: Path) -> None:
@@ -95,8 +110,61 @@ def test_its_own_policy_does_in_the_lab_what_it_did(tmp_path: Path) -> None:
     # A journal does not say how long a cold prompt waited for its weights.
     busy = truth.busy_share * run.until
     assert then.busy_share * found.happened.until == pytest.approx(busy, rel=0.1)
-    assert (again.finished, again.tokens) == (120, truth.tokens)
+    # The day is over when it was; somebody may be a little late.
+    assert again.finished >= 117
+    assert again.tokens == pytest.approx(truth.tokens, rel=0.03)
     assert again.ttft_p50_seconds == pytest.approx(truth.ttft_p50_seconds, rel=0.15)
+
+
+def test_what_is_neither_computed_nor_copied_is_found(tmp_path: Path) -> None:
+    """What orders take on their way, and the rate of loads. Here no turn tells what mapping takes:
+    it is part of what prompts are late."""
+    truth = lab_bench.box(2)
+    truth = replace(truth, order_seconds=0.02, gpu=replace(truth.gpu, mapping_seconds=0.1))
+    write(tmp_path / "journal", box=truth, policy="serverlessllm")
+    found = recording(tmp_path / "journal").setting
+    assert found.box.order_seconds == pytest.approx(0.02, rel=0.01)
+    assert found.box.gpu.link_bytes_per_second == pytest.approx(4 * SLAB, rel=0.01)
+    assert found.box.gpu.mapping_seconds == 0.0
+    assert 0.1 < found.box.interference_seconds < 0.15
+    assert not found.informed
+    assert found.deviation.noise < 0.05
+
+
+def test_noise_does_not_make_anything_faster(tmp_path: Path) -> None:
+    """Where the same work takes longer or shorter, what is learned takes as long in all."""
+    write(tmp_path / "journal", noise=0.5)
+    found = recording(tmp_path / "journal")
+    assert found.setting.deviation.noise == pytest.approx(0.5, rel=0.25)
+    for name, profile in found.setting.profiles.items():
+        rows = found.measured[name].prompts
+        was = sum(seconds for _, _, _, seconds in rows)
+        assert len(rows) > 10
+        assert sum(profile.prefill_seconds(int(row[0])) for row in rows) == pytest.approx(was)
+
+
+def test_only_what_was_seen_in_time_teaches(tmp_path: Path) -> None:
+    """Times are learned from a part of a day; its requests are all there."""
+    run = write(tmp_path / "journal")
+    whole = recording(tmp_path / "journal")
+    half = whole.happened.until / 2
+    early = recording(tmp_path / "journal", lambda seconds: seconds < half)
+    late = recording(tmp_path / "journal", lambda seconds: seconds >= half)
+    nothing = recording(tmp_path / "journal", lambda seconds: False)
+    count = {
+        what: sum(len(rows.steps) for rows in found.measured.values())
+        for what, found in (
+            ("whole", whole),
+            ("early", early),
+            ("late", late),
+            ("nothing", nothing),
+        )
+    }
+    assert 0 == count["nothing"] < count["early"] < count["whole"]
+    assert count["late"] == count["whole"] - count["early"]
+    assert early.setting.arrivals == whole.setting.arrivals
+    assert len(early.setting.arrivals) == len(run.recorder.lives)
+    assert nothing.setting.box.order_seconds == nothing.setting.box.gpu.mapping_seconds == 0.0
 
 
 def test_a_journal_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -244,6 +244,23 @@ class Refusing:
         return Refusal(reason="closed")
 
 
+def test_orders_may_be_on_their_way() -> None:
+    """What follows from an arrival begins so much later; a request that is done leaves at once."""
+    setting = small_setting()
+    # When every engine has heard that it is to be built, and from where to load.
+    arrival = Arrival(seconds=100.0, model="a", prompt_tokens=20, output_tokens=9)
+    at_once = replace(setting, arrivals=[arrival])
+    box = msgspec.structs.replace(setting.box, order_seconds=0.25)
+    later = replace(at_once, box=box)
+    contender = Contender("serverlessllm", ("serverlessllm",))
+    first, second = (play(one, contender).run.recorder.lives[0] for one in (at_once, later))
+    assert first.ended is not None
+    assert second.ended is not None
+    # The load and the prompt were ordered together, and then a turn.
+    assert second.ended - first.ended == pytest.approx(2 * 0.25)
+    assert second.outcome == first.outcome
+
+
 def test_another_policy_takes_over_in_mid_run() -> None:
     """Who came before is served to the end, who comes after is the other's."""
     made = machine("aegaeon", 2)

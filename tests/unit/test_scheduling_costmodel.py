@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +60,25 @@ def test_the_formulas() -> None:
     assert costs.prefill_seconds("a", 100) == pytest.approx(0.01 + 0.1 + 0.01)
     assert costs.step_seconds("a", 4, 1000) == pytest.approx(0.02 + 0.01 + 0.002)
     assert costs.prefill_seconds("b", 100) == FIRST_GUESS.prefill_seconds(100)
+
+
+def test_the_formulas_bend() -> None:
+    """Past the knee more is dearer, and every tile that has begun is paid for."""
+    times = msgspec.structs.replace(
+        TIMES,
+        prefill_knee_tokens=60,
+        prefill_per_token_past_knee=0.002,
+        step_knee_requests=4,
+        step_per_request_past_knee=0.001,
+        step_tile_requests=8,
+        step_per_tile=0.003,
+    )
+
+    assert times.prefill_seconds(60) == TIMES.prefill_seconds(60)
+    assert times.prefill_seconds(100) == pytest.approx(TIMES.prefill_seconds(100) + 0.08)
+    assert times.step_seconds(4, 0) == pytest.approx(TIMES.step_seconds(4, 0) + 0.003)
+    assert times.step_seconds(8, 0) == pytest.approx(TIMES.step_seconds(8, 0) + 0.003 + 0.004)
+    assert times.step_seconds(9, 0) == pytest.approx(TIMES.step_seconds(9, 0) + 0.006 + 0.005)
 
 
 def test_the_first_observation_replaces_the_guess() -> None:
