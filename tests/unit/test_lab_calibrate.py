@@ -230,11 +230,10 @@ def test_mistakes_of_the_command_are_named(tmp_path: Path) -> None:
         assert result.stderr.startswith("error: ")
 
 
-def test_the_built_in_profiles_know_their_range() -> None:
-    """Each says what it was measured for, and no time of it shrinks with more to do."""
+def test_the_built_in_profiles_are_sane() -> None:
+    """No time of theirs shrinks with more to do."""
     for key in hardware.profiled():
         found = hardware.profile(*key)
-        assert found.measured is not None
         assert found.prefill_seconds(1) > 0
         prompts = [found.prefill_seconds(tokens) for tokens in range(1, 9000, 500)]
         batches = [found.step_seconds(n, 1000 * n) for n in range(1, 257)]
