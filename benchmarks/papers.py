@@ -96,8 +96,11 @@ class Sheet:
 
     def fill(self) -> None:
         """Its points, then what its search comes to."""
-        points = [point.at for point in self.table.points]
-        self.need(Wanted(at, policy, 0) for at in points for policy in self.table.policies)
+        self.need(
+            Wanted(point.at, policy, 0)
+            for point in self.table.points
+            for policy in self.table.played(point)
+        )
         if self.table.search is not None:
             self._search()
         self.cells.write(self._path)
@@ -150,7 +153,7 @@ def check(name: str, arena: Arena) -> tuple[int, list[str]]:
         Wanted(point.at, policy, table.seeds[0])
         for point in table.points
         if point.quick
-        for policy in table.policies
+        for policy in table.played(point)
     ]
     wrong = []
     for one, cell in zip(wanted, play(table, wanted, arena), strict=True):
@@ -199,7 +202,7 @@ def main() -> int:
         for name in chosen:
             began = time.monotonic()
             print(name, end=" ", flush=True)
-            Sheet(name, arena, batch=4 * given.jobs, again=given.again).fill()
+            Sheet(name, arena, batch=2 * given.jobs, again=given.again).fill()
             print(f" {time.monotonic() - began:.0f} s")
     papers_report.write()
     return 0
