@@ -84,11 +84,11 @@ def arena(rows: Sequence[dict[str, str]]) -> None:
 
 
 def azure(services: Mapping[str, tuple[int, Sequence[dict[str, str]]]]) -> None:
-    """Ten minutes (from the tenth on) of two services, whose requests are spread over so many
+    """Four minutes (from the tenth on) of two services, whose requests are spread over so many
     models each: every request draws its model, the k-th as often as 1 / k (seeded). Which request
     was for which model is not in the data; their times, lengths and burstiness are."""
     random = Random(1)
-    begin, end = 600.0, 1200.0
+    begin, end = 600.0, 840.0
     spread, first = [], 0
     for count, rows in services.values():
         weights = [1 / rank for rank in range(1, count + 1)]

@@ -261,6 +261,9 @@ class Cells:
         """Drop those of policies that the table no longer names."""
         self._cells = {key: cell for key, cell in self._cells.items() if key[1] in policies}
 
+    def drop(self, policies: Sequence[str]) -> None:
+        self._cells = {key: cell for key, cell in self._cells.items() if key[1] not in policies}
+
     def all(self) -> list[Cell]:
         return [self._cells[key] for key in sorted(self._cells)]
 
