@@ -116,7 +116,7 @@ class Models(Section, frozen=True, kw_only=True):
     batch_backlog: Annotated[int, Meta(ge=0)] = 0
     """Requests of class batch of each that come at once,"""
     batch_at: Seconds | None = None
-    """at this time; at the beginning if it is not given."""
+    """at this time; when the warm-up is over if it is not given."""
     slo: Promise | None = None
     pinned: bool = False
 
@@ -282,7 +282,9 @@ class Scenario(Section, frozen=True, kw_only=True):
             dict.fromkeys(names, per_model * asked.rate_scale)
             for per_model in (rate, group.batch_rate)
         )
-        end, at = float(self.duration), float(group.batch_at or 0.0)
+        end, at = float(self.duration), self.warmup_seconds
+        if group.batch_at is not None:
+            at = float(group.batch_at)
         return [
             drawn(rates, lengths, end, seed, asked.cv),
             drawn(batch_rates, lengths, end, seed, request_class=RequestClass.BATCH),

@@ -33,7 +33,7 @@ from appliance.scheduling.questions import (
     Refusal,
     RequestView,
 )
-from appliance.vocabulary import Command, Event, ModelSpec, RequestArrived, Ticked
+from appliance.vocabulary import Command, Event, ModelLoaded, ModelSpec, RequestArrived, Ticked
 from tests.unit import lab_bench
 from tests.unit.lab_bench import SLAB, SLO
 from tests.unit.whimsical import Whimsical
@@ -82,6 +82,11 @@ def small_setting(instances: int = 2, slabs: int = 32, host_slabs: int = 400) ->
         arrivals=arrivals(),
         seconds=1e4,
     )
+
+
+def loads(made: HearingMachine) -> list[ModelLoaded]:
+    """What it was told of loads."""
+    return [event for _, event, _ in made.journal if isinstance(event, ModelLoaded)]
 
 
 def arrivals(count: int = 30, seed: int = 1, rate: float = 0.4) -> list[Arrival]:
@@ -235,6 +240,37 @@ def test_another_policy_takes_over_in_mid_run() -> None:
     outcomes = {life.outcome for life in done.recorder.lives if life.arrived > 20.0}
     assert outcomes == {"overloaded"}
     assert {life.outcome for life in done.recorder.lives if life.arrived < 20.0} == {"stop"}
+
+
+def test_weights_that_the_host_has_no_room_for_come_from_the_disk() -> None:
+    """Which is one, whoever reads it: two instances get half of its rate each, one gets it all."""
+    waiting = [
+        Arrival(seconds=0.0, model=model, prompt_tokens=10, output_tokens=3, max_tokens=3)
+        for model in "abc"
+    ]
+    together, alone = (machine("serverlessllm", 2, host_slabs=3) for _ in range(2))
+    run(together, waiting)
+    run(alone, waiting[:1])
+    assert [(e.instance, e.seconds) for e in loads(together)][:2] == [(0, 8.0), (1, 8.0)]
+    assert [e.seconds for e in loads(alone)] == [4.0]
+
+
+def test_a_box_is_looked_at_while_it_runs() -> None:
+    """What is held is in the pool, KV fills its slabs at most, and a box with nothing to do has
+    no work."""
+    done = run(machine("aegaeon", 2), arrivals(), until=600.0)
+    assert [look.at for look in done.samples] == [float(at) for at in range(1, 601)]
+    for look in done.samples:
+        held = [w + kv for w, kv in zip(look.weights, look.kv, strict=True)]
+        assert len(held) == 2
+        assert max(held) <= done.pool_bytes == 32 * SLAB
+        assert sum(look.kv) == sum(mapped for _, mapped in look.device.values())
+        assert all(used <= mapped for used, mapped in look.device.values())
+        assert look.host_weights == 20 * SLAB
+    assert max(look.with_work for look in done.samples) == 2
+    last = done.samples[-1]
+    assert (last.with_work, last.opened, sum(last.kv)) == (0, 2, 0)
+    assert 0 < measure(done).fragmentation < 1
 
 
 def test_the_machine_is_not_shown_how_long_an_output_will_be() -> None:
