@@ -8,7 +8,7 @@ CONFIG ?= etc/appliance.toml
 COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-coverage test-engine test-system test-gpu lint format generate clean
+.PHONY: help install demo serve test test-unit test-coverage test-engine test-system test-gpu lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +40,7 @@ demo: $(VENV)/.appliance ## Six models served from memory for two, outputs check
 serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
 	$(BIN)/appliance serve --config $(CONFIG)
 
-test: lint test-unit test-coverage test-engine test-system ## Lint and all tests
+test: lint test-unit test-coverage results-quick test-engine test-system ## Lint and all tests
 
 test-unit: $(VENV)/.dev ## Fast tests, no engine
 	$(BIN)/python -m pytest -q tests/unit
@@ -72,6 +72,12 @@ generate: $(VENV)/.appliance ## Write the files that come from the configuration
 	$(BIN)/appliance config sample > etc/appliance.toml
 	$(BIN)/appliance config docs > docs/configuration.md
 	$(BIN)/appliance policy docs > docs/hooks.md
+
+results: $(VENV)/.dev ## Play the papers' tables in the lab and write docs/results.md
+	$(BIN)/python -m benchmarks.papers
+
+results-quick: $(VENV)/.dev ## A few of their cells are still as committed
+	$(BIN)/python -m benchmarks.papers --quick
 
 clean: ## Remove .venv and everything built
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import msgspec
+
 from appliance.errors import ApplianceError, LabError
 from appliance.lab import scenario
 from appliance.lab.metrics import Curves, curves, measure
-from appliance.lab.trial import Trial, play
+from appliance.lab.trial import SAME_MECHANISM, System, Trial, play
 from appliance.vocabulary import Word
 
 
@@ -40,6 +42,7 @@ class Outcome(Word, frozen=True, kw_only=True):
     """Questions that the policy could not answer."""
     fault: str = ""
     """The first of them."""
+    system: System = SAME_MECHANISM
     curves: Curves | None = None
 
 
@@ -47,9 +50,12 @@ def played(match: Match) -> Outcome:
     """Play it. Raises `LabError` for a scenario or a policy that cannot be used."""
     path = Path(match.path)
     chosen = scenario.read(path, match.changes)
-    trial = play(chosen.setting(match.seed, path.parent), chosen.contender(match.policy))
-    warmup = chosen.warmup_seconds
-    return outcome(match.policy, match.seed, trial, warmup, with_curves=match.curves)
+    contender = chosen.contender(match.policy)
+    trial = play(chosen.setting(match.seed, path.parent), contender)
+    found = outcome(
+        match.policy, match.seed, trial, chosen.warmup_seconds, with_curves=match.curves
+    )
+    return msgspec.structs.replace(found, system=contender.system)
 
 
 def outcome(

@@ -155,6 +155,9 @@ class Box(Word, frozen=True, kw_only=True):
     """Of a GPU's memory, what weights and KV get (Aegaeon leaves about 10 % to libraries, §5.2)."""
     slab_bytes: int = 64 << 20
     block_tokens: int = 16
+    activation_seconds: float = 0.0
+    """For which an instance stands still at every switch, after the copy: what a system needs to
+    start an engine. None where engines stay ready."""
 
     @property
     def slabs(self) -> int:

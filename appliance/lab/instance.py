@@ -27,7 +27,7 @@ from appliance.lab.agenda import Agenda, Rank
 from appliance.lab.deviation import EXACT, Deviation, Pace
 from appliance.lab.engine import Engine, Load
 from appliance.lab.hardware import Box, ModelProfile
-from appliance.lab.jobs import Prefill, Prompt, Turn
+from appliance.lab.jobs import Activation, Prefill, Prompt, Turn
 from appliance.lab.link import Link, Transfer
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.stretches import elapsed, steps_in_room, steps_until
@@ -103,7 +103,7 @@ class SimulatedInstance:
         self._disk = Link(agenda, box.gpu.disk_bytes_per_second)
         self._engines: dict[ModelName, Engine] = {}
         self._queue: deque[Command] = deque()
-        self._job: Prefill | Turn | StoreWeights | None = None
+        self._job: Prefill | Turn | Activation | StoreWeights | None = None
         self._moves_out = 0
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
@@ -111,6 +111,8 @@ class SimulatedInstance:
         """Released, and not heard of again."""
         self._preempted = 0
         self._current: ModelName | None = None
+        self._active: ModelName | None = None
+        """Whose engine was activated last."""
         self._ready_since = 0.0
         """Since when nothing is computed, or was asked for."""
 
@@ -163,6 +165,8 @@ class SimulatedInstance:
     def _carry_out(self, command: Command) -> bool:
         """Begin with a command; False if it has to wait for a transfer to end."""
         match command:
+            case RunTurn() | RunPrefill() if self._lacks_activation(command.model):
+                return self._activate(command.model)
             case RunTurn():
                 return self._begin_turn(command)
             case RunPrefill():
@@ -227,6 +231,23 @@ class SimulatedInstance:
     def _stored(self, command: StoreWeights) -> None:
         self._report(WeightsStored(instance=self.number, model=command.model))
 
+    def _lacks_activation(self, model: ModelName) -> bool:
+        """Whether the system has to start the model's engine, now that its weights are ordered."""
+        starts = self._box.activation_seconds > 0 and model != self._active
+        return starts and self._engines[model].mapped
+
+    def _activate(self, model: ModelName) -> bool:
+        """Stand still once the weights are there; whoever asked for the engine is asked again."""
+        if self._engines[model].load is None:
+            self._job = Activation(model)
+            end = self._agenda.now + self._box.activation_seconds
+            self._agenda.at(end, Rank.JOB, lambda: self._end_activation(model))
+        return False
+
+    def _end_activation(self, model: ModelName) -> None:
+        self._job, self._active = None, model
+        self.work()
+
     def _begin_load(self, model: ModelName, *, prefetched: bool) -> bool:
         engine = self._engines[model]
         if engine.mapped or engine.in_host is None:
@@ -276,6 +297,8 @@ class SimulatedInstance:
             engine.load.link.cancel(engine.load.lane, engine.load.transfer)
             engine.load = None
         engine.mapped = False
+        if self._active == command.model:
+            self._active = None
         return True
 
     # --- KV --------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""What a simulated instance computes: a prompt alone, or a turn, perhaps with prompts beside it."""
+"""What a simulated instance is at: a prompt alone, or a turn, perhaps with prompts beside it; or an
+engine that starts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from dataclasses import dataclass, field
 
 from appliance.lab.agenda import Entry
 from appliance.lab.recorder import Life
-from appliance.vocabulary import RequestId, RunPrefill, RunTurn, TurnEnd
+from appliance.vocabulary import ModelName, RequestId, RunPrefill, RunTurn, TurnEnd
+
+
+@dataclass(slots=True)
+class Activation:
+    """An engine is made the one that runs, by a system where that takes time of its own."""
+
+    model: ModelName
 
 
 @dataclass(slots=True)

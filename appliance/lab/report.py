@@ -44,6 +44,11 @@ class Report(Word, frozen=True, kw_only=True):
     def policies(self) -> list[str]:
         return list(dict.fromkeys(outcome.policy for outcome in self.outcomes))
 
+    def systems(self) -> dict[str, str]:
+        """What switches cost in the systems that the policies are of, where that is not what they
+        cost in ours."""
+        return {outcome.policy: str(outcome.system) for outcome in self.outcomes}
+
     def of(self, policy: str) -> list[Mapping[str, float]]:
         return [outcome.metrics for outcome in self.outcomes if outcome.policy == policy]
 
@@ -96,10 +101,14 @@ def table(report: Report) -> Table:
     made.add_column("POLICY", no_wrap=True)
     for name in ["TOKENS", *(title for title, _, _ in COLUMNS)]:
         made.add_column(name, no_wrap=True, justify="right")
+    systems = report.systems()
+    if any(systems.values()):
+        made.add_column("OWN SWITCHES", no_wrap=True)
     for policy, means in report.means().items():
         tokens = [metrics["token_attainment"] for metrics in report.of(policy)]
         shown = share(means["token_attainment"])
         if len(tokens) > 1:
             shown += f" ±{(max(tokens) - min(tokens)) / 2:.1%}"
-        made.add_row(policy, shown, *(write(means[name]) for _, name, write in COLUMNS))
+        cells = [write(means[name]) for _, name, write in COLUMNS]
+        made.add_row(policy, shown, *cells, *([systems[policy]] if any(systems.values()) else []))
     return made

@@ -20,8 +20,8 @@ from msgspec import Meta
 from appliance.errors import LabError
 from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, Gpu, ModelProfile, gpu, profile
-from appliance.lab.trial import Contender, Setting
-from appliance.lab.workload import Arrival, Lengths, drawn, read_trace
+from appliance.lab.trial import Contender, Setting, System
+from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
 from appliance.tomllines import KeyPath, LineMap, dotted
 from appliance.units import Bytes, Seconds
 from appliance.vocabulary import ModelName, ModelSpec, RequestClass, Slo
@@ -117,6 +117,14 @@ class Models(Section, frozen=True, kw_only=True):
     max_batch: Count = 256
     rate: Annotated[float, Meta(ge=0)] | None = None
     """Requests a second of each; that of ``[arrivals]`` if it is not given."""
+    lengths: str | None = None
+    """Of their requests; those of ``[arrivals]`` if it is not given."""
+    batch_rate: Annotated[float, Meta(ge=0)] = 0.0
+    """Requests of class batch a second of each, a Poisson process."""
+    batch_backlog: Annotated[int, Meta(ge=0)] = 0
+    """Requests of class batch of each that come at once,"""
+    batch_at: Seconds | None = None
+    """at this time; at the beginning if it is not given."""
     slo: Promise | None = None
     pinned: bool = False
 
@@ -143,6 +151,23 @@ class Arrivals(Section, frozen=True, kw_only=True):
     """What clients allow; without, all that the context has room for."""
 
 
+class SystemTable(Section, frozen=True, kw_only=True):
+    """``system = { activation = "2.5s", efficiency = 0.3, prefetch = false }``."""
+
+    activation: Seconds | None = None
+    """For which an instance stands still at every switch, after the copy."""
+    efficiency: Share | None = None
+    """Of copies; the hardware's if it is not given."""
+    prefetch: bool = True
+
+    def system(self) -> System:
+        return System(
+            activation_seconds=float(self.activation or 0.0),
+            efficiency=self.efficiency,
+            prefetch=self.prefetch,
+        )
+
+
 class PolicyTable(Section, frozen=True, kw_only=True):
     """``[policies.NAME]``: policies to compare, composed as in ``[policy]`` of the appliance."""
 
@@ -152,6 +177,8 @@ class PolicyTable(Section, frozen=True, kw_only=True):
     """Policies by the name of a hook, asked before."""
     parameters: Mapping[str, Mapping[str, Any]] = {}
     """By policy."""
+    system: SystemTable = SystemTable()
+    """What switching costs in the policy's own system; without, the same mechanism for all."""
 
 
 class Deviates(Section, frozen=True, kw_only=True):
@@ -192,7 +219,13 @@ class Scenario(Section, frozen=True, kw_only=True):
     def contender(self, name: str) -> Contender:
         """The policy of this name: a table of the scenario, else an installed one as it ships."""
         table = self.policies.get(name, PolicyTable())
-        return Contender(name, table.use or (name,), table.parameters, table.decisions)
+        return Contender(
+            name,
+            table.use or (name,),
+            table.parameters,
+            table.decisions,
+            system=table.system.system(),
+        )
 
     def setting(self, seed: int, directory: Path) -> Setting:
         """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""
@@ -208,8 +241,7 @@ class Scenario(Section, frozen=True, kw_only=True):
                 found = given.get(kind) or profile(kind, self.hardware.gpu, self.hardware.tp)
                 profiles[name] = found
                 specs.append(self._spec(group, name, found))
-            if self.arrivals.trace is None:
-                streams.append(self._drawn(group, names, seed, directory))
+            streams += self._drawn(group, names, seed, directory)
         if len(profiles) < len(specs):
             raise LabError("models.names: a name is there twice")
         if self.arrivals.trace is not None:
@@ -241,16 +273,40 @@ class Scenario(Section, frozen=True, kw_only=True):
 
     def _drawn(
         self, group: Models, names: Sequence[ModelName], seed: int, directory: Path
-    ) -> list[Arrival]:
+    ) -> list[list[Arrival]]:
+        """Interactive and batch requests that a rate or a number is given for."""
         asked = self.arrivals
         rate = asked.rate if group.rate is None else group.rate
-        if rate is None or asked.lengths is None:
+        if asked.trace is not None:
+            rate = None
+        if group.batch_rate or group.batch_backlog:
+            rate = rate or 0.0
+        elif asked.trace is not None:
+            return []
+        if rate is None:
             raise LabError("arrivals: give a trace, or a rate and lengths")
-        lengths = Lengths.read(_found(directory, asked.lengths, "arrivals.lengths"))
+        lengths = self._lengths(group, directory)
+        rates, batch_rates = (
+            dict.fromkeys(names, per_model * asked.rate_scale)
+            for per_model in (rate, group.batch_rate)
+        )
+        end, at = float(self.duration), float(group.batch_at or 0.0)
+        return [
+            drawn(rates, lengths, end, seed, asked.cv),
+            drawn(batch_rates, lengths, end, seed, request_class=RequestClass.BATCH),
+            backlog(names, group.batch_backlog if at < end else 0, lengths, at, seed),
+        ]
+
+    def _lengths(self, group: Models, directory: Path) -> Lengths:
+        asked = self.arrivals
+        if group.lengths is not None:
+            lengths = Lengths.read(_found(directory, group.lengths, "models.lengths"))
+        elif asked.lengths is not None:
+            lengths = Lengths.read(_found(directory, asked.lengths, "arrivals.lengths"))
+        else:
+            raise LabError("arrivals: give a trace, or a rate and lengths")
         lengths = lengths.with_means(asked.prompt_mean, asked.output_mean)
-        lengths = lengths.scaled(asked.prompt_scale, asked.output_scale).within(group.context)
-        rates = dict.fromkeys(names, rate * asked.rate_scale)
-        return drawn(rates, lengths, self.duration, seed, asked.cv)
+        return lengths.scaled(asked.prompt_scale, asked.output_scale).within(group.context)
 
     def _traced(self, known: Mapping[ModelName, object], directory: Path) -> list[Arrival]:
         asked = self.arrivals

@@ -6,8 +6,11 @@ profiles that the instances run by; what is different about the truth is the set
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, ModelProfile
@@ -20,7 +23,7 @@ from appliance.policystack import PolicyStack
 from appliance.policywords import PolicyChoice, PolicyFault
 from appliance.scheduling.costmodel import CostModel
 from appliance.scheduling.machine import Machine
-from appliance.vocabulary import ModelName, ModelSpec, RequestId
+from appliance.vocabulary import ModelName, ModelSpec, RequestId, Word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +41,47 @@ class Setting:
 
     def costs(self) -> CostModel:
         """What policies expect before they have seen anything: the profiles."""
-        return CostModel(
+        costs = CostModel(
             self.models,
             times={name: profile.step_times() for name, profile in self.profiles.items()},
             load_bytes_per_second=self.box.tp * self.box.gpu.link_bytes_per_second,
         )
+        activation = self.box.activation_seconds
+        for model in self.models if activation else ():
+            costs.observe_switch(model.name, activation + costs.switch_seconds(model.name))
+        return costs
+
+
+class System(Word, frozen=True, kw_only=True):
+    """What switching costs in the system that a policy comes from, where it is not the cost of
+    ours: a baseline *as published*, not one by the *same mechanism*."""
+
+    activation_seconds: float = 0.0
+    """For which an instance stands still at every switch, after the copy."""
+    efficiency: float | None = None
+    """Of copies; None for that of the hardware."""
+    prefetch: bool = True
+
+    def box(self, box: Box) -> Box:
+        """The hardware as this system uses it."""
+        efficiency = box.gpu.efficiency if self.efficiency is None else self.efficiency
+        return replace(
+            box,
+            gpu=replace(box.gpu, efficiency=efficiency),
+            activation_seconds=self.activation_seconds,
+        )
+
+    def __str__(self) -> str:
+        """For people."""
+        said = [f"{self.activation_seconds:g}s"] if self.activation_seconds else []
+        said += [] if self.efficiency is None else [f"{self.efficiency:.0%} of the link"]
+        said += [] if self.prefetch else ["no prefetch"]
+        return ", ".join(said)
+
+
+SAME_MECHANISM = System()
+NO_PREFETCH = {"prefetch": "serverlessllm"}
+"""It answers that nothing is brought in ahead."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +95,7 @@ class Contender:
     decisions: Mapping[str, str] = field(default_factory=dict)
     """Policies by the name of a hook, for those given to another one."""
     policy: object | None = None
+    system: System = SAME_MECHANISM
 
     def stack(self, lengths: Mapping[RequestId, int]) -> PolicyStack:
         """It, and the built-in behind it; `lengths` are the true ones, for an oracle only.
@@ -63,10 +103,9 @@ class Contender:
         Raises `PolicyError` if it cannot be loaded.
         """
         if self.policy is None:
+            decisions = dict(self.decisions) | ({} if self.system.prefetch else NO_PREFETCH)
             return load_stack(
-                PolicyChoice(
-                    use=tuple(self.use), decisions=self.decisions, parameters=self.parameters
-                ),
+                PolicyChoice(use=tuple(self.use), decisions=decisions, parameters=self.parameters),
                 lengths=lengths,
             )
         if getattr(self.policy, "oracle", False):
@@ -88,6 +127,7 @@ def play(setting: Setting, contender: Contender) -> Trial:
     not balance at the end is a `LedgerError`."""
     lengths: dict[RequestId, int] = {}
     stack = contender.stack(lengths)
+    setting = dataclasses.replace(setting, box=contender.system.box(setting.box))
     box = setting.box
     host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
     machine = Machine(setting.models, box.instances, host, stack, setting.costs())

@@ -80,36 +80,74 @@ def drawn(
     seconds: float,
     seed: int,
     cv: float = 1.0,
+    request_class: RequestClass = RequestClass.INTERACTIVE,
 ) -> list[Arrival]:
     """Requests of each model at its rate (per second) until `seconds`, in the order of time.
 
     Gaps are Gamma distributed with coefficient of variation `cv`; 1 is a Poisson process.
     """
-    streams = [_stream(model, rate, lengths, seconds, seed, cv) for model, rate in rates.items()]
+    streams = [
+        _stream(model, rate, lengths, seconds, seed, cv, request_class)
+        for model, rate in rates.items()
+    ]
     return list(heapq.merge(*streams, key=lambda arrival: (arrival.seconds, arrival.model)))
 
 
+def backlog(
+    models: Iterable[ModelName], count: int, lengths: Lengths, at_seconds: float, seed: int
+) -> list[Arrival]:
+    """Batch requests, `count` for each model, that all come at once."""
+    made = []
+    for model in models:
+        sizes = _random(seed, model, _BACKLOG_SIZES)
+        rows = sizes.integers(len(lengths.prompts), size=count).tolist()
+        made += [_arrival(at_seconds, model, lengths, row, RequestClass.BATCH) for row in rows]
+    return made
+
+
+_GAPS, _SIZES, _BATCH_GAPS, _BATCH_SIZES, _BACKLOG_SIZES = range(5)
+"""Streams of a model."""
+
+
+def _random(seed: int, model: ModelName, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64([seed, zlib.crc32(model.encode()), stream]))
+
+
 def _stream(
-    model: ModelName, rate: float, lengths: Lengths, seconds: float, seed: int, cv: float
+    model: ModelName,
+    rate: float,
+    lengths: Lengths,
+    seconds: float,
+    seed: int,
+    cv: float,
+    request_class: RequestClass,
 ) -> Iterator[Arrival]:
     if rate <= 0:
         return
-    key = [seed, zlib.crc32(model.encode())]
-    gaps = np.random.Generator(np.random.PCG64([*key, 0]))
-    sizes = np.random.Generator(np.random.PCG64([*key, 1]))
+    batch = request_class is RequestClass.BATCH
+    gaps = _random(seed, model, _BATCH_GAPS if batch else _GAPS)
+    sizes = _random(seed, model, _BATCH_SIZES if batch else _SIZES)
     shape = 1 / (cv * cv)
     now = 0.0
     while True:
         now += float(gaps.gamma(shape, 1 / (rate * shape)))
         if now >= seconds:
             return
-        row = int(sizes.integers(len(lengths.prompts)))
-        yield Arrival(
-            seconds=now,
-            model=model,
-            prompt_tokens=int(lengths.prompts[row]),
-            output_tokens=int(lengths.outputs[row]),
+        yield _arrival(
+            now, model, lengths, int(sizes.integers(len(lengths.prompts))), request_class
         )
+
+
+def _arrival(
+    seconds: float, model: ModelName, lengths: Lengths, row: int, request_class: RequestClass
+) -> Arrival:
+    return Arrival(
+        seconds=seconds,
+        model=model,
+        prompt_tokens=int(lengths.prompts[row]),
+        output_tokens=int(lengths.outputs[row]),
+        request_class=request_class,
+    )
 
 
 def read_trace(path: Path, rate_scale: float = 1.0) -> list[Arrival]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from appliance.lab.agenda import Agenda
 from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, Gpu, ModelProfile
@@ -77,6 +79,7 @@ class Bench:
         profiles: Sequence[ModelProfile] = (profile(),),
         slabs: int = 32,
         deviation: Deviation = EXACT,
+        activation_seconds: float = 0.0,
     ) -> None:
         self.agenda = Agenda()
         self.recorder = Recorder()
@@ -85,7 +88,7 @@ class Bench:
         self.profiles = {profile.name: profile for profile in profiles}
         self.instance = SimulatedInstance(
             0,
-            box(slabs=slabs),
+            replace(box(slabs=slabs), activation_seconds=activation_seconds),
             self.profiles,
             self.lives,
             self.agenda,

@@ -63,6 +63,23 @@ def test_curves_are_of_the_run() -> None:
     assert all(2.0 < bar.ended <= 20.0 for bar in found.bars)
 
 
+def test_a_system_with_switches_of_its_own_is_told_apart() -> None:
+    """In the table and in the JSON; it switches no faster than ours."""
+    changes = QUICK | {"policies.theirs": '{ use = ["aegaeon"], system = { activation = "1s" } }'}
+    ours, theirs = played(match(changes=changes)), played(match("theirs", changes=changes))
+    waits = [o.metrics["switch_mean_seconds"] for o in (ours, theirs)]
+    assert waits[1] > 1.0 > waits[0]
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(table(report(ours, theirs)))
+        console.print(table(report(ours)))
+    lines = capture.get().splitlines()
+    assert [line.split()[-1] for line in lines if "SWITCHES" in line] == ["SWITCHES", "REFUSED"]
+    assert next(line for line in lines if line.startswith("theirs")).split()[-1] == "1s"
+    outcomes = json.loads(report(ours, theirs).json())["outcomes"]
+    assert [o["system"]["activation_seconds"] for o in outcomes] == [0.0, 1.0]
+
+
 def test_the_table_has_means_over_seeds() -> None:
     """And half their range; what is unknown is a dash."""
     plain = played(match()).metrics

@@ -133,6 +133,41 @@ def test_a_prefetch_goes_on_beside_a_turn() -> None:
     assert bench.recorder.switches[-1].waited == pytest.approx(2 * 64 / (4 * SLAB))
 
 
+def test_an_engine_of_another_system_is_started_at_every_switch() -> None:
+    """After the copy, and nothing is computed under either; who runs already goes on at once."""
+    bench = Bench([profile("m"), profile("n")], activation_seconds=2.0)
+    first, second = bench.life("a", 64, 9), bench.life("b", 64, 9)
+    other = bench.life("c", 64, 9, model="n")
+    bench.load()
+    bench.prefill(first)
+    bench.prefill(second)
+    bench.order(LoadModel(instance=0, model="n"))
+    bench.prefill(other)
+    bench.run()
+    seconds = 1 / 16 + 64 / 1024
+    done = [at for at, _ in bench.events(PrefillDone)]
+    assert done == [3.0 + seconds, 3.0 + 2 * seconds, 6.0 + 3 * seconds]
+    assert [switch.waited for switch in bench.recorder.switches] == [3.0, 3.0]
+
+
+def test_an_engine_that_lost_its_weights_is_started_again() -> None:
+    """Even if no other ran meanwhile; a turn that was preempted before it does one step."""
+    bench = Bench(activation_seconds=2.0)
+    life = bench.life("r", 8, 50, produced=1)
+    bench.load()
+    bench.move(Direction.IN, life)
+    bench.turn(life, quota=0.01)
+    bench.run(3.5)
+    bench.order(EvictModel(instance=0, model="m"), LoadModel(instance=0, model="m"))
+    bench.turn(life, number=2)
+    bench.run(5.0)
+    bench.order(Preempt(instance=0, turn=2))
+    bench.run()
+    [(first_at, first), (second_at, second)] = bench.events(TurnEnded)
+    assert (first.steps, second.steps) == (1, 1)
+    assert (first_at - first.seconds, second_at - second.seconds) == (3.03125, 6.5)
+
+
 def test_an_evicted_load_is_never_told_of() -> None:
     """Its slabs are free, and the link is for the next one."""
     bench = Bench([profile("m"), profile("n")], slabs=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +22,9 @@ from appliance.lab.scenario import (
     PolicyTable,
     Promises,
     Scenario,
+    SystemTable,
 )
+from appliance.lab.trial import SAME_MECHANISM
 from appliance.vocabulary import RequestClass, Slo
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +122,28 @@ def test_a_policy_is_a_table_or_an_installed_one(tmp_path: Path) -> None:
     assert chosen.contender("other").use == ("other",)
 
 
+def test_a_baseline_may_pay_for_its_own_switches(tmp_path: Path) -> None:
+    """As published: that policy's instances stand still, and copy as fast as its system does; the
+    estimates of the first switches say so."""
+    text = TEXT + (
+        '[policies."serverlessllm, as published"]\nuse = ["serverlessllm"]\n'
+        'system = { activation = "2.5s", efficiency = 0.25, prefetch = false }\n'
+        "[policies.aegaeon]\n"
+    )
+    chosen = scenario.read(written(tmp_path, text))
+    theirs = chosen.contender("serverlessllm, as published")
+    assert str(theirs.system) == "2.5s, 25% of the link, no prefetch"
+    assert theirs.stack({}).asked()["prefetch"][0] == "serverlessllm"
+    assert chosen.contender("aegaeon").system == SAME_MECHANISM
+    setting = chosen.setting(1, tmp_path)
+    weight_bytes = setting.profiles["m000"].weight_bytes
+    box = theirs.system.box(setting.box)
+    assert SAME_MECHANISM.box(setting.box) == setting.box
+    assert (box.activation_seconds, box.gpu.link_bytes_per_second) == (2.5, 16e9)
+    costs = replace(setting, box=box).costs()
+    assert costs.switch_seconds("m000") == pytest.approx(2.5 + weight_bytes / 16e9)
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -194,6 +219,45 @@ def test_a_trace_is_scaled_and_cut(tmp_path: Path) -> None:
     assert [a.slo for a in arrivals] == [None, Slo(ttft_seconds=3600.0, tbt_seconds=1.0)]
 
 
+def test_models_may_have_lengths_and_batch_work_of_their_own(tmp_path: Path) -> None:
+    """Beside a rate of interactive requests, or without one; batch work has its own promise."""
+    path = written(tmp_path)
+    (tmp_path / "short.csv").write_text("prompt_tokens,output_tokens\n7,8\n")
+    changes = {
+        "models.0.lengths": '"short.csv"',
+        "models.0.batch_rate": "0.2",
+        "models.0.batch_backlog": "5",
+        "models.0.batch_at": "50s",
+        "slo.batch": '{ ttft = "1h", tbt = "1s" }',
+    }
+    arrivals = scenario.read(path, changes).setting(1, tmp_path).arrivals
+    assert {(a.prompt_tokens, a.output_tokens) for a in arrivals} == {(7, 8)}
+    assert [a.seconds for a in arrivals] == sorted(a.seconds for a in arrivals)
+    batch = [a for a in arrivals if a.request_class is RequestClass.BATCH]
+    assert {a.slo for a in batch} == {Slo(ttft_seconds=3600.0, tbt_seconds=1.0)}
+    assert sum(a.seconds == 50.0 for a in batch) == 15
+    assert len(batch) == pytest.approx(15 + 60, abs=25)
+    plain = scenario.read(path, {"models.0.lengths": '"short.csv"'}).setting(1, tmp_path).arrivals
+    assert [a for a in arrivals if a.request_class is RequestClass.INTERACTIVE] == plain
+    alone = {"arrivals": '{ lengths = "short.csv" }', "models.0.batch_backlog": "2"}
+    assert len(scenario.read(path, alone).setting(1, tmp_path).arrivals) == 6
+
+
+def test_batch_work_may_come_beside_a_trace(tmp_path: Path) -> None:
+    """With lengths of its models; a trace says its own."""
+    path = written(tmp_path)
+    (tmp_path / "trace.csv").write_text(
+        "arrival_s,model,prompt_tokens,output_tokens\n10.0,m001,20,8\n"
+    )
+    changes = {
+        "arrivals": '{ trace = "trace.csv" }',
+        "models.0.lengths": '"lengths.csv"',
+        "models.0.batch_backlog": "2",
+    }
+    arrivals = scenario.read(path, changes).setting(1, tmp_path).arrivals
+    assert [a.seconds for a in arrivals] == [0.0] * 6 + [10.0]
+
+
 def test_a_profile_may_be_given(tmp_path: Path) -> None:
     """For a model that the built-in table does not have."""
     text = (
@@ -253,7 +317,10 @@ def test_the_reference_rows_are_what_they_say(
 
 @pytest.mark.parametrize(
     "section",
-    [Scenario, Hardware, Promises, Models, Arrivals, PolicyTable, Deviates, GivenProfile],
+    [
+        *(Scenario, Hardware, Promises, Models, Arrivals),
+        *(PolicyTable, SystemTable, Deviates, GivenProfile),
+    ],
 )
 def test_every_key_is_documented(section: type) -> None:
     """In docs/lab.md."""

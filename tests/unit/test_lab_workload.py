@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import LabError
-from appliance.lab.workload import Lengths, drawn, read_trace
+from appliance.lab.workload import Lengths, backlog, drawn, read_trace
 from appliance.vocabulary import RequestClass
 
 LENGTHS = Lengths([(100, 10), (300, 30), (50, 500)])
@@ -38,6 +38,19 @@ def test_arrivals_come_at_their_rate_in_order(cv: float) -> None:
     spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
     assert spread / mean == pytest.approx(cv, rel=0.15)
     assert {arrival.model for arrival in arrivals} == {"a"}
+
+
+def test_batch_requests_have_streams_of_their_own() -> None:
+    """They leave the interactive ones as they are; a backlog is there all at once."""
+    batch = drawn({"a": 0.5}, LENGTHS, 200.0, seed=3, request_class=RequestClass.BATCH)
+    interactive = drawn({"a": 0.5}, LENGTHS, 200.0, seed=3)
+    assert {arrival.request_class for arrival in batch} == {RequestClass.BATCH}
+    assert [a.seconds for a in batch] != [a.seconds for a in interactive]
+    waiting = backlog(["a", "b"], 50, LENGTHS, 60.0, seed=3)
+    assert {(a.seconds, a.request_class) for a in waiting} == {(60.0, RequestClass.BATCH)}
+    assert [a.model for a in waiting] == ["a"] * 50 + ["b"] * 50
+    assert {a.prompt_tokens for a in waiting} == {100, 300, 50}
+    assert waiting == backlog(["a", "b"], 50, LENGTHS, 60.0, seed=3)
 
 
 def test_lengths_are_scaled_and_fitted() -> None:
