@@ -1,12 +1,12 @@
 """An instance on the virtual clock: carries commands out in order, as a worker does.
 
     work():   the next command of the queue, unless a job is under way or it has to wait
-    beside:   loads, and KV on its way out or in, on the instance's links
+    beside:   loads, and KV on its way out or in (`appliance.lab.holdings`)
     waits:    a load, a prompt or a swap inwards for slabs that KV on its way out still holds;
               a turn for its model's weights and KV; a prompt for its model's weights layer by layer
 
-What it is told of is exact: blocks, slabs and bytes are counted as a worker's pool counts them. It
-is as strict as that pool: a command that asks for what cannot be raises `LabError`.
+What it tells is exact: blocks, slabs and bytes are counted as a worker's pool counts them. A
+command that asks for what cannot be raises `LabError`.
 
 Simplified: building takes no time, nor does the first fill of a master image (the box is ready when
 the run begins); there is no prefix cache; during a turn, KV that grows within its cap does not wait
@@ -25,12 +25,12 @@ from operator import not_
 from appliance.errors import LabError
 from appliance.lab.agenda import Agenda, Rank
 from appliance.lab.deviation import EXACT, Deviation, Pace
-from appliance.lab.engine import Engine, Load
 from appliance.lab.hardware import Box, ModelProfile
+from appliance.lab.holdings import Holdings
 from appliance.lab.jobs import Activation, Prefill, Prompt, Turn
-from appliance.lab.link import Link, Transfer
 from appliance.lab.recorder import Life, Recorder, Span, Switch
 from appliance.lab.stretches import elapsed, steps_in_room, steps_until
+from appliance.lab.wiring import Wiring
 from appliance.vocabulary import (
     BuildModel,
     Command,
@@ -63,9 +63,6 @@ from appliance.vocabulary import (
     WeightsStored,
 )
 
-WEIGHTS, KV_IN, KV_OUT, FILES = "weights", "kv_in", "kv_out", "files"
-"""Lanes of the links."""
-
 MAX_STEPS = sys.maxsize
 """Of a turn that decodes nobody: its prompts end it."""
 
@@ -86,25 +83,21 @@ class SimulatedInstance:
         lives: Mapping[RequestId, Life],
         agenda: Agenda,
         recorder: Recorder,
+        wiring: Wiring,
         report: Report,
         deviation: Deviation = EXACT,
     ) -> None:
         self.number = number
         self._box = box
-        self._profiles = profiles
         self._lives = lives
         self._agenda = agenda
         self._recorder = recorder
         self._report = report
         self._pace = Pace(deviation, number)
-        rate = box.gpu.link_bytes_per_second * deviation.link_factor
-        self._inwards = Link(agenda, rate)
-        self._outwards = Link(agenda, rate)
-        self._disk = Link(agenda, box.gpu.disk_bytes_per_second)
-        self._engines: dict[ModelName, Engine] = {}
+        self._holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
+        self._engines = self._holdings.engines
         self._queue: deque[Command] = deque()
         self._job: Prefill | Turn | Activation | StoreWeights | None = None
-        self._moves_out = 0
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
         self._gone: set[RequestId] = set()
@@ -172,15 +165,15 @@ class SimulatedInstance:
             case RunPrefill():
                 return self._begin_prefill(command)
             case MoveKv(direction=Direction.OUT):
-                return self._move_out(command)
+                return self._holdings.move_out(command)
             case MoveKv():
-                return self._move_in(command)
+                return self._holdings.move_in(command, self._known)
             case TrimKv():
                 return True  # nothing is kept that nobody uses
             case LoadModel():
-                return self._begin_load(command.model, prefetched=False)
+                return self._holdings.load(command.model, prefetched=False)
             case PrefetchModel():
-                return self._begin_load(command.model, prefetched=True)
+                return self._holdings.load(command.model, prefetched=True)
             case EvictModel():
                 return self._evict(command)
             case StoreWeights():
@@ -189,23 +182,17 @@ class SimulatedInstance:
                 return self._build(command)
         raise LabError(f"not a command for an instance: {command!r}")
 
-    # --- engines and weights ---------------------------------------------------------------------
+    # --- engines ---------------------------------------------------------------------------------
 
     def _build(self, command: BuildModel) -> bool:
-        profile = self._profiles[command.model]
-        slab = self._box.slab_bytes
-        engine = self._engines[command.model] = Engine(
-            profile,
-            profile.kv_shape(slab, self._box.block_tokens),
-            profile.weight_slabs(slab),
-        )
+        engine = self._holdings.build(command.model)
         self._report(
             ModelBuilt(
                 instance=self.number,
                 model=command.model,
                 weight_slabs=engine.weight_slabs,
                 kv=engine.shape,
-                host_slabs=profile.host_slabs(slab),
+                host_slabs=engine.profile.host_slabs(self._box.slab_bytes),
             )
         )
         return True
@@ -219,8 +206,7 @@ class SimulatedInstance:
             self._stored(command)
             return True
         self._job = command
-        seconds = engine.profile.weight_bytes / self._box.gpu.disk_bytes_per_second
-        self._agenda.at(self._agenda.now + seconds, Rank.JOB, lambda: self._end_fill(command))
+        self._holdings.fill(command.model, lambda: self._end_fill(command))
         return True
 
     def _end_fill(self, command: StoreWeights) -> None:
@@ -248,131 +234,20 @@ class SimulatedInstance:
         self._job, self._active = None, model
         self.work()
 
-    def _begin_load(self, model: ModelName, *, prefetched: bool) -> bool:
-        engine = self._engines[model]
-        if engine.mapped or engine.in_host is None:
-            raise LabError(f"{model} is loaded already, or was not told from where")
-        if not self._has_room(engine.weight_slabs, f"the weights of {model}"):
-            return False
-        engine.mapped = True
-        shard, gpu = engine.profile.shard_bytes, self._box.gpu
-        if engine.in_host:
-            link, lane = self._inwards, WEIGHTS
-            # Mapping counts as the bytes that could be copied meanwhile.
-            nbytes = shard + round(gpu.mapping_seconds * gpu.link_bytes_per_second)
-        else:
-            link, lane, nbytes = self._disk, FILES, engine.profile.weight_bytes
-        transfer = link.start(lane, nbytes, lambda transfer: self._end_load(model))
-        engine.load = Load(link, lane, transfer, prefetched)
-        self._recorder.loads += 1
-        self._recorder.prefetches += prefetched
-        return True
-
-    def _end_load(self, model: ModelName) -> None:
-        engine = self._engines[model]
-        load, engine.load = engine.load, None
-        assert load is not None, "only a load under way ends"
-        self._recorder.loaded_bytes += engine.profile.weight_bytes
-        loaded = ModelLoaded(
-            instance=self.number,
-            model=model,
-            moved_bytes=engine.profile.weight_bytes,
-            seconds=load.transfer.seconds,
-            queued_seconds=load.transfer.queued_seconds,
-            prefetched=load.prefetched,
-        )
-        job = self._job
-        if isinstance(job, Prefill) and job.command.model == model:
-            # The weights of the last layer came last: that layer is still to be computed.
-            job.not_before = self._agenda.now + job.seconds / engine.profile.layers
-            if job.lacks_weights:
-                self._agenda.at(job.not_before, Rank.JOB, lambda: self._end_prefill(job))
-        self._notice(loaded)
-
     def _evict(self, command: EvictModel) -> bool:
-        engine = self._engines[command.model]
-        if not engine.mapped:
-            raise LabError(f"{command.model} is evicted, but not loaded")
-        if engine.load is not None:
-            engine.load.link.cancel(engine.load.lane, engine.load.transfer)
-            engine.load = None
-        engine.mapped = False
+        self._holdings.evict(command.model)
         if self._active == command.model:
             self._active = None
         return True
 
-    # --- KV --------------------------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------------
 
-    def _move_out(self, command: MoveKv) -> bool:
-        engine = self._engines[command.model]
-        moved = tuple(m.request for m in command.moves if m.request in engine.blocks)
-        places = {m.request: len(m.host_offsets) for m in command.moves}
-        blocks = 0
-        for request in moved:
-            held = engine.drop(request)
-            if held != places[request]:
-                raise LabError(f"{held} blocks of {request} go to {places[request]} places")
-            blocks += held
-        engine.leaving += blocks
-        self._move(command, moved, blocks)
-        return True
-
-    def _move_in(self, command: MoveKv) -> bool:
-        engine = self._engines[command.model]
-        arriving = [m for m in command.moves if self._known(m.request) is not None]
-        blocks = sum(len(m.host_offsets) for m in arriving)
-        if not self._can_grow(command.model, blocks, command.kv_slabs):
-            if self._moves_out:
-                return False
-            raise LabError(f"{blocks} blocks of {command.model} have no room in its slabs")
-        for kv_move in arriving:
-            life = self._lives[kv_move.request]
-            if len(kv_move.host_offsets) != engine.shape.blocks(life.kv_tokens):
-                raise LabError(f"the KV of {life.id} is not {len(kv_move.host_offsets)} blocks")
-            engine.hold(kv_move.request, len(kv_move.host_offsets))
-        self._move(command, tuple(m.request for m in arriving), blocks)
-        return True
-
-    def _move(self, command: MoveKv, moved: tuple[RequestId, ...], blocks: int) -> None:
-        engine = self._engines[command.model]
-        nbytes = blocks * engine.shape.block_bytes
-        outwards = command.direction is Direction.OUT
-
-        def end(transfer: Transfer | None) -> None:
-            if transfer is not None and outwards:
-                engine.leaving -= blocks
-                self._moves_out -= 1
-                self._recorder.kv_out_bytes += nbytes
-            elif transfer is not None:
-                engine.arriving -= 1
-                self._recorder.kv_in_bytes += nbytes
-            self._notice(
-                KvMoved(
-                    instance=self.number,
-                    model=command.model,
-                    direction=command.direction,
-                    moved=moved,
-                    missing=tuple(m.request for m in command.moves if m.request not in moved),
-                    moved_bytes=nbytes,
-                    seconds=0.0 if transfer is None else transfer.seconds,
-                    queued_seconds=0.0 if transfer is None else transfer.queued_seconds,
-                    kv_slabs=engine.slabs(),
-                )
-            )
-
-        if not moved:
-            end(None)
-        elif outwards:
-            self._moves_out += 1
-            self._outwards.start(KV_OUT, nbytes // engine.profile.tp, end)
-        else:
-            engine.arriving += 1
-            self._inwards.start(KV_IN, nbytes // engine.profile.tp, end)
-
-    def _notice(self, event: Event) -> None:
+    def _notice(self, event: ModelLoaded | KvMoved) -> None:
         """A transfer is over: who waits may go on. While a prompt is computed, nobody looks."""
         job = self._job
         if isinstance(job, Prefill):
+            if isinstance(event, ModelLoaded) and event.model == job.command.model:
+                self._complete_weights(job)
             self._unnoticed.append(event)
             return
         self._report(event)
@@ -382,27 +257,12 @@ class SimulatedInstance:
             self._next_stretch(job)
         self.work()
 
-    def _has_room(self, slabs: int, what: str) -> bool:
-        """Whether so many slabs are free now; raises `LabError` if they never will be."""
-        mapped = 0
-        for engine in self._engines.values():
-            if engine.mapped:
-                mapped += engine.weight_slabs
-            if engine.used or engine.leaving:
-                mapped += engine.slabs()
-        if mapped + slabs <= self._box.slabs:
-            return True
-        if not self._moves_out:
-            raise LabError(f"{what} need {slabs} slabs, {self._box.slabs - mapped} are free")
-        return False
-
-    def _can_grow(self, model: ModelName, blocks: int, cap_slabs: int) -> bool:
-        """Whether the model's KV may grow by so many blocks now."""
-        engine = self._engines[model]
-        slabs = engine.slabs(blocks)
-        if slabs > cap_slabs:
-            return False
-        return self._has_room(slabs - engine.slabs(), f"the KV of {model}")
+    def _complete_weights(self, job: Prefill) -> None:
+        """The weights of the last layer came last: that layer is still to be computed."""
+        layers = self._engines[job.command.model].profile.layers
+        job.not_before = self._agenda.now + job.seconds / layers
+        if job.lacks_weights:
+            self._agenda.at(job.not_before, Rank.JOB, lambda: self._end_prefill(job))
 
     def _known(self, request: RequestId) -> Life | None:
         """The request, unless it ended or was released."""
@@ -422,8 +282,8 @@ class SimulatedInstance:
             raise LabError(f"a prompt for {command.model} without its weights")
         tokens = life.prompt_tokens + life.produced
         blocks = engine.shape.blocks(tokens)
-        if not self._can_grow(command.model, blocks, command.kv_slabs):
-            if self._moves_out:
+        if not self._holdings.can_grow(command.model, blocks, command.kv_slabs):
+            if self._holdings.moves_out:
                 return False
             self._defer(command.model, life.id)
             return True
@@ -503,7 +363,7 @@ class SimulatedInstance:
         waiting = deque(command.prompts)
         while waiting and self._known(waiting[0]) is None:
             self._prompt_done(command.model, waiting.popleft(), 0.0)
-        if waiting and self._moves_out and not self._fits_prompt(command, waiting[0]):
+        if waiting and self._holdings.moves_out and not self._fits_prompt(command, waiting[0]):
             return False
         self._note_switch(command.model, now - self._ready_since)
         turn = Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
@@ -514,7 +374,7 @@ class SimulatedInstance:
     def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
         life, shape = self._lives[request], self._engines[command.model].shape
         blocks = shape.blocks(life.prompt_tokens + life.produced)
-        return self._can_grow(command.model, blocks, command.kv_slabs)
+        return self._holdings.can_grow(command.model, blocks, command.kv_slabs)
 
     def _begin_prompts(self, turn: Turn) -> None:
         """Have prompts begin while those that have leave room in the next chunk."""

@@ -20,6 +20,7 @@ from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.instance import SimulatedInstance
 from appliance.lab.recorder import Life, Recorder
+from appliance.lab.wiring import Wiring
 from appliance.lab.workload import Arrival
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import Policy
@@ -92,6 +93,7 @@ class _Simulation:
         self._facts: deque[Event] = deque()
         self._events = 0
         self._tick: Entry | None = None
+        wiring = Wiring(self._agenda, box, deviation)
         self._instances: dict[InstanceId, SimulatedInstance] = {
             number: SimulatedInstance(
                 number,
@@ -100,6 +102,7 @@ class _Simulation:
                 self._lives,
                 self._agenda,
                 self._recorder,
+                wiring,
                 self._facts.append,
                 deviation,
             )

@@ -13,6 +13,7 @@ from appliance.lab.hardware import Box, Gpu, ModelProfile
 from appliance.lab.instance import SimulatedInstance
 from appliance.lab.metrics import expand
 from appliance.lab.recorder import Life, Recorder
+from appliance.lab.wiring import Wiring
 from appliance.vocabulary import (
     BuildModel,
     Command,
@@ -86,13 +87,15 @@ class Bench:
         self.lives: dict[str, Life] = {}
         self.heard: list[tuple[float, Event]] = []
         self.profiles = {profile.name: profile for profile in profiles}
+        hardware = replace(box(slabs=slabs), activation_seconds=activation_seconds)
         self.instance = SimulatedInstance(
             0,
-            replace(box(slabs=slabs), activation_seconds=activation_seconds),
+            hardware,
             self.profiles,
             self.lives,
             self.agenda,
             self.recorder,
+            Wiring(self.agenda, hardware, deviation),
             lambda event: self.heard.append((self.agenda.now, event)),
             deviation,
         )

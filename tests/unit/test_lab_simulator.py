@@ -33,7 +33,7 @@ from appliance.scheduling.questions import (
     Refusal,
     RequestView,
 )
-from appliance.vocabulary import Command, Event, ModelSpec, RequestArrived, Ticked
+from appliance.vocabulary import Command, Event, ModelLoaded, ModelSpec, RequestArrived, Ticked
 from tests.unit import lab_bench
 from tests.unit.lab_bench import SLAB, SLO
 from tests.unit.whimsical import Whimsical
@@ -82,6 +82,11 @@ def small_setting(instances: int = 2, slabs: int = 32, host_slabs: int = 400) ->
         arrivals=arrivals(),
         seconds=1e4,
     )
+
+
+def loads(made: HearingMachine) -> list[ModelLoaded]:
+    """What it was told of loads."""
+    return [event for _, event, _ in made.journal if isinstance(event, ModelLoaded)]
 
 
 def arrivals(count: int = 30, seed: int = 1, rate: float = 0.4) -> list[Arrival]:
@@ -235,6 +240,20 @@ def test_another_policy_takes_over_in_mid_run() -> None:
     outcomes = {life.outcome for life in done.recorder.lives if life.arrived > 20.0}
     assert outcomes == {"overloaded"}
     assert {life.outcome for life in done.recorder.lives if life.arrived < 20.0} == {"stop"}
+
+
+def test_weights_that_the_host_has_no_room_for_come_from_the_disk() -> None:
+    """Which is one, whoever reads it: two instances get half of its rate each, one gets it all."""
+    together = machine("serverlessllm", 2, host_slabs=3)
+    both = [
+        Arrival(seconds=0.0, model="a", prompt_tokens=10, output_tokens=3, max_tokens=3),
+        Arrival(seconds=0.0, model="b", prompt_tokens=10, output_tokens=3, max_tokens=3),
+    ]
+    run(together, both)
+    alone = machine("serverlessllm", 2, host_slabs=3)
+    run(alone, both[:1])
+    assert [loaded.seconds for loaded in loads(together)] == [8.0, 8.0]
+    assert [loaded.seconds for loaded in loads(alone)] == [4.0]
 
 
 def test_the_machine_is_not_shown_how_long_an_output_will_be() -> None:
