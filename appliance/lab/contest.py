@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.errors import ApplianceError, LabError
 from appliance.lab import scenario
-from appliance.lab.metrics import Curves, curves, measure
+from appliance.lab.metrics import Curves, curves, fragmentation_by_shape, measure
 from appliance.lab.trial import SAME_MECHANISM, System, Trial, play
 from appliance.vocabulary import Word
 
@@ -43,6 +43,8 @@ class Outcome(Word, frozen=True, kw_only=True):
     fault: str = ""
     """The first of them."""
     system: System = SAME_MECHANISM
+    fragmentation: Mapping[str, Mapping[str, float]] = {}
+    """Of KV by tier and shape (bytes of a block)."""
     curves: Curves | None = None
 
 
@@ -69,6 +71,7 @@ def outcome(
         metrics=measure(trial.run, warmup_seconds).rounded(),
         faults=len(trial.faults),
         fault="" if first is None else f"{first.hook}: {first.reason}",
+        fragmentation=fragmentation_by_shape(trial.run, warmup_seconds),
         curves=curves(trial.run, warmup_seconds) if with_curves else None,
     )
 

@@ -155,9 +155,19 @@ class Box(Word, frozen=True, kw_only=True):
     """Of a GPU's memory, what weights and KV get (Aegaeon leaves about 10 % to libraries, §5.2)."""
     slab_bytes: int = 64 << 20
     block_tokens: int = 16
+    gpus_per_root: int = 1
+    """GPUs that share a root of the PCIe tree: whole instances, or an instance has whole roots."""
+    root_pcie_bytes_per_second: float | None = None
+    """Of a root, in each direction; None for as much as one GPU has."""
     activation_seconds: float = 0.0
     """For which an instance stands still at every switch, after the copy: what a system needs to
     start an engine. None where engines stay ready."""
+
+    @property
+    def root_bytes_per_second(self) -> float:
+        """What copies of all GPUs under a root reach together, in each direction."""
+        rate = self.root_pcie_bytes_per_second or self.gpu.pcie_bytes_per_second
+        return rate * self.gpu.efficiency
 
     @property
     def slabs(self) -> int:

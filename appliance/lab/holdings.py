@@ -187,14 +187,35 @@ class Holdings:
 
     # --- room ------------------------------------------------------------------------------------
 
+    @property
+    def weight_slabs(self) -> int:
+        """Of each GPU."""
+        return sum([engine.weight_slabs for engine in self.engines.values() if engine.mapped])
+
+    @property
+    def kv_slabs(self) -> int:
+        """Of each GPU."""
+        return sum(
+            [engine.slabs() for engine in self.engines.values() if engine.used or engine.leaving]
+        )
+
+    def kv_use(self) -> dict[int, tuple[int, int]]:
+        """By the bytes of a block: bytes of the blocks in use, and of the slabs they lie in, on all
+        GPUs together."""
+        found: dict[int, tuple[int, int]] = {}
+        for engine in self.engines.values():
+            if engine.used or engine.leaving:
+                shape = engine.shape.block_bytes
+                used, mapped = found.get(shape, (0, 0))
+                found[shape] = (
+                    used + (engine.used + engine.leaving) * shape,
+                    mapped + engine.slabs() * self._box.slab_bytes * engine.profile.tp,
+                )
+        return found
+
     def has_room(self, slabs: int, what: str) -> bool:
         """Whether so many slabs are free now; raises `LabError` if they never will be."""
-        mapped = 0
-        for engine in self.engines.values():
-            if engine.mapped:
-                mapped += engine.weight_slabs
-            if engine.used or engine.leaving:
-                mapped += engine.slabs()
+        mapped = self.weight_slabs + self.kv_slabs
         if mapped + slabs <= self._box.slabs:
             return True
         if not self.moves_out:

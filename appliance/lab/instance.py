@@ -94,8 +94,8 @@ class SimulatedInstance:
         self._recorder = recorder
         self._report = report
         self._pace = Pace(deviation, number)
-        self._holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
-        self._engines = self._holdings.engines
+        self.holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
+        self._engines = self.holdings.engines
         self._queue: deque[Command] = deque()
         self._job: Prefill | Turn | Activation | StoreWeights | None = None
         self._unnoticed: list[Event] = []
@@ -165,15 +165,15 @@ class SimulatedInstance:
             case RunPrefill():
                 return self._begin_prefill(command)
             case MoveKv(direction=Direction.OUT):
-                return self._holdings.move_out(command)
+                return self.holdings.move_out(command)
             case MoveKv():
-                return self._holdings.move_in(command, self._known)
+                return self.holdings.move_in(command, self._known)
             case TrimKv():
                 return True  # nothing is kept that nobody uses
             case LoadModel():
-                return self._holdings.load(command.model, prefetched=False)
+                return self.holdings.load(command.model, prefetched=False)
             case PrefetchModel():
-                return self._holdings.load(command.model, prefetched=True)
+                return self.holdings.load(command.model, prefetched=True)
             case EvictModel():
                 return self._evict(command)
             case StoreWeights():
@@ -185,7 +185,7 @@ class SimulatedInstance:
     # --- engines ---------------------------------------------------------------------------------
 
     def _build(self, command: BuildModel) -> bool:
-        engine = self._holdings.build(command.model)
+        engine = self.holdings.build(command.model)
         self._report(
             ModelBuilt(
                 instance=self.number,
@@ -206,7 +206,7 @@ class SimulatedInstance:
             self._stored(command)
             return True
         self._job = command
-        self._holdings.fill(command.model, lambda: self._end_fill(command))
+        self.holdings.fill(command.model, lambda: self._end_fill(command))
         return True
 
     def _end_fill(self, command: StoreWeights) -> None:
@@ -235,7 +235,7 @@ class SimulatedInstance:
         self.work()
 
     def _evict(self, command: EvictModel) -> bool:
-        self._holdings.evict(command.model)
+        self.holdings.evict(command.model)
         if self._active == command.model:
             self._active = None
         return True
@@ -282,8 +282,8 @@ class SimulatedInstance:
             raise LabError(f"a prompt for {command.model} without its weights")
         tokens = life.prompt_tokens + life.produced
         blocks = engine.shape.blocks(tokens)
-        if not self._holdings.can_grow(command.model, blocks, command.kv_slabs):
-            if self._holdings.moves_out:
+        if not self.holdings.can_grow(command.model, blocks, command.kv_slabs):
+            if self.holdings.moves_out:
                 return False
             self._defer(command.model, life.id)
             return True
@@ -363,7 +363,7 @@ class SimulatedInstance:
         waiting = deque(command.prompts)
         while waiting and self._known(waiting[0]) is None:
             self._prompt_done(command.model, waiting.popleft(), 0.0)
-        if waiting and self._holdings.moves_out and not self._fits_prompt(command, waiting[0]):
+        if waiting and self.holdings.moves_out and not self._fits_prompt(command, waiting[0]):
             return False
         self._note_switch(command.model, now - self._ready_since)
         turn = Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
@@ -374,7 +374,7 @@ class SimulatedInstance:
     def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
         life, shape = self._lives[request], self._engines[command.model].shape
         blocks = shape.blocks(life.prompt_tokens + life.produced)
-        return self._holdings.can_grow(command.model, blocks, command.kv_slabs)
+        return self.holdings.can_grow(command.model, blocks, command.kv_slabs)
 
     def _begin_prompts(self, turn: Turn) -> None:
         """Have prompts begin while those that have leave room in the next chunk."""

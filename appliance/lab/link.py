@@ -1,7 +1,8 @@
-"""A link that bytes travel on: transfers queue in lanes, and the lanes share the rate evenly.
+"""Links that bytes travel on: transfers queue in lanes, and the lanes share the rate evenly.
 
 As in a worker (`appliance.memory.swapper`) each kind of transfer has a stream of its own: a stream
 does one after the other, and streams that share a direction of the bus take turns piece by piece.
+Links under one root share its rate evenly, too, as far as they are in use.
 """
 
 from __future__ import annotations
@@ -41,12 +42,46 @@ class Transfer:
         return self.began - self.queued
 
 
+class Root:
+    """What links share: each that is in use gets at most an even share of `bytes_per_second`.
+
+    Only where that is less than a link's own rate does it matter; then a link that begins to be in
+    use, or is not any more, costs O(lanes) for every other one that is.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        self._used: dict[Link, None] = {}
+
+    @property
+    def share(self) -> float:
+        """Of each link that is in use."""
+        return self._rate / max(1, len(self._used))
+
+    def enter(self, link: Link) -> None:
+        """A link begins to be in use."""
+        self._used[link] = None
+        self._deal()
+
+    def leave(self, link: Link) -> None:
+        """It is not any more."""
+        del self._used[link]
+        self._deal()
+
+    def _deal(self) -> None:
+        share = self.share
+        for link in self._used:
+            link.limit(share)
+
+
 class Link:
     """One direction of a bus, or a disk. O(lanes) for each transfer that begins or ends."""
 
-    def __init__(self, agenda: Agenda, bytes_per_second: float) -> None:
+    def __init__(self, agenda: Agenda, bytes_per_second: float, root: Root | None = None) -> None:
         self._agenda = agenda
-        self._rate = bytes_per_second
+        self._own_rate = self._rate = bytes_per_second
+        self._root = root
+        self._used = False
         self._lanes: dict[str, deque[Transfer]] = {}
         self._since = 0.0
         self._next: Entry | None = None
@@ -65,6 +100,14 @@ class Link:
         self._lanes[lane].remove(transfer)
         self._go_on()
 
+    def limit(self, bytes_per_second: float) -> None:
+        """From now on no more than this, and no more than its own rate."""
+        rate = min(self._own_rate, bytes_per_second)
+        if rate != self._rate:
+            self._catch_up()
+            self._rate = rate
+            self._plan()
+
     def _catch_up(self) -> None:
         """Count what has moved since the last look."""
         now = self._agenda.now
@@ -75,7 +118,15 @@ class Link:
         self._since = now
 
     def _go_on(self) -> None:
-        """The first of every lane moves; look again when one of them is there."""
+        """The first of every lane moves; whoever shares the root hears if that is new."""
+        used = any(self._lanes.values())
+        if used != self._used and self._root is not None:
+            (self._root.enter if used else self._root.leave)(self)
+        self._used = used
+        self._plan()
+
+    def _plan(self) -> None:
+        """Look again when the first transfer of a lane is there."""
         now = self._agenda.now
         if self._next is not None:
             self._next.call_off()

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from appliance.lab.recorder import Life, Recorder
+from appliance.lab.samples import by_shape, fragmentation, mapped_bytes
 from appliance.lab.simulator import Run
-from appliance.vocabulary import FinishReason, Word
+from appliance.vocabulary import FinishReason, RequestClass, Word
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -58,6 +59,33 @@ class Metrics(Word, frozen=True, kw_only=True):
     preemptions: int
     loads: int
     prefetches: int
+    interactive_attainment: float
+    """Share of interactive requests that kept both."""
+    interactive_done_per_second: float
+    """Requests that ended well."""
+    interactive_tokens_per_second: float
+    batch_requests: int
+    batch_attainment: float
+    """Share of batch requests that kept both."""
+    batch_in_time: float
+    """Share of batch requests that were done when their last token was due."""
+    batch_done_per_second: float
+    batch_tokens_per_second: float
+    gpus_with_work: float
+    """GPUs of instances that had requests, on average."""
+    gpus_opened: float
+    """GPUs of instances that the policy had not parked, on average."""
+    fragmentation: float
+    """Of KV on the GPUs: unused / peak allocated (Aegaeon §7.3), on average."""
+    host_fragmentation: float
+    """Of KV in the host tier."""
+    weights_mean_bytes: float
+    """On a GPU."""
+    kv_mean_bytes: float
+    """On a GPU, in whole slabs."""
+    host_weights_peak_bytes: float
+    host_kv_peak_bytes: float
+    """In whole slabs."""
 
     def rounded(self, digits: int = 6) -> dict[str, float]:
         """For people and for files: no more digits than mean anything."""
@@ -106,6 +134,9 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
     waits = np.array([switch.waited for switch in recorder.switches])
     waits = waits[~np.isnan(waits)]
     seconds = until - warmup_seconds
+    both = table.both_kept()
+    batch = np.array([life.request_class is RequestClass.BATCH for life in lives], dtype=bool)
+    samples = [sample for sample in run.samples if sample.at > warmup_seconds]
     return Metrics(
         requests=len(lives),
         finished=int(table.finished.sum()),
@@ -115,8 +146,8 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
         time_attainment=table.time_attainment(),
         ttft_attainment=_mean(table.ttft_kept()),
         tpot_attainment=_mean(table.tpot_kept()),
-        request_attainment=_mean(table.both_kept()),
-        goodput_per_second=float(np.nansum(table.both_kept())) / seconds,
+        request_attainment=_mean(both),
+        goodput_per_second=float(np.nansum(both)) / seconds,
         tokens_per_second=len(table.tokens.seconds) / seconds,
         ttft_p50_seconds=_percentile(table.ttft, 50),
         ttft_p99_seconds=_percentile(table.ttft, 99),
@@ -129,7 +160,33 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
         preemptions=run.preemptions,
         loads=recorder.loads,
         prefetches=recorder.prefetches,
+        interactive_attainment=_mean(both[~batch]),
+        interactive_done_per_second=float(table.finished[~batch].sum()) / seconds,
+        interactive_tokens_per_second=float(table.produced[~batch].sum()) / seconds,
+        batch_requests=int(batch.sum()),
+        batch_attainment=_mean(both[batch]),
+        batch_in_time=_mean(table.done_in_time()[batch]),
+        batch_done_per_second=float(table.finished[batch].sum()) / seconds,
+        batch_tokens_per_second=float(table.produced[batch].sum()) / seconds,
+        gpus_with_work=_mean(np.array([s.with_work * run.tp for s in samples], dtype=float)),
+        gpus_opened=_mean(np.array([s.opened * run.tp for s in samples], dtype=float)),
+        fragmentation=fragmentation([s.device for s in samples]),
+        host_fragmentation=fragmentation([s.host for s in samples]),
+        weights_mean_bytes=_mean(np.array([s.weights for s in samples], dtype=float)),
+        kv_mean_bytes=_mean(np.array([s.kv for s in samples], dtype=float)),
+        host_weights_peak_bytes=_most([s.host_weights for s in samples]),
+        host_kv_peak_bytes=_most([mapped_bytes(s.host) for s in samples]),
     )
+
+
+def fragmentation_by_shape(run: Run, warmup_seconds: float = 0.0) -> dict[str, dict[str, float]]:
+    """Of KV in each tier, by the bytes of a block."""
+    samples = [sample for sample in run.samples if sample.at > warmup_seconds]
+    tiers = {"device": [s.device for s in samples], "host": [s.host for s in samples]}
+    return {
+        tier: {str(shape): round(share, 6) for shape, share in by_shape(uses).items()}
+        for tier, uses in tiers.items()
+    }
 
 
 class Bar(Word, frozen=True):
@@ -152,6 +209,14 @@ class Curves(Word, frozen=True, kw_only=True):
     """Of the tokens that came in each window of the run; NaN where none did."""
     bars: Sequence[Bar]
     """Of the first minute after the warm-up."""
+    looks: Sequence[float]
+    """When the box was looked at; the rest has a figure for each of them."""
+    gpus_with_work: Sequence[int]
+    gpus_opened: Sequence[int]
+    weights_share: Sequence[Sequence[float]]
+    """Of the pool of a GPU of each instance."""
+    kv_share: Sequence[Sequence[float]]
+    """The same."""
 
 
 QUANTILES = np.linspace(0, 1, 201)
@@ -180,6 +245,11 @@ def curves(run: Run, warmup_seconds: float = 0.0, windows: int = 60) -> Curves:
             for span in recorder.spans
             if span.ended > warmup_seconds and span.began < end
         ],
+        looks=[s.at for s in run.samples],
+        gpus_with_work=[s.with_work * run.tp for s in run.samples],
+        gpus_opened=[s.opened * run.tp for s in run.samples],
+        weights_share=[[held / run.pool_bytes for held in s.weights] for s in run.samples],
+        kv_share=[[held / run.pool_bytes for held in s.kv] for s in run.samples],
     )
 
 
@@ -282,6 +352,13 @@ class _Requests:
         kept = np.where(self.rejected, 0.0, kept)
         return np.where(~self.finished & (kept > 0), np.nan, kept)
 
+    def done_in_time(self) -> Floats:
+        """By when the last token was due; NaN while neither is known."""
+        due = self.arrived + self.ttft_slo + (self.output - 1) * self.tbt_slo + TOLERANCE_SECONDS
+        late = np.where(self.finished, self.last, self.until) > due
+        kept = np.where(self.rejected | late, 0.0, 1.0)
+        return np.where(~self.finished & (kept > 0), np.nan, kept)
+
     def both_kept(self) -> Floats:
         """NaN while neither was missed and one is not known."""
         both = np.stack([self.ttft_kept(), self.tpot_kept()])
@@ -296,6 +373,10 @@ def _ratio(part: float, whole: float) -> float:
 def _mean(values: Floats) -> float:
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
+
+
+def _most(values: Sequence[int]) -> float:
+    return float(max(values)) if values else float("nan")
 
 
 def _percentile(values: Floats, percent: float) -> float:

@@ -17,8 +17,8 @@ def check() -> None:
 
 
 def draw(report: Report, directory: Path) -> list[Path]:
-    """Latency distributions and attainment over time of all policies, and a Gantt chart of each:
-    of its first seed. Raises what `check` raises."""
+    """Latency distributions, attainment and GPUs over time of all policies, and of each a Gantt
+    chart and its memory: of its first seed. Raises what `check` raises."""
     plt = _pyplot()
     directory.mkdir(parents=True, exist_ok=True)
     first = {outcome.policy: outcome.curves for outcome in reversed(report.outcomes)}
@@ -27,9 +27,11 @@ def draw(report: Report, directory: Path) -> list[Path]:
         _distribution(plt, known, "ttft_quantiles", "time to first token (s)", directory),
         _distribution(plt, known, "tbt_quantiles", "time between tokens (s)", directory),
         _over_time(plt, known, directory),
+        _gpus(plt, known, directory),
     ]
     for number, (policy, found) in enumerate(known.items()):
         made.append(_gantt(plt, policy, found, directory / f"turns-{number}.png"))
+        made.append(_memory(plt, policy, found, directory / f"memory-{number}.png"))
     return made
 
 
@@ -74,6 +76,35 @@ def _over_time(plt: Any, known: Mapping[str, Curves], directory: Path) -> Path:
     axes.set_ylim(0, 1.02)
     axes.legend()
     return _save(plt, figure, directory / "attainment.png")
+
+
+def _gpus(plt: Any, known: Mapping[str, Curves], directory: Path) -> Path:
+    figure, axes = plt.subplots()
+    for policy, found in known.items():
+        [line] = axes.step(found.looks, found.gpus_with_work, where="pre", label=policy)
+        colour = line.get_color()
+        axes.step(found.looks, found.gpus_opened, where="pre", linestyle=":", color=colour)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("GPUs with work, and not parked (dotted)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return _save(plt, figure, directory / "gpus.png")
+
+
+def _memory(plt: Any, policy: str, found: Curves, path: Path) -> Path:
+    """Two maps, time from left to right and an instance to a row."""
+    figure, both = plt.subplots(2, 1, sharex=True, figsize=(12, 6))
+    held = {"weights": found.weights_share, "KV": found.kv_share}
+    for axes, (what, shares) in zip(both, held.items(), strict=True):
+        rows = list(zip(*shares, strict=True)) or [(0.0,)]  # a recording has none
+        place = (0, max(found.looks, default=1.0), len(rows) - 0.5, -0.5)
+        shown = axes.imshow(rows, aspect="auto", vmin=0, extent=place, interpolation="nearest")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylabel("instance")
+        axes.set_title(f"{policy}: {what}")
+        figure.colorbar(shown, ax=axes, label="share of the pool")
+    both[-1].set_xlabel("seconds")
+    return _save(plt, figure, path)
 
 
 def _gantt(plt: Any, policy: str, found: Curves, path: Path) -> Path:

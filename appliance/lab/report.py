@@ -84,11 +84,18 @@ COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
     ("TBT P50", "tbt_p50_seconds", seconds),
     ("P99", "tbt_p99_seconds", seconds),
     ("BUSY", "busy_share", share),
+    ("GPUS", "gpus_with_work", "{:.1f}".format),
     ("SWITCHES", "switches", whole),
     ("INSTANT", "switch_instant_share", share),
     ("PREEMPTED", "preemptions", whole),
     ("REFUSED", "rejected", whole),
+    ("UNUSED KV", "fragmentation", share),
 ]
+BATCH_COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
+    ("BATCH", "batch_in_time", share),
+    ("DONE/S", "batch_done_per_second", "{:.2f}".format),
+]
+"""Where there are requests of that class."""
 
 
 def table(report: Report) -> Table:
@@ -99,7 +106,9 @@ def table(report: Report) -> Table:
     """
     made = Table(box=None, pad_edge=False, title=report.title, title_justify="left")
     made.add_column("POLICY", no_wrap=True)
-    for name in ["TOKENS", *(title for title, _, _ in COLUMNS)]:
+    some_batch = any(means["batch_requests"] > 0 for means in report.means().values())
+    columns = [*COLUMNS, *(BATCH_COLUMNS if some_batch else ())]
+    for name in ["TOKENS", *(title for title, _, _ in columns)]:
         made.add_column(name, no_wrap=True, justify="right")
     systems = report.systems()
     if any(systems.values()):
@@ -109,6 +118,6 @@ def table(report: Report) -> Table:
         shown = share(means["token_attainment"])
         if len(tokens) > 1:
             shown += f" ±{(max(tokens) - min(tokens)) / 2:.1%}"
-        cells = [write(means[name]) for _, name, write in COLUMNS]
+        cells = [write(means[name]) for _, name, write in columns]
         made.add_row(policy, shown, *cells, *([systems[policy]] if any(systems.values()) else []))
     return made

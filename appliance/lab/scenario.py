@@ -46,6 +46,10 @@ class Hardware(Section, frozen=True, kw_only=True):
     """In each direction, 10^9 bytes a second; the table's if it is not given."""
     efficiency: Share | None = None
     """Share of that which a copy reaches."""
+    gpus_per_root: Count = 1
+    """GPUs that share a root of the PCIe tree, and with it"""
+    root_gbps: Positive | None = None
+    """so many 10^9 bytes a second in each direction; as much as one GPU has if it is not given."""
     disk_gbps: Positive | None = None
     memory_share: Share = 0.9
     """Of a GPU's memory, what weights and KV get."""
@@ -56,10 +60,17 @@ class Hardware(Section, frozen=True, kw_only=True):
         """Raises `LabError` for what is not in the table."""
         if self.count % self.tp:
             raise LabError(f"hardware.count: {self.count} GPUs are no instances of {self.tp}")
+        if self.gpus_per_root % self.tp and self.tp % self.gpus_per_root:
+            raise LabError(
+                f"hardware.gpus_per_root: instances of {self.tp} GPUs are cut by roots of"
+                f" {self.gpus_per_root}"
+            )
         return Box(
             gpu=self._gpu(),
             instances=self.count // self.tp,
             tp=self.tp,
+            gpus_per_root=self.gpus_per_root,
+            root_pcie_bytes_per_second=self.root_gbps and self.root_gbps * 1e9,
             host_bytes=self.host_cache,
             pool_share=self.memory_share,
             slab_bytes=self.slab,
@@ -124,7 +135,7 @@ class Models(Section, frozen=True, kw_only=True):
     batch_backlog: Annotated[int, Meta(ge=0)] = 0
     """Requests of class batch of each that come at once,"""
     batch_at: Seconds | None = None
-    """at this time; at the beginning if it is not given."""
+    """at this time; when the warm-up is over if it is not given."""
     slo: Promise | None = None
     pinned: bool = False
 
@@ -229,6 +240,8 @@ class Scenario(Section, frozen=True, kw_only=True):
 
     def setting(self, seed: int, directory: Path) -> Setting:
         """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""
+        if self.warmup_seconds >= self.duration:
+            raise LabError(f"warmup: nothing is left of {self.duration:g} s to measure")
         box = self.hardware.box()
         given = {profile.name: profile for profile in self.profiles}
         specs: list[ModelSpec] = []
@@ -239,6 +252,8 @@ class Scenario(Section, frozen=True, kw_only=True):
             for index, name in enumerate(names):
                 kind = group.mix[index % len(group.mix)]
                 found = given.get(kind) or profile(kind, self.hardware.gpu, self.hardware.tp)
+                if found.tp != self.hardware.tp:
+                    raise LabError(f"profiles: {kind} is of {found.tp} GPUs, not {box.tp}")
                 profiles[name] = found
                 specs.append(self._spec(group, name, found))
             streams += self._drawn(group, names, seed, directory)
@@ -290,7 +305,9 @@ class Scenario(Section, frozen=True, kw_only=True):
             dict.fromkeys(names, per_model * asked.rate_scale)
             for per_model in (rate, group.batch_rate)
         )
-        end, at = float(self.duration), float(group.batch_at or 0.0)
+        end, at = float(self.duration), self.warmup_seconds
+        if group.batch_at is not None:
+            at = float(group.batch_at)
         return [
             drawn(rates, lengths, end, seed, asked.cv),
             drawn(batch_rates, lengths, end, seed, request_class=RequestClass.BATCH),

@@ -20,6 +20,7 @@ from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.instance import SimulatedInstance
 from appliance.lab.recorder import Life, Recorder
+from appliance.lab.samples import Sample, look, times
 from appliance.lab.wiring import Wiring
 from appliance.lab.workload import Arrival
 from appliance.scheduling.machine import Machine
@@ -49,6 +50,12 @@ class Run:
     """Events that the machine handled."""
     preemptions: int
     """Requests that stopped in mid-generation for another model or a prompt."""
+    samples: Sequence[Sample] = ()
+    """Looks at the box; none if nobody looked."""
+    tp: int = 1
+    """GPUs of each instance."""
+    pool_bytes: int = 0
+    """Of each GPU, what weights and KV have."""
 
 
 def simulate(
@@ -116,15 +123,22 @@ class _Simulation:
         self._await_arrival()
         for seconds, policy in swaps:
             self._agenda.at(seconds, Rank.SWAP, partial(self._swap, policy))
-        while self._agenda.step(until):
-            self._tell()
-            self._await_deadline()
+        holdings = {number: one.holdings for number, one in self._instances.items()}
+        samples = []
+        for at in times(until):
+            while self._agenda.step(at):
+                self._tell()
+                self._await_deadline()
+            samples.append(look(at, self._machine, holdings, self._box.slab_bytes))
         return Run(
             recorder=self._recorder,
             until=until,
             instances=len(self._instances),
             events=self._events,
             preemptions=sum(self._machine.preemptions.values()),
+            samples=samples,
+            tp=self._box.tp,
+            pool_bytes=self._box.slabs * self._box.slab_bytes,
         )
 
     def _tell(self) -> None:

@@ -60,7 +60,10 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
     assert [(o["policy"], o["seed"]) for o in three["outcomes"]] == [("aegaeon", 1)]
     if PLOTS:
         made = {path.name for path in Path("plots").iterdir()}
-        assert made == {"attainment.png", "tbt.png", "ttft.png", "turns-0.png", "turns-1.png"}
+        assert made == {
+            *("attainment.png", "tbt.png", "ttft.png", "gpus.png"),
+            *(f"{what}-{policy}.png" for what in ["turns", "memory"] for policy in [0, 1]),
+        }
 
 
 @pytest.mark.parametrize(

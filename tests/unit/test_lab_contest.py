@@ -61,6 +61,9 @@ def test_curves_are_of_the_run() -> None:
     assert {bar.instance for bar in found.bars} == {0, 1}
     assert {bar.turn for bar in found.bars} == {True, False}
     assert all(2.0 < bar.ended <= 20.0 for bar in found.bars)
+    assert len(found.looks) == len(found.weights_share) == len(found.gpus_with_work)
+    assert {len(shares) for shares in found.kv_share} == {2}
+    assert 0 < max(max(shares) for shares in found.kv_share) <= 1
 
 
 def test_a_system_with_switches_of_its_own_is_told_apart() -> None:
@@ -74,10 +77,20 @@ def test_a_system_with_switches_of_its_own_is_told_apart() -> None:
         console.print(table(report(ours, theirs)))
         console.print(table(report(ours)))
     lines = capture.get().splitlines()
-    assert [line.split()[-1] for line in lines if "SWITCHES" in line] == ["SWITCHES", "REFUSED"]
+    assert [line.split()[-1] for line in lines if "SWITCHES" in line] == ["SWITCHES", "KV"]
     assert next(line for line in lines if line.startswith("theirs")).split()[-1] == "1s"
     outcomes = json.loads(report(ours, theirs).json())["outcomes"]
     assert [o["system"]["activation_seconds"] for o in outcomes] == [0.0, 1.0]
+
+
+def test_batch_work_has_columns_where_there_is_some() -> None:
+    """How much of it was done in time, and how fast."""
+    found = played(match(changes=QUICK | {"models.0.batch_backlog": "2"}))
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(table(report(found)))
+    assert capture.get().splitlines()[1].split()[-2:] == ["BATCH", "DONE/S"]
+    assert found.metrics["batch_requests"] == 2 * 8
 
 
 def test_the_table_has_means_over_seeds() -> None:
@@ -96,5 +109,6 @@ def test_the_table_has_means_over_seeds() -> None:
     assert header.split()[:2] == ["POLICY", "TOKENS"]
     assert first.split()[:3] == ["p", "93.0%", "±3.0%"]
     assert "15" in first.split()
+    assert "DONE/S" not in header
     assert second.split()[:3] == ["q", "-", "-"]
     assert json.loads(made.json())["outcomes"][2]["metrics"]["tokens"] is None

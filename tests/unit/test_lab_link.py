@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.lab.agenda import Agenda, Rank
-from appliance.lab.link import Link, Transfer
+from appliance.lab.link import Link, Root, Transfer
+from appliance.lab.wiring import Wiring
+from tests.unit.lab_bench import SLAB, box
 
 
 def finish(agenda: Agenda) -> None:
@@ -49,6 +53,66 @@ def test_a_cancelled_transfer_frees_the_link() -> None:
     finish(agenda)
     assert over == [second]
     assert second.ended == 3.0
+
+
+def test_links_under_a_root_share_its_rate_while_they_are_in_use() -> None:
+    """Evenly, and none is faster than it is alone; who is left has what it can take."""
+    agenda = Agenda()
+    root = Root(120.0)
+    links = [Link(agenda, 100.0, root) for _ in range(3)]
+    over: list[Transfer] = []
+    first = links[0].start("weights", 100, over.append)
+    second = links[1].start("weights", 120, over.append)
+    agenda.at(1.0, Rank.JOB, lambda: links[2].start("kv_in", 20, over.append))
+    finish(agenda)
+    # 60 each for a second; then 40 each until the third has its 20; then 60, then 100 again.
+    assert [one.nbytes for one in over] == [20, 100, 120]
+    assert over[0].ended == pytest.approx(1.5)
+    assert first.ended == pytest.approx(1.5 + 20 / 60)
+    assert second.ended == pytest.approx(1.5 + 20 / 60 + 20 / 100)
+
+
+def test_instances_share_roots_with_their_neighbours() -> None:
+    """Two GPUs to a root: instances of one GPU in pairs; those of two GPUs have a root of their
+    own, and half of it for each GPU. Directions do not share."""
+
+    def seconds(instances: list[int], **changed: object) -> list[float]:
+        agenda = Agenda()
+        over: list[Transfer] = []
+        wiring = Wiring(agenda, msgspec.structs.replace(box(4), **changed))
+        for instance in instances:
+            wiring.inwards(instance).start("weights", 4 * SLAB, over.append)
+        wiring.outwards(0).start("kv_out", 4 * SLAB, over.append)
+        finish(agenda)
+        return [round(one.ended or 0.0, 6) for one in over]
+
+    assert seconds([0, 1]) == [1.0, 1.0, 1.0]
+    assert seconds([0, 1], gpus_per_root=2) == [1.0, 2.0, 2.0]
+    assert seconds([1, 2], gpus_per_root=2) == [1.0, 1.0, 1.0]
+    wide = {"root_pcie_bytes_per_second": 16 * SLAB}
+    assert seconds([0, 1], gpus_per_root=2, **wide) == [1.0, 1.0, 1.0]
+    assert seconds([0, 1], gpus_per_root=2, tp=2) == [2.0, 2.0, 2.0]
+    assert seconds([0, 1], gpus_per_root=2, tp=4) == [2.0, 2.0, 2.0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 10**10)), min_size=1, max_size=12),
+    st.floats(1e9, 9e9),
+)
+def test_a_root_that_is_never_idle_passes_all_bytes_in_its_time(
+    transfers: list[tuple[int, int]], rate: float
+) -> None:
+    """However they come and go, if one link alone could use all of it."""
+    agenda = Agenda()
+    root = Root(rate)
+    links = [Link(agenda, 9e9, root) for _ in range(4)]
+    over: list[Transfer] = []
+    for link, nbytes in transfers:
+        links[link].start("weights", nbytes, over.append)
+    finish(agenda)
+    assert len(over) == len(transfers)
+    total = sum(nbytes for _, nbytes in transfers)
+    assert over[-1].ended == pytest.approx(total / rate, rel=1e-6)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 10**10)), min_size=1, max_size=12))

@@ -9,22 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.lab.metrics import expand, measure, seconds_covered
+from appliance.lab.metrics import expand, fragmentation_by_shape, measure, seconds_covered
 from appliance.lab.recorder import Life, Recorder
+from appliance.lab.samples import KvUse, Sample
 from appliance.lab.simulator import Run
 from appliance.lab.stretches import elapsed
 from appliance.vocabulary import RequestClass, Slo
 
 
 def life(
-    recorder: Recorder, output: int, *, arrived: float = 0.0, outcome: str | None = None
+    recorder: Recorder,
+    output: int,
+    *,
+    arrived: float = 0.0,
+    outcome: str | None = None,
+    request_class: RequestClass = RequestClass.INTERACTIVE,
 ) -> Life:
     """A request with TTFT 3 s and TBT 2 s."""
     made = Life(
         number=len(recorder.lives),
         id=f"r{len(recorder.lives)}",
         model="m",
-        request_class=RequestClass.INTERACTIVE,
+        request_class=request_class,
         slo=Slo(ttft_seconds=3.0, tbt_seconds=2.0),
         arrived=arrived,
         prompt_tokens=1,
@@ -98,6 +104,64 @@ def test_nothing_comes_of_a_refused_request() -> None:
     metrics = measure(run(recorder, 10.0))
     assert (metrics.rejected, metrics.token_attainment, metrics.time_attainment) == (1, 0.5, 0.5)
     assert (metrics.ttft_attainment, metrics.request_attainment) == (0.5, 0.5)
+
+
+def test_batch_work_is_done_in_time_or_not() -> None:
+    """By when its last token was due, which is not asked before that; by class there is more."""
+    recorder = Recorder()
+    slow, late, waits, unknown = (
+        life(recorder, 3, outcome=outcome, request_class=RequestClass.BATCH)
+        for outcome in ("stop", "stop", None, None)
+    )
+    unknown.arrived = 7.0
+    chat = life(recorder, 2, outcome="stop")
+    # Tokens are due at 3, 5 and 7. The first one of `slow` is late, its last is not.
+    recorder.produced(slow, 4.0, 1.0, 0.0, 3)
+    recorder.produced(late, 1.0, 2.5, 0.0, 3)
+    recorder.produced(waits, 1.0, 1.0, 0.0, 1)
+    recorder.produced(chat, 1.0, 1.0, 0.0, 2)
+    metrics = measure(run(recorder, 10.0))
+    assert (metrics.batch_requests, metrics.batch_in_time) == (4, pytest.approx(1 / 3))
+    assert (metrics.batch_done_per_second, metrics.batch_tokens_per_second) == (0.2, 0.7)
+    assert (metrics.interactive_done_per_second, metrics.interactive_tokens_per_second) == (
+        0.1,
+        0.2,
+    )
+    assert (metrics.interactive_attainment, metrics.batch_attainment) == (1.0, 0.0)
+
+
+def test_memory_and_gpus_are_means_of_looks() -> None:
+    """Fragmentation is what is unused of the slabs, over the most that there were; a look before
+    the warm-up is none."""
+    looks = [
+        sample(1.0, kv=(900,), device={64: (0, 900)}),
+        sample(3.0, with_work=1, kv=(100,), device={64: (60, 100)}, host={32: (30, 40)}),
+        sample(4.0, kv=(200,), device={64: (100, 100), 32: (60, 100)}),
+    ]
+    done = Run(
+        recorder=Recorder(), until=4.0, instances=1, events=0, preemptions=0, samples=looks, tp=2
+    )
+    metrics = measure(done, warmup_seconds=2.0)
+    assert (metrics.fragmentation, metrics.host_fragmentation) == (0.2, 0.125)
+    assert (metrics.gpus_with_work, metrics.gpus_opened) == (1.0, 2.0)
+    assert (metrics.kv_mean_bytes, metrics.weights_mean_bytes) == (150.0, 500.0)
+    assert (metrics.host_kv_peak_bytes, metrics.host_weights_peak_bytes) == (40.0, 700.0)
+    assert fragmentation_by_shape(done, 2.0) == {
+        "device": {"32": 0.2, "64": 0.2},
+        "host": {"32": 0.125},
+    }
+    assert math.isnan(measure(run(Recorder())).fragmentation)
+
+
+def sample(
+    at: float,
+    *,
+    with_work: int = 0,
+    kv: tuple[int, ...],
+    device: KvUse,
+    host: KvUse | None = None,
+) -> Sample:
+    return Sample(at, with_work, 1, (500,), kv, device, 700, host or {})
 
 
 def test_the_warm_up_is_left_out() -> None:

@@ -89,6 +89,8 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
         "hardware.pcie_gbps": "20",
         "hardware.efficiency": "0.5",
         "hardware.tp": "1",
+        "hardware.gpus_per_root": "2",
+        "hardware.root_gbps": "30",
         "models.0.count": "1",
         "models.0.rate": "1.5",
         "models.0.slo": '{ ttft = "2s", tbt = "50ms" }',
@@ -103,6 +105,7 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
     assert model.slo == Slo(ttft_seconds=1.0, tbt_seconds=0.025)
     assert setting.profiles["m000"] == profile("Qwen2.5-7B", "A100")
     assert setting.box.gpu.link_bytes_per_second == 10e9
+    assert (setting.box.gpus_per_root, setting.box.root_bytes_per_second) == (2, 15e9)
     assert len(setting.arrivals) == pytest.approx(150, abs=40)
     assert chosen.seeds == (7, 8)
     assert chosen.contender("aegaeon").parameters == {"aegaeon": {"prefill_share": 0.2}}
@@ -169,6 +172,8 @@ def test_what_is_wrong_with_a_file_is_named(
     [
         ({"hardware.gpu": "B42"}, "no GPU 'B42' is known"),
         ({"hardware.tp": "3"}, "4 GPUs are no instances of 3"),
+        ({"hardware.gpus_per_root": "3", "hardware.tp": "2"}, "cut by roots of 3"),
+        ({"warmup": '"100s"'}, "nothing is left of 100 s to measure"),
         ({"models.0.mix": '["GPT-9"]'}, "no profile of GPT-9 on H800"),
         ({"models.0.names": '["a", "a"]', "models.0.count": "2"}, "a name is there twice"),
         ({"models.0.names": '["a"]'}, "1 names for 3 models"),
@@ -280,6 +285,9 @@ step_seconds_per_sequence = 0.001
     chosen = scenario.read(written(tmp_path, text), {"models.0.mix": '["GPT-9"]'})
     found = chosen.setting(1, tmp_path).profiles["m002"]
     assert found.step_seconds(3, 100) == pytest.approx(0.013)
+    changes = {"models.0.mix": '["GPT-9"]', "hardware.tp": "2"}
+    with pytest.raises(LabError, match="GPT-9 is of 1 GPUs, not 2"):
+        scenario.read(written(tmp_path, text), changes).setting(1, tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from appliance.errors import LabError
 from appliance.hookspecs import hookimpl
-from appliance.lab.hardware import gpu, profile
+from appliance.lab.hardware import Box, gpu, profile
 from appliance.lab.metrics import measure
 from appliance.lab.simulator import Run, simulate
-from appliance.lab.trial import Contender, Setting, play
+from appliance.lab.trial import Contender, Setting, System, play
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
@@ -126,15 +126,28 @@ def test_every_request_ends_and_gets_its_tokens(
     st.integers(16, 40),
     st.integers(60, 120),
     st.floats(0.2, 3.0),
+    st.integers(1, 2),
+    st.sampled_from([0.0, 0.5]),
 )
 def test_instances_can_do_whatever_a_policy_may_want(
-    seed: int, instances: int, slabs: int, host_slabs: int, rate: float
+    seed: int,
+    instances: int,
+    slabs: int,
+    host_slabs: int,
+    rate: float,
+    gpus_per_root: int,
+    activation_seconds: float,
 ) -> None:
-    """Mixed turns, migrations, roles that change: nothing is asked for that cannot be."""
+    """Mixed turns, migrations, roles that change: nothing is asked for that cannot be, by whatever
+    hardware and whatever switches cost."""
+    setting = small_setting(instances, slabs, host_slabs)
     setting = replace(
-        small_setting(instances, slabs, host_slabs), arrivals=arrivals(seed=seed % 7, rate=rate)
+        setting,
+        arrivals=arrivals(seed=seed % 7, rate=rate),
+        box=msgspec.structs.replace(setting.box, gpus_per_root=gpus_per_root),
     )
-    trial = play(setting, Contender("whimsical", policy=Whimsical(seed)))
+    system = System(activation_seconds=activation_seconds)
+    trial = play(setting, Contender("whimsical", policy=Whimsical(seed), system=system))
     assert not trial.faults
     assert {life.outcome for life in trial.run.recorder.lives} <= {"stop", "length", "overloaded"}
 
@@ -244,16 +257,72 @@ def test_another_policy_takes_over_in_mid_run() -> None:
 
 def test_weights_that_the_host_has_no_room_for_come_from_the_disk() -> None:
     """Which is one, whoever reads it: two instances get half of its rate each, one gets it all."""
-    together = machine("serverlessllm", 2, host_slabs=3)
-    both = [
-        Arrival(seconds=0.0, model="a", prompt_tokens=10, output_tokens=3, max_tokens=3),
-        Arrival(seconds=0.0, model="b", prompt_tokens=10, output_tokens=3, max_tokens=3),
+    waiting = [
+        Arrival(seconds=0.0, model=model, prompt_tokens=10, output_tokens=3, max_tokens=3)
+        for model in "abc"
     ]
-    run(together, both)
-    alone = machine("serverlessllm", 2, host_slabs=3)
-    run(alone, both[:1])
-    assert [loaded.seconds for loaded in loads(together)] == [8.0, 8.0]
-    assert [loaded.seconds for loaded in loads(alone)] == [4.0]
+    together, alone = (machine("serverlessllm", 2, host_slabs=3) for _ in range(2))
+    run(together, waiting)
+    run(alone, waiting[:1])
+    assert [(e.instance, e.seconds) for e in loads(together)][:2] == [(0, 8.0), (1, 8.0)]
+    assert [e.seconds for e in loads(alone)] == [4.0]
+
+
+def test_a_group_of_gpus_holds_a_model_that_one_cannot() -> None:
+    """Two of 72B in four GPUs each: they load a quarter of the weights each, side by side, at half
+    the pace under roots of two; KV of a token is a quarter of its own on each."""
+    large = lab_bench.profile(
+        weight_bytes=145_412_407_296, layers=80, kv_bytes_per_token=327_680, tp=4
+    )
+    took, kv = [], []
+    for gpus_per_root in (1, 2):
+        box = Box(
+            gpu=gpu("H800"), instances=2, tp=4, host_bytes=1 << 40, gpus_per_root=gpus_per_root
+        )
+        specs = [
+            ModelSpec(
+                name=name,
+                weight_bytes=large.weight_bytes,
+                max_context_tokens=4096,
+                max_batch=8,
+                slo=SLO,
+            )
+            for name in "ab"
+        ]
+        host = HostLedger(box.host_bytes, box.slab_bytes)
+        made = HearingMachine(specs, 2, host, load_stack(PolicyChoice(use=("serverlessllm",))))
+        made.journal = []
+        waiting = [
+            Arrival(seconds=at, model=model, prompt_tokens=2000, output_tokens=500)
+            for at, model in [(0.0, "a"), (30.0, "b"), (60.0, "a")]
+        ]
+        done = simulate(made, box, dict.fromkeys("ab", large), waiting, 600.0)
+        assert {life.outcome for life in done.recorder.lives} == {"stop"}
+        took.append([event.seconds for event in loads(made)])
+        kv.append(max(max(look.kv) for look in done.samples))
+        assert measure(done).gpus_opened == 8.0
+    shard_seconds = large.weight_bytes / 4 / 40e9
+    assert took[0] == pytest.approx([shard_seconds] * len(took[0]))
+    assert took[1] == pytest.approx([2 * shard_seconds] * len(took[1]))
+    assert 2000 * 327_680 / 4 < kv[0] < 2 * 2500 * 327_680 / 4
+
+
+def test_a_box_is_looked_at_while_it_runs() -> None:
+    """What is held is in the pool, KV fills its slabs at most, and a box with nothing to do has
+    no work."""
+    done = run(machine("aegaeon", 2), arrivals(), until=600.0)
+    assert [look.at for look in done.samples] == [float(at) for at in range(1, 601)]
+    for look in done.samples:
+        held = [w + kv for w, kv in zip(look.weights, look.kv, strict=True)]
+        assert len(held) == 2
+        assert max(held) <= done.pool_bytes == 32 * SLAB
+        assert sum(look.kv) == sum(mapped for _, mapped in look.device.values())
+        assert all(used <= mapped for used, mapped in look.device.values())
+        assert look.host_weights == 20 * SLAB
+    assert max(look.with_work for look in done.samples) == 2
+    last = done.samples[-1]
+    assert (last.with_work, last.opened, sum(last.kv)) == (0, 2, 0)
+    assert 0 < measure(done).fragmentation < 1
 
 
 def test_the_machine_is_not_shown_how_long_an_output_will_be() -> None:
