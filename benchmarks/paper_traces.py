@@ -3,8 +3,10 @@
     python benchmarks/paper_traces.py DATA
 
 DATA is a directory with ``multimodel/aegaeon_workloads.csv.gz`` (arrivals that the authors of
-Aegaeon drew, Apache-2.0). Columns are those that the lab reads; models are called as the lab calls
-them by their index. Times and tokens are as in the source.
+Aegaeon drew, Apache-2.0), ``multimodel/arena_chat_27models_600s.csv.gz`` (Chatbot Arena as Prism's
+authors sampled it, Apache-2.0) and ``arrivals/azure2023_{conv,code}.csv.gz`` (Azure, CC-BY-4.0).
+Columns are those that the lab reads; models are called as the lab calls them by their index. Times
+and tokens are as in the sources.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import csv
 import gzip
 import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 
 TRACES = Path(__file__).parent / "scenarios/traces"
 
@@ -64,8 +67,46 @@ def aegaeon(rows: Sequence[dict[str, str]]) -> None:
         )
 
 
+def arena(rows: Sequence[dict[str, str]]) -> None:
+    """As it is: the rank of a model in popularity is its index."""
+    write(
+        "arena_chat_27models",
+        (
+            (
+                float(row["arrival_s"]),
+                f"m{int(row['model_rank']):03}",
+                int(row["prompt_tokens"]),
+                int(row["output_tokens"]),
+            )
+            for row in rows
+        ),
+    )
+
+
+def azure(services: Mapping[str, tuple[int, Sequence[dict[str, str]]]]) -> None:
+    """Four minutes (from the tenth on) of two services, whose requests are spread over so many
+    models each: every request draws its model, the k-th as often as 1 / k (seeded). Which request
+    was for which model is not in the data; their times, lengths and burstiness are."""
+    random = Random(1)
+    begin, end = 600.0, 840.0
+    spread, first = [], 0
+    for count, rows in services.values():
+        weights = [1 / rank for rank in range(1, count + 1)]
+        for row in rows:
+            seconds = float(row["arrival_s"])
+            model = first + random.choices(range(count), weights)[0]
+            if begin <= seconds < end:
+                tokens = int(row["prompt_tokens"]), int(row["output_tokens"])
+                spread.append((seconds - begin, f"m{model:03}", *tokens))
+        first += count
+    write("azure2023_40models", spread)
+
+
 def main(data: Path) -> None:
     aegaeon(read(data / "multimodel/aegaeon_workloads.csv.gz"))
+    arena(read(data / "multimodel/arena_chat_27models_600s.csv.gz"))
+    conv, code = (read(data / f"arrivals/azure2023_{name}.csv.gz") for name in ("conv", "code"))
+    azure({"conv": (30, conv), "code": (10, code)})
 
 
 if __name__ == "__main__":

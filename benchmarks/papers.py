@@ -1,11 +1,12 @@
 """Plays the papers' tables in the lab and writes them to `docs/results.md`.
 
-    python -m benchmarks.papers [--quick] [--only NAME …] [--again] [--jobs N]
+    python -m benchmarks.papers [--quick] [--only NAME …] [--again [POLICY …]] [--jobs N]
 
 Each file of `benchmarks/papers/` is a table of a paper; what came of its cells is in
 `benchmarks/results/papers/NAME.json`. A cell that is there already, for the same scenario, is not
-played again (``--again``: it is). ``--quick`` plays the few that are marked for it, writes nothing
-and fails if any figure is not the committed one: runs are deterministic.
+played again; ``--again`` plays all, or those of the policies it names, whose code has changed.
+``--quick`` plays the few that are marked for it, writes nothing and fails if any figure is not the
+committed one: runs are deterministic.
 """
 
 from __future__ import annotations
@@ -86,18 +87,22 @@ def play(table: PaperTable, wanted: Sequence[Wanted], arena: Arena) -> list[Cell
 class Sheet:
     """A table that is being filled in; it is on disk after every few cells."""
 
-    def __init__(self, name: str, arena: Arena, batch: int, *, again: bool) -> None:
+    def __init__(self, name: str, arena: Arena, batch: int, again: Sequence[str] = ()) -> None:
+        """Cells of the policies `again` are played whether they are known or not."""
         self.table = read(TABLES / f"{name}.toml")
         self._path = RESULTS / f"{name}.json"
         self._arena, self._batch = arena, batch
         self.cells = Cells.read(self._path)
         self.cells.keep(self.table.policies)
-        self._fresh: set[Wanted] | None = set() if again else None
+        self.cells.drop(again)
 
     def fill(self) -> None:
         """Its points, then what its search comes to."""
-        points = [point.at for point in self.table.points]
-        self.need(Wanted(at, policy, 0) for at in points for policy in self.table.policies)
+        self.need(
+            Wanted(point.at, policy, 0)
+            for point in self.table.points
+            for policy in self.table.played(point)
+        )
         if self.table.search is not None:
             self._search()
         self.cells.write(self._path)
@@ -108,15 +113,13 @@ class Sheet:
         lacking = [one for one in every if not self._known(one)]
         for begin in range(0, len(lacking), self._batch):
             some = lacking[begin : begin + self._batch]
-            for one, cell in zip(some, play(self.table, some, self._arena), strict=True):
+            for cell in play(self.table, some, self._arena):
                 self.cells.put(cell)
-                if self._fresh is not None:
-                    self._fresh.add(one)
             self.cells.write(self._path)
 
     def _known(self, one: Wanted) -> bool:
         cell = self.cells.get(one.at, one.policy, one.seed)
-        if cell is None or (self._fresh is not None and one not in self._fresh):
+        if cell is None:
             return False
         has_all = self.table.computed is not None or set(self.table.kept()) <= set(cell.metrics)
         return has_all and cell.digest == digest(self.table, self.table.point(one.at), one.policy)
@@ -150,7 +153,7 @@ def check(name: str, arena: Arena) -> tuple[int, list[str]]:
         Wanted(point.at, policy, table.seeds[0])
         for point in table.points
         if point.quick
-        for policy in table.policies
+        for policy in table.played(point)
     ]
     wrong = []
     for one, cell in zip(wanted, play(table, wanted, arena), strict=True):
@@ -189,7 +192,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", action="append", metavar="NAME", help="may be repeated")
-    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--again", nargs="*", metavar="POLICY", help="all if none is named")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
     chosen = given.only or names()
@@ -199,7 +202,10 @@ def main() -> int:
         for name in chosen:
             began = time.monotonic()
             print(name, end=" ", flush=True)
-            Sheet(name, arena, batch=4 * given.jobs, again=given.again).fill()
+            again = (
+                () if given.again is None else given.again or read(TABLES / f"{name}.toml").policies
+            )
+            Sheet(name, arena, 2 * given.jobs, again).fill()
             print(f" {time.monotonic() - began:.0f} s")
     papers_report.write()
     return 0

@@ -56,7 +56,9 @@ def _table(name: str, table: PaperTable) -> str:
     cells = Cells.read(RESULTS / f"{name}.json")
     lines = [f"### {table.title}", "", f"{table.source}: {table.says}", "", _origin(name, table)]
     for metric in table.metrics:
-        lines += ["", *_curves(table, cells, metric)]
+        lines += ["", *_curves(table, cells, metric)] if table.points else []
+    if table.search is not None:
+        lines += ["", *_found(table, cells)]
     if table.claims:
         lines += ["", "| | ours | the paper | difference | |", "|---|---|---|---|---|"]
         lines += [_claim(table, cells, claim) for claim in table.claims]
@@ -82,19 +84,36 @@ def _curves(table: PaperTable, cells: Cells, metric: str) -> Sequence[str]:
     points = [point.at for point in table.points]
     asked = table.knee
     with_knee = asked is not None and asked.metric in (None, metric)
-    shown = table.policies
-    if not points and not with_knee:
-        return []
     head = [f"{_called(metric)}; {table.axis}:", *(f"{at:g}" for at in points)]
     if with_knee and asked is not None:
         per = "" if asked.per == 1 else f", per {asked.per:g}"
         head.append(f"{asked.sense} at {asked.target:.0%}{per}")
     rows = [_row(head), "|---|" + "---|" * (len(head) - 1)]
-    for policy in shown:
+    for policy in table.policies:
         row = [f"`{policy}`", *(_value(metric)(cells.value(at, policy, metric)) for at in points)]
         if with_knee:
             row.append(_figure(knee(table, cells, policy, metric)))
         rows.append(_row(row))
+    return rows
+
+
+def _found(table: PaperTable, cells: Cells) -> Sequence[str]:
+    """What a search found for each policy, and what became of the largest load that was enough."""
+    asked = table.knee
+    assert asked is not None, "a search is for the table's knee"
+    metric = asked.metric or table.metrics[0]
+    head = ["", f"{table.axis} at {asked.target:.0%}", f"`{table.policies[0]}` over it"]
+    at_knee = ["busy_share", "ttft_attainment", "switches"]
+    rows = [_row([*head, *(_called(name) for name in at_knee)]), "|---|" + "---|" * 5]
+    first = knee(table, cells, table.policies[0], metric)
+    for policy in table.policies:
+        figure = knee(table, cells, policy, metric)
+        enough = [at for at in cells.points(policy) if at <= figure.value * asked.per]
+        shown = [
+            _value(name)(cells.value(enough[-1], policy, name)) if enough else "-"
+            for name in at_knee
+        ]
+        rows.append(_row([f"`{policy}`", _figure(figure), _figure(first.over(figure)), *shown]))
     return rows
 
 

@@ -55,6 +55,8 @@ class Point(Section, frozen=True, kw_only=True):
     set: Mapping[str, str | int | float | bool] = {}
     scenario: str | None = None
     """Instead of the table's."""
+    policies: tuple[str, ...] = ()
+    """Who is played there; all of the table if it is not given."""
     quick: bool = False
     """Whether `make results-quick` plays it."""
 
@@ -135,6 +137,10 @@ class PaperTable(Section, frozen=True, kw_only=True):
             raise LabError(f"{self.title}: there is no point {at:g}")
         return Point(at=at, set={self.search.set: at})
 
+    def played(self, point: Point) -> Sequence[str]:
+        """The policies that have cells there."""
+        return point.policies or self.policies
+
     def changes(self, point: Point) -> dict[str, str]:
         """What of the scenario is different there."""
         return {key: _text(value) for key, value in {**self.set, **point.set}.items()}
@@ -199,9 +205,11 @@ def digest(table: PaperTable, point: Point, policy: str) -> str:
     given = _given(chosen)
     for key in ("title", "about", "seeds", "policies"):
         given.pop(key, None)
-    given["policy"] = _given(chosen.policies.get(policy)) or policy
+    stack = chosen.policies.get(policy)
+    given["policy"] = {"use": [policy]} if stack is None else {"use": [policy]} | _given(stack)
     found = hashlib.sha256(json.dumps(given, sort_keys=True).encode())
-    for name in (chosen.arrivals.trace, chosen.arrivals.lengths):
+    lengths = (models.lengths for models in chosen.models)
+    for name in (chosen.arrivals.trace, chosen.arrivals.lengths, *lengths):
         if name is not None:
             found.update((path.parent / name).read_bytes())
     return found.hexdigest()[:16]
@@ -210,12 +218,13 @@ def digest(table: PaperTable, point: Point, policy: str) -> str:
 def _given(value: Any) -> Any:
     """What is not as it would be anyway, so that a new key of the lab changes no digest."""
     if isinstance(value, msgspec.Struct):
-        defaults = {field.name: field.default for field in msgspec.structs.fields(value)}
-        return {
-            name: _given(getattr(value, name))
-            for name, default in defaults.items()
-            if getattr(value, name) != default
-        }
+        told = {}
+        for field in msgspec.structs.fields(value):
+            made = field.default_factory is not msgspec.NODEFAULT
+            default = field.default_factory() if made else field.default
+            if getattr(value, field.name) != default:
+                told[field.name] = _given(getattr(value, field.name))
+        return told
     if isinstance(value, Mapping):
         return {str(key): _given(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -251,6 +260,9 @@ class Cells:
     def keep(self, policies: Sequence[str]) -> None:
         """Drop those of policies that the table no longer names."""
         self._cells = {key: cell for key, cell in self._cells.items() if key[1] in policies}
+
+    def drop(self, policies: Sequence[str]) -> None:
+        self._cells = {key: cell for key, cell in self._cells.items() if key[1] not in policies}
 
     def all(self) -> list[Cell]:
         return [self._cells[key] for key in sorted(self._cells)]
