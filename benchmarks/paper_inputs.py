@@ -45,8 +45,7 @@ Row = Mapping[str, str]
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         return list(csv.DictReader(file))
 
 
@@ -113,7 +112,7 @@ def profile(data: Path, models: Mapping[str, Row], key: Sequence[str]) -> str:
     known = models[name]
     return "\n".join(
         [
-            f"[[profiles]] # {gpu}, {source}; R2 {prefill_r2:.3f} of prompts, {step_r2:.3f} of steps",
+            f"[[profiles]] # {gpu}, {source}; R2 {prefill_r2:.3f} prompts, {step_r2:.3f} steps",
             f'name = "{name}"',
             f"weight_bytes = {2 * int(known['params_computed'])}",
             f"layers = {known['layers']}",
