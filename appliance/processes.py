@@ -20,6 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from appliance import wire
+from appliance.memory import mapping
 from appliance.vocabulary import InstanceId
 
 READ_BYTES = 1 << 18
@@ -124,7 +125,7 @@ class WorkerProcess:
                 str(self._host_fd),
                 pass_fds=(theirs.fileno(), self._host_fd),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "TMPDIR": scratch},
+                env={**mapping.environment(os.environ), "TMPDIR": scratch},
             )
         except OSError:
             ours.close()

@@ -64,6 +64,8 @@ class Metrics(Word, frozen=True, kw_only=True):
     prefetches: int
     interactive_attainment: float
     """Share of interactive requests that kept both."""
+    interactive_ttft_p50_seconds: float
+    interactive_ttft_p99_seconds: float
     interactive_done_per_second: float
     """Requests that ended well."""
     interactive_tokens_per_second: float
@@ -165,6 +167,8 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
         loads=recorder.loads,
         prefetches=recorder.prefetches,
         interactive_attainment=_mean(both[~batch]),
+        interactive_ttft_p50_seconds=_percentile(table.ttft[~batch], 50),
+        interactive_ttft_p99_seconds=_percentile(table.ttft[~batch], 99),
         interactive_done_per_second=float(table.finished[~batch].sum()) / seconds,
         interactive_tokens_per_second=float(table.produced[~batch].sum()) / seconds,
         batch_requests=int(batch.sum()),

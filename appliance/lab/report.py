@@ -92,6 +92,7 @@ COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
     ("UNUSED KV", "fragmentation", share),
 ]
 BATCH_COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
+    ("INTERACTIVE", "interactive_attainment", share),
     ("BATCH", "batch_in_time", share),
     ("DONE/S", "batch_done_per_second", "{:.2f}".format),
 ]

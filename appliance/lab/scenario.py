@@ -140,6 +140,13 @@ class Models(Section, frozen=True, kw_only=True):
     pinned: bool = False
 
 
+class RatePhase(Section, frozen=True, kw_only=True):
+    """``phases = [{ at = "60s", scale = 3.0 }, …]``: from then on so many times the rate."""
+
+    at: Seconds
+    scale: Annotated[float, Meta(ge=0)]
+
+
 class Arrivals(Section, frozen=True, kw_only=True):
     """``[arrivals]``: requests drawn at a rate with lengths from a file, or a trace."""
 
@@ -149,6 +156,8 @@ class Arrivals(Section, frozen=True, kw_only=True):
     """Requests a second of each model."""
     cv: Positive = 1.0
     """Coefficient of variation of the gaps (Gamma distributed; 1 is a Poisson process)."""
+    phases: tuple[RatePhase, ...] = ()
+    """Of the rate of interactive requests, in the order of time."""
     lengths: str | None = None
     """Columns ``prompt_tokens,output_tokens``; pairs are drawn evenly."""
     prompt_mean: Positive | None = None
@@ -301,6 +310,9 @@ class Scenario(Section, frozen=True, kw_only=True):
         if rate is None:
             raise LabError("arrivals: give a trace, or a rate and lengths")
         lengths = self._lengths(group, directory)
+        phases = [(float(phase.at), phase.scale) for phase in asked.phases]
+        if phases != sorted(phases):
+            raise LabError("arrivals.phases: give them in the order of time")
         rates, batch_rates = (
             dict.fromkeys(names, per_model * asked.rate_scale)
             for per_model in (rate, group.batch_rate)
@@ -309,7 +321,7 @@ class Scenario(Section, frozen=True, kw_only=True):
         if group.batch_at is not None:
             at = float(group.batch_at)
         return [
-            drawn(rates, lengths, end, seed, asked.cv),
+            drawn(rates, lengths, end, seed, asked.cv, phases=phases),
             drawn(batch_rates, lengths, end, seed, request_class=RequestClass.BATCH),
             backlog(names, group.batch_backlog if at < end else 0, lengths, at, seed),
         ]
@@ -327,7 +339,7 @@ class Scenario(Section, frozen=True, kw_only=True):
 
     def _traced(self, known: Mapping[ModelName, object], directory: Path) -> list[Arrival]:
         asked = self.arrivals
-        if asked.rate is not None or asked.lengths is not None:
+        if asked.rate is not None or asked.lengths is not None or asked.phases:
             raise LabError("arrivals: give a trace, or a rate and lengths, not both")
         path = _found(directory, asked.trace or "", "arrivals.trace")
         arrivals = read_trace(path, asked.rate_scale)

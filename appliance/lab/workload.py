@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import heapq
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,13 +82,15 @@ def drawn(
     seed: int,
     cv: float = 1.0,
     request_class: RequestClass = RequestClass.INTERACTIVE,
+    phases: Sequence[tuple[float, float]] = (),
 ) -> list[Arrival]:
     """Requests of each model at its rate (per second) until `seconds`, in the order of time.
 
-    Gaps are Gamma distributed with coefficient of variation `cv`; 1 is a Poisson process.
+    Gaps are Gamma distributed with coefficient of variation `cv`; 1 is a Poisson process. From the
+    time of each of `phases`, which are in order, the rate is so many times what it was asked for.
     """
     streams = [
-        _stream(model, rate, lengths, seconds, seed, cv, request_class)
+        _stream(model, rate, lengths, seconds, seed, cv, request_class, phases)
         for model, rate in rates.items()
     ]
     return list(heapq.merge(*streams, key=lambda arrival: (arrival.seconds, arrival.model)))
@@ -121,6 +124,7 @@ def _stream(
     seed: int,
     cv: float,
     request_class: RequestClass,
+    phases: Sequence[tuple[float, float]],
 ) -> Iterator[Arrival]:
     if rate <= 0:
         return
@@ -128,14 +132,27 @@ def _stream(
     gaps = _random(seed, model, _BATCH_GAPS if batch else _GAPS)
     sizes = _random(seed, model, _BATCH_SIZES if batch else _SIZES)
     shape = 1 / (cv * cv)
-    now = 0.0
+    steady = 0.0
     while True:
-        now += float(gaps.gamma(shape, 1 / (rate * shape)))
+        steady += float(gaps.gamma(shape, 1 / (rate * shape)))
+        now = _when(steady, phases)
         if now >= seconds:
             return
         yield _arrival(
             now, model, lengths, int(sizes.integers(len(lengths.prompts))), request_class
         )
+
+
+def _when(steady: float, phases: Sequence[tuple[float, float]]) -> float:
+    """When what comes at `steady` seconds of a steady rate comes, if the rate has phases."""
+    began, scale = 0.0, 1.0
+    for at, next_scale in phases:
+        passed = (at - began) * scale
+        if steady < passed:
+            break
+        steady -= passed
+        began, scale = at, next_scale
+    return began + steady / scale if scale else math.inf
 
 
 def _arrival(

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -19,11 +20,14 @@ SHARED: Final = mmap.MAP_SHARED
 POPULATE: Final = mmap.MAP_POPULATE
 HUGE_BYTES: Final = 2 << 20
 """A huge page of x86-64, and of arm64 with pages of 4 KiB."""
+STREAMED_BYTES: Final = 1 << 20
+"""From this size on a copy need not come to rest in a cache: nobody reads it again soon."""
 _MAP_FIXED: Final = 0x10
 # Linux on x86-64 and arm64; Python has no name for either.
 _MAP_NORESERVE: Final = 0x4000
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
+_STREAMED: Final = "glibc.cpu.x86_non_temporal_threshold"
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,6 +44,21 @@ _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """That of a process that is to copy weights: what it inherits, and how large copies are made.
+
+    glibc writes past the cache only what is larger than most of it, as it was told of its size: a
+    virtual machine is told that of a whole socket. Pieces of weights then are copied at half the
+    speed, as each line is read before it is overwritten. Can be set at a process's start only; a
+    C library that does not know the name, or a user who set it, is left alone.
+    """
+    tunables = inherited.get("GLIBC_TUNABLES", "")
+    if _STREAMED in tunables:
+        return dict(inherited)
+    mine = f"{_STREAMED}={STREAMED_BYTES}"
+    return {**inherited, "GLIBC_TUNABLES": f"{tunables}:{mine}" if tunables else mine}
 
 
 def reserve(nbytes: int, alignment: int = mmap.PAGESIZE) -> int:

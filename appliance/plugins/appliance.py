@@ -10,6 +10,7 @@ docs/policies/appliance.md derives it and says what each part is worth.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ import msgspec
 from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
+from appliance.plugins.aegaeon import UNLIMITED
 from appliance.scheduling.questions import (
     Admitted,
+    BatchLimits,
     Costs,
     FloorView,
     InstanceView,
@@ -33,7 +36,11 @@ from appliance.scheduling.questions import (
 from appliance.vocabulary import InstanceId, ModelName, Role
 
 ESTIMATES_SECONDS = 30.0
-"""How long an estimate is kept that goes into the load of an instance."""
+"""How long what is expected of a model is kept."""
+SMALLEST_CHUNK = 64
+"""Tokens of a prompt; with fewer in a step it would take several times as long as whole."""
+RENEWED = 16
+"""Not more than this part of the models is looked up anew at once."""
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
 
@@ -55,6 +62,8 @@ class Work:
     """Seconds of slack that a second of decoding earns."""
     enough_seconds: float = math.inf
     """Slack that is as much as it needs while others wait."""
+    margin_seconds: float = math.inf
+    """How long before it is due it should run."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,25 +77,40 @@ class Outlook:
 
 @dataclass(slots=True, frozen=True)
 class Load:
-    """About how long everything on an instance takes, as long as its view is the same."""
+    """About how long everything on an instance takes, as long as it has the same to do."""
 
-    view: InstanceView
-    decoding: dict[ModelName, int]
-    """How many requests of each model decode."""
+    roster: int
+    resident: frozenset[ModelName]
     models: frozenset[ModelName]
     """Those with work."""
     seconds: float
+
+
+@dataclass(slots=True, frozen=True)
+class Expected:
+    """What is expected of a model, until it is looked up anew."""
+
+    until: float
+    prompt_seconds: float
+    prompt_seconds_per_token: float
+    switch_seconds: float
+    answers_seconds: dict[int, float]
+    """What so many answers of usual length take that share their steps."""
 
 
 class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """What can be set. A question costs O(groups + batches) of the instances that changed since
     the last one."""
 
-    margin_seconds: Seconds = 1.0
-    """How long before its deadline a request comes to run at the latest."""
-    shortest_turn_seconds: Seconds = 0.5
-    """Less is not run of a model, or switching would be all that is done when everybody is late.
-    About the time a load takes, which goes on beside it."""
+    margin: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """How long before its deadline a request comes to run at the latest, as a share of the TTFT
+    that it was promised."""
+    shortest_turn_seconds: Seconds = 0.05
+    """Less is not run of a model. Nor less than it takes to bring in who comes next, or switching
+    would be all that is done when everybody is late."""
+    longest_step: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """A step that computes part of a prompt takes at most this share of the TBT that who decodes
+    beside it was promised."""
     patience_seconds: Seconds = 30.0
     """How much later than the model that runs, if that is late itself, another one may be."""
     enough: Annotated[float, Meta(gt=0)] = 1.0
@@ -99,42 +123,48 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     def __post_init__(self) -> None:
         self._outlooks: dict[InstanceId, Outlook] = {}
-        self._estimates_until = -math.inf
         self._loads: dict[InstanceId, Load] = {}
-        self._answers: dict[tuple[ModelName, int], float] = {}
-        self._switches: dict[ModelName, float] = {}
-        self._prompts: dict[ModelName, tuple[float, float]] = {}
+        self._expected: dict[ModelName, Expected] = {}
 
     # --- where requests go -----------------------------------------------------------------------
 
     @hookimpl
-    def place(self, now: float, floor: FloorView) -> Sequence[Placement]:
-        """Everything everywhere. Estimates that are kept are looked up anew now and then."""
-        if now >= self._estimates_until:
-            self._estimates_until = now + ESTIMATES_SECONDS
-            self._loads.clear()
-            self._answers.clear()
-            self._switches.clear()
-            self._prompts.clear()
+    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
+        """Everything everywhere. What is expected of models is renewed, the oldest first."""
+        known = self._expected
+        for model in list(itertools.islice(known, 1 + len(known) // RENEWED)):
+            if known[model].until > now:
+                break
+            del known[model]
+            self._expect(model, now, costs)
         return [Placement(role=Role.MIXED)] * len(floor.instances)
 
     @hookimpl
     def prefill(
-        self, request: RequestView, instances: Sequence[InstanceView], costs: Costs
+        self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
     ) -> PrefillChoice:
         """Where everything, the request included, would be done first. Beside others of its model
-        it costs its prompt; elsewhere a switch and a whole answer that nobody shares."""
+        it costs little, as steps are shared; elsewhere a switch, and a whole answer that nobody
+        shares. What that costs depends on who could use the time: while there are fewer models with
+        work than instances, nobody."""
         model = request.model
-        alone = self._answer_seconds(model, 1, costs)
-        switch = self._switch_seconds(model, costs)
-        best, soonest = instances[0], math.inf
+        expected = self._expect(model, now, costs)
+        alone = self._answers_seconds(model, 1, expected, costs)
+        found, models = [], 0
         for view in instances:
             load = self._loads.get(view.id)
-            if load is None or load.view is not view:
-                load = self._loads[view.id] = self._make_load(view, load, costs)
+            if load is None or load.roster != view.roster or load.resident != view.resident:
+                load = self._loads[view.id] = self._make_load(view, now, costs)
+            found.append(load)
+            models += len(load.models)
+        alone *= min(1.0, max(0.0, models / len(instances) - 1))
+        best, soonest = instances[0], math.inf
+        for view, load in zip(instances, found, strict=True):
             seconds = load.seconds
             if model not in load.models:
-                seconds += alone if model in view.resident else alone + switch
+                seconds += alone
+                if model not in view.resident:
+                    seconds += expected.switch_seconds
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
         for index, group in enumerate(best.groups):
@@ -142,55 +172,73 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 return PrefillChoice(instance=best.id, group=index)
         return PrefillChoice(instance=best.id)
 
-    def _make_load(self, view: InstanceView, last: Load | None, costs: Costs) -> Load:
-        """O(batches) if only tokens came since the `last` one, else O(batches + groups)."""
-        decoding = {batch.model: batch.requests for batch in view.batches}
-        if (
-            last is not None
-            and decoding == last.decoding
-            and view.groups == last.view.groups
-            and view.resident == last.view.resident
-        ):
-            return Load(view, decoding, last.models, last.seconds)
-        requests, seconds = dict(decoding), 0.0
+    def _make_load(self, view: InstanceView, now: float, costs: Costs) -> Load:
+        """O(batches + groups)."""
+        known, resident = self._expected, view.resident
+        requests, seconds = {batch.model: batch.requests for batch in view.batches}, 0.0
         for group in view.groups:
-            model = group.model
-            each, per_token = self._prompts.get(model) or self._prompt_seconds(model, costs)
-            seconds += group.waiting * each + group.tokens * per_token
-            requests[model] = requests.get(model, 0) + group.waiting
-        for work in requests.items():
-            seconds += self._answers.get(work) or self._answer_seconds(*work, costs)
-        for model in requests:
-            if model not in view.resident:
-                seconds += self._switches.get(model) or self._switch_seconds(model, costs)
-        return Load(view, decoding, frozenset(requests), seconds)
+            model, waiting = group.model, group.waiting
+            expected = known.get(model) or self._expect(model, now, costs)
+            seconds += waiting * expected.prompt_seconds
+            seconds += group.tokens * expected.prompt_seconds_per_token
+            requests[model] = requests.get(model, 0) + waiting
+        for model, number in requests.items():
+            expected = known.get(model) or self._expect(model, now, costs)
+            seconds += expected.answers_seconds.get(number) or self._answers_seconds(
+                model, number, expected, costs
+            )
+            if model not in resident:
+                seconds += expected.switch_seconds
+        return Load(view.roster, resident, frozenset(requests), seconds)
 
-    def _answer_seconds(self, model: ModelName, requests: int, costs: Costs) -> float:
-        """What answers of usual length take that share their steps."""
-        known = self._answers.get((model, requests))
+    def _expect(self, model: ModelName, now: float, costs: Costs) -> Expected:
+        """What is known of the model. Prompts are taken to be on a line through two estimates."""
+        known = self._expected.get(model)
+        if known is None:
+            short, long = costs.prefill_seconds(model, 1), costs.prefill_seconds(model, 1001)
+            per_token = (long - short) / 1000
+            switch = costs.switch_seconds(model)
+            until = now + ESTIMATES_SECONDS
+            known = Expected(until, short - per_token, per_token, switch, {})
+            self._expected[model] = known
+        return known
+
+    def _answers_seconds(
+        self, model: ModelName, requests: int, expected: Expected, costs: Costs
+    ) -> float:
+        known = expected.answers_seconds.get(requests)
         if known is None:
             known = costs.step_seconds(model, requests) * self.output_tokens
-            self._answers[model, requests] = known
-        return known
-
-    def _prompt_seconds(self, model: ModelName, costs: Costs) -> tuple[float, float]:
-        """What a prompt takes, and each of its tokens: a line through two estimates."""
-        short, long = costs.prefill_seconds(model, 1), costs.prefill_seconds(model, 1001)
-        per_token = (long - short) / 1000
-        self._prompts[model] = known = (short - per_token, per_token)
-        return known
-
-    def _switch_seconds(self, model: ModelName, costs: Costs) -> float:
-        known = self._switches.get(model)
-        if known is None:
-            known = self._switches[model] = costs.switch_seconds(model)
+            expected.answers_seconds[requests] = known
         return known
 
     @hookimpl
     def decode(self, prefilled_on: InstanceId, instances: Sequence[InstanceView]) -> InstanceId:
-        """Where its KV is."""
-        offered = [view.id for view in instances]
-        return prefilled_on if prefilled_on in offered else offered[0]
+        """Where its KV is, or where the least has to be read."""
+        offered = {view.id: sum([b.kv_tokens for b in view.batches]) for view in instances}
+        if prefilled_on in offered:
+            return prefilled_on
+        return min(offered, key=lambda instance: (offered[instance], instance))
+
+    @hookimpl
+    def batch(
+        self, now: float, model: ModelName, instance: InstanceView, costs: Costs
+    ) -> BatchLimits:
+        """As many as there are. A prompt beside them is computed in parts that keep a step within
+        what they were promised, unless it has to be done with soon."""
+        batch = next((batch for batch in instance.batches if batch.model == model), None)
+        expected = self._expect(model, now, costs)
+        if batch is None or expected.prompt_seconds_per_token <= 0:
+            return BatchLimits(requests=UNLIMITED)
+        step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
+        left = self.longest_step * batch.slo.tbt_seconds - step
+        chunk = int(left / expected.prompt_seconds_per_token)
+        work = self._look(instance, costs).works[model]
+        if chunk < SMALLEST_CHUNK or (
+            work.latest <= now and now + work.prompt_seconds < batch.deadline
+        ):
+            return BatchLimits(requests=UNLIMITED)
+        return BatchLimits(requests=UNLIMITED, chunk_tokens=chunk)
 
     # --- who runs --------------------------------------------------------------------------------
 
@@ -223,7 +271,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             PlannedTurn(model=w.model, quota_seconds=self.longest_turn_seconds, firm=False)
             for w in rest
         ]
-        seconds = self._quota(now, instance, first.model, costs)
+        seconds = self._quota(now, instance, first.model, costs, now)
         return [PlannedTurn(model=first.model, quota_seconds=seconds), *outlook]
 
     @hookimpl
@@ -233,8 +281,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         model = instance.turn
         if model is None or any([group.model == model for group in instance.groups]):
             return 0.0
-        rest = instance.turn_began + self.shortest_turn_seconds - now
-        return max(0.0, rest, self._quota(now, instance, model, costs))
+        return self._quota(now, instance, model, costs, instance.turn_began)
 
     def _next(self, now: float, view: InstanceView, costs: Costs) -> Work:
         """Who has to run now, the earliest deadline first; else the one that runs, as that costs no
@@ -252,21 +299,27 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             return current if current.due - first.due <= self.patience_seconds else first
         return current if current.due - now < current.enough_seconds else first
 
-    def _quota(self, now: float, view: InstanceView, model: ModelName, costs: Costs) -> float:
-        """How long the model may run before it has enough, if somebody waits, and before somebody
-        else has to begin, if the more urgent of them load and compute their prompts before."""
-        seconds, before = self.longest_turn_seconds, 0.0
-        own = self._look(view, costs).works.get(model)
-        if own is not None and own.earns > 0 and len(self._look(view, costs).works) > 1:
+    def _quota(
+        self, now: float, view: InstanceView, model: ModelName, costs: Costs, began: float
+    ) -> float:
+        """How long the model, which came to run then, may go on before it has enough, if somebody
+        waits, and before somebody else has to begin, if the more urgent of them load and compute
+        their prompts before."""
+        works = self._look(view, costs).works
+        seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
+        own = works.get(model)
+        if own is not None and own.earns > 0 and len(works) > 1:
             seconds = min(seconds, (own.enough_seconds - (own.due - now)) / own.earns)
-        for work in sorted(self._look(view, costs).works.values(), key=_deadline):
+        for work in sorted(works.values(), key=_deadline):
             if work.model == model or not work.runs:
                 continue
             seconds = min(seconds, work.latest - now - before)
             before += work.prompt_seconds
             if work.model not in view.resident:
-                before += costs.switch_seconds(work.model)
-        return max(self.shortest_turn_seconds, seconds)
+                switch = costs.switch_seconds(work.model)
+                before += switch
+                shortest = shortest or switch
+        return max(0.0, began + max(self.shortest_turn_seconds, shortest) - now, seconds)
 
     # --- what is known of an instance ------------------------------------------------------------
 
@@ -286,15 +339,18 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 runs=batch.runnable > 0,
                 earns=batch.slo.tbt_seconds / step - 1,
                 enough_seconds=self.enough * batch.slo.ttft_seconds,
+                margin_seconds=self.margin * batch.slo.ttft_seconds,
             )
         for group in view.groups:
             work = works.setdefault(group.model, Work(model=group.model))
             work.due = min(work.due, group.deadline)
+            promised = group.deadline - group.arrived
+            work.margin_seconds = min(work.margin_seconds, self.margin * promised)
             mean = group.tokens // group.waiting
             work.prompt_seconds += group.waiting * costs.prefill_seconds(group.model, mean)
             work.runs = True
         for work in works.values():
-            lead = self.margin_seconds + work.prompt_seconds
+            lead = work.margin_seconds + work.prompt_seconds
             if work.model not in view.resident:
                 lead += costs.switch_seconds(work.model)
             work.latest = work.due - lead

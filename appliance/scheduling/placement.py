@@ -148,6 +148,7 @@ class Floor:
                     for model, batch in instance.batches.items()
                 ]
             ),
+            roster=instance.roster,
             turn=None if turn is None else turn.model,
             turn_began=0.0 if turn is None else turn.ordered,
             last_turn=instance.last_turn,

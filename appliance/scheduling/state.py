@@ -293,6 +293,8 @@ class InstanceState:
     progressed: float = -math.inf
     """When a request last got a token here."""
     last_turn: TurnView | None = None
+    roster: int = 0
+    """How often a request came or went."""
     view: InstanceView | None = None
     """What is shown of it, while that is true."""
 
@@ -323,10 +325,12 @@ class InstanceState:
         if group is None:
             self.groups.append(Group(request.model))
         self.groups[-1 if group is None else group].join(request)
+        self.roster += 1
         self.view = None
 
     def leave(self, request: RequestState) -> None:
         """Take a request out of the queue or the batch it is in. O(groups) if it is queued."""
+        self.roster += 1
         self.view = None
         batch = request.batch
         if batch is not None:
@@ -344,6 +348,7 @@ class InstanceState:
                 return
 
     def join_batch(self, request: RequestState) -> None:
+        self.roster += 1
         batch = self.batches.get(request.model)
         if batch is None:
             batch = self.batches[request.model] = Batch(self)

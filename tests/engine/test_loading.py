@@ -155,6 +155,7 @@ def test_a_recipe_writes_what_the_loader_would(
     from appliance.engines.vllm import loading
 
     monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(loading, "READ_BYTES", piece_bytes)
     file = tmp_path / "model.safetensors"
     tensors = save(file, STORED, stored)
     expected, model = toy(FUSED, fused, computed), toy(FUSED, fused, computed)

@@ -147,6 +147,7 @@ def instance_view(
     *,
     groups: tuple[GroupView, ...] = (),
     batches: tuple[BatchView, ...] = (),
+    roster: int | None = None,
     current: str | None = None,
     turn: str | None = None,
     turn_began: float = 0.0,
@@ -171,6 +172,8 @@ def instance_view(
         current_model=current,
         groups=groups,
         batches=batches,
+        # A view made anew is one of other requests, unless told otherwise; equal ones are alike.
+        roster=hash((groups, batches)) if roster is None else roster,
         turn=turn,
         turn_began=turn_began,
         last_turn=last_turn,

@@ -73,7 +73,7 @@ def test_the_path_of_a_newcomer(place: Path) -> None:
         (["run", SCENARIO, "--set", "hardware"], "give KEY=VALUE"),
         (["run", SCENARIO, "--policy", "nobody"], "nobody"),
         (["run", SCENARIO, "--set", "policies={}"], "give --policy"),
-        (["sweep", SCENARIO, "--metric", "beauty", "--set", "duration=5s"], "there is no beauty"),
+        (["sweep", SCENARIO, "--metric", "beauty", "--set", "duration=12s"], "there is no beauty"),
         (["sweep", SCENARIO, "--set", 'models.0.names=["a"]'], "cannot be more"),
         (["replay", "journal.jsonl", "--policy", "nobody"], "nobody"),
         (["replay", SCENARIO, "--policy", "serverlessllm"], "first_look.toml"),

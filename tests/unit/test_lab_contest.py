@@ -89,7 +89,7 @@ def test_batch_work_has_columns_where_there_is_some() -> None:
     console = Console(width=300)
     with console.capture() as capture:
         console.print(table(report(found)))
-    assert capture.get().splitlines()[1].split()[-2:] == ["BATCH", "DONE/S"]
+    assert capture.get().splitlines()[1].split()[-3:] == ["INTERACTIVE", "BATCH", "DONE/S"]
     assert found.metrics["batch_requests"] == 2 * 8
 
 

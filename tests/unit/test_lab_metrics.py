@@ -145,6 +145,7 @@ def test_batch_work_is_done_in_time_or_not() -> None:
         0.2,
     )
     assert (metrics.interactive_attainment, metrics.batch_attainment) == (1.0, 0.0)
+    assert (metrics.interactive_ttft_p99_seconds, metrics.ttft_p50_seconds) == (2.0, 3.0)
 
 
 def test_memory_and_gpus_are_means_of_looks() -> None:

@@ -21,6 +21,7 @@ from appliance.lab.scenario import (
     Models,
     PolicyTable,
     Promises,
+    RatePhase,
     Scenario,
     SystemTable,
 )
@@ -199,6 +200,10 @@ def test_what_is_wrong_with_a_file_is_named(
         ({"arrivals.lengths": '"none.csv"'}, r"arrivals.lengths: there is no file .*none.csv"),
         ({"arrivals": "{ rate = 1.0 }"}, "give a trace, or a rate and lengths"),
         ({"arrivals.trace": '"trace.csv"'}, "not both"),
+        (
+            {"arrivals.phases": '[{ at = "9s", scale = 2 }, { at = "8s", scale = 1 }]'},
+            "in the order of time",
+        ),
         ({"arrivals": '{ trace = "trace.csv" }'}, "no model unheard-of in the scenario"),
     ],
 )
@@ -345,7 +350,7 @@ def test_the_reference_rows_are_what_they_say(
 @pytest.mark.parametrize(
     "section",
     [
-        *(Scenario, Hardware, Promises, Models, Arrivals),
+        *(Scenario, Hardware, Promises, Models, Arrivals, RatePhase),
         *(PolicyTable, SystemTable, Deviates, GivenProfile),
     ],
 )

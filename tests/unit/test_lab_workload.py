@@ -40,6 +40,22 @@ def test_arrivals_come_at_their_rate_in_order(cv: float) -> None:
     assert {arrival.model for arrival in arrivals} == {"a"}
 
 
+@pytest.mark.parametrize("cv", [1.0, 4.0])
+def test_a_rate_may_have_phases(cv: float) -> None:
+    """Bursts and pauses; what is before the first is as it is without."""
+    phases = [(1000.0, 3.0), (2000.0, 0.0), (3000.0, 0.5)]
+    steady = [a.seconds for a in drawn({"a": 4.0}, LENGTHS, 5000.0, seed=1, cv=cv)]
+    times = [a.seconds for a in drawn({"a": 4.0}, LENGTHS, 5000.0, seed=1, cv=cv, phases=phases)]
+    assert times == sorted(times)
+    spans = [(0, 1000, 4000), (1000, 2000, 12000), (2000, 3000, 0), (3000, 5000, 4000)]
+    for begin, end, expected in spans:
+        count = sum(begin <= at < end for at in times)
+        assert count == pytest.approx(expected, rel=0.05 * cv)
+    before = sum(at < 1000 for at in steady)
+    assert times[:before] == steady[:before]
+    assert max(drawn({"a": 4.0}, LENGTHS, 5e3, 1, phases=[(9.0, 0.0)])[-1].seconds, 9.0) == 9.0
+
+
 def test_batch_requests_have_streams_of_their_own() -> None:
     """They leave the interactive ones as they are; a backlog is there all at once."""
     batch = drawn({"a": 0.5}, LENGTHS, 200.0, seed=3, request_class=RequestClass.BATCH)

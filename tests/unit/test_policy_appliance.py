@@ -24,25 +24,38 @@ from tests.unit.policy_views import (
 ALWAYS = 1000.0
 """TTFTs that nobody earns."""
 
+
+class CountingCosts(FixedCosts):
+    """Remembers who was asked about."""
+
+    def __init__(self, **seconds: float) -> None:
+        super().__init__(**seconds)
+        self.asked: list[str] = []
+
+    def switch_seconds(self, model: str) -> float:
+        self.asked.append(model)
+        return super().switch_seconds(model)
+
+
 COSTS = FixedCosts(step=0.01, per_token=0.0001, switch=1.0)
 NOW = 100.0
 
 
-def running(model: str, *, batches: dict[str, float], began: float = NOW) -> InstanceView:
+def running(model: str, *, batches: dict[str, float], resident: str = "") -> InstanceView:
     """An instance on which `model` runs, with batches due so many seconds from now. All models but
-    the one that runs are elsewhere."""
+    the one that runs are elsewhere, unless said otherwise."""
     return instance_view(
         batches=tuple(batch_view(name, deadline=NOW + due) for name, due in batches.items()),
         current=model,
         turn=model,
-        turn_began=began,
-        resident=[model],
+        turn_began=NOW,
+        resident=resident or [model],
     )
 
 
 def test_every_instance_does_everything() -> None:
     """No instance is set apart for prompts, or for some models."""
-    placements = Appliance().place(now=NOW, floor=floor_view(3, model_view("a")))
+    placements = Appliance().place(now=NOW, floor=floor_view(3, model_view("a")), costs=COSTS)
 
     assert [(place.role, place.models) for place in placements] == [(Role.MIXED, None)] * 3
 
@@ -54,12 +67,12 @@ def test_who_runs_goes_on_until_another_has_to_begin() -> None:
     """The turn ends when the most urgent of the others needs its switch and the margin."""
     view = running("a", batches={"a": 50.0, "b": 30.0, "c": 20.0})
 
-    first, *outlook = Appliance(enough=ALWAYS, margin_seconds=2.0).round(
+    first, *outlook = Appliance(enough=ALWAYS, margin=1.0).round(
         now=NOW, instance=view, costs=COSTS
     )
 
     assert (first.model, first.firm) == ("a", True)
-    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 2.0)
+    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 1.0)
     assert [(turn.model, turn.firm) for turn in outlook] == [("c", False), ("b", False)]
 
 
@@ -67,22 +80,18 @@ def test_a_turn_leaves_room_for_all_that_follow() -> None:
     """Two models that are due together have to switch one after the other."""
     view = running("a", batches={"a": 50.0, "b": 20.0, "c": 20.0})
 
-    first, *_ = Appliance(enough=ALWAYS, margin_seconds=2.0).round(
-        now=NOW, instance=view, costs=COSTS
-    )
+    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
 
-    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 2.0 - 1.0)
+    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 1.0 - 1.0)
 
 
 def test_who_has_to_begin_now_runs() -> None:
     """The earliest deadline of those that cannot wait, whoever runs."""
     view = running("a", batches={"a": 50.0, "b": 1.5, "c": 1.2})
 
-    first, *_ = Appliance(enough=ALWAYS, margin_seconds=1.0).round(
-        now=NOW, instance=view, costs=COSTS
-    )
+    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
 
-    assert (first.model, first.quota_seconds) == ("c", Appliance().shortest_turn_seconds)
+    assert (first.model, first.quota_seconds) == ("c", 1.0)  # which is how long a switch takes
 
 
 def test_who_runs_and_is_late_goes_on() -> None:
@@ -101,6 +110,9 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
     policy = Appliance(enough=5.0)  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
 
     first, *_ = policy.round(now=NOW, instance=view, costs=COSTS)
+    assert (first.model, first.quota_seconds) == ("a", 1.0)  # a switch takes longer than to earn it
+    beside = running("a", batches={"a": 0.5, "b": 30.0, "c": 20.0}, resident="abc")
+    first, *_ = policy.round(now=NOW, instance=beside, costs=COSTS)
     assert (first.model, first.quota_seconds) == ("a", pytest.approx(4.5 / 9))
     rich = running("a", batches={"a": 6.0, "b": 5.0, "c": 4.0})
     later, *_ = policy.round(now=NOW, instance=rich, costs=COSTS)
@@ -156,11 +168,9 @@ def test_what_is_in_place_may_begin_later() -> None:
         resident=["a", "b"],
     )
 
-    first, *_ = Appliance(enough=ALWAYS, margin_seconds=2.0).round(
-        now=NOW, instance=view, costs=COSTS
-    )
+    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
 
-    assert first.quota_seconds == pytest.approx(18.0)
+    assert first.quota_seconds == pytest.approx(19.0)
 
 
 def test_a_turn_goes_to_who_can_run() -> None:
@@ -195,9 +205,9 @@ def test_prompts_of_who_runs_next_come_first() -> None:
     """Then the most urgent ones; the instance prefills if its next model has prompts."""
     view = instance_view(
         groups=(
-            group_view("b", deadline=NOW + 9),
-            group_view("c", deadline=NOW + 8),
-            group_view("a", deadline=NOW + 10),
+            group_view("b", arrived=NOW - 1, deadline=NOW + 9),
+            group_view("c", arrived=NOW - 2, deadline=NOW + 8),
+            group_view("a", arrived=NOW, deadline=NOW + 10),
         ),
         batches=(batch_view("a", deadline=NOW + 30),),
         current="a",
@@ -207,7 +217,10 @@ def test_prompts_of_who_runs_next_come_first() -> None:
 
     assert policy.admit(now=NOW, instance=view, costs=COSTS) == [2, 1, 0]
     ordered = instance_view(
-        groups=(group_view("a", deadline=NOW + 10), group_view("c", deadline=NOW + 8)),
+        groups=(
+            group_view("a", arrived=NOW, deadline=NOW + 10),
+            group_view("c", arrived=NOW - 2, deadline=NOW + 8),
+        ),
         batches=view.batches,
         current="a",
         resident=["a"],
@@ -218,7 +231,7 @@ def test_prompts_of_who_runs_next_come_first() -> None:
 def test_others_prompts_wait_while_there_is_time() -> None:
     """A prompt of another model that is not due yet does not interrupt."""
     view = instance_view(
-        groups=(group_view("b", deadline=NOW + 9),),
+        groups=(group_view("b", arrived=NOW - 1, deadline=NOW + 9),),
         batches=(batch_view("a", deadline=NOW + 30),),
         current="a",
         resident=["a"],
@@ -237,52 +250,130 @@ def test_a_prompt_of_the_running_model_joins_at_once() -> None:
 def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
     """Not before, and not within the shortest turn."""
     view = instance_view(
-        groups=(group_view("b", tokens=1000, deadline=NOW + 10),),
+        groups=(group_view("b", tokens=1000, arrived=NOW, deadline=NOW + 10),),
         batches=(batch_view("a", deadline=NOW + 50),),
         current="a",
         turn="a",
         turn_began=NOW,
         resident=["a"],
     )
-    policy = Appliance(enough=ALWAYS, margin_seconds=1.0, shortest_turn_seconds=0.5)
+    policy = Appliance(enough=ALWAYS, margin=0.1)
 
     more = policy.preempt(now=NOW, instance=view, costs=COSTS)
 
     assert more == pytest.approx(10.0 - 1.0 - 1.0 - 0.1)
-    assert policy.preempt(now=NOW + 9.9, instance=view, costs=COSTS) == 0.5
+    late = instance_view(
+        groups=(group_view("b", tokens=1000, arrived=NOW - 10, deadline=NOW),),
+        batches=view.batches,
+        current="a",
+        turn="a",
+        turn_began=NOW,
+        resident=["a"],
+    )
+    # No less than the switch to come takes, from when the turn began.
+    assert policy.preempt(now=NOW + 0.4, instance=late, costs=COSTS) == pytest.approx(0.6)
+    assert policy.preempt(now=NOW + 2.0, instance=late, costs=COSTS) == 0.0
+
+
+# --- chunks --------------------------------------------------------------------------------------
+
+
+def chunk(*, due: float, arrived: float, tbt: float = 0.1) -> int:
+    """Tokens of a prompt of 2000 that are computed beside a batch that is due in so long."""
+    view = instance_view(
+        groups=(group_view("a", tokens=2000, arrived=NOW + arrived, deadline=NOW + arrived + 1),),
+        batches=(batch_view("a", tbt=tbt, deadline=NOW + due),),
+        current="a",
+        resident=["a"],
+    )
+    return Appliance().batch(now=NOW, model="a", instance=view, costs=COSTS).chunk_tokens
+
+
+def test_a_prompt_beside_others_is_computed_in_parts() -> None:
+    """A step of 10 ms and a part of the prompt, at 0.1 ms a token, fit what was promised: 90 % of
+    it."""
+    assert chunk(due=0.05, arrived=0.0) == 800
+    assert chunk(due=0.05, arrived=0.0, tbt=0.05) == 350
+
+
+def test_a_prompt_that_is_in_a_hurry_is_computed_whole() -> None:
+    """If those who decode can wait for it; and always where a step leaves no time, or nobody
+    decodes."""
+    assert chunk(due=5.0, arrived=-0.9) == 0
+    assert chunk(due=0.05, arrived=-0.9) == 800
+    assert chunk(due=0.05, arrived=0.0, tbt=0.012) == 0
+    alone = instance_view(groups=(group_view("a", tokens=2000),), resident=["a"])
+    limits = Appliance().batch(now=NOW, model="a", instance=alone, costs=COSTS)
+    assert limits.chunk_tokens == 0
 
 
 # --- where requests go ---------------------------------------------------------------------------
 
 
+def chosen(policy: Appliance, *views: InstanceView) -> PrefillChoice:
+    return policy.prefill(now=NOW, request=request_view("a"), instances=views, costs=COSTS)
+
+
 def test_a_request_joins_its_model() -> None:
-    """There it costs its prompt only; in the group that waits, if there is one."""
+    """There it costs its prompt only; in the group that waits, if there is one. So it is where
+    there are more models than instances."""
     busy = instance_view(0, groups=(group_view("b"), group_view("a")), resident=["a", "b"])
-    free = instance_view(1, batches=(batch_view("c"),), resident=["c"])
+    other = instance_view(1, batches=(batch_view("c"), batch_view("d")), resident=["c", "d"])
 
-    choice = Appliance().prefill(request=request_view("a"), instances=[free, busy], costs=COSTS)
+    assert chosen(Appliance(), other, busy) == PrefillChoice(instance=0, group=1)
 
-    assert choice == PrefillChoice(instance=0, group=1)
+
+def test_a_request_goes_where_nothing_is_done() -> None:
+    """While there are fewer models than instances a switch is all it costs."""
+    busy = instance_view(0, batches=(batch_view("a"),), resident=["a"])
+
+    assert chosen(Appliance(), busy, instance_view(1)) == PrefillChoice(instance=1)
 
 
 def test_a_request_leaves_its_model_when_that_is_swamped() -> None:
     """Where much more is to be done first, a switch and steps of its own are cheaper."""
     batches = tuple(batch_view(name) for name in "abcdef")
     busy = instance_view(0, batches=batches, resident=["a"])
-    idle = instance_view(1)
 
-    choice = Appliance().prefill(request=request_view("a"), instances=[busy, idle], costs=COSTS)
-
-    assert choice == PrefillChoice(instance=1)
+    assert chosen(Appliance(), busy, instance_view(1)) == PrefillChoice(instance=1)
 
 
 def test_among_equals_weights_in_place_decide() -> None:
     """An instance that has the model on its device needs no load."""
     plain, holder = instance_view(0), instance_view(1, resident=["a"])
 
-    choice = Appliance().prefill(request=request_view("a"), instances=[plain, holder], costs=COSTS)
+    assert chosen(Appliance(), plain, holder) == PrefillChoice(instance=1)
 
-    assert choice == PrefillChoice(instance=1)
+
+def test_what_is_known_of_an_instance_is_kept_until_somebody_comes_or_goes() -> None:
+    """Tokens change nothing about where requests go; a new roster does."""
+    policy = Appliance()
+    few = instance_view(0, batches=(batch_view("b"), batch_view("c")), roster=1)
+    many = instance_view(1, batches=tuple(batch_view(name) for name in "bcdefg"), roster=1)
+    assert chosen(policy, few, many).instance == 0
+
+    swapped = instance_view(0, batches=many.batches, roster=1), instance_view(1, roster=1)
+    assert chosen(policy, *swapped).instance == 0
+    told = instance_view(0, batches=many.batches, roster=2), instance_view(1, roster=2)
+    assert chosen(policy, *told).instance == 1
+
+
+def test_estimates_are_renewed_a_few_at_a_time() -> None:
+    """What is expected of a model is looked up anew after half a minute, the oldest first."""
+    policy, models = Appliance(), [f"m{n}" for n in range(40)]
+    floor = floor_view(2, *[model_view(name) for name in models])
+    asked = [request_view(name) for name in models]
+    for number, request in enumerate(asked):
+        view = instance_view(0, roster=number)
+        policy.prefill(now=NOW, request=request, instances=[view], costs=COSTS)
+    dear = CountingCosts(step=0.01, per_token=0.0001, switch=1.0)
+
+    policy.place(now=NOW + 29, floor=floor, costs=dear)
+    assert dear.asked == []
+    policy.place(now=NOW + 31, floor=floor, costs=dear)
+    assert dear.asked == models[:3]
+    policy.place(now=NOW + 32, floor=floor, costs=dear)
+    assert dear.asked == models[:6]
 
 
 def test_a_request_decodes_where_its_kv_is() -> None:

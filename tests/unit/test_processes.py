@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from appliance import processes, wire
+from appliance.memory import mapping
 from appliance.processes import WorkerProcess
 
 HELLO = wire.Hello(3, 42, 20)
@@ -194,3 +195,22 @@ async def test_what_is_sent_to_a_dead_worker_is_lost(keep: Callable[[str], Keepe
     await keeper.process.stop()
 
     assert keeper.messages == []
+
+
+async def test_a_worker_copies_weights_past_the_cache(
+    keep: Callable[[str], Keeper], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """glibc hears from which size on, unless somebody set that; their other settings stay."""
+    told = "import os\nprint(os.environ['GLIBC_TUNABLES'], file=open({path!r}, 'w'))\n"
+    for given, found in (
+        ("", "glibc.cpu.x86_non_temporal_threshold=1048576"),
+        ("glibc.rtld.nns=4", "glibc.rtld.nns=4:glibc.cpu.x86_non_temporal_threshold=1048576"),
+        ("glibc.cpu.x86_non_temporal_threshold=9", "glibc.cpu.x86_non_temporal_threshold=9"),
+    ):
+        monkeypatch.setenv("GLIBC_TUNABLES", given)
+        assert mapping.environment(os.environ)["GLIBC_TUNABLES"] == found
+    keeper = keep(told.format(path=str(tmp_path / "told")) + GREET + WAIT_FOR_ONE_MORE)
+    keeper.process.start()
+    await keeper.until(lambda: bool(keeper.messages))
+    await keeper.process.stop()
+    assert (tmp_path / "told").read_text() == "glibc.cpu.x86_non_temporal_threshold=9\n"

@@ -36,6 +36,9 @@ from appliance.memory.transfers import Transfer, TransferCancelled
 from appliance.memory.weights import Image, WeightLayout
 
 PIECE_BYTES: Final = 4 << 20
+"""About what is converted at a time: it should stay in a cache."""
+READ_BYTES: Final = 16 << 20
+"""About what is read to its place at a time: every call has its price."""
 THREADS: Final = 8
 
 
@@ -266,7 +269,9 @@ def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterat
     row = math.prod(made_of.shape[1:])
     rows, row_bytes = made_of.elements // row, row * made_of.dtype.itemsize
     if packing is None:
-        nbytes, each = rows * row_bytes, max(1, PIECE_BYTES // row_bytes)
+        as_stored = all(_is_read(write, made_of.dtype) for write in made_of.writes)
+        wanted = READ_BYTES if as_stored else PIECE_BYTES
+        nbytes, each = rows * row_bytes, max(1, wanted // row_bytes)
         step = each * row_bytes
     else:
         nbytes, each, step = packing.nbytes, packing.piece_rows, packing.piece_bytes
