@@ -43,6 +43,9 @@ class Metrics(Word, frozen=True, kw_only=True):
     tpot_attainment: float
     request_attainment: float
     """Share of requests that kept both: the first token, and the mean time between tokens."""
+    vllm_attainment: float
+    """The same as vLLM counts (TaiChi §2.3.2): the wait for a place to decode belongs to the first
+    token, and the mean is over the tokens after that."""
     goodput_per_second: float
     """Requests that kept both, per second."""
     tokens_per_second: float
@@ -149,6 +152,7 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
         ttft_attainment=_mean(table.ttft_kept()),
         tpot_attainment=_mean(table.tpot_kept()),
         request_attainment=_mean(both),
+        vllm_attainment=_mean(table.both_kept_decoding()),
         goodput_per_second=float(np.nansum(both)) / seconds,
         tokens_per_second=len(table.tokens.seconds) / seconds,
         ttft_p50_seconds=_percentile(table.ttft, 50),
@@ -365,7 +369,27 @@ class _Requests:
 
     def both_kept(self) -> Floats:
         """NaN while neither was missed and one is not known."""
-        both = np.stack([self.ttft_kept(), self.tpot_kept()])
+        return self._both(self.ttft_kept(), self.tpot_kept())
+
+    def both_kept_decoding(self) -> Floats:
+        """The same, with the first token where decoding begins: a mean gap before the second one.
+        Requests that did not finish, or have less than three tokens, are as in `both_kept`."""
+        some = self.finished & (self.produced > 2)
+        second = np.full(len(self.first), np.nan)
+        at = np.cumsum(self.produced) - self.produced + 1
+        second[some] = self.tokens.seconds[at[some]]
+        with np.errstate(invalid="ignore"):
+            gap = (self.last - second) / np.maximum(1, self.produced - 2)
+            begun = np.maximum(self.first, second - gap) - self.arrived
+            ttft = (begun <= self.ttft_slo + TOLERANCE_SECONDS).astype(float)
+            tpot = (gap <= self.tbt_slo + TOLERANCE_SECONDS).astype(float)
+        return self._both(
+            np.where(some, ttft, self.ttft_kept()), np.where(some, tpot, self.tpot_kept())
+        )
+
+    @staticmethod
+    def _both(ttft: Floats, tpot: Floats) -> Floats:
+        both = np.stack([ttft, tpot])
         missed = (both == 0).any(axis=0)
         return np.where(missed, 0.0, np.where(np.isnan(both).any(axis=0), np.nan, 1.0))
 

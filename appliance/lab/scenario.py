@@ -96,9 +96,6 @@ class Promise(Section, frozen=True, kw_only=True):
     ttft: Seconds
     tbt: Seconds
 
-    def slo(self, scale: float) -> Slo:
-        return Slo(ttft_seconds=self.ttft * scale, tbt_seconds=self.tbt * scale)
-
 
 class Promises(Promise, frozen=True, kw_only=True):
     """``[slo]``: of every model that has none of its own. `scale` multiplies all there are."""
@@ -106,6 +103,17 @@ class Promises(Promise, frozen=True, kw_only=True):
     batch: Promise | None = None
     """Of requests of the class batch."""
     scale: Positive = 1.0
+    ttft_scale: Positive = 1.0
+    tbt_scale: Positive = 1.0
+    """One half of every promise, besides."""
+
+    def slo(self, promise: Promise | None) -> Slo:
+        """What is promised; of a model, or class, that has none of its own this."""
+        own = promise or self
+        return Slo(
+            ttft_seconds=own.ttft * self.scale * self.ttft_scale,
+            tbt_seconds=own.tbt * self.scale * self.tbt_scale,
+        )
 
 
 class Models(Section, frozen=True, kw_only=True):
@@ -286,7 +294,7 @@ class Scenario(Section, frozen=True, kw_only=True):
             weight_bytes=found.weight_bytes,
             max_context_tokens=group.context,
             max_batch=group.max_batch,
-            slo=(group.slo or self.slo).slo(self.slo.scale),
+            slo=self.slo.slo(group.slo),
             pinned=group.pinned,
         )
 
@@ -354,7 +362,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     def _as_asked(self, arrival: Arrival) -> Arrival:
         slo = None
         if arrival.request_class is RequestClass.BATCH and self.slo.batch is not None:
-            slo = self.slo.batch.slo(self.slo.scale)
+            slo = self.slo.slo(self.slo.batch)
         if slo is None and self.arrivals.max_tokens is None:
             return arrival
         return msgspec.structs.replace(arrival, slo=slo, max_tokens=self.arrivals.max_tokens)

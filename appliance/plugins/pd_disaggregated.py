@@ -12,13 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
-from appliance.plugins.aegaeon import partitions
+from appliance.plugins.aegaeon import Positive, partitions
 from appliance.plugins.pd_aggregated import waiting_tokens
 from appliance.plugins.serverlessllm import at_the_end
 from appliance.scheduling.questions import (
     FloorView,
     InstanceView,
     Placement,
+    PlannedTurn,
     PrefillChoice,
     RequestView,
 )
@@ -30,6 +31,9 @@ class PdDisaggregated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     prefill_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Share of the instances that prefill (two of four)."""
+    turn_seconds: Positive = 0.1
+    """Length of the turns of a lone model: whose KV has come decodes with the next. (Engines look
+    at every step.)"""
 
     @hookimpl
     def place(self, floor: FloorView) -> Sequence[Placement]:
@@ -45,6 +49,14 @@ class PdDisaggregated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def decode(self, instances: Sequence[InstanceView]) -> InstanceId:
         """Where the least KV is, counted in tokens, as that on its way there is no memory yet."""
         return min(instances, key=lambda view: (kv_tokens(view), view.kv_bytes, view.id)).id
+
+    @hookimpl
+    def round(self, instance: InstanceView) -> Sequence[PlannedTurn] | None:
+        """Short turns for a lone model; how several share an instance is not in the papers."""
+        models = [batch.model for batch in instance.batches if batch.runnable]
+        if len(models) > 1:
+            return None
+        return [PlannedTurn(model=models[0], quota_seconds=self.turn_seconds)]
 
 
 def kv_tokens(view: InstanceView) -> int:

@@ -78,6 +78,23 @@ def test_a_first_token_in_time_and_slow_ones_after_it() -> None:
     assert (metrics.ttft_p50_seconds, metrics.tbt_p50_seconds) == (1.0, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("times", "ours", "vllm"),
+    [
+        ((0.0, 4.9, 6.8), 0.0, 1.0),
+        ((1.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0), 1.0, 0.0),
+        ((1.0, 3.0, 5.0), 1.0, 1.0),
+        ((1.0, 4.0), 0.0, 0.0),
+    ],
+)
+def test_the_wait_for_decoding_belongs_to_either_promise(
+    times: tuple[float, ...], ours: float, vllm: float
+) -> None:
+    """To the time between tokens as readers feel it, or to the first token as vLLM counts."""
+    metrics = measure(request_with(*times))
+    assert (metrics.request_attainment, metrics.vllm_attainment) == (ours, vllm)
+
+
 def test_who_still_waits_counts_with_the_deadlines_that_passed() -> None:
     """One token came, in time; those due at 5, 7 and 9 did not. The one due at 11 counts not."""
     metrics = measure(request_with(2.0, until=10.0, outcome=None, output=50))

@@ -83,6 +83,25 @@ def test_a_file_becomes_a_setting(tmp_path: Path) -> None:
     assert times[-1] < 100.0
 
 
+def test_the_halves_of_a_promise_are_scaled_apart(tmp_path: Path) -> None:
+    """Both scales and the common one multiply every promise, a model's own and that of batch."""
+    changes = {
+        "models.0.count": "1",
+        "models.0.slo": '{ ttft = "2s", tbt = "50ms" }',
+        "models.0.batch_backlog": "1",
+        "slo.batch": '{ ttft = "60s", tbt = "1s" }',
+        "slo.scale": "0.5",
+        "slo.ttft_scale": "10",
+        "slo.tbt_scale": "3",
+    }
+    setting = scenario.read(written(tmp_path), changes).setting(1, tmp_path)
+
+    [model] = setting.models
+    assert (model.slo.ttft_seconds, model.slo.tbt_seconds) == pytest.approx((10.0, 0.075))
+    [batch] = [arrival.slo for arrival in setting.arrivals if arrival.slo is not None]
+    assert (batch.ttft_seconds, batch.tbt_seconds) == pytest.approx((300.0, 1.5))
+
+
 def test_keys_can_be_changed(tmp_path: Path) -> None:
     """By dotted key, into tables that are there or not; words without quotes are strings."""
     changes = {

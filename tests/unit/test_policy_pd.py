@@ -6,7 +6,7 @@ import pytest
 
 from appliance.plugins.pd_aggregated import PdAggregated
 from appliance.plugins.pd_disaggregated import PdDisaggregated
-from appliance.scheduling.questions import Phase, Placement, PrefillChoice
+from appliance.scheduling.questions import Phase, Placement, PlannedTurn, PrefillChoice
 from appliance.vocabulary import Direction, MoveKv, Role, RunPrefill, RunTurn
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
@@ -112,6 +112,17 @@ def test_disaggregated_instances_do_one_thing(share: float, prefill: int) -> Non
 
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * (4 - prefill)
     assert [placement.role for placement in placements] == roles
+
+
+def test_disaggregated_turns_of_a_lone_model_are_short() -> None:
+    """Who has come from an instance that prefills does not wait for the end of a long turn; how
+    several models share an instance is left to others."""
+    policy = PdDisaggregated()
+    lone = instance_view(batches=(batch_view("a", 3), batch_view("b", 1, runnable=0)))
+    shared = instance_view(batches=(batch_view("a"), batch_view("b")))
+
+    assert policy.round(instance=lone) == [PlannedTurn(model="a", quota_seconds=0.1)]
+    assert policy.round(instance=shared) is None
 
 
 def test_disaggregated_prefills_where_the_fewest_tokens_wait() -> None:
