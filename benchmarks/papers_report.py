@@ -108,7 +108,8 @@ def _found(table: PaperTable, cells: Cells) -> Sequence[str]:
     first = knee(table, cells, table.policies[0], metric)
     for policy in table.policies:
         figure = knee(table, cells, policy, metric)
-        enough = [at for at in cells.points(policy) if at <= figure.value * asked.per]
+        good = -math.inf if figure.bound == "<" else figure.value * asked.per
+        enough = [at for at in cells.points(policy) if at <= good]
         shown = [
             _value(name)(cells.value(enough[-1], policy, name)) if enough else "-"
             for name in at_knee
@@ -150,6 +151,6 @@ def _value(metric: str) -> Callable[[float], str]:
             return "-"
         if metric.endswith(("attainment", "share")):
             return f"{value:.3f}"
-        return f"{value:.4g}"
+        return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
     return written

@@ -80,6 +80,10 @@ class Search(Section, frozen=True, kw_only=True):
     start: Annotated[float, Meta(gt=0)]
     step: Annotated[float, Meta(gt=0)]
     most: Annotated[float, Meta(gt=0)]
+    lasts: float | None = None
+    """Seconds of the trace: played x times as fast it, and the run, are over so much sooner;"""
+    tail: float = 0.0
+    """but the run so many seconds later, for the deadlines of who came last."""
 
 
 class Claim(Section, frozen=True, kw_only=True):
@@ -135,7 +139,11 @@ class PaperTable(Section, frozen=True, kw_only=True):
                 return point
         if self.search is None:
             raise LabError(f"{self.title}: there is no point {at:g}")
-        return Point(at=at, set={self.search.set: at})
+        load = int(at) if at.is_integer() else at  # a count is a whole number in TOML
+        changes: dict[str, str | int | float | bool] = {self.search.set: load}
+        if self.search.lasts is not None:
+            changes["duration"] = f"{self.search.lasts / at + self.search.tail:.3f}s"
+        return Point(at=at, set=changes)
 
     def played(self, point: Point) -> Sequence[str]:
         """The policies that have cells there."""

@@ -132,6 +132,10 @@ def test_a_committed_table_is_whole(name: str) -> None:
             expected = digest(table, point, policy)
             found = [cells.get(point.at, policy, seed) for seed in table.seeds]
             assert [cell and cell.digest for cell in found] == [expected] * len(found)
+    if table.search is not None:
+        assert {cell.policy for cell in cells.all()} == set(table.policies)
+        for cell in cells.all():
+            assert cell.digest == digest(table, table.point(cell.at), cell.policy)
     if table.computed is None:
         for point in table.points:
             chosen = scenario.read(table.path(point), table.changes(point))
