@@ -344,8 +344,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         for group in view.groups:
             work = works.setdefault(group.model, Work(model=group.model))
             work.due = min(work.due, group.deadline)
-            promised = group.deadline - group.arrived
-            work.margin_seconds = min(work.margin_seconds, self.margin * promised)
+            margin = self.margin * group.slo.ttft_seconds
+            work.margin_seconds = min(work.margin_seconds, margin)
             mean = group.tokens // group.waiting
             work.prompt_seconds += group.waiting * costs.prefill_seconds(group.model, mean)
             work.runs = True

@@ -31,7 +31,6 @@ from appliance.scheduling.residency import Residency, store
 from appliance.scheduling.state import (
     BuildJob,
     Desk,
-    Group,
     InstanceState,
     PrefillJob,
     RequestState,
@@ -595,10 +594,7 @@ class Machine:
             instance.engines[event.model].residents.pop(request.id, None)
             request.kv_instance = None
             self.foreman.give_up_host(request)
-            again = Group(request.model)
-            again.join(request)
-            instance.groups.insert(0, again)
-            instance.view = None
+            instance.queue_first(request)
             request.to_stage(Stage.QUEUED)
             # It may be computed elsewhere, and come back with output that is not known here.
             self._desk.out.append(

@@ -168,6 +168,7 @@ class Floor:
             admitted=group.admitted,
             waiting=len(members),
             tokens=sum([request.tokens for request in members]),
+            slo=strictest([request.spec.slo for request in members]),
             arrived=min([request.arrived for request in members]),
             deadline=min([request.next_due for request in members]),
             interactive=sum([request.interactive for request in members]),

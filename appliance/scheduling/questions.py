@@ -81,8 +81,8 @@ class GroupView(Word, frozen=True):
 
     `admitted` counts every request that ever joined (Aegaeon's group size is cumulative),
     `waiting` those still in it, with `tokens` tokens to compute. `arrived` is when the first of
-    them came; `deadline` is when the most urgent is due; `interactive` of them are not batch work.
-    `first` is the request that is computed next.
+    them came; `deadline` is when the most urgent is due; `slo` is the strictest of theirs;
+    `interactive` of them are not batch work. `first` is the request that is computed next.
     """
 
     model: ModelName
@@ -90,6 +90,7 @@ class GroupView(Word, frozen=True):
     admitted: int
     waiting: int
     tokens: int
+    slo: Slo
     arrived: float
     deadline: float
     interactive: int

@@ -328,6 +328,13 @@ class InstanceState:
         self.roster += 1
         self.view = None
 
+    def queue_first(self, request: RequestState) -> None:
+        """Take a request to prefill before all others."""
+        self.groups.insert(0, Group(request.model))
+        self.groups[0].join(request)
+        self.roster += 1
+        self.view = None
+
     def leave(self, request: RequestState) -> None:
         """Take a request out of the queue or the batch it is in. O(groups) if it is queued."""
         self.roster += 1

@@ -79,6 +79,8 @@ class BusyFloor(RuleBasedStateMachine):
         self.asked = 0
         self.losses = 0
         self.whims = policy == WHIMSICAL
+        self.rosters: dict[int, tuple[int, tuple[frozenset[str], ...]]] = {}
+        """What each instance was seen with last: its roster, and who is in which group or batch."""
         self.floor.start()
         self.tune()
 
@@ -167,6 +169,16 @@ class BusyFloor(RuleBasedStateMachine):
         """Without losses a prompt is computed once, however often its request is preempted."""
         if not self.losses:
             assert all(life.prefills <= 1 for life in self.floor.world.lives.values())
+
+    @invariant()
+    def a_roster_tells_who_came_or_went(self) -> None:
+        """Whoever derived something from it has to look again only if it is another."""
+        for number, instance in self.floor.machine.instances.items():
+            holders = [*instance.groups, *instance.batches.values()]
+            members = tuple(frozenset(holder.members) for holder in holders)
+            roster, before = self.rosters.get(number, (-1, ()))
+            assert instance.roster != roster or set(members) == set(before)
+            self.rosters[number] = instance.roster, members
 
     def teardown(self) -> None:
         if not hasattr(self, "floor"):

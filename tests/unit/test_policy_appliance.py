@@ -205,9 +205,9 @@ def test_prompts_of_who_runs_next_come_first() -> None:
     """Then the most urgent ones; the instance prefills if its next model has prompts."""
     view = instance_view(
         groups=(
-            group_view("b", arrived=NOW - 1, deadline=NOW + 9),
-            group_view("c", arrived=NOW - 2, deadline=NOW + 8),
-            group_view("a", arrived=NOW, deadline=NOW + 10),
+            group_view("b", deadline=NOW + 9),
+            group_view("c", deadline=NOW + 8),
+            group_view("a", deadline=NOW + 10),
         ),
         batches=(batch_view("a", deadline=NOW + 30),),
         current="a",
@@ -218,8 +218,8 @@ def test_prompts_of_who_runs_next_come_first() -> None:
     assert policy.admit(now=NOW, instance=view, costs=COSTS) == [2, 1, 0]
     ordered = instance_view(
         groups=(
-            group_view("a", arrived=NOW, deadline=NOW + 10),
-            group_view("c", arrived=NOW - 2, deadline=NOW + 8),
+            group_view("a", deadline=NOW + 10),
+            group_view("c", deadline=NOW + 8),
         ),
         batches=view.batches,
         current="a",
@@ -231,7 +231,7 @@ def test_prompts_of_who_runs_next_come_first() -> None:
 def test_others_prompts_wait_while_there_is_time() -> None:
     """A prompt of another model that is not due yet does not interrupt."""
     view = instance_view(
-        groups=(group_view("b", arrived=NOW - 1, deadline=NOW + 9),),
+        groups=(group_view("b", deadline=NOW + 9),),
         batches=(batch_view("a", deadline=NOW + 30),),
         current="a",
         resident=["a"],
@@ -250,7 +250,7 @@ def test_a_prompt_of_the_running_model_joins_at_once() -> None:
 def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
     """Not before, and not within the shortest turn."""
     view = instance_view(
-        groups=(group_view("b", tokens=1000, arrived=NOW, deadline=NOW + 10),),
+        groups=(group_view("b", tokens=1000, ttft=10.0, deadline=NOW + 10),),
         batches=(batch_view("a", deadline=NOW + 50),),
         current="a",
         turn="a",
@@ -263,7 +263,7 @@ def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
 
     assert more == pytest.approx(10.0 - 1.0 - 1.0 - 0.1)
     late = instance_view(
-        groups=(group_view("b", tokens=1000, arrived=NOW - 10, deadline=NOW),),
+        groups=(group_view("b", tokens=1000, deadline=NOW),),
         batches=view.batches,
         current="a",
         turn="a",
@@ -278,10 +278,11 @@ def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
 # --- chunks --------------------------------------------------------------------------------------
 
 
-def chunk(*, due: float, arrived: float, tbt: float = 0.1) -> int:
-    """Tokens of a prompt of 2000 that are computed beside a batch that is due in so long."""
+def chunk(*, due: float, left: float, tbt: float = 0.1) -> int:
+    """Tokens of a prompt of 2000, due in `left` seconds, that are computed beside a batch that is
+    due in `due`."""
     view = instance_view(
-        groups=(group_view("a", tokens=2000, arrived=NOW + arrived, deadline=NOW + arrived + 1),),
+        groups=(group_view("a", tokens=2000, deadline=NOW + left),),
         batches=(batch_view("a", tbt=tbt, deadline=NOW + due),),
         current="a",
         resident=["a"],
@@ -292,16 +293,16 @@ def chunk(*, due: float, arrived: float, tbt: float = 0.1) -> int:
 def test_a_prompt_beside_others_is_computed_in_parts() -> None:
     """A step of 10 ms and a part of the prompt, at 0.1 ms a token, fit what was promised: 90 % of
     it."""
-    assert chunk(due=0.05, arrived=0.0) == 800
-    assert chunk(due=0.05, arrived=0.0, tbt=0.05) == 350
+    assert chunk(due=0.05, left=1.0) == 800
+    assert chunk(due=0.05, left=1.0, tbt=0.05) == 350
 
 
 def test_a_prompt_that_is_in_a_hurry_is_computed_whole() -> None:
     """If those who decode can wait for it; and always where a step leaves no time, or nobody
     decodes."""
-    assert chunk(due=5.0, arrived=-0.9) == 0
-    assert chunk(due=0.05, arrived=-0.9) == 800
-    assert chunk(due=0.05, arrived=0.0, tbt=0.012) == 0
+    assert chunk(due=5.0, left=0.1) == 0
+    assert chunk(due=0.05, left=0.1) == 800
+    assert chunk(due=0.05, left=1.0, tbt=0.012) == 0
     alone = instance_view(groups=(group_view("a", tokens=2000),), resident=["a"])
     limits = Appliance().batch(now=NOW, model="a", instance=alone, costs=COSTS)
     assert limits.chunk_tokens == 0
