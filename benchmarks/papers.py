@@ -93,7 +93,7 @@ class Sheet:
         self._path = RESULTS / f"{name}.json"
         self._arena, self._batch = arena, batch
         self.cells = Cells.read(self._path)
-        self.cells.keep(self.table.policies)
+        self.cells.keep(self.table)
         self.cells.drop(again)
 
     def fill(self) -> None:

@@ -108,7 +108,7 @@ def _found(table: PaperTable, cells: Cells) -> Sequence[str]:
     first = knee(table, cells, table.policies[0], metric)
     for policy in table.policies:
         figure = knee(table, cells, policy, metric)
-        good = -math.inf if figure.bound == "<" else figure.value * asked.per
+        good = figure.least * asked.per
         enough = [at for at in cells.points(policy) if at <= good]
         shown = [
             _value(name)(cells.value(enough[-1], policy, name)) if enough else "-"
@@ -120,7 +120,7 @@ def _found(table: PaperTable, cells: Cells) -> Sequence[str]:
 
 def _claim(table: PaperTable, cells: Cells, claim: Claim) -> str:
     ours = claimed(table, cells, claim)
-    apart = difference(claim, ours.value)
+    apart = difference(claim, ours)
     if claim.paper is not None:
         paper = f"{claim.paper:g}"
     else:
@@ -128,6 +128,8 @@ def _claim(table: PaperTable, cells: Cells, claim: Claim) -> str:
         high = "" if claim.most is None else f"≤ {claim.most:g}"
         paper = ", ".join(part for part in (low, high) if part)
     told = "as said" if apart == 0 else "-" if math.isnan(apart) else f"{apart:+.0%}"
+    if ours.bound and not math.isnan(apart) and apart:
+        told = f"{ours.bound} {told}"
     return _row([claim.what, _figure(ours), paper, told, " ".join(claim.why.split())])
 
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.errors import LabError
-from appliance.lab import scenario
+from appliance.lab import hardware, scenario
 from appliance.lab.report import mean
 
 HERE = Path(__file__).parent
@@ -204,13 +204,22 @@ class Cell(Section, frozen=True, kw_only=True):
 
 
 def digest(table: PaperTable, point: Point, policy: str) -> str:
-    """Of all that the scenario says of this cell, and of the files it reads. Not of the code."""
+    """Of all that the scenario says of this cell, of the hardware and the models that it names, and
+    of the files it reads. Not of the code."""
     if table.computed is not None:
         given: Any = {"computed": table.computed, "set": table.changes(point), "row": policy}
         return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
     path = table.path(point)
     chosen = scenario.read(path, table.changes(point))
     given = _given(chosen)
+    box = chosen.hardware.box()
+    given["gpu"] = _given(box.gpu)
+    own = {profile.name for profile in chosen.profiles}
+    used = {name for models in chosen.models for name in models.mix} - own
+    given["profiles"] = {
+        name: _given(hardware.profile(name, chosen.hardware.gpu, chosen.hardware.tp))
+        for name in sorted(used)
+    }
     for key in ("title", "about", "seeds", "policies"):
         given.pop(key, None)
     stack = chosen.policies.get(policy)
@@ -240,6 +249,19 @@ def _given(value: Any) -> Any:
     return value
 
 
+def belongs(table: PaperTable, cell: Cell) -> bool:
+    """Whether it is one of the table's, and of the scenario as it stands."""
+    points = [point for point in table.points if point.at == cell.at]
+    if not points and table.search is not None:
+        points = [table.point(cell.at)]
+    return any(
+        cell.policy in table.played(point)
+        and cell.seed in table.seeds
+        and cell.digest == digest(table, point, cell.policy)
+        for point in points
+    )
+
+
 class Cells:
     """The cells of a table by point, policy and seed, and their file."""
 
@@ -265,9 +287,9 @@ class Cells:
     def put(self, cell: Cell) -> None:
         self._cells[cell.at, cell.policy, cell.seed] = cell
 
-    def keep(self, policies: Sequence[str]) -> None:
-        """Drop those of policies that the table no longer names."""
-        self._cells = {key: cell for key, cell in self._cells.items() if key[1] in policies}
+    def keep(self, table: PaperTable) -> None:
+        """Drop what the table does not ask for as it stands: its curves are through all cells."""
+        self._cells = {key: cell for key, cell in self._cells.items() if belongs(table, cell)}
 
     def drop(self, policies: Sequence[str]) -> None:
         self._cells = {key: cell for key, cell in self._cells.items() if key[1] not in policies}
@@ -285,20 +307,33 @@ class Cells:
         return mean(cell.value(metric) for cell in found)
 
 
+Bound = Literal["", "≥", ">", "≤", "<"]
+TURNED: Mapping[Bound, Bound] = {"": "", "≥": "≤", ">": "<", "≤": "≥", "<": ">"}
+
+
 class Figure(msgspec.Struct, frozen=True):
     """A number, or a bound of one: the axis ended before the knee."""
 
     value: float
-    bound: Literal["", "≥", "<"] = ""
+    bound: Bound = ""
+
+    @property
+    def least(self) -> float:
+        """What it is at least."""
+        return -math.inf if self.bound in ("≤", "<") else self.value
+
+    @property
+    def most(self) -> float:
+        """What it is at most."""
+        return math.inf if self.bound in ("≥", ">") else self.value
 
     def over(self, other: Figure) -> Figure:
         """The quotient, which is a bound where one of them is; NaN where both are apart."""
-        flipped: dict[str, Literal["", "≥", "<"]] = {"": "", "≥": "<", "<": "≥"}
-        below = flipped[other.bound]
-        if self.bound and below and self.bound != below:
+        turned = TURNED[other.bound]
+        if self.bound and turned and (self.bound in "≥>") != (turned in "≥>"):
             return Figure(math.nan)
         quotient = self.value / other.value if other.value else math.nan
-        return Figure(quotient, self.bound or below)
+        return Figure(quotient, self.bound or turned)
 
 
 def knee(table: PaperTable, cells: Cells, policy: str, metric: str) -> Figure:
@@ -315,14 +350,14 @@ def knee(table: PaperTable, cells: Cells, policy: str, metric: str) -> Figure:
         value = cells.value(at, policy, metric)
         if not value >= asked.target:
             if good is None:
-                return Figure(at / asked.per, "<" if largest else "≥")
+                return Figure(at / asked.per, "<" if largest else ">")
             before = cells.value(good, policy, metric)
             share = (before - asked.target) / (before - value)
             return Figure((good + share * (at - good)) / asked.per)
         good = at
     if good is None:
         return Figure(math.nan)
-    return Figure(good / asked.per, "≥" if largest else "<")
+    return Figure(good / asked.per, "≥" if largest else "≤")
 
 
 def claimed(table: PaperTable, cells: Cells, claim: Claim) -> Figure:
@@ -343,14 +378,16 @@ def claimed(table: PaperTable, cells: Cells, claim: Claim) -> Figure:
     return ours.over(figure(claim.over, claim.at if claim.over_at is None else claim.over_at))
 
 
-def difference(claim: Claim, ours: float) -> float:
-    """Ours over the paper's, less 1; 0 within what the paper says. NaN if there is no figure."""
+def difference(claim: Claim, ours: Figure) -> float:
+    """Ours over the paper's, less 1, or what it is at least or at most if ours is a bound; 0 within
+    what the paper says. NaN if there is no figure, or a bound that does not decide."""
     least = claim.paper if claim.paper is not None else claim.least
     most = claim.paper if claim.paper is not None else claim.most
-    if math.isnan(ours):
+    if math.isnan(ours.value):
         return math.nan
-    if least is not None and ours < least:
-        return ours / least - 1
-    if most is not None and ours > most:
-        return ours / most - 1
-    return 0.0
+    if least is not None and ours.most < least:
+        return ours.most / least - 1
+    if most is not None and ours.least > most:
+        return ours.least / most - 1
+    within = (least is None or ours.least >= least) and (most is None or ours.most <= most)
+    return 0.0 if within else math.nan
