@@ -16,6 +16,7 @@ from rich.table import Table
 from appliance.errors import LabError
 from appliance.lab.calibration import (
     PREFILL_R2,
+    RECORDED,
     STEP_R2,
     Calibrated,
     Quality,
@@ -69,7 +70,7 @@ def calibrate_command(
             if ".csv" not in path.suffixes:
                 recorded = recording(path)
                 for profile in recorded.setting.profiles.values():
-                    key = Key(path.stem, profile.name, "recorded", profile.tp)
+                    key = Key(path.stem, profile.name, RECORDED, profile.tp)
                     measured[key] = recorded.measured[profile.name]
                     sizes[profile.name] = sizes_of(profile)
         found = calibrate(measured, sizes)
@@ -108,7 +109,7 @@ def _missed(one: Calibrated, bounds: Sequence[float]) -> str:
         assert found is not None, "what is not there misses nothing"
         why = ""
         if found.attainable_r2 < bound:
-            why = f", and its rows allow no more than {found.attainable_r2:.3f}"
+            why = f"; a rising curve through these very rows gives {found.attainable_r2:.3f}"
         said.append(f"R² of {name} is {found.r2:.3f}, not {bound:g}{why}")
     return "; ".join(said)
 
@@ -118,8 +119,8 @@ def _table(found: Sequence[Calibrated], bounds: Sequence[float]) -> Table:
     for title in ("SOURCE", "MODEL", "GPU", "TP"):
         made.add_column(title, no_wrap=True)
     for title in (
-        *("PROMPTS", "HELD OUT", "R²", "ALLOWED", "ERROR", "TOKENS"),
-        *("STEPS", "HELD OUT", "R²", "ALLOWED", "ERROR", "REQUESTS", "KV", "MIXED R²"),
+        *("PROMPTS", "LEFT OUT", "R²", "RISING", "ERROR", "TOKENS"),
+        *("STEPS", "LEFT OUT", "R²", "RISING", "ERROR", "REQUESTS", "KV", "MIXED R²"),
     ):
         made.add_column(title, justify="right", no_wrap=True)
     for one in found:
@@ -137,7 +138,7 @@ def _cells(found: Quality | None, bound: float, *sizes: str) -> list[str]:
         return ["-"] * (5 + len(sizes))
     r2 = "-" if math.isnan(found.r2) else f"{found.r2:.3f}"
     return [
-        *(str(found.rows), str(found.held_out)),
+        *(str(found.rows), str(found.left_out)),
         r2 if found.r2 >= bound else f"{r2} !",
         *(f"{found.attainable_r2:.3f}", f"{found.relative_error:.1%}"),
         *(f"{found.ranges[size].least}-{found.ranges[size].most}" for size in sizes),

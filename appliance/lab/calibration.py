@@ -2,8 +2,9 @@
 that they hold for.
 
 A fit is asked to explain rows that it has not seen (`appliance.lab.fitting`). Rows that no box can
-show are left out: weights and KV beyond the GPUs' memory, or less than half of the time that less
-work took.
+show are left out: weights and KV beyond the GPUs' memory, or, in a table of repeated steps, less
+than half of the time that less work took. What a daemon recorded is single steps on a machine with
+other things to do: all of them count.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from appliance.errors import LabError
 from appliance.lab.fitting import (
@@ -36,6 +38,9 @@ from appliance.vocabulary import Word
 
 PREFILL_R2, STEP_R2 = 0.97, 0.95
 """What a cost model must explain of rows that were held out."""
+
+RECORDED = "recorded"
+"""The GPU of what a daemon recorded."""
 
 LEAST_ROWS = 8
 """Fewer are not fitted."""
@@ -70,7 +75,8 @@ class Quality(Word, frozen=True, kw_only=True):
     relative_error: float
     """Median, of rows held out."""
     attainable_r2: float
-    """What no law reaches more of, because the rows contradict each other."""
+    """Of a curve that rises with the size and a line in KV, fitted to these very rows: where that
+    is low, rows contradict each other."""
     ranges: Mapping[str, Range]
 
 
@@ -134,13 +140,13 @@ def _calibrated(key: Key, rows: Measurements, model: str, sizes: Mapping[str, Si
     hardware, known = _gpu(key.gpu), sizes.get(model)
     prefill = step = None
     prompts, steps = rows.prompt_columns(), rows.step_columns()
-    kept = consistent(np.stack([prompts.tokens, prompts.squares], 1), prompts.seconds)
+    kept = _kept(key, np.stack([prompts.tokens, prompts.squares], 1), prompts.seconds)
     left_out = int((~kept).sum())
     prompts = Prompts(*(column[kept] for column in _columns(prompts)))
     if len(prompts.tokens) >= LEAST_ROWS:
         ranges = {"tokens": prompts.tokens, "sequences": prompts.sequences}
         prefill = _quality(fit_prefill(prompts), left_out, ranges)
-    kept = consistent(np.stack([steps.requests, steps.kv_tokens], 1), steps.seconds)
+    kept = _kept(key, np.stack([steps.requests, steps.kv_tokens], 1), steps.seconds)
     kept &= _possible(steps, hardware, key.tp, known)
     left_out = int((~kept).sum())
     steps = Steps(*(column[kept] for column in _columns(steps)))
@@ -164,6 +170,12 @@ def _calibrated(key: Key, rows: Measurements, model: str, sizes: Mapping[str, Si
     return msgspec.structs.replace(
         found, mixed_rows=len(rows.mixed), mixed_r2=_mixed_r2(made, rows.mixed)
     )
+
+
+def _kept(key: Key, sizes: Floats, seconds: Floats) -> NDArray[np.bool_]:
+    if key.gpu == RECORDED:
+        return np.ones(len(seconds), dtype=bool)
+    return consistent(sizes, seconds)
 
 
 def _columns(rows: Prompts | Steps) -> list[Floats]:

@@ -89,7 +89,7 @@ def test_a_bound_that_is_missed_is_named(tmp_path: Path) -> None:
 
     assert result.exit_code == 1
     assert "Tiny-1B on A100 tp=1 (steps): R² of prefill is" in result.stderr
-    assert "its rows allow no more than" in result.stderr
+    assert "a rising curve through these very rows" in result.stderr
     assert " !" in result.stdout
     assert invoke(table, "--min-r2", "-9", "-9").exit_code == 0
 
