@@ -102,7 +102,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     """What can be set. A question costs O(groups + batches) of the instances that changed since
     the last one."""
 
-    margin: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    margin: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """How long before its deadline a request comes to run at the latest, as a share of the TTFT
     that it was promised."""
     shortest_turn_seconds: Seconds = 0.05
@@ -145,19 +145,19 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     ) -> PrefillChoice:
         """Where everything, the request included, would be done first. Beside others of its model
         it costs little, as steps are shared; elsewhere a switch, and a whole answer that nobody
-        shares. What that costs depends on who could use the time: while there are fewer models with
-        work than instances, nobody."""
+        shares. What that costs depends on who could use the time: while half of the instances would
+        do for all models with work, nobody."""
         model = request.model
         expected = self._expect(model, now, costs)
         alone = self._answers_seconds(model, 1, expected, costs)
-        found, models = [], 0
+        found = []
         for view in instances:
             load = self._loads.get(view.id)
             if load is None or load.roster != view.roster or load.resident != view.resident:
                 load = self._loads[view.id] = self._make_load(view, now, costs)
             found.append(load)
-            models += len(load.models)
-        alone *= min(1.0, max(0.0, models / len(instances) - 1))
+        models = len(frozenset().union(*[load.models for load in found]))
+        alone *= min(1.0, max(0.0, 2 * models / len(instances) - 1))
         best, soonest = instances[0], math.inf
         for view, load in zip(instances, found, strict=True):
             seconds = load.seconds
