@@ -39,6 +39,8 @@ ESTIMATES_SECONDS = 30.0
 """How long what is expected of a model is kept."""
 SMALLEST_CHUNK = 64
 """Tokens of a prompt; with fewer in a step it would take several times as long as whole."""
+LOOKED_AT = 2
+"""So many instances that changed are looked at anew for one request."""
 RENEWED = 16
 """Not more than this part of the models is looked up anew at once."""
 
@@ -58,8 +60,6 @@ class Work:
     """Whether something of it could run now."""
     latest: float = math.inf
     """When it has to come to run, to be in time."""
-    earns: float = 0.0
-    """Seconds of slack that a second of decoding earns."""
     enough_seconds: float = math.inf
     """Slack that is as much as it needs while others wait."""
     margin_seconds: float = math.inf
@@ -79,6 +79,7 @@ class Outlook:
 class Load:
     """About how long everything on an instance takes, as long as it has the same to do."""
 
+    made: float
     roster: int
     resident: frozenset[ModelName]
     models: frozenset[ModelName]
@@ -124,6 +125,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def __post_init__(self) -> None:
         self._outlooks: dict[InstanceId, Outlook] = {}
         self._loads: dict[InstanceId, Load] = {}
+        self._chosen: InstanceId | None = None
         self._expected: dict[ModelName, Expected] = {}
 
     # --- where requests go -----------------------------------------------------------------------
@@ -150,13 +152,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         model = request.model
         expected = self._expect(model, now, costs)
         alone = self._answers_seconds(model, 1, expected, costs)
-        found = []
-        for view in instances:
-            load = self._loads.get(view.id)
-            if load is None or load.roster != view.roster or load.resident != view.resident:
-                load = self._loads[view.id] = self._make_load(view, now, costs)
-            found.append(load)
-        models = len(frozenset().union(*[load.models for load in found]))
+        self._renew_loads(now, instances, costs)
+        found = [self._loads[view.id] for view in instances]
+        models = max([len(load.models) for load in found])
+        if models < len(instances):  # there may be as many all the same
+            models = len(frozenset().union(*[load.models for load in found]))
         alone *= min(1.0, max(0.0, 2 * models / len(instances) - 1))
         best, soonest = instances[0], math.inf
         for view, load in zip(instances, found, strict=True):
@@ -167,10 +167,27 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                     seconds += expected.switch_seconds
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
+        self._chosen = best.id
         for index, group in enumerate(best.groups):
             if group.model == model:
                 return PrefillChoice(instance=best.id, group=index)
         return PrefillChoice(instance=best.id)
+
+    def _renew_loads(self, now: float, instances: Sequence[InstanceView], costs: Costs) -> None:
+        """Of the instances where somebody came or went, the one that the last request went to and
+        those that were looked at longest ago; some requests later, the others."""
+        loads = self._loads
+        changed = []
+        for view in instances:
+            load = loads.get(view.id)
+            if load is None:
+                loads[view.id] = self._make_load(view, now, costs)
+            elif load.roster != view.roster or load.resident != view.resident:
+                changed.append((view.id != self._chosen, load.made, view.id, view))
+        if len(changed) > LOOKED_AT:
+            changed.sort()
+        for *_, view in changed[:LOOKED_AT]:
+            loads[view.id] = self._make_load(view, now, costs)
 
     def _make_load(self, view: InstanceView, now: float, costs: Costs) -> Load:
         """O(batches + groups)."""
@@ -189,7 +206,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             )
             if model not in resident:
                 seconds += expected.switch_seconds
-        return Load(view.roster, resident, frozenset(requests), seconds)
+        return Load(now, view.roster, resident, frozenset(requests), seconds)
 
     def _expect(self, model: ModelName, now: float, costs: Costs) -> Expected:
         """What is known of the model. Prompts are taken to be on a line through two estimates."""
@@ -233,7 +250,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
         left = self.longest_step * batch.slo.tbt_seconds - step
         chunk = int(left / expected.prompt_seconds_per_token)
-        work = self._look(instance, costs).works[model]
+        work = self._look(now, instance, costs).works[model]
         if chunk < SMALLEST_CHUNK or (
             work.latest <= now and now + work.prompt_seconds < batch.deadline
         ):
@@ -262,7 +279,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
         """One turn, and in which order the others are likely to follow."""
         runnable = {batch.model for batch in instance.batches if batch.runnable}
-        works = self._look(instance, costs).works
+        works = self._look(now, instance, costs).works
         first = self._next(now, instance, costs)
         if first.model not in runnable:
             first = min((works[model] for model in runnable), key=_deadline)
@@ -288,7 +305,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         switch, until it has enough; else whose deadline is next. Who runs and is late itself goes
         on: it soon will not be. If it stays late, as more is asked of it than it can do, others do
         not wait for that."""
-        works = self._look(view, costs).works
+        works = self._look(now, view, costs).works
         able = [work for work in works.values() if work.runs]
         pressing = [work for work in able if work.latest <= now]
         first = min(pressing or able, key=_deadline)
@@ -305,39 +322,46 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """How long the model, which came to run then, may go on before it has enough, if somebody
         waits, and before somebody else has to begin, if the more urgent of them load and compute
         their prompts before."""
-        works = self._look(view, costs).works
+        works = self._look(now, view, costs).works
         seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
         own = works.get(model)
-        if own is not None and own.earns > 0 and len(works) > 1:
-            seconds = min(seconds, (own.enough_seconds - (own.due - now)) / own.earns)
+        if own is not None and len(works) > 1 and (earns := self._earns(view, model, costs)) > 0:
+            seconds = min(seconds, (own.enough_seconds - (own.due - now)) / earns)
         for work in sorted(works.values(), key=_deadline):
             if work.model == model or not work.runs:
                 continue
             seconds = min(seconds, work.latest - now - before)
             before += work.prompt_seconds
             if work.model not in view.resident:
-                switch = costs.switch_seconds(work.model)
+                switch = self._expect(work.model, now, costs).switch_seconds
                 before += switch
                 shortest = shortest or switch
         return max(0.0, began + max(self.shortest_turn_seconds, shortest) - now, seconds)
 
+    def _earns(self, view: InstanceView, model: ModelName, costs: Costs) -> float:
+        """Seconds of slack that a second of decoding earns."""
+        for batch in view.batches:
+            if batch.model == model:
+                step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
+                return batch.slo.tbt_seconds / step - 1
+        return 0.0
+
     # --- what is known of an instance ------------------------------------------------------------
 
-    def _look(self, view: InstanceView, costs: Costs) -> Outlook:
+    def _look(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
         known = self._outlooks.get(view.id)
         if known is None or known.view is not view:
-            known = self._outlooks[view.id] = self._make_outlook(view, costs)
+            known = self._outlooks[view.id] = self._make_outlook(now, view, costs)
         return known
 
-    def _make_outlook(self, view: InstanceView, costs: Costs) -> Outlook:
+    def _make_outlook(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
+        known = self._expected
         works: dict[ModelName, Work] = {}
         for batch in view.batches:
-            step = costs.step_seconds(batch.model, batch.requests, batch.kv_tokens)
             works[batch.model] = Work(
                 model=batch.model,
                 due=batch.deadline,
                 runs=batch.runnable > 0,
-                earns=batch.slo.tbt_seconds / step - 1,
                 enough_seconds=self.enough * batch.slo.ttft_seconds,
                 margin_seconds=self.margin * batch.slo.ttft_seconds,
             )
@@ -346,13 +370,17 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             work.due = min(work.due, group.deadline)
             margin = self.margin * group.slo.ttft_seconds
             work.margin_seconds = min(work.margin_seconds, margin)
-            mean = group.tokens // group.waiting
-            work.prompt_seconds += group.waiting * costs.prefill_seconds(group.model, mean)
+            expected = known.get(group.model) or self._expect(group.model, now, costs)
+            work.prompt_seconds += (
+                group.waiting * expected.prompt_seconds
+                + group.tokens * expected.prompt_seconds_per_token
+            )
             work.runs = True
         for work in works.values():
             lead = work.margin_seconds + work.prompt_seconds
             if work.model not in view.resident:
-                lead += costs.switch_seconds(work.model)
+                expected = known.get(work.model) or self._expect(work.model, now, costs)
+                lead += expected.switch_seconds
             work.latest = work.due - lead
         return Outlook(view, works)
 

@@ -359,6 +359,21 @@ def test_what_is_known_of_an_instance_is_kept_until_somebody_comes_or_goes() -> 
     assert chosen(policy, *told).instance == 1
 
 
+def test_a_request_looks_at_a_few_instances_anew() -> None:
+    """Of those where somebody came or went the one that had the last request, so that a burst does
+    not go there whole, and the one looked at longest ago; the others by and by."""
+    policy = Appliance()
+    crowd = tuple(batch_view(name) for name in "bcdefghi")
+    light, heavy = crowd[:2], crowd
+    views = [instance_view(n, batches=light, roster=1) for n in range(4)]
+    assert chosen(policy, *views).instance == 0
+
+    grown = [instance_view(n, batches=heavy, roster=2) for n in range(4)]
+    assert chosen(policy, *grown).instance == 2  # 0 and 1 are known to be crowded now
+    grown[3] = instance_view(3, batches=(), roster=3)
+    assert chosen(policy, *grown).instance == 3
+
+
 def test_estimates_are_renewed_a_few_at_a_time() -> None:
     """What is expected of a model is looked up anew after half a minute, the oldest first."""
     policy, models = Appliance(), [f"m{n}" for n in range(40)]
