@@ -43,7 +43,7 @@ serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
 test: lint test-unit test-coverage results-quick test-engine test-system ## Lint and all tests
 
 test-unit: $(VENV)/.dev ## Fast tests, no engine
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q -n auto tests/unit
 
 test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every branch of it
 	$(BIN)/python -m pytest -q $(COVERED) \
