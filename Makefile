@@ -8,7 +8,7 @@ CONFIG ?= etc/appliance.toml
 COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-coverage test-engine test-system test-gpu lint format generate results results-quick clean
+.PHONY: help install demo serve deb test test-unit test-coverage test-engine test-system test-deb test-gpu fuzz lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,23 +40,35 @@ demo: $(VENV)/.appliance ## Six models served from memory for two, outputs check
 serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
 	$(BIN)/appliance serve --config $(CONFIG)
 
+deb: $(VENV)/.appliance ## A Debian package in dist/ (docs/operations.md)
+	$(BIN)/python packaging/build_deb.py
+
 test: lint test-unit test-coverage results-quick test-engine test-system ## Lint and all tests
 
 test-unit: $(VENV)/.dev ## Fast tests, no engine
 	$(BIN)/python -m pytest -q -n auto tests/unit
 
 test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every branch of it
-	$(BIN)/python -m pytest -q $(COVERED) \
+	$(BIN)/python -m pytest -q -n auto $(COVERED) \
 		--cov=appliance.scheduling --cov-branch --cov-fail-under=100
 
 test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
-	$(BIN)/python -m pytest -q tests/engine
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
+		tests/engine
 
 test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/gpu.md)
 	$(BIN)/python -m pytest -q tests/gpu
 
 test-system: $(VENV)/.dev ## The whole appliance
-	$(BIN)/python -m pytest -q tests/system
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
+		tests/system --ignore tests/system/test_deb.py
+
+test-deb: $(VENV)/.dev ## The Debian package, from installation to purge; needs root and dpkg
+	$(BIN)/python -m pytest -q tests/system/test_deb.py
+
+fuzz: $(VENV)/.dev ## 10000 requests made from the OpenAPI document, then spoilt ones for 10 minutes
+	$(BIN)/python -m tests.fuzz.by_document --cases 10000
+	$(BIN)/python -m tests.fuzz.by_bytes --seconds 600
 
 lint: $(VENV)/.dev ## Style, types, architecture
 	$(BIN)/ruff check .
@@ -68,10 +80,11 @@ format: $(VENV)/.dev ## Rewrite the sources in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: $(VENV)/.appliance ## Write the files that come from the configuration schema and the hooks
+generate: $(VENV)/.appliance ## Write the files that come from the schema, the hooks and the metrics
 	$(BIN)/appliance config sample > etc/appliance.toml
 	$(BIN)/appliance config docs > docs/configuration.md
 	$(BIN)/appliance policy docs > docs/hooks.md
+	$(BIN)/python -m appliance.metricsdoc > docs/metrics.md
 
 results: $(VENV)/.dev ## Play the papers' tables in the lab and write docs/results.md
 	$(BIN)/python -m benchmarks.papers

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from appliance.errors import CheckpointError
-from appliance.memory.safetensors import read_header, weight_files
+from appliance.memory.safetensors import WeightFile, read_header, weight_files
 
 BYTES_PER_ELEMENT: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The types a model can be computed in."""
@@ -34,6 +34,8 @@ class CatalogEntry:
     vocabulary: int
     max_positions: int
     weight_bytes: int
+    parameters: int
+    """Elements of all tensors, as they are stored."""
     created: int
     """When the weights were written (Unix seconds)."""
 
@@ -58,7 +60,7 @@ def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     config = _read_config(path / "config.json")
-    files = weight_files(path)
+    headers = [read_header(file) for file in weight_files(path)]
     resolved = _resolve_dtype(config, dtype, path)
     heads = _integer(config, "num_attention_heads", path)
     hidden = _integer(config, "hidden_size", path)
@@ -80,21 +82,19 @@ def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
         head_dim=_integer(config, "head_dim", path, default=hidden // heads),
         vocabulary=vocabulary,
         max_positions=_integer(config, "max_position_embeddings", path),
-        weight_bytes=sum(tensor_bytes(file, resolved) for file in files) + tied,
-        created=int(max(file.stat().st_mtime for file in files)),
+        weight_bytes=sum(tensor_bytes(header, resolved) for header in headers) + tied,
+        parameters=sum(math.prod(tensor.shape) for head in headers for tensor in head.tensors),
+        created=max(header.mtime_ns for header in headers) // 10**9,
     )
 
 
-def tensor_bytes(file: Path, dtype: str) -> int:
-    """Bytes that the tensors of a safetensors file take once floats are converted to `dtype`.
-
-    Raises `CheckpointError` when the header is damaged or the file is shorter than it says.
-    """
+def tensor_bytes(file: WeightFile, dtype: str) -> int:
+    """Bytes that the tensors of a safetensors file take once floats are converted to `dtype`."""
     return sum(
         math.prod(tensor.shape) * BYTES_PER_ELEMENT[dtype]
         if tensor.dtype in _CONVERTED
         else tensor.nbytes
-        for tensor in read_header(file).tensors
+        for tensor in file.tensors
     )
 
 

@@ -19,12 +19,21 @@ import msgspec
 import appliance
 from appliance import configdoc
 from appliance.catalog import read_checkpoint
+from appliance.cataloguecommands import rm
 from appliance.client import checked, connect, fail, get, unreachable, url_option
 from appliance.config import Config, load_config, warnings
+from appliance.configcommands import diff, log_level, reload
+from appliance.configoption import config_option
 from appliance.errors import ApplianceError, ConfigError
+from appliance.keycommand import key
+from appliance.modelcommands import drain, limit, load, pin, resume, stop, unpin
 from appliance.policycommand import policy
 from appliance.printing import json_option, print_json, print_table
+from appliance.pullcommand import pull
+from appliance.requestcommands import cancel, requests, why
+from appliance.showcommand import show
 from appliance.units import human
+from appliance.watchcommands import logs, top
 
 file_type = click.Path(dir_okay=False, path_type=Path)
 
@@ -35,9 +44,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option(
-    "--config", "path", type=file_type, default=Path("etc/appliance.toml"), show_default=True
-)
+@config_option("path")
 def serve(path: Path) -> None:
     """Run the daemon in the foreground."""
     config = _load(path)
@@ -45,7 +52,7 @@ def serve(path: Path) -> None:
     from appliance.tokens import TokenizerError
 
     try:
-        status = run_daemon(config)
+        status = run_daemon(config, path)
     except (ApplianceError, TokenizerError, OSError) as error:
         fail(str(error))
     sys.exit(status)
@@ -113,9 +120,7 @@ def ps(url: str, as_json: bool) -> None:
 
 
 @cli.command()
-@click.option(
-    "--config", "path", type=file_type, default=Path("etc/appliance.toml"), show_default=True
-)
+@config_option("path")
 @click.option(
     "--verify", is_flag=True,
     help="Read everything: checkpoints against their checksums, the weights on the devices of a "
@@ -184,7 +189,15 @@ def docs() -> None:
     click.echo(configdoc.generate_docs(), nl=False)
 
 
+cli.add_command(key)
 cli.add_command(policy)
+for command in (requests, why, cancel):
+    cli.add_command(command)
+for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
+    cli.add_command(command)
+for command in (reload, log_level, top, logs):
+    cli.add_command(command)
+config.add_command(diff)
 
 
 @cli.command()

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any, NoReturn
 
 import click
 import httpx
+
+from appliance.adminsocket import UNIX, running_socket
 
 DEFAULT_URL = "http://127.0.0.1:11500"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 UNPROCESSABLE = 422
 
+KEY_VARIABLE = "APPLIANCE_API_KEY"
+
+
+def default_url() -> str:
+    """The admin socket of a daemon that runs here, or where one listens that was told nothing."""
+    path = running_socket()
+    return DEFAULT_URL if path is None else f"{UNIX}{path}"
+
+
 url_option = click.option(
-    "--url", default=DEFAULT_URL, show_default=True, help="Where the daemon listens."
-)
+    "--url", default=default_url, show_default=f"the admin socket, else {DEFAULT_URL}",
+    envvar="APPLIANCE_URL", show_envvar=True,
+    help=f"Where the daemon listens: http(s)://HOST:PORT, with the key in ${KEY_VARIABLE} if it "
+    "wants one, or unix:/PATH, its admin socket.",
+)  # fmt: skip
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
@@ -27,7 +42,13 @@ def fail(message: str, status: int = 1) -> NoReturn:
 def connect(url: str) -> httpx.Client:
     """A client without a limit on answers: between tokens a request may wait for other models'
     turns, which the server bounds, not we."""
-    return httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    if url.startswith(UNIX):
+        transport = httpx.HTTPTransport(uds=url.removeprefix(UNIX))
+        return httpx.Client(base_url="http://appliance", transport=transport, timeout=timeout)
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout)
 
 
 def unreachable(url: str, error: httpx.TransportError) -> NoReturn:

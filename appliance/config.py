@@ -8,9 +8,8 @@ the daemon read a file with the same `load_config`.
 from __future__ import annotations
 
 import dataclasses
-import re
-import tomllib
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import (
     Annotated,
@@ -27,18 +26,23 @@ import msgspec
 from msgspec import Meta
 
 from appliance import policies
+from appliance.adminsocket import AUTO, AdminSocketError, group_id
 from appliance.catalog import CatalogEntry, read_checkpoint
-from appliance.errors import CheckpointError, ConfigError, PolicyChoiceError, Problem
+from appliance.dropins import Layers, read_layers
+from appliance.errors import CheckpointError, ConfigError, KeysError, PolicyChoiceError, Problem
 from appliance.gpus import Gpu, GpusUnknown, list_gpus
 from appliance.hookspecs import HOOKS
+from appliance.keys import KeyFile
+from appliance.logs import LogFormat, LogLevel
 from appliance.memory.kvpool import BLOCK_TOKENS, KvGeometry
 from appliance.policywords import PolicyChoice
+from appliance.purpose import AskedTask, read_purpose
 from appliance.remedies import alternatives, nearest
-from appliance.tomllines import KeyPath, LineMap, dotted
+from appliance.tlsfiles import problem_with
+from appliance.tomllines import KeyPath, dotted
 from appliance.units import Address, Bytes, Memory, Seconds, human, toml
 
 PAGE_BYTES: Final = 4096
-LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 Scalar: TypeAlias = str | int | float | bool
 S = TypeVar("S", bound="Section")
@@ -58,8 +62,51 @@ class Api(Section, kw_only=True):
 
     bind: Annotated[
         Address,
-        Meta(description="Address to listen on. There is no authentication yet: keep it local."),
+        Meta(description="Address to listen on. Without `keys` it has to be this machine's own."),
     ] = Address("127.0.0.1:11500")
+    keys: Annotated[
+        str,
+        Meta(
+            description="File of API keys, relative to this one; `appliance key create` makes it. "
+            'With it every client of `bind` needs a key; "" for none.'
+        ),
+    ] = ""
+    open_metrics: Annotated[
+        bool, Meta(description="Answer `/metrics` without a key, also when there are keys.")
+    ] = False
+    max_waiting: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Requests of one key that wait for their turn when the appliance is full; "
+            "one more is answered 429.",
+        ),
+    ] = 64
+    max_wait_seconds: Annotated[
+        Seconds,
+        Meta(description="Longest that a request waits for the turn of its key; then it gets 429."),
+    ] = msgspec.field(default=Seconds(300), name="max_wait")
+    tls_certificate: Annotated[
+        str,
+        Meta(
+            description="Certificate with its chain (PEM), relative to this file: serve HTTPS. "
+            '"" for HTTP.'
+        ),
+    ] = ""
+    tls_key: Annotated[
+        str, Meta(description="Its private key (PEM, no passphrase), relative to this file.")
+    ] = ""
+    admin_socket: Annotated[
+        str,
+        Meta(
+            description="Unix socket for operators, who need no key there. `auto` is in "
+            '`$RUNTIME_DIRECTORY` or `$XDG_RUNTIME_DIR`, if there is one; "" for none.'
+        ),
+    ] = AUTO
+    admin_group: Annotated[
+        str,
+        Meta(description="Group whose members are operators, beside root and the daemon's user."),
+    ] = ""
     keep_alive_seconds: Annotated[
         Seconds,
         Meta(description="Longest silence on an open stream; a comment is sent when it is over."),
@@ -69,12 +116,23 @@ class Api(Section, kw_only=True):
     )
     max_queue: Annotated[
         int,
-        Meta(ge=1, description="Requests in the appliance at once; one more is answered 429."),
+        Meta(
+            ge=1,
+            description="Requests in the appliance at once; one more is answered 429, or waits for "
+            "its turn if it has a key.",
+        ),
     ] = 1024
     progress_deadline_seconds: Annotated[
         Seconds,
         Meta(description="`/readyz` fails when a request made no progress for this long."),
     ] = msgspec.field(default=Seconds(60), name="progress_deadline")
+    drain_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="How long requests that run may go on after the signal to stop (SIGTERM).",
+            examples=[Seconds(30)],
+        ),
+    ] = msgspec.field(default=Seconds(5), name="drain")
 
 
 class Devices(Section, kw_only=True):
@@ -126,6 +184,14 @@ class Devices(Section, kw_only=True):
             "whose weights have no room in it are loaded from disk."
         ),
     ] = msgspec.field(default=Bytes(4 << 30), name="host_cache")
+    images: Annotated[
+        str,
+        Meta(
+            description="Folder, of its own, for weights as the CPU computes with them: later "
+            "starts read them instead of packing again. It takes as much disk as those weights "
+            'again. Relative to this file; "" for none.'
+        ),
+    ] = ""
 
     @property
     def cuda(self) -> bool:
@@ -212,6 +278,65 @@ class JournalFile(Section, kw_only=True):
     ] = ""
 
 
+class Batches(Section, kw_only=True):
+    """Files and batches (`/v1/files`, `/v1/batches`); they survive a restart."""
+
+    directory: Annotated[
+        str,
+        Meta(
+            description="Folder, of its own, for them, relative to this file; it is made if it is "
+            'not there. "" for none: they are refused then.'
+        ),
+    ] = ""
+    concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Requests of batches in the appliance at once; every choice (`n`) is one.",
+        ),
+    ] = 32
+    max_file_bytes: Annotated[Bytes, Meta(description="Largest file that is accepted.")] = (
+        msgspec.field(default=Bytes(100 << 20), name="max_file")
+    )
+    max_requests: Annotated[int, Meta(ge=1, description="Requests that a batch may have.")] = 50_000
+    max_stored_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="All files together, outputs too. An upload that would go beyond it is "
+            "refused, and every new batch once outputs went beyond it; an output never is."
+        ),
+    ] = msgspec.field(default=Bytes(10 << 30), name="max_stored")
+    keep_days: Annotated[
+        int,
+        Meta(ge=1, description="Files, and batches that are over, are deleted after so long."),
+    ] = 30
+
+
+class Log(Section, kw_only=True):
+    """What the daemon and its workers write to standard error."""
+
+    format: Annotated[
+        LogFormat,
+        Meta(description="`auto` is lines on a terminal, JSON elsewhere: see docs/logs.md."),
+    ] = "auto"
+    level: Annotated[LogLevel, Meta(description="The daemon tells what is at least so urgent.")] = (
+        "info"
+    )
+
+
+class Catalog(Section, kw_only=True):
+    """Where models are kept that are pulled while the appliance runs."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description="Folder of its own for them, relative to this file: `appliance pull` fills "
+            "it, `appliance rm` deletes from it. `auto` is `models` in `$STATE_DIRECTORY`, if "
+            'systemd gives one; "" for none.'
+        ),
+    ] = AUTO
+
+
 class Slo(Section, kw_only=True):
     """The service level that a model's requests are promised."""
 
@@ -260,6 +385,13 @@ class Model(Section, kw_only=True):
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(description="Type to compute in; `auto` is the stored one, bfloat16 for float32."),
     ] = "auto"
+    task: Annotated[
+        AskedTask,
+        Meta(
+            description="What it is for: text that goes on (`generate`), vectors (`embed`), or how "
+            "well two texts match (`score`); `auto` is what its checkpoint says."
+        ),
+    ] = "auto"
     slo: Annotated[Slo, Meta(description="Service level: `ttft` and `tbt`, both durations.")] = (
         Slo()
     )
@@ -269,14 +401,41 @@ class Model(Section, kw_only=True):
     max_batch: Annotated[
         int, Meta(ge=1, description="Most requests that are decoded in one step.")
     ] = 32
+    tool_parser: Annotated[
+        str,
+        Meta(
+            description="vLLM's parser of its tool calls, such as `hermes` or `llama3_json`; "
+            '"" if it has none: it cannot choose to call tools then.'
+        ),
+    ] = ""
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="vLLM's parser of its reasoning, such as `qwen3` or `deepseek_r1`; "
+            '"" if it does not reason: all that it writes is its answer then.'
+        ),
+    ] = ""
+    max_queue: Annotated[
+        int, Meta(ge=1, description="Its requests in the appliance at once; one more gets 429.")
+    ] = 1024
     pin: Annotated[
         bool,
         Meta(description="Keep its weights in the host cache, whoever else wants the room."),
     ] = False
     verify: Annotated[
         bool,
-        Meta(description="Check its files against the SHA256SUMS beside them when they are read."),
+        Meta(
+            description="Check its files against the SHA256SUMS beside them when they are read, "
+            "and what `devices.images` has of it against its digests."
+        ),
     ] = False
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="`false`: the table is not there. A drop-in takes a model from the "
+            "catalogue so."
+        ),
+    ] = True
 
 
 class Config(Section, kw_only=True):
@@ -286,40 +445,35 @@ class Config(Section, kw_only=True):
     devices: Devices
     policy: PolicyTable = PolicyTable()
     journal: JournalFile = JournalFile()
+    batches: Batches = Batches()
+    log: Log = Log()
+    catalog: Catalog = Catalog()
     models: Annotated[tuple[Model, ...], Meta(min_length=1)] = msgspec.field(name="model")
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
-def load_config(path: Path, *, check_files: bool = True) -> Config:
-    """Read and check a configuration file; relative paths in it are relative to it.
+def load_config(
+    path: Path, *, check_files: bool = True, pending: Mapping[Path, str] | None = None
+) -> Config:
+    """Read and check a configuration file with its drop-ins; relative paths are relative to it.
 
     Without `check_files` the checkpoints, and what depends on their sizes, are not looked at.
-    Raises `ConfigError` with every problem found.
+    `pending` are drop-ins to read as if they were written. Raises `ConfigError` with every problem
+    found.
     """
-    report = _Report(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [report.at((), f"cannot be read ({error})", "give the path of a TOML file")]
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        number = int(line[1]) if line else len(text.splitlines())
-        raise ConfigError(
-            [Problem(str(path), number, "(file)", f"not TOML: {error}", "correct the syntax")]
-        ) from error
-    report.lines = LineMap(text)
-    config = _read_document(document, report)
+    layers = read_layers(path, pending)
+    report = _Report(layers)
+    config = _read_document(layers.document, report)
     if config is not None:
+        config = _with_enabled_models(config, report)
         config = _with_absolute_paths(config, path.absolute().parent)
         config = _with_devices(config, report)
         _check(config, report, check_files)
     if report.problems:
-        raise ConfigError(sorted(report.problems, key=lambda problem: problem.line))
+        files = [str(file) for file in layers.paths]
+        raise ConfigError(sorted(report.problems, key=lambda p: (files.index(p.file), p.line)))
     assert config is not None  # a document that cannot be read has problems
     return config
 
@@ -327,10 +481,14 @@ def load_config(path: Path, *, check_files: bool = True) -> Config:
 def warnings(config: Config) -> list[str]:
     """What is allowed but worth knowing, one sentence each."""
     found = []
-    if config.api.bind.host not in LOOPBACK:
+    if not config.api.bind.local and not config.api.tls_certificate:
         found.append(
-            f"api.bind: {config.api.bind} can be reached from outside this machine, "
-            "and there is no authentication"
+            f"api.bind: {config.api.bind} can be reached from outside this machine, and without "
+            "TLS keys and answers can be read on the way; see api.tls_certificate"
+        )
+    if config.api.keys and KeyFile(Path(config.api.keys)).shared:
+        found.append(
+            f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
         )
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:
         found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")
@@ -356,16 +514,19 @@ def uncached(config: Config, entries: Iterable[CatalogEntry]) -> list[str]:
 
 
 class _Report:
-    """Collects the problems of one file."""
+    """Collects the problems of the files that were read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines = LineMap("")
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
         self.problems: list[Problem] = []
+        self.rows: list[int] | None = None
+        """Which rows of the file the models are, once some of them are left out."""
 
     def at(self, key: KeyPath, wrong: str, remedy: str) -> Problem:
-        name = dotted(key) or "(file)"
-        return Problem(str(self.path), self.lines.line(key), name, wrong, remedy)
+        if self.rows is not None and key[0] == "model" and len(key) > 1:
+            key = ("model", self.rows[int(key[1])], *key[2:])
+        path, line = self.layers.place(key)
+        return Problem(str(path), line, dotted(key) or "(file)", wrong, remedy)
 
     def add(self, key: KeyPath, wrong: str, remedy: str) -> None:
         self.problems.append(self.at(key, wrong, remedy))
@@ -441,13 +602,43 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _with_enabled_models(config: Config, report: _Report) -> Config:
+    rows = [index for index, model in enumerate(config.models) if model.enabled]
+    if not rows:
+        report.add(("model",), "no model is enabled", "leave one")
+    report.rows = rows
+    return msgspec.structs.replace(config, models=tuple(config.models[row] for row in rows))
+
+
 def _with_absolute_paths(config: Config, base: Path) -> Config:
     replace = msgspec.structs.replace
-    journal = config.journal
+    journal, devices, batches = config.journal, config.devices, config.batches
     if journal.path:
         journal = replace(journal, path=str(base / journal.path))
+    if devices.images:
+        devices = replace(devices, images=str(base / devices.images))
+    if batches.directory:
+        batches = replace(batches, directory=str(base / batches.directory))
+    folder = config.catalog.folder
+    if folder == AUTO:
+        given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
+        folder = str(Path(given, "models")) if given else ""
+    catalog = replace(config.catalog, folder=str(base / folder) if folder else "")
     models = tuple(replace(model, path=str(base / model.path)) for model in config.models)
-    return replace(config, journal=journal, models=models)
+    named = {name: getattr(config.api, name) for name in ("keys", "tls_certificate", "tls_key")}
+    if config.api.admin_socket != AUTO:
+        named["admin_socket"] = config.api.admin_socket
+    absolute = {name: str(base / path) for name, path in named.items() if path}
+    api = replace(config.api, **absolute)
+    return replace(
+        config,
+        api=api,
+        journal=journal,
+        devices=devices,
+        batches=batches,
+        catalog=catalog,
+        models=models,
+    )
 
 
 def _with_devices(config: Config, report: _Report) -> Config:
@@ -500,16 +691,48 @@ def _with_devices(config: Config, report: _Report) -> Config:
 
 
 def _check(config: Config, report: _Report, check_files: bool) -> None:
+    _check_reach(config.api, report)
     _check_devices(config.devices, report)
     _check_policies(config.policy, report)
     _check_names(config.models, report)
-    if config.journal.path and not Path(config.journal.path).parent.is_dir() and check_files:
-        directory = Path(config.journal.path).parent
-        report.add(("journal", "path"), f"{directory} is not a directory", "create it")
     if check_files:
+        for key, path in (
+            (("journal", "path"), config.journal.path),
+            (("batches", "directory"), config.batches.directory),
+        ):
+            if path and not Path(path).parent.is_dir():
+                report.add(key, f"{Path(path).parent} is not a directory", "create it")
+        _check_api_files(config.api, report)
         entries = _read_checkpoints(config.models, report)
+        _check_tasks(config, entries, report)
         _check_heads(config, entries, report)
         _check_sizes(config, entries, report)
+
+
+def _check_reach(api: Api, report: _Report) -> None:
+    if not api.bind.local and not api.keys:
+        report.add(
+            ("api", "bind"),
+            f"{api.bind} can be reached from outside this machine, and there are no keys",
+            'add keys = "keys.json" and make one with `appliance key create NAME`, or use '
+            "127.0.0.1",
+        )
+
+
+def _check_api_files(api: Api, report: _Report) -> None:
+    if api.keys:
+        try:
+            KeyFile(Path(api.keys)).read()
+        except KeysError as error:
+            report.add(("api", "keys"), str(error), "restore it, or remove it and make new keys")
+        if not Path(api.keys).parent.is_dir():
+            report.add(("api", "keys"), f"{Path(api.keys).parent} is not a directory", "create it")
+    if problem := problem_with(api.tls_certificate, api.tls_key):
+        report.add(("api", problem.key), problem.wrong, problem.remedy)
+    try:
+        group_id(api.admin_group)
+    except AdminSocketError as error:
+        report.add(("api", "admin_group"), str(error), "create it, or leave it out")
 
 
 def _check_devices(devices: Devices, report: _Report) -> None:
@@ -544,7 +767,7 @@ def _check_names(models: tuple[Model, ...], report: _Report) -> None:
     first: dict[str, int] = {}
     for index, model in enumerate(models):
         if model.name in first:
-            line = report.lines.line(("model", first[model.name], "name"))
+            line = report.at(("model", first[model.name], "name"), "", "").line
             report.add(
                 ("model", index, "name"),
                 f"{model.name} is the name of the model at line {line} already",
@@ -578,6 +801,16 @@ def _read_checkpoints(models: tuple[Model, ...], report: _Report) -> list[Catalo
             )
         entries.append(entry)
     return entries
+
+
+def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: _Report) -> None:
+    for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
+        if entry is None:
+            continue
+        try:
+            read_purpose(entry.path, model.task)
+        except CheckpointError as error:
+            report.add(("model", index, "task"), str(error), "take another checkpoint, or task")
 
 
 def _check_heads(config: Config, entries: list[CatalogEntry | None], report: _Report) -> None:
@@ -737,5 +970,8 @@ def schema() -> dict[str, tuple[type[Section], dict[str, SchemaField]]]:
         "[devices]": (Devices, fields(Devices)),
         "[policy]": (PolicyTable, fields(PolicyTable)),
         "[journal]": (JournalFile, fields(JournalFile)),
+        "[batches]": (Batches, fields(Batches)),
+        "[log]": (Log, fields(Log)),
+        "[catalog]": (Catalog, fields(Catalog)),
         "[[model]]": (Model, fields(Model)),
     }

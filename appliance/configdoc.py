@@ -15,7 +15,7 @@ def generate_sample() -> str:
     for header, (kind, keys) in schema().items():
         lines += ["", f"# {_summary(kind)}", header]
         for field in keys.values():
-            lines += [f"# {field.description}", f"{field.key} = {_value(field.sample)}"]
+            lines += [f"# {field.description}", f"{field.key} = {shown(field.sample)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -28,12 +28,15 @@ def generate_docs() -> str:
         "Sizes are written `192MiB`, `4GiB` or as bytes; durations `100ms`, `10s`, `2m`.",
         "Unknown keys, wrong types and impossible sizes are refused when the appliance starts;",
         "`appliance config check FILE` finds them before.",
+        "Commands that read one (`serve`, `doctor`, `key`) take `--config`; without it they read",
+        "what `$APPLIANCE_CONFIG` names, else `etc/appliance.toml` below the working directory,",
+        "else `/etc/appliance/appliance.toml`.",
     ]
     for header, (kind, keys) in schema().items():
         lines += ["", f"## `{header}`", "", _summary(kind), ""]
         lines += ["| key | default | meaning |", "|---|---|---|"]
         for field in keys.values():
-            default = "required" if field.required else f"`{_value(field.default)}`"
+            default = "required" if field.required else f"`{shown(field.default)}`"
             lines.append(f"| `{field.key}` | {default} | {_documentation(field)} |")
     return "\n".join(lines) + "\n"
 
@@ -49,7 +52,8 @@ def _documentation(field: SchemaField) -> str:
     return field.description
 
 
-def _value(value: object) -> str:
+def shown(value: object) -> str:
+    """As the file has it."""
     if not isinstance(value, Section):
         return toml(value)
     pairs = [

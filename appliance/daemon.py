@@ -11,8 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial, singledispatchmethod
 from itertools import chain
 
@@ -27,18 +27,32 @@ from appliance.api.service import (
     GenerationFailed,
     InstanceActivity,
     InstanceVerification,
+    Interpretation,
     KvShapeActivity,
     KvTierActivity,
     ModelActivity,
     ModelCard,
+    ModelExists,
+    ModelFacts,
     ModelNotFound,
+    ModelQueueFull,
+    ModelTerms,
     QueueFull,
     Readiness,
+    RequestActivity,
+    RequestNotFound,
+    Snapshot,
     SubmitRequest,
+    cancelled,
 )
-from appliance.engines.protocol import KvBytes
+from appliance.dialogue import Parsers
+from appliance.engines.protocol import Guide, KvBytes
+from appliance.feed import Feed, Notice, NoticeKind
 from appliance.fragmentation import KvMeter, by_shape, fragmentation, together
 from appliance.generation import RequestStream
+from appliance.gpuwatch import GpuWatch
+from appliance.guiding import GuideChecks, GuideUnanswered
+from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
 from appliance.policies import installed
@@ -47,9 +61,13 @@ from appliance.policystack import PolicyStack
 from appliance.policywatch import PolicyWatch
 from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
 from appliance.processes import WorkerProcess
+from appliance.purpose import Purpose
+from appliance.requestlog import log_request
 from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.state import InstanceState
+from appliance.scheduling.reasons import wait_reason
+from appliance.scheduling.state import BuildJob, InstanceState, PrefillJob
+from appliance.timekeeper import Timekeeper
 from appliance.tokens import Tokenizer
 from appliance.verification import Verifications
 from appliance.vocabulary import (
@@ -63,10 +81,15 @@ from appliance.vocabulary import (
     InstanceLost,
     InstanceUp,
     KvMoved,
+    ModelAdded,
+    ModelChanged,
+    ModelDismissed,
     ModelFailed,
     ModelLoaded,
     ModelName,
+    ModelRemoved,
     ModelSpec,
+    ModelWanted,
     MoveKv,
     PrefetchModel,
     PrefillDone,
@@ -84,12 +107,16 @@ from appliance.vocabulary import (
 )
 
 RETRY_AFTER_SECONDS = 1.0
+WATCHDOG_PATIENCE = 10
+"""Times the progress deadline without any sign of a worker until the daemon counts as stuck."""
 REJECTION_STATUS = {
     "model_not_found": 404,
     "context_length_exceeded": 400,
     "kv_too_large": 400,
     "request_failed": 400,
     "overloaded": 503,
+    "model_draining": 503,
+    "model_removed": 409,
 }
 
 log = logging.getLogger("appliance.daemon")
@@ -102,6 +129,27 @@ class ServedModel(msgspec.Struct, frozen=True):
     worker: wire.WorkerModel
     tokenizer: Tokenizer
     created: int
+    parsers: Parsers = Parsers()
+    architecture: str = ""
+    dtype: str = ""
+    max_queue: int = 1024
+    """Its live requests at most."""
+    parameters: int = 0
+    kv_bytes_per_token: int = 0
+    purpose: Purpose = Purpose()
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            architecture=self.architecture,
+            dtype=self.dtype,
+            parameters=self.parameters,
+            weight_bytes=self.spec.weight_bytes,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            max_context_tokens=self.spec.max_context_tokens,
+            max_batch=self.spec.max_batch,
+            path=self.worker.path,
+        )
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -128,26 +176,34 @@ class Daemon:
         ranks: int = 1,
         devices: Sequence[str] = (),
         runtime_slabs: int = 0,
+        images: str = "",
     ) -> None:
         """`pool_slabs` is the pool of each rank of an instance, which has `ranks` of them;
         `cpus[i]` are the processors of instance i, and `devices[i]` is what it computes on, if that
-        is not the CPU. A GPU has `runtime_slabs` beside its pool.
+        is not the CPU. A GPU has `runtime_slabs` beside its pool. Packed weights are kept in the
+        folder `images`, if that is one.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
         self.metrics_of_run = Metrics()
-        self._limits = limits
+        self.feed = Feed()
+        self.limits = limits
+        """As they are now; they may be replaced."""
         self._policies = PolicyWatch(setup.policy, self._stack(setup), self.metrics_of_run)
         self.machine: Machine = setup.machine(self._policies.stack)
         self.host = HostTier.create(setup.host_bytes)
         self.on_failure: Callable[[BaseException], None] = _log_failure
         """Called when the daemon cannot go on: its books are no longer true."""
         self._setup = setup
-        self._served: Mapping[ModelName, ServedModel] = {m.spec.name: m for m in models}
+        self._served: dict[ModelName, ServedModel] = {m.spec.name: m for m in models}
         self._journal = journal
         self._clock = clock
         self._started = clock()
+        self._heard = self._started
+        """When a worker last reported something, or died."""
         self._streams: dict[RequestId, RequestStream] = {}
+        self._live: Counter[ModelName] = Counter()
+        """Streams of each model."""
         self._inbox: deque[Callable[[], None]] = deque()
         """What is to be done next: each an event, or a change of policies."""
         self._changing = asyncio.Lock()
@@ -165,7 +221,12 @@ class Daemon:
         self._prefetched: dict[InstanceId, set[ModelName]] = {}
         self._pools: dict[InstanceId, wire.PoolReport] = {}
         self._host_meter = KvMeter()
+        self._times = Timekeeper()
         self._verifications = Verifications(self._send_verify, self._images)
+        self._guides = GuideChecks(self._send_guide)
+        self._interpreter = Interpreter()
+        self._leaving: dict[ModelName, asyncio.Event] = {}
+        """Models that were removed, and when they are gone."""
         self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
         self._restarts_counted: dict[InstanceId, int] = {}
         for name in self._served:
@@ -183,6 +244,7 @@ class Daemon:
                     ranks=ranks,
                     device=devices[number] if devices else "cpu",
                     runtime_slabs=runtime_slabs,
+                    images=images,
                 ),
                 self.host.fd,
                 self._on_message,
@@ -191,13 +253,19 @@ class Daemon:
             )
             for number in self.machine.instances
         }
+        gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
+        self._gpus = GpuWatch(gpus) if gpus else None
 
     def start(self) -> None:
         """Start the workers; requests are taken at once. The host tier's pages are brought in and
         locked meanwhile, once, so that no request waits for that."""
         threading.Thread(target=self._lock_host, name="host-tier", daemon=True).start()
+        if self._gpus is not None:
+            self._gpus.start()
         for worker in self.workers.values():
             worker.start()
+        if any(served.parsers.reasoning for served in self._served.values()):
+            self._interpreter.prepare()  # every chat of such a model needs it
 
     def _lock_host(self) -> None:
         if self.host.lock():
@@ -211,25 +279,31 @@ class Daemon:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), patience_seconds)
         for stream in self._streams.values():
-            stream.end(_shutting_down())
+            self._end(stream, "shutting_down", _shutting_down())
+        self.feed.close()
 
     async def stop(self) -> None:
         """End the workers and give all memory back."""
         if self._alarm is not None:
             self._alarm.cancel()
+        if self._gpus is not None:
+            self._gpus.stop()
         stops = (worker.stop() for worker in self.workers.values())
         # What a worker's keeper failed of was told to `on_failure` when it happened.
-        await asyncio.gather(*stops, return_exceptions=True)
+        await asyncio.gather(*stops, self._interpreter.stop(), return_exceptions=True)
+        if self._alarm is not None:  # of a worker's end
+            self._alarm.cancel()
         self._policies.stack.close()
         self.host.close()
         if self._journal is not None:
             with contextlib.suppress(OSError):  # a full disk must not keep us from stopping
                 self._journal.close()
+            self._journal = None  # operators may still ask for something
 
     # --- the service the API sees ----------------------------------------------------------------
 
     def models(self) -> list[ModelCard]:
-        return [self.model(name) for name in self._served]
+        return [self.model(name) for name in self._served if name not in self._leaving]
 
     def model(self, name: ModelName) -> ModelCard:
         served = self._find(name)
@@ -237,21 +311,57 @@ class Daemon:
             id=name,
             created=served.created,
             max_context_tokens=served.spec.max_context_tokens,
+            tool_parser=served.parsers.tool,
+            reasoning_parser=served.parsers.reasoning,
             state=self._state(name),
+            architecture=served.architecture,
+            dtype=served.dtype,
+            weight_bytes=served.spec.weight_bytes,
+            purpose=served.purpose,
         )
 
     def tokenizer(self, name: ModelName) -> Tokenizer:
         return self._find(name).tokenizer
 
+    async def check_guide(self, name: ModelName, guide: Guide) -> None:
+        self._find(name)
+        up = [instance.id for instance in self.machine.instances.values() if instance.up]
+        try:
+            await self._guides.ask(up, name, guide)
+        except GuideUnanswered as error:
+            raise GenerationFailed(
+                "guide_unanswered", str(error), 503, RETRY_AFTER_SECONDS
+            ) from error
+
+    async def interpret(
+        self, name: ModelName, chat: bytes, prompt: Sequence[int], choices: int
+    ) -> Interpretation:
+        served = self._find(name)
+        return await self._interpreter.begin(
+            served.worker.path, served.parsers, chat, prompt, choices
+        )
+
     def submit(self, request: SubmitRequest) -> Generation:
-        spec = self._find(request.model).spec
+        served = self._find(request.model)
+        spec = served.spec
         if self._draining or self._broken:
             raise _shutting_down()
-        if len(self._streams) >= self._limits.queue:
+        if len(self._streams) >= self.limits.queue:
             raise QueueFull(RETRY_AFTER_SECONDS)
-        stream = RequestStream(request, self._clock(), self._cancel)
+        if self._live[request.model] >= served.max_queue:
+            raise ModelQueueFull(RETRY_AFTER_SECONDS, request.model)
+        slo = request.slo.over(spec.promised(request.request_class))
+        stream = RequestStream(request, self._clock(), self._cancel, slo)
         self._streams[request.id] = stream
+        self._times.arrived(request.id, request.model, stream.arrived)
+        self._live[request.model] += 1
         self._idle.clear()
+        self.feed.tell(
+            NoticeKind.REQUEST_ARRIVED,
+            id=request.id,
+            model=request.model,
+            request_class=request.request_class,
+        )
         self._tell(
             RequestArrived(
                 request=RequestSpec(
@@ -259,7 +369,7 @@ class Daemon:
                     model=request.model,
                     prompt_tokens=len(request.prompt),
                     max_tokens=request.sampling.max_tokens,
-                    slo=spec.promised(request.request_class),
+                    slo=slo,
                     request_class=request.request_class,
                 )
             )
@@ -275,9 +385,32 @@ class Daemon:
             told = f", {deaths} died before they were; see the log" if deaths else ""
             reasons.append(f"no worker is up{told}")
         oldest = self.machine.oldest_progress()
-        if oldest is not None and self._clock() - oldest > self._limits.progress_seconds:
+        if oldest is not None and self._clock() - oldest > self.limits.progress_seconds:
             reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
         return Readiness(ok=not reasons, reasons=tuple(reasons))
+
+    def progresses(self) -> bool:
+        """Whether something still happens, or nothing has to. A request that waits while workers
+        report, start, build, load or compute a prompt is not stuck in a way that a new daemon would
+        mend; of the latter they report nothing before the end."""
+        now, bound = self._clock(), WATCHDOG_PATIENCE * self.limits.progress_seconds
+        oldest = self.machine.oldest_progress()
+        if oldest is None or now - max(oldest, self._heard) <= bound:
+            return not self._broken
+        return any(
+            not instance.up
+            or isinstance(instance.job, BuildJob | PrefillJob)
+            or instance.ledger.loading
+            for instance in self.machine.instances.values()
+        )
+
+    def summary(self) -> str:
+        instances = self.machine.instances.values()
+        up = sum(instance.up for instance in instances)
+        return (
+            f"{len(self._served)} models, {up} of {len(instances)} instances up, "
+            f"{len(self._streams)} requests"
+        )
 
     def activity(self) -> Activity:
         return Activity(
@@ -287,6 +420,142 @@ class Daemon:
             models=tuple(self._model_activity(name) for name in self._served),
             kv=self._kv_activity(),
         )
+
+    def requests(self) -> list[RequestActivity]:
+        return [self.request(name) for name in self.machine.requests]
+
+    def request(self, request: RequestId) -> RequestActivity:
+        state = self.machine.requests.get(request)
+        if state is None:
+            raise RequestNotFound(request)
+        now = self._clock()
+        return RequestActivity(
+            id=state.id,
+            model=state.model,
+            request_class=state.spec.request_class,
+            phase=state.stage.value,
+            age_seconds=now - state.arrived,
+            prompt_tokens=state.spec.prompt_tokens,
+            output_tokens=state.generated,
+            max_tokens=state.spec.max_tokens,
+            instance=state.instance,
+            kv=state.kv.value,
+            reason=wait_reason(self.machine, state, now),
+        )
+
+    def cancel_request(self, request: RequestId) -> None:
+        stream = self._streams.get(request)
+        if stream is None:
+            raise RequestNotFound(request)
+        stream.end(cancelled())
+        self._cancel(request)
+
+    def model_activity(self, name: ModelName) -> ModelActivity:
+        if name not in self._leaving:
+            self._find(name)
+        return self._model_activity(name)
+
+    def load_model(self, name: ModelName) -> None:
+        self._find(name)
+        if name in self.machine.failed:
+            raise GenerationFailed("model_failed", self.machine.failed[name], 409)
+        self.feed.tell(NoticeKind.MODEL_WANTED, model=name)
+        self._tell(ModelWanted(model=name))
+
+    def evict_model(self, name: ModelName) -> None:
+        self._find(name)
+        self.feed.tell(NoticeKind.MODEL_DISMISSED, model=name)
+        self._tell(ModelDismissed(model=name))
+
+    def drain_model(self, name: ModelName, draining: bool) -> None:
+        served = self._find(name)
+        spec = msgspec.structs.replace(served.spec, draining=draining)
+        self._change(msgspec.structs.replace(served, spec=spec))
+
+    def change_model(self, name: ModelName, terms: ModelTerms) -> None:
+        """Serve the model on other terms from now on. Raises `ModelNotFound`."""
+        served = self._find(name)
+        spec = msgspec.structs.replace(
+            served.spec, slo=terms.slo, batch_slo=terms.batch_slo, pinned=terms.pinned
+        )
+        self._change(msgspec.structs.replace(served, spec=spec, max_queue=terms.max_queue))
+
+    def add_model(self, served: ServedModel, kv_floor_slabs: int) -> None:
+        """Serve a model more from now on; the host tier has `kv_floor_slabs` for KV at least.
+        Raises `ModelExists`."""
+        name = served.spec.name
+        self.check_free(name)
+        self._served[name] = served
+        self._preemptions_counted[name] = 0
+        self.metrics_of_run.declare(name)
+        for worker in self.workers.values():
+            worker.add(served.worker)
+        self.feed.tell(NoticeKind.MODEL_ADDED, model=name)
+        self._tell(ModelAdded(model=served.spec, kv_floor_slabs=kv_floor_slabs))
+
+    def check_free(self, name: ModelName) -> None:
+        """Raises `ModelExists` unless a model may be added under this name."""
+        if name in self._served:
+            raise ModelExists(name, leaving=name in self._leaving)
+
+    def remove_model(self, name: ModelName, *, force: bool) -> asyncio.Event:
+        """Take no more requests for the model, and forget it when its last one has ended; with
+        `force`, end them. The event is set when it is gone. Raises `ModelNotFound`."""
+        if name not in self._leaving:
+            self._find(name)
+            self._leaving[name] = asyncio.Event()
+            self.feed.tell(NoticeKind.MODEL_LEAVING, model=name)
+        gone = self._leaving[name]
+        if name not in self.machine.leaving and (force or not self._live[name]):
+            self._tell(ModelRemoved(model=name))
+        return gone
+
+    def _forget_models(self) -> None:
+        """Those that the machine has forgotten."""
+        for name in [name for name in self._leaving if name not in self.machine.models]:
+            del self._served[name], self._live[name], self._preemptions_counted[name]
+            for number, worker in self.workers.items():
+                worker.drop(name)
+                self._prefetched.get(number, set()).discard(name)
+                if self._running.get(number) == name:
+                    del self._running[number]
+            self.metrics_of_run.forget(name)
+            self.feed.tell(NoticeKind.MODEL_REMOVED, model=name)
+            self._leaving.pop(name).set()
+
+    def _change(self, served: ServedModel) -> None:
+        spec = served.spec
+        self._served[spec.name] = served
+        self.feed.tell(
+            NoticeKind.MODEL_CHANGED,
+            model=spec.name,
+            draining=spec.draining,
+            pinned=spec.pinned,
+            slo=spec.slo,
+            batch_slo=spec.batch_slo,
+            max_queue=served.max_queue,
+        )
+        self._tell(
+            ModelChanged(
+                model=spec.name,
+                slo=spec.slo,
+                batch_slo=spec.batch_slo,
+                pinned=spec.pinned,
+                draining=spec.draining,
+            )
+        )
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            unix_seconds=time.time(),
+            newest_event=self.feed.newest,
+            readiness=self.readiness(),
+            status=self.activity(),
+            requests=tuple(self.requests()),
+        )
+
+    def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
+        return self.feed.follow(after)
 
     async def verify(self) -> list[InstanceVerification]:
         up = [instance.id for instance in self.machine.instances.values() if instance.up]
@@ -323,7 +592,8 @@ class Daemon:
             self._broken = True
             self.on_failure(error)
             for stream in self._streams.values():
-                stream.end(GenerationFailed("internal_error", "the appliance failed; see its log"))
+                failure = GenerationFailed("internal_error", "the appliance failed; see its log")
+                self._end(stream, failure.code, failure)
             raise
         finally:
             self._handling = False
@@ -331,17 +601,22 @@ class Daemon:
     def _handle(self, event: Event) -> None:
         now = self._clock()
         commands: list[Command] = []
+        began = time.perf_counter()
         try:
             commands = self.machine.handle(event, now)
         finally:
+            self.metrics_of_run.decision(type(event).__name__, time.perf_counter() - began)
             self._write_down(now, event, commands)
         self._follow(now, commands)
 
     def _follow(self, now: float, commands: list[Command]) -> None:
         for command in commands:
+            self._times.ordered(command, now)
             self._perform(command)
         self._set_alarm(now)
         self._policies.note_faults()
+        if self._leaving:
+            self._forget_models()
 
     # --- policies --------------------------------------------------------------------------------
 
@@ -371,7 +646,7 @@ class Daemon:
 
     def _stack(self, setup: Setup) -> PolicyStack:
         return setup.stack(
-            budget_seconds=self._limits.policy_seconds, observe=self.metrics_of_run.policy_call
+            budget_seconds=self.limits.policy_seconds, observe=self.metrics_of_run.policy_call
         )
 
     def _swap(self, choice: PolicyChoice, stack: PolicyStack, note: Callable[[], None]) -> None:
@@ -380,6 +655,7 @@ class Daemon:
         def swap() -> None:
             now = self._clock()
             note()
+            self.feed.tell(NoticeKind.POLICIES_CHOSEN, choice=choice)
             commands: list[Command] = []
             try:
                 commands = self.machine.set_policy(stack, now)
@@ -420,10 +696,12 @@ class Daemon:
             self._journal = None
 
     def _on_message(self, message: wire.Up) -> None:
+        self._heard = self._clock()
         match message:
             case wire.Hello():
                 log.info("instance %d is up (pid %d)", message.instance, message.pid)
                 self._known[message.instance] = set()
+                self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
                 self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
             case wire.Tokens():
                 self._on_tokens(message)
@@ -431,16 +709,22 @@ class Daemon:
                 self._pools[message.instance] = message
             case wire.Verified():
                 self._verifications.answered(message)
+            case wire.GuidePrepared():
+                self._guides.answered(message)
             case _:
                 self._observe(message)
                 self._tell(message)
 
     def _on_lost(self, instance: InstanceId) -> None:
+        self._heard = self._clock()
         self._running.pop(instance, None)
         self._pools.pop(instance, None)
         self._prefetched.pop(instance, None)
         self._verifications.lost(instance)
+        self._guides.lost(instance)
+        self.feed.tell(NoticeKind.INSTANCE_LOST, instance=instance)
         self._known[instance] = set()
+        self._times.lost(instance, self._clock())
         self._tell(InstanceLost(instance=instance))
 
     def _on_failure(self, error: BaseException) -> None:
@@ -457,35 +741,48 @@ class Daemon:
                 self._known[message.instance].discard(produced.request)
             if stream is None:
                 continue
-            self._measure(stream, now)
+            self._measure(stream, now, produced.tokens)
             stream.push(produced)
-            counts.append(TokenCount(request=produced.request, count=1, finished=produced.finished))
+            count = TokenCount(request=stream.id, count=produced.tokens, finished=produced.finished)
+            counts.append(count)
         if counts:
             self._tell(
                 TokensProduced(instance=message.instance, model=message.model, tokens=tuple(counts))
             )
 
-    def _measure(self, stream: RequestStream, now: float) -> None:
+    def _measure(self, stream: RequestStream, now: float, tokens: int) -> None:
         model = stream.request.model
+        due = stream.arrived + stream.slo.ttft_seconds + len(stream.output) * stream.slo.tbt_seconds
+        stream.late += tokens * (now > due)
         if stream.output:
             self.metrics_of_run.tokens(model, 1, now - stream.newest)
         else:
+            stream.first = now
             prompt = len(stream.request.prompt)
-            self.metrics_of_run.first_token(model, prompt, now - stream.arrived)
+            self.metrics_of_run.first_token(model, prompt, tokens, now - stream.arrived)
         stream.newest = now
 
     def _observe(self, event: Event) -> None:
         """What a worker reports beside what the machine needs to know."""
+        self._times.reported(event, self._clock())
         if isinstance(event, KvMoved):
             self.metrics_of_run.kv_swapped(event.direction, event.model, event.moved_bytes)
             if event.moved:
                 self._measure_transfer(f"kv_{event.direction.value}", event)
         elif isinstance(event, ModelLoaded):
             self._measure_transfer("weights", event)
+            self.feed.tell(
+                NoticeKind.MODEL_LOADED,
+                instance=event.instance,
+                model=event.model,
+                seconds=event.seconds,
+                prefetched=event.prefetched,
+            )
         elif isinstance(event, PrefillDone):
             self.metrics_of_run.prefill(event.model)
         elif isinstance(event, ModelFailed):
             log.error("model %s cannot be served: %s", event.model, event.reason)
+            self.feed.tell(NoticeKind.MODEL_FAILED, model=event.model, reason=event.reason)
 
     def _measure_transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
         self.metrics_of_run.transfer(
@@ -508,32 +805,57 @@ class Daemon:
         stream = self._forget(command.request)
         cancelled = command.reason is FinishReason.CANCELLED
         reason = stream.cancel_reason if cancelled else command.reason
-        model = stream.request.model
-        self.metrics_of_run.request_ended(model, reason)
-        self.metrics_of_run.finished(model, reason, self._clock() - stream.arrived)
-        log.info(
-            "request=%s model=%s outcome=%s prompt_tokens=%d output_tokens=%d seconds=%.3f",
-            stream.id,
-            model,
-            reason,
-            len(stream.request.prompt),
-            len(stream.output),
-            self._clock() - stream.arrived,
+        self.feed.tell(
+            NoticeKind.REQUEST_ENDED,
+            id=stream.id,
+            model=stream.request.model,
+            outcome=reason,
+            output_tokens=len(stream.output),
+            seconds=self._clock() - stream.arrived,
         )
-        stream.end()
+        self._end(stream, reason)
 
     @_perform.register
     def _(self, command: Reject) -> None:
         stream = self._forget(command.request)
-        self.metrics_of_run.request_ended(stream.request.model, command.code)
-        log.info("request=%s rejected=%s: %s", stream.id, command.code, command.message)
+        self.feed.tell(
+            NoticeKind.REQUEST_REJECTED,
+            id=stream.id,
+            model=stream.request.model,
+            code=command.code,
+            reason=command.message,
+        )
         status = REJECTION_STATUS.get(command.code, 500)
-        stream.end(GenerationFailed(command.code, command.message, status))
+        retry = RETRY_AFTER_SECONDS if status == 503 else None
+        self._end(
+            stream, command.code, GenerationFailed(command.code, command.message, status, retry)
+        )
+
+    def _end(
+        self, stream: RequestStream, outcome: str, failure: GenerationFailed | None = None
+    ) -> None:
+        """Tell the client, the metrics and the log, each once."""
+        if stream.times is not None:
+            return
+        now = self._clock()
+        stream.times = self._times.ended(stream.id, now)
+        self.metrics_of_run.request_ended(stream.request.model, outcome)
+        if failure is None:
+            reason = FinishReason(outcome)
+            self.metrics_of_run.finished(stream.request.model, reason, now - stream.arrived)
+            self.metrics_of_run.requests.ended(stream, stream.times)
+        log_request(stream, stream.times, outcome, failure, now)
+        stream.end(failure)
 
     def _forget(self, request: RequestId) -> RequestStream:
         stream = self._streams.pop(request)
+        self._live[stream.request.model] -= 1
         if not self._streams:
             self._idle.set()
+        model = stream.request.model
+        told = model in self.machine.leaving
+        if model in self._leaving and not self._live[model] and not told:
+            self._tell(ModelRemoved(model=model))
         return stream
 
     @_perform.register
@@ -572,12 +894,16 @@ class Daemon:
         if command.model in self._prefetched.get(command.instance, ()):
             self._prefetched[command.instance].remove(command.model)
             self.metrics_of_run.prefetch("wasted")
+        self.feed.tell(NoticeKind.MODEL_EVICTED, instance=command.instance, model=command.model)
         self._send(command)
 
     def _send(self, command: Command) -> None:
         self.workers[command.instance].send(command)  # type: ignore[attr-defined,arg-type]
 
     def _send_verify(self, instance: InstanceId, message: wire.Verify) -> None:
+        self.workers[instance].send(message)
+
+    def _send_guide(self, instance: InstanceId, message: wire.PrepareGuide) -> None:
         self.workers[instance].send(message)
 
     def _introduce(self, instance: InstanceId, request: RequestId) -> None:
@@ -600,12 +926,13 @@ class Daemon:
         if self._running.get(instance) != model:
             self._running[instance] = model
             self.metrics_of_run.switch(instance, model, reason)
+            self.feed.tell(NoticeKind.MODEL_SWITCHED, instance=instance, model=model)
 
     # --- what is shown ---------------------------------------------------------------------------
 
     def _find(self, name: ModelName) -> ServedModel:
         served = self._served.get(name)
-        if served is None:
+        if served is None or name in self._leaving:
             raise ModelNotFound(name)
         return served
 
@@ -618,6 +945,8 @@ class Daemon:
 
     def _state(self, name: ModelName) -> str:
         """Where the model stands on the instance where it stands best."""
+        if name in self._leaving:
+            return "leaving"
         if name in self.machine.failed:
             return Engine.FAILED.value
         order = [Engine.ABSENT, Engine.BUILDING, Engine.STORED, Engine.LOADING, Engine.LOADED]
@@ -641,6 +970,8 @@ class Daemon:
         )
 
     def _model_activity(self, name: ModelName) -> ModelActivity:
+        served = self._served[name]
+        spec = served.spec
         mine = [r for r in self.machine.requests.values() if r.model == name]
         running = sum(r.stage in (Stage.RUNNING, Stage.PREFILLING) for r in mine)
         return ModelActivity(
@@ -649,6 +980,15 @@ class Daemon:
             residency=self._residency(name),
             running=running,
             waiting=len(mine) - running,
+            draining=spec.draining,
+            wanted=name in self.machine.foreman.wishes,
+            terms=ModelTerms(
+                slo=spec.slo,
+                batch_slo=spec.batch_slo,
+                max_queue=served.max_queue,
+                pinned=spec.pinned,
+            ),
+            facts=served.facts,
         )
 
     def _images(self, instance: InstanceId) -> dict[ModelName, int]:
@@ -676,9 +1016,19 @@ class Daemon:
     def _refresh_metrics(self) -> None:
         """Bring what is counted elsewhere into the registry."""
         metrics = self.metrics_of_run
+        pools: Counter[str] = Counter()
+        states = []
         for instance in self.machine.instances.values():
             shown = self._instance_activity(instance)
             metrics.pool(instance.id, shown.pool_bytes, shown.pool_high_water_bytes)
+            pools.update(shown.pool_bytes)
+            states.append(shown.state)
+        metrics.instances(states)
+        for name in self._served:
+            metrics.kv_usage(name, pools[f"kv:{name}"] / max(1, pools.total()))
+        self._refresh_ages()
+        if self._gpus is not None:
+            metrics.gpus.refresh(self._gpus.readings, self._gpus.xids)
         host, slab = self.machine.host, self._setup.slab_bytes
         metrics.host("weights", host.weight_slabs * slab)
         metrics.host("kv", host.kv_slabs * slab)
@@ -686,6 +1036,7 @@ class Daemon:
         for tier, kv in self._kv_activity().items():
             shapes = {shape: use.fragmentation for shape, use in kv.shapes.items()}
             metrics.kv_fragmentation(tier, shapes, kv.fragmentation)
+            metrics.kv(tier, _kv_uses(kv))
         for name in self._served:
             activity = self._model_activity(name)
             metrics.queues(name, activity.running, activity.waiting)
@@ -696,6 +1047,28 @@ class Daemon:
             for _ in range(worker.restarts - self._restarts_counted.get(number, 0)):
                 metrics.worker_restart(number)
             self._restarts_counted[number] = worker.restarts
+
+    def _refresh_ages(self) -> None:
+        now = self._clock()
+        waits = dict.fromkeys(self._served, 0.0)
+        for request in self.machine.requests.values():
+            if request.stage in (Stage.UNPLACED, Stage.QUEUED):
+                waits[request.model] = max(waits[request.model], now - request.arrived)
+        oldest = self.machine.oldest_progress()
+        self.metrics_of_run.ages(waits, 0.0 if oldest is None else now - oldest)
+
+
+def _kv_uses(kv: KvTierActivity) -> dict[tuple[str, str], int]:
+    """Bytes by shape and use."""
+    return {
+        (shape, use): size
+        for shape, activity in kv.shapes.items()
+        for use, size in (
+            ("mapped", activity.mapped_bytes),
+            ("used", activity.used_bytes),
+            ("cold", activity.cold_bytes),
+        )
+    }
 
 
 def _tier(shapes: Mapping[int, KvBytes], peak_bytes: int) -> KvTierActivity:

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 import httpx
 import msgspec
 
+from appliance.adminsocket import UNIX, admin_path
 from appliance.catalog import CatalogEntry, read_checkpoint
 from appliance.checksums import SUMS, read_sums
 from appliance.config import Config, Model, load_config, uncached, warnings
@@ -351,10 +352,20 @@ class Daemon(NamedTuple):
 
     @classmethod
     def find(cls, config: Config) -> Daemon:
+        """On its admin socket, where nobody needs a key, or else on TCP."""
+        path = admin_path(config.api.admin_socket)
+        if path is not None and path.is_socket():
+            found = cls._at(f"{UNIX}{path}")
+            if found.ready is not None:
+                return found
         bind = config.api.bind
         # A daemon that listens everywhere listens here, too.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind.host, bind.host)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{bind.port}"
+        scheme = "https" if config.api.tls_certificate else "http"
+        return cls._at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{bind.port}")
+
+    @classmethod
+    def _at(cls, url: str) -> Daemon:
         try:
             with _client(url, ANSWER_SECONDS) as client:
                 response = client.get("/readyz")
@@ -401,6 +412,10 @@ def verify_weights(daemon: Daemon) -> Iterator[Finding]:
     try:
         with _client(daemon.url, VERIFY_SECONDS) as client:
             response = client.post("/api/verify")
+        if response.status_code in (401, 403):
+            remedy = "give the daemon an api.admin_socket, and run this as its user"
+            yield fail("weights", "not compared: the daemon wants a key", remedy)
+            return
         found = msgspec.json.decode(response.content, type=_Verifications)
     except (httpx.TransportError, msgspec.MsgspecError) as error:
         remedy = "restart the daemon if it is of another version"
@@ -429,5 +444,9 @@ def _judge(what: str, verdict: str) -> Finding:
 
 
 def _client(url: str, seconds: float) -> httpx.Client:
-    # The daemon is on this machine: a proxy of the environment has no business between us.
-    return httpx.Client(base_url=url, timeout=seconds, trust_env=False)
+    # The daemon is on this machine: a proxy of the environment has no business between us, and its
+    # certificate is for the name that others call it by.
+    if not url.startswith(UNIX):
+        return httpx.Client(base_url=url, timeout=seconds, trust_env=False, verify=False)
+    transport = httpx.HTTPTransport(uds=url.removeprefix(UNIX))
+    return httpx.Client(base_url="http://appliance", timeout=seconds, transport=transport)

@@ -3,6 +3,8 @@
     ApplianceError
     +-- ConfigError          a configuration cannot be used; lists every problem
     +-- CheckpointError      a checkpoint directory cannot be served
+    +-- PullError            a model cannot be fetched: where it is, or what is there
+    +-- KeysError            a file of API keys cannot be used, or a change of it cannot be made
     +-- PolicyError          a policy cannot be loaded
     |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
     +-- LedgerError          the books of a memory tier do not balance: a defect, never a shortage
@@ -46,6 +48,15 @@ class ConfigError(ApplianceError):
 
 class CheckpointError(ApplianceError):
     """A checkpoint directory cannot be served; the message names the file and what is wrong."""
+
+
+class PullError(ApplianceError):
+    """A model cannot be fetched; the message says what is wrong with where it is, or what is
+    there."""
+
+
+class KeysError(ApplianceError):
+    """A file of API keys cannot be used, or a change of it cannot be made."""
 
 
 class PolicyError(ApplianceError):

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import singledispatchmethod
 
-from appliance import wire
+from appliance import logs, wire
 from appliance.engines.protocol import Engine
 from appliance.errors import CheckpointError
 from appliance.memory.hosttier import HostTier
@@ -45,6 +45,7 @@ from appliance.orders import (
     Order,
     Prefill,
     Refused,
+    Retire,
     Seat,
     Step,
     StoreWeights,
@@ -176,6 +177,11 @@ class Follower:
     def _(self, call: Verify, number: int) -> None:
         self._send(Compared(number, self._engines[call.model].verify()))
 
+    @_carry_out.register
+    def _(self, call: Retire, number: int) -> None:
+        self._batches.pop(call.model, None)
+        self._engines.pop(call.model).retire()
+
     def _move(self, transfer: Transfer, number: int) -> None:
         """Blocks have to be free on all ranks at the same point."""
         self._swapper.settle([transfer])
@@ -222,11 +228,7 @@ def _follow(connection: socket.socket, host_fd: int) -> None:
     if not isinstance(invitation, Invitation):
         raise RuntimeError(f"expected an invitation, got {invitation!r}")
     configuration, seat = invitation.configuration, invitation.seat
-    logging.basicConfig(
-        level=logging.WARNING,
-        format=f"%(levelname)s instance={configuration.instance} rank={seat.rank} "
-        "%(name)s: %(message)s",
-    )
+    logs.join("warning", instance=configuration.instance, rank=seat.rank)
     # As in the worker: at every engine vLLM warns of what is chosen here on purpose.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 
-from appliance.api.service import GenerationFailed, SubmitRequest
+from appliance.api.service import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.engines.protocol import Produced, SequenceSpec
-from appliance.vocabulary import FinishReason, RequestId
+from appliance.vocabulary import FinishReason, RequestId, Slo
+
+NO_SLO = Slo(ttft_seconds=math.inf, tbt_seconds=math.inf)
 
 
 class RequestStream:
@@ -17,12 +20,24 @@ class RequestStream:
     """
 
     def __init__(
-        self, request: SubmitRequest, arrived: float, on_cancel: Callable[[RequestId], None]
+        self,
+        request: SubmitRequest,
+        arrived: float,
+        on_cancel: Callable[[RequestId], None],
+        slo: Slo = NO_SLO,
     ) -> None:
+        """`slo` is what the request was promised."""
         self.request = request
+        self.slo = slo
         self.arrived = arrived
+        self.first: float | None = None
+        """When the first token came."""
         self.newest = arrived
         """When the last token came, or the request."""
+        self.late = 0
+        """Tokens that came after they were due: token k at arrival + TTFT + k * TBT."""
+        self.times: RequestTimes | None = None
+        """What its time went to; known when it is over."""
         self.output: list[int] = []
         self.cancel_reason = FinishReason.CANCELLED
         self._on_cancel = on_cancel
@@ -58,7 +73,8 @@ class RequestStream:
         """A token came."""
         if self._ended:
             return
-        self.output.append(produced.token)
+        if produced.vector is None:
+            self.output.append(produced.token)
         self._pending.append(produced)
         self._news.set()
 
@@ -78,4 +94,5 @@ class RequestStream:
             prompt=self.request.prompt,
             output=tuple(self.output),
             sampling=self.request.sampling,
+            pooling=self.request.pooling,
         )

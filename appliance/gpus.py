@@ -22,7 +22,7 @@ class GpusUnknown(OSError):
 
 def list_gpus() -> list[Gpu]:
     """All GPUs, by number. Raises `GpusUnknown` if there is no NVML, or it fails."""
-    with _nvml() as nvml:
+    with nvml_open() as nvml:
         found = []
         for number in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
@@ -37,14 +37,17 @@ def list_gpus() -> list[Gpu]:
 
 def driver_version() -> str:
     """Of NVIDIA's kernel driver. Raises `GpusUnknown`."""
-    with _nvml() as nvml:
+    with nvml_open() as nvml:
         version = nvml.nvmlSystemGetDriverVersion()
         return version.decode() if isinstance(version, bytes) else str(version)
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """The bindings, initialised. Imported here: a machine without a GPU does not need them."""
+def nvml_open() -> Iterator[Any]:
+    """The bindings, initialised. Imported here: a machine without a GPU does not need them.
+
+    Raises `GpusUnknown`, also for what fails inside.
+    """
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError as error:

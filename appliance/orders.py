@@ -135,6 +135,10 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
     model: ModelName
 
 
+class Retire(msgspec.Struct, frozen=True, tag=True):
+    model: ModelName
+
+
 Call: TypeAlias = (
     BuildEngine
     | StoreWeights
@@ -149,6 +153,7 @@ Call: TypeAlias = (
     | SwapIn
     | Trim
     | Verify
+    | Retire
 )
 
 

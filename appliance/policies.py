@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -30,6 +31,9 @@ _FIELD = re.compile(r"`(?:\$\.)?([A-Za-z0-9_]+)[^`]*`$")
 """Where msgspec names the field at fault."""
 
 
+_looking: Final = threading.Lock()
+
+
 def available() -> list[str]:
     """Names of the installed policies."""
     return sorted(_entries())
@@ -37,7 +41,7 @@ def available() -> list[str]:
 
 def installed() -> list[InstalledPolicy]:
     """The installed policies, those that cannot be used, too. Imports them."""
-    importlib.invalidate_caches()
+    _look_again()
     return [_describe(name, entry) for name, entry in sorted(_entries().items())]
 
 
@@ -57,7 +61,7 @@ def load_stack(
 
     Raises `PolicyChoiceError` with everything that is wrong with the choice.
     """
-    importlib.invalidate_caches()
+    _look_again()
     entries = _entries()
     problems: list[ChoiceProblem] = []
     made: dict[str, object] = {}
@@ -125,6 +129,12 @@ class _UnusableParameter(PolicyError):
     def __init__(self, message: str, field: tuple[str, ...]) -> None:
         super().__init__(message)
         self.field = field
+
+
+def _look_again() -> None:
+    """See what was installed meanwhile. Python's own is not made for several threads at once."""
+    with _looking:
+        importlib.invalidate_caches()
 
 
 def _entries() -> dict[str, EntryPoint]:

@@ -62,6 +62,18 @@ class WorkerProcess:
         self._worked = False
         self._greeted = False
 
+    def add(self, model: wire.WorkerModel) -> None:
+        """Have this worker, and those that come after it, know another model."""
+        self.drop(model.name)
+        models = [*self._configuration.models, model]
+        self._configuration = msgspec.structs.replace(self._configuration, models=models)
+        self.send(wire.AddModel(model))
+
+    def drop(self, name: str) -> None:
+        """Have those that come after this worker not know the model."""
+        models = [model for model in self._configuration.models if model.name != name]
+        self._configuration = msgspec.structs.replace(self._configuration, models=models)
+
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep_alive())
         self._task.add_done_callback(self._ended)

@@ -33,7 +33,15 @@ from typing import Final, TypeVar
 import msgspec
 
 from appliance import wire
-from appliance.engines.protocol import Engine, KvBytes, KvUse, Produced, SequenceSpec, Verdict
+from appliance.engines.protocol import (
+    Engine,
+    Guide,
+    KvBytes,
+    KvUse,
+    Produced,
+    SequenceSpec,
+    Verdict,
+)
 from appliance.errors import CheckpointError
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
@@ -56,6 +64,7 @@ from appliance.orders import (
     Order,
     Prefill,
     Refused,
+    Retire,
     Seat,
     Step,
     StoreWeights,
@@ -385,6 +394,10 @@ class ReplicatedEngine:
         self._local = self._whole = None
         self._followers.follow(EvictWeights(self.model), self._engine.evict_weights)
 
+    def prepare(self, guide: Guide) -> None:
+        """By the leader; the others compile it when the request is added."""
+        self._engine.prepare(guide)
+
     def add(self, sequence: SequenceSpec) -> None:
         self._followers.follow(Add(sequence), lambda: self._engine.add(sequence))
 
@@ -457,6 +470,10 @@ class ReplicatedEngine:
     def kv_use(self) -> KvBytes:
         """Of all ranks, who all have the same."""
         return KvBytes(*(size * self._followers.ranks for size in self._engine.kv_use()))
+
+    def retire(self) -> None:
+        self._local = self._whole = None
+        self._followers.follow(Retire(self.model), self._engine.retire)
 
     def verify(self) -> Verdict:
         """The worst verdict of all ranks."""

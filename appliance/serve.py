@@ -1,4 +1,4 @@
-"""From a configuration to a running appliance: the daemon, its HTTP server, signals."""
+"""From a configuration to a running appliance: the daemon, its HTTP server, its life."""
 
 from __future__ import annotations
 
@@ -7,73 +7,80 @@ import importlib.util
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import uvicorn
 
+from appliance import logs
+from appliance.adminsocket import AUTO, AdminSocketError, admin_path, open_socket
 from appliance.api.app import create_app
-from appliance.catalog import CatalogEntry, read_checkpoint
-from appliance.config import Config, Model, kv_floor_slabs, uncached, warnings
-from appliance.config import Slo as ConfiguredSlo
+from appliance.api.auth import Access
+from appliance.api.batchrunner import BatchRunner, BatchSettings
+from appliance.api.connections import Connection
+from appliance.api.operators import protocol_for
+from appliance.api.service import Service
+from appliance.api.settings import Settings
+from appliance.catalog import read_checkpoint
+from appliance.config import Config, kv_floor_slabs, uncached, warnings
 from appliance.cpus import deal_cpus, show_cpus
-from appliance.daemon import Daemon, Limits, ServedModel
-from appliance.errors import ApplianceError
+from appliance.daemon import Daemon, Limits
+from appliance.errors import ApplianceError, ConfigError, PolicyError
 from appliance.journal import Journal, Setup
-from appliance.tokens import Tokenizer
-from appliance.vocabulary import ModelSpec, Slo
-from appliance.wire import WorkerModel
-
-DRAIN_SECONDS = 5.0
-"""How long requests that run may go on after the signal to stop."""
+from appliance.keys import KeyRing
+from appliance.lifetime import Lifetime, Server
+from appliance.liveconfig import LiveConfig
+from appliance.memory.imagefile import image_name, prepare_folder
+from appliance.servedmodels import served_model
+from appliance.systemd import Notifier, refuse_strangers, take_sockets
 
 GRACE_SECONDS = 3
-"""How long connections may take to send what they have after that."""
+"""How long connections may take to send what they have after the drain."""
 
 log = logging.getLogger("appliance.serve")
 
 
-def serve(config: Config) -> int:
-    """Run until told to stop; returns the exit status. Raises what `make_daemon` raises."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+def serve(config: Config, path: Path) -> int:
+    """Run until told to stop, on what was read from `path`; returns the exit status. Raises what
+    `make_daemon` raises."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload yet
+    logs.begin(config.log.format, config.log.level)
     for warning in warnings(config):
         log.warning("%s", warning)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, path))
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, path: Path) -> int:
     if importlib.util.find_spec("vllm") is None:
         extra = "gpu" if config.devices.cuda else "cpu"
         raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
+    notifier = Notifier.taken_from(os.environ)
+    sockets = take_sockets(os.environ)
+    if not config.api.keys:
+        refuse_strangers(sockets)
     daemon = make_daemon(config)
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
         os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
-    server = make_server(daemon, config)
-    failures: list[BaseException] = []
-
-    def fail(error: BaseException) -> None:
-        log.critical("the daemon cannot go on", exc_info=error)
-        failures.append(error)
-        server.should_exit = True
-
-    async def drain() -> None:
-        await daemon.drain(DRAIN_SECONDS)
-        server.should_exit = True
-
-    stopping: list[asyncio.Task[None]] = []
-    loop = asyncio.get_running_loop()
-    daemon.on_failure = fail
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: stopping.append(loop.create_task(drain())))
-    daemon.start()
-    try:
-        await server.serve()
-    finally:
-        await daemon.stop()
-    return 1 if failures or not server.started else 0
+    settings = LiveConfig(daemon, config, path)
+    server = make_server(daemon, config, settings)
+    admin = make_admin_server(server, config)
+    lifetime = Lifetime(
+        daemon,
+        server,
+        notifier,
+        sockets,
+        drain_seconds=float(config.api.drain_seconds),
+    )
+    daemon.on_failure = lifetime.fail
+    with reloading(settings, notifier):
+        async with beside(admin):
+            return await lifetime.run()
 
 
 def make_daemon(config: Config) -> Daemon:
@@ -83,7 +90,9 @@ def make_daemon(config: Config) -> Daemon:
     """
     devices = config.devices
     entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in config.models]
-    models = [_served(model, entry) for model, entry in zip(config.models, entries, strict=True)]
+    models = [
+        served_model(model, entry) for model, entry in zip(config.models, entries, strict=True)
+    ]
     if left_out := uncached(config, entries):
         log.warning(
             "devices.host_cache has no room for the weights of %s beside those of the others: "
@@ -112,37 +121,133 @@ def make_daemon(config: Config) -> Daemon:
         ranks=devices.tensor_parallel,
         devices=[f"cuda:{number}" for number in range(devices.instances)] if devices.cuda else (),
         runtime_slabs=devices.runtime_slabs,
+        images=_prepared_images(config),
     )
 
 
-class Server(uvicorn.Server):
-    """Leaves signals alone: uvicorn would raise them again when it is done, and end the process
-    before the workers are."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture nothing."""
-        yield
-
-
-def make_server(daemon: Daemon, config: Config) -> Server:
+def make_server(daemon: Daemon, config: Config, settings: Settings | None = None) -> Server:
     """The HTTP server in front of a daemon; `should_exit` ends it."""
+    keys = KeyRing(Path(config.api.keys)) if config.api.keys else None
     app = create_app(
         daemon,
+        settings=settings,
         keep_alive_seconds=config.api.keep_alive_seconds,
         max_body_bytes=config.api.max_body_bytes,
+        access=Access(keys, local=True, open_metrics=config.api.open_metrics),
+        max_waiting=config.api.max_waiting,
+        max_wait_seconds=config.api.max_wait_seconds,
+        batches=_batches(daemon, config),
     )
     return Server(
         uvicorn.Config(
             app,
+            http=Connection,
             host=config.api.bind.host,
             port=config.api.bind.port,
             log_level=logging.WARNING,
             access_log=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
-            lifespan="off",
+            lifespan="on",
+            ssl_certfile=config.api.tls_certificate or None,
+            ssl_keyfile=config.api.tls_key or None,
         )
     )
+
+
+def _batches(daemon: Daemon, config: Config) -> Callable[[Service, Access], BatchRunner] | None:
+    """What makes the daemon's batches, if there are to be any."""
+    wanted = config.batches
+    if not wanted.directory:
+        return None
+    settings = BatchSettings(
+        folder=Path(wanted.directory),
+        at_once=wanted.concurrency,
+        max_file_bytes=wanted.max_file_bytes,
+        max_requests=wanted.max_requests,
+        max_line_bytes=config.api.max_body_bytes,
+        max_stored_bytes=wanted.max_stored_bytes,
+        keep_seconds=wanted.keep_days * 24 * 3600.0,
+    )
+    return partial(BatchRunner, settings=settings, metrics=daemon.metrics_of_run.batches)
+
+
+class AdminServer(NamedTuple):
+    """The same appliance on the operators' socket."""
+
+    server: Server
+    listener: socket.socket
+    path: Path
+
+
+def make_admin_server(server: Server, config: Config) -> AdminServer | None:
+    """The application of `server` on the admin socket, which listens from now on; None if it is to
+    have none, or nobody said where and another daemon is there.
+
+    Raises `AdminSocketError`.
+    """
+    configured = config.api.admin_socket
+    path = admin_path(configured)
+    if path is None:
+        return None
+    group = config.api.admin_group
+    try:
+        listener = open_socket(path, group)
+    except AdminSocketError as error:
+        if configured != AUTO:
+            raise
+        log.warning("no admin socket: %s", error)
+        return None
+    settings = uvicorn.Config(
+        server.config.app,
+        http=protocol_for(group),
+        log_level=logging.WARNING,
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        lifespan="off",
+    )
+    log.info("operators are listened to at %s", path)
+    return AdminServer(Server(settings), listener, path)
+
+
+@contextmanager
+def reloading(settings: LiveConfig, notifier: Notifier) -> Iterator[None]:
+    """Read the configuration again at every SIGHUP meanwhile."""
+    reloads: set[asyncio.Task[None]] = set()
+
+    async def reload() -> None:
+        with notifier.reloading():
+            try:
+                await settings.reload()
+            except (ConfigError, PolicyError) as error:
+                log.error("the configuration was not reloaded: %s", error)
+
+    def begin() -> None:
+        task = loop.create_task(reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, begin)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@asynccontextmanager
+async def beside(admin: AdminServer | None) -> AsyncIterator[None]:
+    """Serve the admin socket meanwhile; it is gone afterwards."""
+    if admin is None:
+        yield
+        return
+    serving = asyncio.create_task(admin.server.serve([admin.listener]))
+    try:
+        yield
+    finally:
+        admin.path.unlink(missing_ok=True)
+        admin.server.should_exit = True
+        await serving
 
 
 def share_cpus(allowed: Sequence[int], instances: int, ranks: int = 1) -> list[str]:
@@ -155,32 +260,24 @@ def share_cpus(allowed: Sequence[int], instances: int, ranks: int = 1) -> list[s
     return [show_cpus(share) for share in deal_cpus(usable, instances)]
 
 
-def _served(model: Model, entry: CatalogEntry) -> ServedModel:
-    return ServedModel(
-        spec=ModelSpec(
-            name=model.name,
-            weight_bytes=entry.weight_bytes,
-            max_context_tokens=model.max_context,
-            max_batch=model.max_batch,
-            slo=_promise(model.slo),
-            batch_slo=_promise(model.batch_slo),
-            pinned=model.pin,
-        ),
-        worker=WorkerModel(
-            name=model.name,
-            path=model.path,
-            dtype=model.dtype,
-            max_context=model.max_context,
-            max_batch=model.max_batch,
-            verify=model.verify,
-        ),
-        tokenizer=Tokenizer.load(Path(model.path)),
-        created=entry.created,
-    )
-
-
-def _promise(slo: ConfiguredSlo) -> Slo:
-    return Slo(ttft_seconds=float(slo.ttft_seconds), tbt_seconds=float(slo.tbt_seconds))
+def _prepared_images(config: Config) -> str:
+    """The folder for images, without those that no model is to have; "" if there is to be none, or
+    cannot be one."""
+    devices = config.devices
+    if not devices.images:
+        return ""
+    ranks = devices.tensor_parallel
+    wanted = {
+        image_name(model.path, model.dtype, rank, ranks)
+        for model in config.models
+        for rank in range(ranks)
+    }
+    try:
+        prepare_folder(Path(devices.images), wanted)
+    except OSError as error:
+        log.warning("devices.images is not used: %s", error)
+        return ""
+    return devices.images
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

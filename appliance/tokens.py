@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -68,19 +69,52 @@ class Tokenizer:
         """Token ids of `text`, with the special tokens the model expects around it if asked."""
         return tuple(self._encoder.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+    def encode_pair(self, first: str, second: str) -> tuple[int, ...]:
+        """Token ids of two texts, with the special tokens that the model expects between them."""
+        return tuple(self._encoder.encode(first, second).ids)
 
+    def encode_beginning(self, text: str, most: int) -> tuple[int, ...]:
+        """As `encode`, of no more of `text` from its beginning than makes `most` tokens, the
+        special ones included; `most` has room for those."""
+        room = max(0, most - self._encoder.num_special_tokens_to_add(False))
+        while True:
+            plain = self._encoder.encode(text, add_special_tokens=False)
+            if len(plain.ids) <= room or not text:
+                return self.encode(text)
+            # Less text may make other tokens, and then more than were left of it.
+            end = plain.offsets[room - 1][1] if room else 0
+            text = text[: min(end, plain.offsets[room][0], len(text) - 1)]
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant's answer begins, if asked for.
+
+        Messages and tools are as OpenAI has them, but arguments of tool calls are objects.
+        `variables` are further ones for the template, such as ``enable_thinking``.
         Raises `ChatTemplateMissing` and `ChatTemplateRefused`.
         """
         if self._template is None:
             raise ChatTemplateMissing("the model has no chat template")
+        text = self._template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
         # The template writes its special tokens out; adding them again would double them.
-        return self.encode(self._template.render(messages), add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`, special tokens left out, bytes that are no UTF-8 as U+FFFD."""
-        return self._encoder.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of `tokens`, special ones left out unless asked for, bytes that are no UTF-8 as
+        U+FFFD."""
+        return self._encoder.decode(tokens, skip_special_tokens=not special_tokens)
+
+    def written(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it; empty for one that it has not."""
+        return [self._encoder.id_to_token(token) or "" for token in tokens]
 
     def piece(self, token: int) -> tuple[str, bytes]:
         """One token alone: its text (special tokens too) and its bytes, which may be half a
@@ -115,15 +149,29 @@ class ChatTemplate:
             raise TokenizerUnusable(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as text, with the generation prompt. Raises `ChatTemplateRefused`."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text, with the generation prompt if asked for. What the template is
+        told anyway cannot be among the `variables`.
+
+        Raises `ChatTemplateRefused`.
+        """
         try:
             return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+                **dict(variables or {})
+                | {
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+                | self._special_tokens
             )
         except Exception as error:  # a template is a program: it can fail in any way
             raise ChatTemplateRefused(f"the chat template refused: {error}") from error
@@ -144,8 +192,10 @@ class TextStream:
         *,
         prompt: Sequence[int] = (),
         min_tokens: int = 0,
+        special_tokens: bool = False,
     ) -> None:
-        self._decoder = _IncrementalDecoder(tokenizer, prompt)
+        """With `special_tokens`, the text holds those, too."""
+        self._decoder = _IncrementalDecoder(tokenizer, prompt, special_tokens)
         self._cutter = _StopCutter(stops) if stops else None
         self._exempt_tokens = min_tokens
 
@@ -153,6 +203,11 @@ class TextStream:
     def stopped(self) -> bool:
         """A stop string came; nothing more will be given out."""
         return self._cutter is not None and self._cutter.stopped
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that came."""
+        return None if self._cutter is None else self._cutter.found
 
     def push(self, token: int) -> str:
         """Text that is certain now that `token` came; often one word, sometimes none."""
@@ -187,10 +242,11 @@ class _IncrementalDecoder:
     decoders that treat the start of a text specially then do so with that token, not a new one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._window = [t for t in prompt[-_PROMPT_TOKENS:] if t not in tokenizer.special_ids]
-        text = tokenizer.decode(self._window)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], special_tokens: bool) -> None:
+        self._decode = partial(tokenizer.decode, special_tokens=special_tokens)
+        self._unseen = frozenset[int]() if special_tokens else tokenizer.special_ids
+        self._window = [t for t in prompt[-_PROMPT_TOKENS:] if t not in self._unseen]
+        text = self._decode(self._window)
         if text.endswith(_REPLACEMENT):
             self._window, text = [], ""
         self._shown = len(text)
@@ -200,10 +256,10 @@ class _IncrementalDecoder:
         self._chunk_end = len(self._window)
 
     def push(self, token: int) -> str:
-        if token in self._tokenizer.special_ids:
+        if token in self._unseen:
             return ""
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         garbage = len(self._window) - self._chunk_end >= _GARBAGE_TOKENS
         sure = len(text) if garbage else _sure_length(text)
         delta = text[self._shown : sure]
@@ -215,7 +271,7 @@ class _IncrementalDecoder:
         return delta
 
     def finish(self) -> str:
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         delta = text[self._shown :]
         self._shown = len(text)
         return delta
@@ -223,7 +279,7 @@ class _IncrementalDecoder:
     def _trim(self) -> None:
         del self._window[: self._chunk]
         self._chunk, self._chunk_end = 0, len(self._window)
-        self._shown = len(self._tokenizer.decode(self._window))
+        self._shown = len(self._decode(self._window))
 
 
 def _sure_length(text: str) -> int:
@@ -244,6 +300,7 @@ class _StopCutter:
         self._exempt = 0
         """Characters of the held text in which no stop string may end."""
         self.stopped = False
+        self.found: str | None = None
 
     def push(self, text: str, *, exempt: bool) -> str:
         if self.stopped:
@@ -253,8 +310,9 @@ class _StopCutter:
             self._exempt = len(text)
         cut = self._find(text)
         if cut is not None:
+            start, self.found = cut
             self.stopped, self._held = True, ""
-            return text[:cut]
+            return text[:start]
         sure = len(text) - self._possible_beginning(text)
         self._held = text[sure:]
         self._exempt = max(0, self._exempt - sure)
@@ -264,14 +322,14 @@ class _StopCutter:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> int | None:
-        """Where to cut, if a stop string is there."""
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Where to cut, and for which stop string, if one is there."""
         ends = [
-            (start + len(stop), start)
+            (start + len(stop), start, stop)
             for stop in self._stops
             if (start := text.find(stop, max(0, self._exempt - len(stop) + 1))) >= 0
         ]
-        return min(ends)[1] if ends else None
+        return min(ends)[1:] if ends else None
 
     def _possible_beginning(self, text: str) -> int:
         """Length of the longest end of `text` that a stop string begins with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -78,6 +79,16 @@ class Address(str):
     @property
     def port(self) -> int:
         return int(self.rpartition(":")[2])
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine reaches it."""
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return self.host == "localhost"
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
 
 
 def _quantity(value: object, units: Mapping[str, float], expected: str) -> float:

@@ -50,6 +50,14 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+class Task(StrEnum):
+    """What a model is for: text that goes on, the vector of a text, or how well two texts match."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    SCORE = "score"
+
+
 class RequestClass(StrEnum):
     INTERACTIVE = "interactive"
     BATCH = "batch"
@@ -87,6 +95,48 @@ class Direction(StrEnum):
 
     OUT = "out"
     IN = "in"
+
+
+class WaitCode(StrEnum):
+    """What a request waits for; a stable word for programs."""
+
+    NO_INSTANCE = "no_instance"
+    """No worker is up."""
+    BUILDING_ENGINE = "building_engine"
+    """Its model's engine is being built, or is built next."""
+    FILLING_HOST_CACHE = "filling_host_cache"
+    """Its model's weights are read from disk into the host cache."""
+    LOADING_WEIGHTS = "loading_weights"
+    """Its model's weights are on their way to the device."""
+    HOST_ROOM = "host_room"
+    """Its KV cache at full length needs room in the host cache."""
+    KV_ROOM = "kv_room"
+    """KV caches of others leave the device to make room."""
+    SWAPPING_OUT = "swapping_out"
+    """Its own KV cache is on its way to the host cache."""
+    SWAPPING_IN = "swapping_in"
+    """Its own KV cache is on its way to the device."""
+    OTHER_MODEL = "other_model"
+    """Another model is computed on its instance."""
+    SAME_MODEL = "same_model"
+    """Other requests of its model are computed on its instance."""
+    QUEUE = "queue"
+    """Its instance computes nothing: who is before it waits for something else."""
+    TURN = "turn"
+    """The appliance is full, and its API key has its turn later."""
+
+
+class WaitReason(Word, frozen=True):
+    """Why a request is not computed now: `code` for programs, `message` for people."""
+
+    code: WaitCode
+    message: str
+    instance: InstanceId | None = None
+    """Where it waits."""
+    behind: ModelName | None = None
+    """The model that is computed, built or moved there meanwhile, if that is what it waits for."""
+    seconds: float | None = None
+    """So much longer as it is planned; what has to be moved before comes on top."""
 
 
 class Slo(Word, frozen=True):
@@ -129,6 +179,8 @@ class ModelSpec(Word, frozen=True):
     """What batch requests are promised; `slo` is for the others."""
     pinned: bool = False
     """Whether its master image stays in the host tier, whoever else wants the room."""
+    draining: bool = False
+    """Whether no new requests are taken for it; those that are live go on."""
 
     def promised(self, request_class: RequestClass) -> Slo:
         """What requests of a class are promised."""
@@ -136,7 +188,10 @@ class ModelSpec(Word, frozen=True):
 
 
 class RequestSpec(Word, frozen=True):
-    """A request as the machine sees it: sizes and promises, never the text or the true length."""
+    """A request as the machine sees it: sizes and promises, never the text or the true length.
+
+    With a `max_tokens` of 0 it ends where its prompt is computed: it is embedded, or scored.
+    """
 
     id: RequestId
     model: ModelName
@@ -191,7 +246,8 @@ class ModelBuilt(Event, frozen=True, kw_only=True):
 
 
 class ModelFailed(Event, frozen=True, kw_only=True):
-    """An engine could not be built; the model is not served until the daemon is restarted."""
+    """An engine could not be built, or weights not be read; the model is not served until the
+    daemon is restarted, or it is removed and added again."""
 
     instance: InstanceId
     model: ModelName
@@ -291,6 +347,50 @@ class KvMoved(Event, frozen=True, kw_only=True):
     cold_slabs: int = 0
 
 
+class ModelChanged(Event, frozen=True, kw_only=True):
+    """An operator changed what is promised of a model, or how it is kept. Requests that are live
+    keep the promises they were taken with."""
+
+    model: ModelName
+    slo: Slo
+    batch_slo: Slo
+    pinned: bool
+    draining: bool
+
+
+class ModelWanted(Event, frozen=True, kw_only=True):
+    """An operator wants the model's weights on a device, before anybody asks for it."""
+
+    model: ModelName
+
+
+class ModelDismissed(Event, frozen=True, kw_only=True):
+    """An operator wants what the model holds on devices back. Its requests go on later."""
+
+    model: ModelName
+
+
+class ModelAdded(Event, frozen=True, kw_only=True):
+    """The catalogue has a model more, the last one. `kv_floor_slabs` slabs of the host tier hold
+    the KV cache of any one request at full length, also of this model."""
+
+    model: ModelSpec
+    kv_floor_slabs: int
+
+
+class ModelRemoved(Event, frozen=True, kw_only=True):
+    """The model is to leave the catalogue. Its requests are rejected, those that come, too."""
+
+    model: ModelName
+
+
+class ModelDropped(Event, frozen=True, kw_only=True):
+    """A `DropModel` was carried out: nothing more is reported of the model."""
+
+    instance: InstanceId
+    model: ModelName
+
+
 class Ticked(Event, frozen=True, kw_only=True):
     """The time that the machine named as its next deadline is there."""
 
@@ -339,6 +439,13 @@ class EvictModel(Command, frozen=True):
     model: ModelName
 
 
+class DropModel(Command, frozen=True):
+    """Forget the model; its engine, if there is one, holds nothing on the device any more."""
+
+    instance: InstanceId
+    model: ModelName
+
+
 class RunPrefill(Command, frozen=True):
     """Compute a prompt and produce one token; the model may map at most `kv_slabs` slabs of KV."""
 
@@ -353,7 +460,8 @@ class RunTurn(Command, frozen=True):
 
     With `prompts` it is a mixed turn: they are computed beside the decoding steps, at most
     `chunk_tokens` tokens of them in a step, and the turn is over when they are done, each reported
-    as by `RunPrefill`. They decode from the next turn on.
+    as by `RunPrefill`. They decode from the next turn on. Prompts that are embedded may be a turn
+    without `requests`.
     """
 
     instance: InstanceId
@@ -432,6 +540,12 @@ AnyEvent: TypeAlias = (
     | TokensProduced
     | TurnEnded
     | KvMoved
+    | ModelChanged
+    | ModelWanted
+    | ModelDismissed
+    | ModelAdded
+    | ModelRemoved
+    | ModelDropped
     | Ticked
 )
 
@@ -441,6 +555,7 @@ AnyCommand: TypeAlias = (
     | LoadModel
     | PrefetchModel
     | EvictModel
+    | DropModel
     | RunPrefill
     | RunTurn
     | Preempt

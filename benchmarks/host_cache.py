@@ -6,9 +6,12 @@ Makes checkpoints of random weights, in float32 and in bfloat16, reads them once
 the page cache, and builds an engine for each. Building reads headers only and is timed apart; so is
 having the host tier's memory in place, which a daemon does in the background when it starts. Then,
 in every round: `dd if=FILE of=/dev/null bs=4M` over the files of a type, which is the ceiling, and
-the filling of all master images of these files, from the first to all whole. Once with weights as
-they are stored, once with linear weights packed, as a CPU computes with them. Times are medians;
-the ratio is that of the bandwidths. Nothing else should run on the machine.
+the filling of all master images of these files, from the first to all whole: with weights as they
+are stored (plain), with linear weights packed, as a CPU computes with them (packed), and with such
+weights read from the images on disk that an earlier fill left (kept). What leaving them takes is
+told apart: the first fill, which packs and sums, and writing, which goes on beside serving at the
+lowest priority. A type that the CPU does not pack has no images. Times are medians; the ratio is
+that of the bandwidths, in bytes of the checkpoints. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -30,10 +33,15 @@ from appliance.demo.checkpoints import Recipe, make_checkpoints
 from appliance.engines.vllm import prepare_environment
 from appliance.memory.arena import Arena
 from appliance.memory.hosttier import HostTier
+from appliance.memory.imagefile import prepare_folder
+from appliance.memory.images import ImageFolder
+from appliance.memory.imagewriter import ImageWriter
 from appliance.memory.swapper import Swapper
 from appliance.memory.vmm_host import HostVmm
 
 if TYPE_CHECKING:
+    import torch
+
     from appliance.engines.vllm.engine import VllmEngine
 
 SLAB = 2 << 20
@@ -51,7 +59,7 @@ def main() -> None:
     prepare_environment("auto")
     with tempfile.TemporaryDirectory() as temporary:
         paths = checkpoints(options.folder or Path(temporary), options.models, options.mebibytes)
-        result = measure(paths, options.rounds)
+        result = measure(paths, options.rounds, Path(temporary, "images"))
     print(json.dumps(result, indent=2))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -93,7 +101,9 @@ def halve(path: Path) -> Path:
     return half
 
 
-def measure(paths: dict[str, list[Path]], rounds: int) -> dict[str, object]:
+def measure(paths: dict[str, list[Path]], rounds: int, folder: Path) -> dict[str, object]:
+    import torch
+
     from appliance.engines.vllm import packed
 
     sizes = {dtype: sum(file.stat().st_size for file in files(paths[dtype])) for dtype in DTYPES}
@@ -102,22 +112,44 @@ def measure(paths: dict[str, list[Path]], rounds: int) -> dict[str, object]:
     host = HostTier.create(room)
     arena = Arena(HostVmm(1, SLAB))
     in_place = seconds(host.lock)
+    writer = ImageWriter(host)
+    prepare_folder(folder, ())
+    images = ImageFolder(folder, 0, writer)
     built: dict[str, float] = {}
     engines: dict[tuple[str, str], list[VllmEngine]] = {}
+    forms: dict[str, tuple[Callable[[torch.dtype], bool], ImageFolder | None]] = {
+        "plain": (lambda dtype: False, None),
+        "packed": (packed.supports, None),
+        "kept": (packed.supports, images),
+    }
     for dtype in DTYPES:
-        for form, packs in (("plain", lambda dtype: False), ("packed", packed.supports)):
+        for form, (packs, kept_in) in forms.items():
+            if form == "kept" and not packed.supports(getattr(torch, dtype)):
+                continue
             with patch.object(packed, "supports", packs):
                 start = time.perf_counter()
-                engines[dtype, form] = [build(path, dtype, arena, host) for path in paths[dtype]]
+                engines[dtype, form] = [
+                    build(path, dtype, arena, host, kept_in) for path in paths[dtype]
+                ]
                 built[f"{dtype} {form}"] = time.perf_counter() - start
     results = []
+    first: dict[str, dict[str, float]] = {}
     for dtype in DTYPES:
         dd(files(paths[dtype]))
-        ceilings, fills = [], {"plain": [], "packed": []}
+        fills: dict[str, list[float]] = {form: [] for form in forms if (dtype, form) in engines}
+        if "kept" in fills:
+            first[dtype] = {
+                "fill_and_sum_seconds": seconds(lambda d=dtype: fill(engines[d, "kept"], room)),
+                "writing_beside_seconds": seconds(writer.join),
+                "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+            }
+        ceilings = []
         for _ in range(rounds):
             ceilings.append(dd(files(paths[dtype])))
             for form, taken in fills.items():
                 taken.append(seconds(lambda key=(dtype, form): fill(engines[key], room)))
+        if "kept" in fills:
+            assert not any(engine._kept.packed for engine in engines[dtype, "kept"])
         for form, taken in fills.items():
             ratios = [ceiling / ours for ceiling, ours in zip(ceilings, taken, strict=True)]
             results.append(
@@ -139,6 +171,7 @@ def measure(paths: dict[str, list[Path]], rounds: int) -> dict[str, object]:
         "cpus": len(os.sched_getaffinity(os.getpid())),
         "host_tier": {"bytes": room, "in_place_before_seconds": in_place, "locked": host.locked},
         "built_before_seconds": built,
+        "first_start_with_images": first,
         "results": results,
     }
 
@@ -147,7 +180,9 @@ def files(paths: list[Path]) -> list[Path]:
     return [file for path in paths for file in sorted(path.glob("*.safetensors"))]
 
 
-def build(path: Path, dtype: str, arena: Arena, host: HostTier) -> VllmEngine:
+def build(
+    path: Path, dtype: str, arena: Arena, host: HostTier, images: ImageFolder | None
+) -> VllmEngine:
     from appliance.engines.vllm.engine import VllmEngine
 
     return VllmEngine.build(
@@ -159,6 +194,7 @@ def build(path: Path, dtype: str, arena: Arena, host: HostTier) -> VllmEngine:
         arena=arena,
         host=host,
         swapper=Swapper(arena.vmm.stream),
+        images=images,
     )
 
 

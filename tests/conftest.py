@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from safetensors.numpy import save_file
+
+# How long an example takes is the machine's business, and no test's.
+settings.register_profile("appliance", deadline=None)
+settings.load_profile("appliance")
 
 CHECKPOINT_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,17 +28,28 @@ CHECKPOINT_CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test meets the admin socket of a daemon that happens to run here."""
+    for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write_checkpoint(path: Path, **changes: Any) -> Path:
+    """A checkpoint with 1 MiB of float32 weights at `path`; keywords change its config."""
+    path.mkdir()
+    config = {k: v for k, v in (CHECKPOINT_CONFIG | changes).items() if v is not None}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    save_file({"weight": np.zeros((512, 512), np.float32)}, path / "model.safetensors")
+    return path
+
+
 @pytest.fixture
 def fake_checkpoint(tmp_path: Path) -> Callable[..., Path]:
     """Makes a checkpoint with 1 MiB of float32 weights; keywords change its config."""
 
     def make(name: str = "tiny", **changes: Any) -> Path:
-        path = tmp_path / name
-        path.mkdir()
-        config = {k: v for k, v in (CHECKPOINT_CONFIG | changes).items() if v is not None}
-        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        (path / "tokenizer.json").write_text("{}", encoding="utf-8")
-        save_file({"weight": np.zeros((512, 512), np.float32)}, path / "model.safetensors")
-        return path
+        return write_checkpoint(tmp_path / name, **changes)
 
     return make

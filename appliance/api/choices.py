@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from msgspec import UNSET
+
 from appliance.api.plan import Plan
-from appliance.api.replies import Finish, LoggedToken, Piece, Usage
-from appliance.api.service import Generation, GenerationFailed, Service
+from appliance.api.replies import CompletionDetails, Finish, LoggedToken, Piece, Usage
+from appliance.api.service import Generation, GenerationFailed, RequestTimes, Service
+from appliance.api.timing import longest
+from appliance.api.toolreader import ToolReader
 from appliance.engines.protocol import Produced
 from appliance.tokens import TextStream, Tokenizer
 from appliance.vocabulary import FinishReason
@@ -31,12 +35,14 @@ class Choice:
             plan.stops,
             prompt=request.prompt,
             min_tokens=request.sampling.min_tokens,
+            special_tokens=plan.interpretation is not None and plan.interpretation.special_tokens,
         )
-        self._ids = plan.return_token_ids
+        self._ids = plan.return_token_ids or plan.interpretation is not None
         self._offset = 0
         self.tokens = 0
         """Tokens generated, the one that ended it included."""
         self.finish: Finish | None = None
+        self._stop: str | None = None
 
     def take(self, batch: Sequence[Produced]) -> Piece:
         """The piece that `batch` makes. Tokens behind a stop string are dropped."""
@@ -53,11 +59,11 @@ class Choice:
                 texts.append(self._text.finish())
                 self.finish = _finish(produced.finished)
             if self._text.stopped:
-                self.finish = "stop"
+                self.finish, self._stop = "stop", self._text.stop
             if self.finish is not None:
                 break
         ids = [produced.token for produced in batch[: self.tokens - first]] if self._ids else None
-        return Piece(self._index, "".join(texts), logged, self.finish, ids)
+        return Piece(self._index, "".join(texts), logged, self.finish, ids, self._stop)
 
     def _log(self, produced: Produced, top: int) -> LoggedToken:
         if not produced.logprobs:
@@ -103,6 +109,7 @@ class Choices:
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._readers: list[asyncio.Task[None]] = []
+        self._reader = None if plan.interpretation is None else ToolReader(plan)
 
     @classmethod
     def submit(cls, plan: Plan, service: Service) -> Choices:
@@ -114,6 +121,8 @@ class Choices:
         except BaseException:
             for generation in generations:
                 generation.cancel(FinishReason.CANCELLED)
+            if plan.interpretation is not None:
+                plan.interpretation.end()
             raise
         return cls(plan, generations)
 
@@ -123,11 +132,19 @@ class Choices:
 
     def usage(self) -> Usage:
         prompt, completion = self._plan.prompt_tokens, sum(c.tokens for c in self._choices)
+        details = None
+        if self._reader is not None and self._plan.reasons:
+            details = CompletionDetails(self._reader.reasoning_tokens)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
+            completion_tokens_details=details or UNSET,
         )
+
+    def times(self) -> RequestTimes | None:
+        """What the time of the answer went to; None before it is over."""
+        return longest(generation.times for generation in self._generations)
 
     async def __aenter__(self) -> Self:
         self._readers = [
@@ -152,6 +169,8 @@ class Choices:
         for choice, generation in zip(self._choices, self._generations, strict=True):
             if choice.finish is None:
                 generation.cancel(FinishReason.CANCELLED)
+        if self._plan.interpretation is not None:
+            self._plan.interpretation.end()
 
     async def pieces(self, wait_seconds: float | None = None) -> list[Piece]:
         """What is new, at most one piece per choice; empty if nothing came in `wait_seconds`.
@@ -164,7 +183,10 @@ class Choices:
                 raise self._failure
             self._news.set()  # what came before the failure goes out first
         ready, self._ready = self._ready, {}
-        return [self._take(index, batch) for index, batch in ready.items()]
+        pieces = [self._take(index, batch) for index, batch in ready.items()]
+        if self._reader is None:
+            return pieces
+        return [await self._reader.read(piece) for piece in pieces]
 
     def _take(self, index: int, batch: list[Produced]) -> Piece:
         choice = self._choices[index]

@@ -1,23 +1,25 @@
-"""Refusals and failures, in the shape OpenAI's clients understand."""
+"""Refusals and failures: what is answered to each."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
-from litestar import Request, Response
 from litestar.exceptions import HTTPException
-from litestar.types import ExceptionHandlersMap
 
 from appliance.api.service import (
     GenerationFailed,
+    ModelExists,
     ModelNotFound,
+    ModelQueueFull,
     NothingPrevious,
     PolicyNotActive,
     QueueFull,
+    RequestNotFound,
 )
-from appliance.errors import PolicyChoiceError
+from appliance.api.settings import FilesLeft, NotSaved
+from appliance.errors import CheckpointError, ConfigError, PolicyChoiceError, PullError
 from appliance.tokens import ChatTemplateMissing, ChatTemplateRefused
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every error answer, and of an error event in a stream."""
+    """The body of every error answer of OpenAI's, and of an error event in a stream."""
 
     error: ErrorDetail
 
@@ -63,6 +65,21 @@ class BadRequest(ApiError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(400, message, param=param, code=code)
 
+    def renamed(self, names: Mapping[str, str]) -> BadRequest:
+        """The same for a client that knows the field by another name, if it is in `names`."""
+        detail = self.body.error
+        field = detail.param or ""
+        if field not in names:
+            return self
+        return BadRequest(detail.message.replace(field, names[field], 1), names[field], detail.code)
+
+
+class Unsupported(BadRequest):
+    """400 for a field that is known and not supported, or not known at all."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field}: this field is not supported", field, "unsupported_field")
+
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -75,36 +92,45 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case ModelNotFound():
             return ApiError(404, str(error), param="model", code="model_not_found")
-        case QueueFull():
+        case FilesLeft():
+            return ApiError(404, str(error), param="model", code="files_left")
+        case ModelExists():
+            return ApiError(409, str(error), param="name", code="model_exists")
+        case RequestNotFound():
+            return ApiError(404, str(error), param="id", code="request_not_found")
+        case QueueFull() | ModelQueueFull():
             seconds = str(max(1, round(error.retry_after_seconds)))
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
         case GenerationFailed():
-            return ApiError(error.status, error.message, code=error.code)
+            headers = {}
+            if error.retry_after_seconds is not None:
+                headers["Retry-After"] = str(max(1, round(error.retry_after_seconds)))
+            return ApiError(error.status, error.message, code=error.code, headers=headers)
         case PolicyChoiceError():
             field = ".".join(error.problems[0].key)
             return ApiError(422, "; ".join(map(str, error.problems)), param=field, code="policy")
+        case ConfigError():
+            key = error.problems[0].key
+            return ApiError(422, "; ".join(map(str, error.problems)), param=key, code="config")
+        case CheckpointError() | PullError():
+            return ApiError(422, str(error), param="path", code="checkpoint")
+        case NotSaved():
+            return ApiError(409, f"{error}; nothing was changed", code="not_saved")
         case NothingPrevious():
             return ApiError(409, str(error), code="nothing_previous")
         case PolicyNotActive():
             return ApiError(404, str(error), param=error.policy, code="policy_not_active")
         case ChatTemplateMissing() | ChatTemplateRefused():
             return BadRequest(str(error), "messages", "chat_template")
+        case HTTPException(detail="client disconnected prematurely"):  # litestar's, and a 500
+            return ApiError(499, "the client closed the connection", code="client_closed")
+        case HTTPException(__cause__=FileNotFoundError()):  # litestar's, of a file to be sent
+            return ApiError(404, "the file was deleted meanwhile", code="file_not_found")
+        case RecursionError():  # bodies are all that is nested; some can be read but not written
+            return BadRequest("the body is nested too deeply", code="invalid_json")
         case HTTPException() if error.status_code < 500:
             code = _CODES.get(error.status_code)
             headers = {str(k): str(v) for k, v in (error.headers or {}).items()}
             return ApiError(error.status_code, error.detail, code=code, headers=headers)
     log.error("a request failed unexpectedly", exc_info=error)
     return ApiError(500, "internal error", code="internal_error")
-
-
-def _answer(_: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
-    answer = as_api_error(error)
-    return Response(
-        answer.body,
-        status_code=answer.status,
-        headers=answer.headers,
-        media_type="application/json",
-    )
-
-
-EXCEPTION_HANDLERS: ExceptionHandlersMap = {HTTPException: _answer, Exception: _answer}

@@ -1,4 +1,4 @@
-"""What the appliance counts, in Prometheus' terms: one registry per daemon, no globals.
+"""What the appliance counts, in Prometheus' terms.
 
 Names that vLLM has are vLLM's (``vllm:…``, label ``model_name``), so that its dashboards work here.
 The daemon calls the methods; label values are checked by nobody, so they stay few.
@@ -6,27 +6,20 @@ The daemon calls the methods; label values are checked by nobody, so they stay f
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import Gauge
 
+import appliance
+from appliance.api.batchmetrics import BatchMetrics
+from appliance.api.gpumetrics import GpuMetrics
+from appliance.api.registry import Family, Registry
+from appliance.api.requestmetrics import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS, RequestMetrics
 from appliance.vocabulary import Direction, FinishReason, InstanceId, ModelName
 
 _TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-_LATENCY_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
-    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-_INTER_TOKEN_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 _TRANSFER_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -36,6 +29,7 @@ _POLICY_CALL_BUCKETS = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.0025, 0.005),
     *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
 )
+INSTANCE_STATES = ("starting", "up", "lost")
 _TRANSFER_KINDS = ("weights", "kv_in", "kv_out")
 
 
@@ -43,21 +37,30 @@ class Metrics:
     """All metrics of one appliance. Sizes are bytes, times are seconds."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = Registry()
+        self.requests = RequestMetrics(self._registry)
+        self.gpus = GpuMetrics(self._registry)
+        self.batches = BatchMetrics(self._registry)
         self._prefetch_outcomes: dict[str, int] = {}
-        self._prefetch_hit_ratio: Gauge | None = None  # not shown before there is one
+        self._prefetch_hit_ratio: Gauge | None = None
         self._add_appliance()
         self._add_vllm()
 
     def exposition(self) -> bytes:
         """The text format that a scraper reads."""
-        return generate_latest(self._registry)
+        return self._registry.exposition()
+
+    @property
+    def families(self) -> list[Family]:
+        """Every metric there is, also one that nothing was counted for yet."""
+        return self._registry.families
 
     # --- the appliance's own ---------------------------------------------------------------------
 
     def declare(self, model: ModelName) -> None:
         """Show the model's counters from the start, at 0."""
         self._preemptions.labels(model)
+        self._vllm_preemptions.labels(model)
         self._prefills.labels(model)
         self._recoveries.labels(model)
         for direction in Direction:
@@ -65,11 +68,19 @@ class Metrics:
         for kind in _TRANSFER_KINDS:
             self._transfer_bytes.labels(kind, model)
 
+    def forget(self, model: ModelName) -> None:
+        """The model is gone: it has no state any more. What was counted for it stays."""
+        for gauge in (self._running, self._waiting):
+            gauge.remove_by_labels({"model_name": model})
+        self._kv_usage.remove_by_labels({"model_name": model})
+        self._queue_age.remove_by_labels({"model": model})
+
     def switch(self, instance: InstanceId, model: ModelName, reason: str) -> None:
         self._switches.labels(instance, model, reason).inc()
 
     def preemption(self, model: ModelName) -> None:
         self._preemptions.labels(model).inc()
+        self._vllm_preemptions.labels(model).inc()
 
     def kv_swapped(self, direction: Direction, model: ModelName, moved_bytes: int) -> None:
         self._kv_swapped.labels(direction.value, model).inc(moved_bytes)
@@ -120,8 +131,8 @@ class Metrics:
         ended = used + self._prefetch_outcomes.get("wasted", 0)
         if not ended:
             return
-        if self._prefetch_hit_ratio is None:
-            self._prefetch_hit_ratio = self._gauge(
+        if self._prefetch_hit_ratio is None:  # not shown before there is one
+            self._prefetch_hit_ratio = self._registry.gauge(
                 "appliance_prefetch_hit_ratio", "Weight prefetches used, of those used or wasted."
             )
         self._prefetch_hit_ratio.set(used / ended)
@@ -137,6 +148,33 @@ class Metrics:
         """A question was answered."""
         self._policy_calls.observe(hook, seconds)
 
+    def decision(self, event: str, seconds: float) -> None:
+        """The machine handled an event."""
+        self._decisions.observe(event, seconds)
+
+    def ages(self, waiting: Mapping[ModelName, float], progress_seconds: float) -> None:
+        """How long the oldest waiting request of each model has waited, and since when nothing
+        came of the slowest request; 0 where there is none."""
+        for model, seconds in waiting.items():
+            self._queue_age.labels(model).set(seconds)
+        self._progress_age.set(progress_seconds)
+
+    def instances(self, states: Iterable[str]) -> None:
+        """The state of each."""
+        counts = dict.fromkeys(INSTANCE_STATES, 0)
+        for state in states:
+            counts[state] += 1
+        for state, count in counts.items():
+            self._instances.labels(state).set(count)
+
+    def kv(self, tier: str, uses: Mapping[tuple[str, str], int]) -> None:
+        """Bytes by shape and use; one that is not named has none there."""
+        for gone in self._kv_uses.get(tier, set()) - uses.keys():
+            self._kv.remove(tier, *gone)
+        self._kv_uses[tier] = set(uses)
+        for (shape, use), size in uses.items():
+            self._kv.labels(tier, shape, use).set(size)
+
     def policy_error(self, policy: str) -> None:
         self._policy_errors.labels(policy).inc()
 
@@ -146,10 +184,16 @@ class Metrics:
         self._running.labels(model).set(running)
         self._waiting.labels(model).set(waiting)
 
-    def first_token(self, model: ModelName, prompt_tokens: int, seconds: float) -> None:
-        """The first token of a request came `seconds` after the request."""
+    def kv_usage(self, model: ModelName, share: float) -> None:
+        self._kv_usage.labels(model).set(share)
+
+    def first_token(
+        self, model: ModelName, prompt_tokens: int, tokens: int, seconds: float
+    ) -> None:
+        """The first token of a request came `seconds` after the request; or its vector, which is
+        none (`tokens`)."""
         self._prompt_tokens.labels(model).inc(prompt_tokens)
-        self._generation_tokens.labels(model).inc()
+        self._generation_tokens.labels(model).inc(tokens)
         self._ttft.labels(model).observe(seconds)
 
     def tokens(self, model: ModelName, count: int, seconds: float) -> None:
@@ -164,7 +208,8 @@ class Metrics:
             self._success.labels(model, reason.value).inc()
 
     def _add_appliance(self) -> None:
-        counter, gauge = self._counter, self._gauge
+        counter, gauge = self._registry.counter, self._registry.gauge
+        histogram, weighted = self._registry.histogram, self._registry.weighted
         self._switches = counter(
             "appliance_switches", "Model switches.", "instance", "model", "reason"
         )
@@ -177,10 +222,10 @@ class Metrics:
         self._transfer_bytes = counter(
             "appliance_transfer_bytes", "Bytes of weights and KV transferred.", "kind", "model"
         )
-        self._transfer_seconds = self._histogram(
+        self._transfer_seconds = histogram(
             "appliance_transfer_seconds", "Time of a transfer's bytes.", _TRANSFER_BUCKETS, "kind"
         )
-        self._transfer_queue_seconds = self._histogram(
+        self._transfer_queue_seconds = histogram(
             "appliance_transfer_queue_seconds",
             "Time that a transfer waited for its turn.",
             _TRANSFER_BUCKETS,
@@ -214,70 +259,58 @@ class Metrics:
         self._policy_errors = counter(
             "appliance_policy_errors", "Policy answers that could not be used.", "policy"
         )
-        self._policy_calls = WeightedHistogram(
-            "appliance_policy_call_seconds", "Time to an answer.", "hook", _POLICY_CALL_BUCKETS
+        self._policy_calls = weighted(
+            "appliance_policy_call_seconds", "Time to an answer.", _POLICY_CALL_BUCKETS, "hook"
         )
-        self._registry.register(self._policy_calls)
+        self._decisions = weighted(
+            "appliance_decision_seconds",
+            "Time in which the scheduling machine handled an event.",
+            _POLICY_CALL_BUCKETS,
+            "event",
+        )
+        self._queue_age = gauge(
+            "appliance_queue_age_seconds", "How long the oldest request has waited.", "model"
+        )
+        self._progress_age = gauge(
+            "appliance_progress_age_seconds", "Time since the slowest request last progressed."
+        )
+        self._instances = gauge("appliance_instances", "Instances by state.", "state")
+        self._kv = gauge(
+            "appliance_kv_bytes",
+            "KV memory of the shape whose blocks have so many bytes: mapped, used or cold.",
+            "tier",
+            "shape",
+            "use",
+        )
+        self._kv_uses: dict[str, set[tuple[str, str]]] = {}
+        gauge("appliance_info", "1, and the version.", "version").labels(appliance.__version__).set(
+            1
+        )
 
     def _add_vllm(self) -> None:
         name = "model_name"
-        self._running = self._gauge("vllm:num_requests_running", "Requests running.", name)
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting.", name)
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed.", name)
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.", name)
-        self._success = self._counter(
+        counter, gauge = self._registry.counter, self._registry.gauge
+        self._running = gauge("vllm:num_requests_running", "Requests running.", name)
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests waiting.", name)
+        self._kv_usage = gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of the pools that the model's KV takes. 1 means all of them.",
+            name,
+        )
+        self._vllm_preemptions = counter(
+            "vllm:num_preemptions", "Requests preempted in mid-generation.", name
+        )
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.", name)
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.", name)
+        self._success = counter(
             "vllm:request_success", "Requests that ran to their end.", name, "finished_reason"
         )
-        self._ttft = self._histogram(
+        self._ttft = self._registry.histogram(
             "vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS, name
         )
-        self._latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Time to the last token.", _LATENCY_BUCKETS, name
+        self._latency = self._registry.histogram(
+            "vllm:e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS, name
         )
-        self._inter_token = WeightedHistogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens.", name, _INTER_TOKEN_BUCKETS
+        self._inter_token = self._registry.weighted(
+            "vllm:inter_token_latency_seconds", "Time between tokens.", INTER_TOKEN_BUCKETS, name
         )
-        self._registry.register(self._inter_token)
-
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(name, about, labels, registry=self._registry)
-
-    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(name, about, labels, registry=self._registry)
-
-    def _histogram(
-        self, name: str, about: str, buckets: Sequence[float], *labels: str
-    ) -> Histogram:
-        return Histogram(name, about, labels, registry=self._registry, buckets=tuple(buckets))
-
-
-class WeightedHistogram(Collector):
-    """A histogram by one label that takes several equal observations at once, in one list update.
-
-    The library's own takes one at a time, under a lock; this one is fed per token
-    or per question.
-    """
-
-    def __init__(self, name: str, about: str, label: str, buckets: Sequence[float]) -> None:
-        self._name = name
-        self._about = about
-        self._label = label
-        self._bounds = tuple(buckets)
-        self._counts: dict[str, list[int]] = {}
-        self._sums: dict[str, float] = {}
-
-    def observe(self, label: str, value: float, count: int = 1) -> None:
-        counts = self._counts.get(label)
-        if counts is None:
-            counts = self._counts[label] = [0] * (len(self._bounds) + 1)
-            self._sums[label] = 0.0
-        counts[bisect_left(self._bounds, value)] += count
-        self._sums[label] += value * count
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._about, labels=(self._label,))
-        bounds = [*map(str, self._bounds), "+Inf"]
-        for label, counts in self._counts.items():
-            cumulated = zip(bounds, map(float, accumulate(counts)), strict=True)
-            family.add_metric((label,), list(cumulated), self._sums[label])
-        yield family

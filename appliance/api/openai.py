@@ -14,11 +14,12 @@ from litestar.response.base import ASGIResponse
 
 import appliance
 from appliance.api.choices import Choices
+from appliance.api.jsonanswers import json_answer
 from appliance.api.plan import Plan, plan_chat, plan_completion
 from appliance.api.replies import ChatDialect, CompletionDialect, Dialect
 from appliance.api.schemas import ChatRequest, CompletionRequest, decode
 from appliance.api.service import ModelCard, Service
-from appliance.api.stream import EventStream, events, unless_hung_up, whole_answer
+from appliance.api.stream import answer
 
 
 def generation_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
@@ -26,39 +27,41 @@ def generation_routes(service: Service, keep_alive_seconds: float) -> list[HTTPR
 
     @post("/v1/chat/completions", status_code=200, operation_id="createChatCompletion")
     async def chat(request: Request[Any, Any, Any]) -> ASGIResponse:
-        asked = decode(await request.body(), ChatRequest)
-        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
-        plan = await plan_chat(asked, service, completion_id)
-        dialect = ChatDialect(completion_id, int(time.time()), plan.model, plan.include_usage)
-        return await answer(request, plan, dialect)
+        return await generate(request, *await prepare_chat(await request.body(), service))
 
     @post("/v1/completions", status_code=200, operation_id="createCompletion")
     async def completion(request: Request[Any, Any, Any]) -> ASGIResponse:
-        asked = decode(await request.body(), CompletionRequest)
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
-        plan = await plan_completion(asked, service, completion_id)
-        dialect = CompletionDialect(completion_id, int(time.time()), plan.model, plan.include_usage)
-        return await answer(request, plan, dialect)
+        return await generate(request, *await prepare_completion(await request.body(), service))
 
-    async def answer(request: Request[Any, Any, Any], plan: Plan, dialect: Dialect) -> ASGIResponse:
+    async def generate(
+        request: Request[Any, Any, Any], plan: Plan, dialect: Dialect
+    ) -> ASGIResponse:
         choices = Choices.submit(plan, service)
-        if not plan.stream:
-            try:
-                body = await unless_hung_up(request.receive, whole_answer(choices, dialect))
-            finally:
-                choices.cancel()  # also when the answer was never begun
-            return _json(body)
-        return EventStream(
+        return await answer(
+            request.receive,
             choices,
-            events(
-                choices,
-                dialect,
-                include_usage=plan.include_usage,
-                keep_alive_seconds=keep_alive_seconds,
-            ),
+            dialect,
+            stream=plan.stream,
+            keep_alive_seconds=keep_alive_seconds,
         )
 
     return [chat, completion]
+
+
+async def prepare_chat(body: bytes, service: Service) -> tuple[Plan, Dialect]:
+    """What the body of a chat asks for, and how it is answered. Raises what `plan_chat` raises."""
+    asked = decode(body, ChatRequest)
+    completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+    plan = await plan_chat(asked, service, completion_id)
+    return plan, ChatDialect(completion_id, int(time.time()), plan.model, plan.include_usage)
+
+
+async def prepare_completion(body: bytes, service: Service) -> tuple[Plan, Dialect]:
+    """The same for a plain completion. Raises what `plan_completion` raises."""
+    asked = decode(body, CompletionRequest)
+    completion_id = f"cmpl-{uuid.uuid4().hex}"
+    plan = await plan_completion(asked, service, completion_id)
+    return plan, CompletionDialect(completion_id, int(time.time()), plan.model, plan.include_usage)
 
 
 def model_routes(service: Service) -> list[HTTPRouteHandler]:
@@ -66,11 +69,11 @@ def model_routes(service: Service) -> list[HTTPRouteHandler]:
 
     @get("/v1/models", operation_id="listModels")
     async def models() -> ASGIResponse:
-        return _encoded(_ModelList(data=[_model(card) for card in service.models()]))
+        return json_answer(_ModelList(data=[_model(card) for card in service.models()]))
 
     @get("/v1/models/{name:path}", operation_id="retrieveModel")
     async def model(name: FromPath[str]) -> ASGIResponse:
-        return _encoded(_model(service.model(name.removeprefix("/"))))
+        return json_answer(_model(service.model(name.removeprefix("/"))))
 
     return [models, model]
 
@@ -80,16 +83,16 @@ def operator_routes(service: Service) -> list[HTTPRouteHandler]:
 
     @get(["/livez", "/health"], operation_id="live")
     async def live() -> ASGIResponse:
-        return _encoded({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     @get("/readyz", operation_id="ready")
     async def ready() -> ASGIResponse:
         readiness = service.readiness()
-        return _encoded(readiness, 200 if readiness.ok else 503)
+        return json_answer(readiness, 200 if readiness.ok else 503)
 
     @get("/version", operation_id="version")
     async def version() -> ASGIResponse:
-        return _encoded({"version": appliance.__version__})
+        return json_answer({"version": appliance.__version__})
 
     @get("/metrics", operation_id="metrics")
     async def metrics() -> ASGIResponse:
@@ -97,11 +100,11 @@ def operator_routes(service: Service) -> list[HTTPRouteHandler]:
 
     @get("/api/status", operation_id="status")
     async def status() -> ASGIResponse:
-        return _encoded(service.activity())
+        return json_answer(service.activity())
 
     @post("/api/verify", status_code=200, operation_id="verify")
     async def verify() -> ASGIResponse:
-        return _encoded({"instances": await service.verify()})
+        return json_answer({"instances": await service.verify()})
 
     return [live, ready, version, metrics, status, verify]
 
@@ -114,6 +117,8 @@ class _Model(msgspec.Struct, kw_only=True):
     max_model_len: int
     """vLLM's name for it."""
     state: str
+    task: str
+    """What it is for: ``generate``, ``embed`` or ``score``."""
 
 
 class _ModelList(msgspec.Struct, kw_only=True):
@@ -128,12 +133,5 @@ def _model(card: ModelCard) -> _Model:
         owned_by=card.owned_by,
         max_model_len=card.max_context_tokens,
         state=card.state,
+        task=card.purpose.task.value,
     )
-
-
-def _encoded(body: object, status: int = 200) -> ASGIResponse:
-    return _json(msgspec.json.encode(body), status)
-
-
-def _json(body: bytes, status: int = 200) -> ASGIResponse:
-    return ASGIResponse(body=body, status_code=status, media_type="application/json")

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from appliance.api.errors import BadRequest
-from appliance.api.schemas import MAX_PROMPTS, ChatRequest, Common, CompletionRequest
-from appliance.api.service import ModelCard, Service, SubmitRequest
-from appliance.engines.protocol import Sampling
+from appliance.api.guiding import guide_of
+from appliance.api.schemas import (
+    MAX_PROMPTS,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    Message,
+    NamedTool,
+)
+from appliance.api.service import Interpretation, ModelCard, Service, SubmitRequest
+from appliance.api.tasks import check_task
+from appliance.api.tools import (
+    check_choice,
+    guide_of_chat,
+    has_to_be_read,
+    interpret,
+    template_tools,
+)
+from appliance.engines.protocol import Guide, GuideRefused, Sampling
 from appliance.tokens import Tokenizer
-from appliance.vocabulary import RequestClass
+from appliance.vocabulary import RequestClass, Task
 
 _LONG_TEXT = 16_384
 """Characters above which encoding leaves the event loop's thread."""
@@ -36,37 +52,110 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    interpretation: Interpretation | None = None
+    """Who reads the answers for reasoning and tool calls, if they may hold any; to be ended."""
+    reasons: bool = False
+    """The model is one that reasons: its tokens for that are told apart."""
+    named_tool: bool = False
+    """The client says which tool is called: that is no finish of its own."""
 
 
-async def plan_chat(request: ChatRequest, service: Service, completion_id: str) -> Plan:
-    """Raises `ModelNotFound`, `BadRequest` and the errors of chat templates."""
+async def plan_chat(
+    request: ChatRequest, service: Service, completion_id: str, *, fit: bool = False
+) -> Plan:
+    """With `fit`, the limit on tokens is a wish that the end of the context may cut short.
+
+    Raises `ModelNotFound`, `BadRequest` and the errors of chat templates.
+    """
     card, tokenizer = service.model(request.model), service.tokenizer(request.model)
-    messages = [message.plain() for message in request.messages]
-    length = sum(len(message["content"]) for message in messages)
-    prompt = await _off_loop(length, lambda: tokenizer.render_chat(messages))
+    check_task(card, [Task.GENERATE], "Chat Completions")
+    tools = template_tools(request)
+    check_choice(request, card)
+    prompt = await encode_chat(request.messages, tokenizer, tools, request.chat_template_kwargs)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens or request.max_tokens
-    return _plan(
-        request, card, tokenizer, [prompt], "messages", max_tokens, logprobs, completion_id
+    plan = _plan(
+        request, card, tokenizer, [prompt], "messages", max_tokens, logprobs, completion_id, fit
     )
+    if not has_to_be_read(request, card):
+        return await _guided(plan, guide_of(request), service)
+    interpretation = await interpret(request, prompt, service)
+    plan = msgspec.structs.replace(
+        plan,
+        interpretation=interpretation,
+        reasons=card.reasoning_parser is not None,
+        named_tool=isinstance(request.tool_choice, NamedTool),
+    )
+    try:
+        return await _guided(plan, guide_of_chat(request, interpretation), service)
+    except BaseException:
+        interpretation.end()
+        raise
 
 
-async def plan_completion(request: CompletionRequest, service: Service, completion_id: str) -> Plan:
-    """Raises `ModelNotFound` and `BadRequest`."""
+async def encode_chat(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Token ids of a conversation, up to where its answer begins; `tools` as templates know them,
+    `variables` are further ones of theirs.
+
+    Raises the errors of chat templates.
+    """
+    length = sum(message.characters for message in messages) + len(str(tools or ""))
+
+    def render() -> tuple[int, ...]:
+        plain = [message.plain() for message in messages]
+        return tokenizer.render_chat(plain, tools, variables=variables)
+
+    return await off_loop(length, render)
+
+
+async def plan_completion(
+    request: CompletionRequest, service: Service, completion_id: str, *, fit: bool = False
+) -> Plan:
+    """With `fit`, the limit on tokens is a wish that the end of the context may cut short, and
+    there is none but that when none is given.
+
+    Raises `ModelNotFound` and `BadRequest`.
+    """
     card, tokenizer = service.model(request.model), service.tokenizer(request.model)
-    sources = _prompts(request.prompt)
+    check_task(card, [Task.GENERATE], "Completions")
+    sources = sources_of(request.prompt)
     length = sum(len(source) for source in sources)
-    prompts = await _off_loop(length, lambda: [_encode(source, tokenizer) for source in sources])
-    return _plan(
+    prompts = await off_loop(
+        length, lambda: [encode_source(source, tokenizer) for source in sources]
+    )
+    plan = _plan(
         request,
         card,
         tokenizer,
         prompts,
         "prompt",
-        request.max_tokens or COMPLETION_TOKENS,
+        request.max_tokens or (None if fit else COMPLETION_TOKENS),
         request.logprobs,
         completion_id,
+        fit,
     )
+    return await _guided(plan, guide_of(request), service)
+
+
+async def _guided(plan: Plan, asked: tuple[str, Guide] | None, service: Service) -> Plan:
+    """The plan with the guide that a field asks for, which can be followed."""
+    if asked is None:
+        return plan
+    field, guide = asked
+    try:
+        await service.check_guide(plan.model, guide)
+    except GuideRefused as refused:
+        raise BadRequest(f"{field}: {refused}", field, "invalid_guide") from refused
+    replace = msgspec.structs.replace
+    choices = [
+        replace(choice, sampling=replace(choice.sampling, guide=guide)) for choice in plan.choices
+    ]
+    return replace(plan, choices=tuple(choices))
 
 
 def _plan(
@@ -78,6 +167,7 @@ def _plan(
     max_tokens: int | None,
     logprobs: int | None,
     completion_id: str,
+    fit: bool,
 ) -> Plan:
     _check_vocabulary(request, tokenizer)
     n = request.n or 1
@@ -87,10 +177,10 @@ def _plan(
         raise BadRequest(f"{source}: more than {MAX_PROMPTS} choices in one request", source)
     choices: list[SubmitRequest] = []
     for prompt in prompts:
-        room = _room(prompt, card, max_tokens, source)
+        room = _room(prompt, card, None if fit else max_tokens, source)
         for i in range(n):
             seed = None if request.seed is None else request.seed + i
-            sampling = _sampling(request, max_tokens or room, logprobs, seed)
+            sampling = _sampling(request, min(max_tokens or room, room), logprobs, seed)
             name = completion_id if len(prompts) * n == 1 else f"{completion_id}-{len(choices)}"
             choices.append(
                 SubmitRequest(
@@ -101,6 +191,9 @@ def _plan(
                     request_class=request_class,
                 )
             )
+    if len(choices) > 1:
+        together = sum(len(one.prompt) + one.sampling.max_tokens for one in choices)
+        choices = [msgspec.structs.replace(one, together_tokens=together) for one in choices]
     stop = request.stop or ()
     return Plan(
         model=request.model,
@@ -157,15 +250,16 @@ def _sampling(request: Common, max_tokens: int, logprobs: int | None, seed: int 
 def _check_vocabulary(request: Common, tokenizer: Tokenizer) -> None:
     for field in ("logit_bias", "stop_token_ids"):
         for token in getattr(request, field) or ():
-            _check_token(token, tokenizer, field)
+            check_token(token, tokenizer, field)
 
 
-def _check_token(token: int, tokenizer: Tokenizer, field: str) -> None:
+def check_token(token: int, tokenizer: Tokenizer, field: str) -> None:
+    """Raises `BadRequest` for a token that the vocabulary has not."""
     if not 0 <= token < tokenizer.vocab_size:
         raise BadRequest(f"{field}: token id {token} is not in the vocabulary", field)
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def sources_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     """The four forms of `prompt` as one: a list of texts or of token id lists."""
     if isinstance(prompt, str):
         return [prompt]
@@ -177,14 +271,15 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return [item for item in prompt if not isinstance(item, int)]
 
 
-def _encode(source: str | list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+def encode_source(source: str | list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of one prompt. Raises `BadRequest`."""
     if isinstance(source, str):
         return tokenizer.encode(source)
     for token in source:
-        _check_token(token, tokenizer, "prompt")
+        check_token(token, tokenizer, "prompt")
     return tuple(source)
 
 
-async def _off_loop(length: int, work: Callable[[], _Result]) -> _Result:
+async def off_loop(length: int, work: Callable[[], _Result]) -> _Result:
     """Run `work` here, or in a thread when it is long: other streams must not wait for it."""
     return work() if length <= _LONG_TEXT else await asyncio.to_thread(work)

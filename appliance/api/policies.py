@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from litestar import Request, get, post, put
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from appliance.api.jsonanswers import json_answer
 from appliance.api.schemas import parse
 from appliance.api.service import Service
 from appliance.policywords import PolicyChoice
@@ -38,7 +38,6 @@ def policy_routes(service: Service) -> list[HTTPRouteHandler]:
         return await report()
 
     async def report() -> ASGIResponse:
-        body = msgspec.json.encode(await service.policies())
-        return ASGIResponse(body=body, media_type="application/json")
+        return json_answer(await service.policies())
 
     return [policies, set_policy, rollback, enable]

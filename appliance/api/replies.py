@@ -1,17 +1,22 @@
-"""What clients are answered: OpenAI's response bodies and stream chunks, for chats and completions.
+"""What clients are answered: OpenAI's response bodies and stream events, for chats and completions.
 
-A `Dialect` turns pieces of choices into bytes; it keeps no state besides the constant fields.
+A `Dialect` turns the pieces of one answer into bytes.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-Finish: TypeAlias = Literal["stop", "length"]
+from appliance.api.errors import ApiError
+from appliance.api.errorshapes import openai_error
+from appliance.toolcalls import CallPiece
+
+Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class LoggedToken(msgspec.Struct, frozen=True):
@@ -26,13 +31,23 @@ class LoggedToken(msgspec.Struct, frozen=True):
 
 class Piece(msgspec.Struct):
     """New text of one choice, or all of it. `logged` (log probabilities) and `ids` (of its tokens)
-    are None when they are not asked for."""
+    are None when they are not asked for; `stop` is the stop string that ended it, if one did;
+    `calls` are what of its text called tools, `reasoning` what the model thought before."""
 
     index: int
     text: str
     logged: list[LoggedToken] | None = None
     finish: Finish | None = None
     ids: list[int] | None = None
+    stop: str | None = None
+    calls: Sequence[CallPiece] = ()
+    reasoning: str = ""
+
+
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """What tokens of answers went to, as far as it is known."""
+
+    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,20 +56,86 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """Of models that reason."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        details = self.completion_tokens_details
+        return 0 if details is UNSET else details.reasoning_tokens
 
 
 class Dialect(Protocol):
-    """How an endpoint words its answers. All methods return JSON."""
+    """How an endpoint words one answer: whole, or as the events of a stream, in their frames.
 
-    def opening(self, index: int) -> bytes | None:
-        """A chunk before the first piece of a choice, if the dialect has one."""
+    Any event may be empty; what is empty is not sent.
+    """
+
+    media_type: str
+    """Of a stream."""
+    keep_alive: bytes
+    """What a stream holds while there is nothing to say, and clients pass over."""
+
+    def beginning(self) -> bytes:
+        """What a stream begins with, before there is any token."""
+
+    def opening(self, index: int) -> bytes:
+        """What comes before the first piece of a choice."""
 
     def chunk(self, piece: Piece) -> bytes: ...
 
-    def usage_chunk(self, usage: Usage) -> bytes: ...
+    def ending(self, usage: Usage) -> bytes:
+        """What comes after the last piece of the last choice."""
+
+    def remark(self, text: str) -> bytes:
+        """A line for whoever reads the stream itself, which clients pass over."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that cannot be completed."""
 
     def body(self, choices: Sequence[Piece], usage: Usage) -> bytes:
-        """The whole answer, not streamed."""
+        """The whole answer, not streamed: JSON."""
+
+
+class OpenAiDialect(ABC):
+    """What the streams of OpenAI's dialects share: server-sent events without names."""
+
+    media_type = "text/event-stream"
+    keep_alive = b": keep-alive\n\n"
+
+    def __init__(self, id: str, created: int, model: str, include_usage: bool) -> None:
+        self._head = (id, created, model)
+        self._include_usage = include_usage
+        # With usage asked for, OpenAI puts a null one into every chunk but the last.
+        self._no_usage = None if include_usage else UNSET
+
+    def beginning(self) -> bytes:
+        return self.keep_alive
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def ending(self, usage: Usage) -> bytes:
+        told = self._usage_chunk(usage) if self._include_usage else b""
+        return told + b"data: [DONE]\n\n"
+
+    def remark(self, text: str) -> bytes:
+        return comment(text)
+
+    def failure(self, error: ApiError) -> bytes:
+        return _event(openai_error(error))
+
+    @abstractmethod
+    def _usage_chunk(self, usage: Usage) -> bytes: ...
+
+
+def comment(text: str) -> bytes:
+    """A comment among server-sent events."""
+    return f": {text}\n\n".encode()
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
 # --- chat ----------------------------------------------------------------------------------------
@@ -71,11 +152,26 @@ class _ChatLogprobs(msgspec.Struct, kw_only=True):
     content: list[_ChatLogprob]
 
 
+class _Function(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class _ToolCall(msgspec.Struct, kw_only=True):
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: _Function
+
+
 class _ChatText(msgspec.Struct, kw_only=True):
     """A message, or what is new in one."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    """vLLM's name for it."""
+    tool_calls: list[_ToolCall] | UnsetType = UNSET
 
 
 class _ChatChoice(msgspec.Struct, kw_only=True):
@@ -98,13 +194,8 @@ class _Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class ChatDialect:
+class ChatDialect(OpenAiDialect):
     """``/v1/chat/completions``."""
-
-    def __init__(self, id: str, created: int, model: str, include_usage: bool) -> None:
-        self._head = (id, created, model)
-        # With usage asked for, OpenAI puts a null one into every chunk but the last.
-        self._no_usage = None if include_usage else UNSET
 
     def opening(self, index: int) -> bytes:
         delta = _ChatText(role="assistant", content="")
@@ -113,21 +204,25 @@ class ChatDialect:
     def chunk(self, piece: Piece) -> bytes:
         choice = _ChatChoice(
             index=piece.index,
-            delta=_ChatText(content=piece.text) if piece.text else _ChatText(),
+            delta=_ChatText(
+                content=piece.text or UNSET,
+                reasoning=piece.reasoning or UNSET,
+                tool_calls=_deltas(piece.calls),
+            ),
             logprobs=_chat_logprobs(piece),
             finish_reason=piece.finish,
             token_ids=UNSET if piece.ids is None else piece.ids,
         )
         return self._chunk([choice], self._no_usage)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def _usage_chunk(self, usage: Usage) -> bytes:
         return self._chunk([], usage)
 
     def body(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         answers = [
             _ChatChoice(
                 index=piece.index,
-                message=_ChatText(role="assistant", content=piece.text),
+                message=_message(piece),
                 logprobs=_chat_logprobs(piece),
                 finish_reason=piece.finish,
                 token_ids=UNSET if piece.ids is None else piece.ids,
@@ -137,7 +232,7 @@ class ChatDialect:
         return self._encode("chat.completion", answers, usage)
 
     def _chunk(self, choices: list[_ChatChoice], usage: Usage | UnsetType | None) -> bytes:
-        return self._encode("chat.completion.chunk", choices, usage)
+        return _event(self._encode("chat.completion.chunk", choices, usage))
 
     def _encode(
         self, kind: str, choices: list[_ChatChoice], usage: Usage | UnsetType | None
@@ -148,6 +243,37 @@ class ChatDialect:
                 id=id, object=kind, created=created, model=model, choices=choices, usage=usage
             )
         )
+
+
+def _message(piece: Piece) -> _ChatText:
+    """A whole message; there is no empty content beside calls or reasoning."""
+    calls = [
+        _ToolCall(
+            id=call.id or UNSET,
+            type="function",
+            function=_Function(name=call.name or "", arguments=call.arguments),
+        )
+        for call in piece.calls
+    ]
+    return _ChatText(
+        role="assistant",
+        content=piece.text or None if calls or piece.reasoning else piece.text,
+        reasoning=piece.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _deltas(calls: Sequence[CallPiece]) -> list[_ToolCall] | UnsetType:
+    """What is new of calls; `type` comes with the id."""
+    return [
+        _ToolCall(
+            index=call.index,
+            id=call.id or UNSET,
+            type="function" if call.id else UNSET,
+            function=_Function(name=call.name or UNSET, arguments=call.arguments),
+        )
+        for call in calls
+    ] or UNSET
 
 
 def _chat_logprobs(piece: Piece) -> _ChatLogprobs | None:
@@ -187,21 +313,14 @@ class _TextChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionDialect:
+class CompletionDialect(OpenAiDialect):
     """``/v1/completions``."""
 
-    def __init__(self, id: str, created: int, model: str, include_usage: bool) -> None:
-        self._head = (id, created, model)
-        self._no_usage = None if include_usage else UNSET
-
-    def opening(self, index: int) -> None:
-        return None
-
     def chunk(self, piece: Piece) -> bytes:
-        return self._encode([piece], self._no_usage)
+        return _event(self._encode([piece], self._no_usage))
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._encode([], usage)
+    def _usage_chunk(self, usage: Usage) -> bytes:
+        return _event(self._encode([], usage))
 
     def body(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         return self._encode(choices, usage)

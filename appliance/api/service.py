@@ -6,15 +6,26 @@ Everything here is called on the event loop and must return at once; only iterat
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import msgspec
 
-from appliance.engines.protocol import Produced, Sampling, Verdict
+from appliance.engines.protocol import Guide, Pooling, Produced, Sampling, Verdict
+from appliance.feed import Notice
 from appliance.policywords import PolicyChoice, PolicyReport
+from appliance.purpose import Purpose
 from appliance.tokens import Tokenizer
-from appliance.vocabulary import FinishReason, InstanceId, ModelName, RequestClass, RequestId
+from appliance.toolcalls import Heard
+from appliance.vocabulary import (
+    FinishReason,
+    InstanceId,
+    ModelName,
+    RequestClass,
+    RequestId,
+    Slo,
+    WaitReason,
+)
 
 
 class ModelNotFound(Exception):
@@ -22,6 +33,15 @@ class ModelNotFound(Exception):
 
     def __init__(self, model: ModelName) -> None:
         super().__init__(f"model {model!r} does not exist")
+        self.model = model
+
+
+class ModelExists(Exception):
+    """The catalogue has a model of this name, or one that is still leaving."""
+
+    def __init__(self, model: ModelName, *, leaving: bool = False) -> None:
+        which = "still leaving: try again later" if leaving else "in the catalogue already"
+        super().__init__(f"a model {model!r} is {which}")
         self.model = model
 
 
@@ -33,14 +53,46 @@ class QueueFull(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
-class GenerationFailed(Exception):
-    """The appliance gave a request up. `code` is a stable word, `status` the HTTP status for it."""
+class ModelQueueFull(Exception):
+    """One model has as many requests as it may have; others may have room. Trying again after
+    `retry_after_seconds` makes sense."""
 
-    def __init__(self, code: str, message: str, status: int = 500) -> None:
+    def __init__(self, retry_after_seconds: float, model: ModelName) -> None:
+        super().__init__(f"the queue of {model} is full, try again later")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class GenerationFailed(Exception):
+    """The appliance gave a request up. `code` is a stable word, `status` the HTTP status for it.
+    Trying again makes sense after `retry_after_seconds`, if that is given."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        status: int = 500,
+        retry_after_seconds: float | None = None,
+    ) -> None:
         super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
         self.code = code
         self.message = message
         self.status = status
+
+
+def removed(model: ModelName) -> GenerationFailed:
+    """The model left the catalogue before it got to what was asked of it."""
+    return GenerationFailed("model_removed", f"{model} was removed", 409)
+
+
+def cancelled() -> GenerationFailed:
+    """What a client is told whose request an operator ended. 499 is what gRPC's CANCELLED becomes
+    over HTTP; clients do not try again as after a 5xx."""
+    return GenerationFailed("cancelled", "an operator cancelled the request", 499)
+
+
+class ChatRefused(Exception):
+    """A chat asks for tools in a way that cannot be; the message says which."""
 
 
 class NothingPrevious(Exception):
@@ -58,6 +110,28 @@ class PolicyNotActive(Exception):
         self.policy = policy
 
 
+class AskedSlo(msgspec.Struct, frozen=True, kw_only=True):
+    """The service level that a request asks for itself; what it leaves open is its model's."""
+
+    ttft_seconds: float | None = None
+    tbt_seconds: float | None = None
+
+    def over(self, promised: Slo) -> Slo:
+        ttft, tbt = self.ttft_seconds, self.tbt_seconds
+        return Slo(
+            ttft_seconds=promised.ttft_seconds if ttft is None else ttft,
+            tbt_seconds=promised.tbt_seconds if tbt is None else tbt,
+        )
+
+
+class RequestNotFound(Exception):
+    """No live request has this id: it ended, or never was."""
+
+    def __init__(self, request: RequestId) -> None:
+        super().__init__(f"no request {request!r} is live")
+        self.request = request
+
+
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. `id` is unique and shows the id that the client is given."""
 
@@ -65,7 +139,45 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelName
     prompt: tuple[int, ...]
     sampling: Sampling
+    pooling: Pooling | None = None
+    """The prompt is pooled, and nothing follows it."""
     request_class: RequestClass = RequestClass.INTERACTIVE
+    slo: AskedSlo = AskedSlo()
+    key: str | None = None
+    """Name of the API key that asks."""
+    together_tokens: int = 0
+    """Most tokens, prompts included, of all sequences that are asked for at once, if there are
+    several: they are taken together or not at all. Of prompts that are pooled, which come one after
+    another, only the first one says it."""
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the time of a request went to; the phases add up to the whole.
+
+    `load` is the part of its wait and of its prompt in which its weights came in, `preempted` what
+    passed between its turns.
+    """
+
+    queue_seconds: float = 0.0
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preempted_seconds: float = 0.0
+    preemptions: int = 0
+    """How often it stopped in mid-generation for another model or a prompt."""
+    instances: tuple[InstanceId, ...] = ()
+    """Where it was computed, in order."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in the order of a request's life."""
+        return {
+            "queue": self.queue_seconds,
+            "load": self.load_seconds,
+            "prefill": self.prefill_seconds,
+            "decode": self.decode_seconds,
+            "preempted": self.preempted_seconds,
+        }
 
 
 class Generation(Protocol):
@@ -73,6 +185,10 @@ class Generation(Protocol):
 
     @property
     def id(self) -> RequestId: ...
+
+    @property
+    def times(self) -> RequestTimes | None:
+        """What its time went to, once it has ended."""
 
     def __aiter__(self) -> AsyncIterator[list[Produced]]:
         """Batches of one token or more: all that came since the last one was taken.
@@ -88,6 +204,27 @@ class Generation(Protocol):
         """
 
 
+class Interpretation(Protocol):
+    """What an answer is made of: reasoning, content, and calls of tools."""
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the answer has to follow."""
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether the text has to hold special tokens."""
+
+    async def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
+        """What more text of a choice is; all of it, if the chat is not streamed.
+
+        Raises `GenerationFailed`.
+        """
+
+    def end(self) -> None:
+        """Nothing more will be heard. Idempotent."""
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogued model as clients see it. `created` is a Unix time in seconds."""
 
@@ -95,8 +232,18 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     max_context_tokens: int
     owned_by: str = "appliance"
+    tool_parser: str | None = None
+    """vLLM's parser of its tool calls; without one, a model cannot choose to call tools."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of its reasoning; without one, all that a model writes is its answer."""
     state: str = "cold"
     """Where it stands on the instance where it stands best: a residency, or ``failed``."""
+    architecture: str = ""
+    """As the checkpoint names it: ``LlamaForCausalLM``."""
+    dtype: str = ""
+    """What it is computed in: ``bfloat16``, say."""
+    weight_bytes: int = 0
+    purpose: Purpose = Purpose()
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +267,34 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
     pool_high_water_bytes: int = 0
 
 
+class ModelTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be changed of a model while it is served. Requests that are live keep the promises
+    they were taken with; `max_queue` may be live at once, one more is `ModelQueueFull`."""
+
+    slo: Slo
+    batch_slo: Slo
+    max_queue: int
+    pinned: bool
+    """Whether its weights stay in the host cache, whoever else wants the room."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is, as its checkpoint says and as it is served. Sizes are of the whole model."""
+
+    architecture: str
+    """As the checkpoint names it: ``LlamaForCausalLM``."""
+    dtype: str
+    """What it is computed in: ``bfloat16``, say."""
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    """Of a prompt and its answer together."""
+    max_batch: int
+    """Requests that are decoded in one step, at most."""
+    path: str
+
+
 class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     """What a model does now. `residency` by instance id (a string, as JSON wants it)."""
 
@@ -128,6 +303,31 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     residency: dict[str, str] = {}
     running: int = 0
     waiting: int = 0
+    draining: bool = False
+    """Whether new requests are refused."""
+    wanted: bool = False
+    """Whether an operator wants it on a device, where it is not yet."""
+    terms: ModelTerms | None = None
+    facts: ModelFacts | None = None
+
+
+class RequestActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """A live request. `phase` is where it is on its way: ``waiting`` (for the turn of its key),
+    ``unplaced``, ``queued``, ``prefilling``, ``ready`` (between turns) or ``running``; `reason`
+    says why it is not computed now."""
+
+    id: RequestId
+    model: ModelName
+    request_class: RequestClass
+    phase: str
+    age_seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    instance: InstanceId | None = None
+    kv: str = "none"
+    """Where its KV cache is: ``none``, ``device``, ``leaving``, ``host`` or ``arriving``."""
+    reason: WaitReason | None = None
 
 
 class KvShapeActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +360,17 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """By tier: ``device``, ``host``."""
 
 
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``GET /api/snapshot``: everything at one time."""
+
+    unix_seconds: float
+    newest_event: int
+    """Number of the newest event that it accounts for."""
+    readiness: Readiness
+    status: Activity
+    requests: tuple[RequestActivity, ...]
+
+
 class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the weights on one instance's device are those of their master images, by model.
 
@@ -183,12 +394,56 @@ class Service(Protocol):
     def tokenizer(self, name: ModelName) -> Tokenizer:
         """The tokenizer of a catalogued model. Raises `ModelNotFound`."""
 
+    async def check_guide(self, name: ModelName, guide: Guide) -> None:
+        """Have a guide compiled wherever the model may run, before a request comes with it.
+
+        Raises `ModelNotFound`, and `GuideRefused` if it cannot be compiled, or not in time.
+        """
+
+    async def interpret(
+        self, name: ModelName, chat: bytes, prompt: Sequence[int], choices: int
+    ) -> Interpretation:
+        """Have the answers to a chat read for tool calls and reasoning. `chat` is the request as
+        vLLM takes it, JSON; its messages do not matter, as `prompt` is made of them.
+
+        Raises `ModelNotFound`, `ChatRefused`, and `GenerationFailed` if nobody can read them.
+        """
+
     def submit(self, request: SubmitRequest) -> Generation:
-        """Take a request in. Raises `ModelNotFound` and `QueueFull`."""
+        """Take a request in. Raises `ModelNotFound`, `QueueFull` and `ModelQueueFull`."""
+
+    def requests(self) -> list[RequestActivity]:
+        """All live requests, the oldest first."""
+
+    def request(self, request: RequestId) -> RequestActivity:
+        """Raises `RequestNotFound`."""
+
+    def cancel_request(self, request: RequestId) -> None:
+        """End a request for its client, who is told. Raises `RequestNotFound`."""
+
+    def model_activity(self, name: ModelName) -> ModelActivity:
+        """Raises `ModelNotFound`."""
+
+    def load_model(self, name: ModelName) -> None:
+        """Have its weights brought to a device as soon as there is room that nobody waits for.
+        Raises `ModelNotFound`, `GenerationFailed` for one that cannot be served."""
+
+    def evict_model(self, name: ModelName) -> None:
+        """Have it give back what it holds on devices; its requests are paused, and go on later.
+        Raises `ModelNotFound`."""
+
+    def drain_model(self, name: ModelName, draining: bool) -> None:
+        """Refuse new requests for it from now on, or take them again. Raises `ModelNotFound`."""
 
     def readiness(self) -> Readiness: ...
 
     def activity(self) -> Activity: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
+        """What happens behind the event of this number. None stands for what was missed: a
+        snapshot, taken then, accounts for it. Ends with the appliance."""
 
     async def verify(self) -> list[InstanceVerification]:
         """Have every instance compare its weights; ends when all have answered, or after a while.

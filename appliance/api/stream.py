@@ -1,22 +1,20 @@
-"""Answers as they go out: whole or as server-sent events, and given up when the client hangs up."""
+"""Answers as they go out: whole or as a stream, and given up when the client hangs up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from itertools import chain
 from typing import Any, TypeVar
 
-import msgspec
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
 from appliance.api.choices import Choices
 from appliance.api.errors import ApiError, as_api_error
 from appliance.api.replies import Dialect, Piece
-
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
+from appliance.api.timing import server_timing
 
 _Result = TypeVar("_Result")
 
@@ -51,65 +49,93 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
+async def answer(
+    receive: Receive,
+    choices: Choices,
+    dialect: Dialect,
+    *,
+    stream: bool,
+    keep_alive_seconds: float,
+) -> ASGIResponse:
+    """The answer that `choices` make. An open stream with nothing to say is kept alive every
+    `keep_alive_seconds`. Raises `GenerationFailed`, and `HungUp` when the client leaves."""
+    if stream:
+        source = events(choices, dialect, keep_alive_seconds=keep_alive_seconds)
+        return EventStream(choices, source, dialect.media_type)
+    try:
+        body = await unless_hung_up(receive, whole_answer(choices, dialect))
+    finally:
+        choices.cancel()  # also when the answer was never begun
+    headers = {"server-timing": phases} if (phases := server_timing(choices.times())) else {}
+    return ASGIResponse(body=body, media_type="application/json", headers=headers)
+
+
 async def whole_answer(choices: Choices, dialect: Dialect) -> bytes:
     """The body of an answer that is not streamed. Raises `GenerationFailed`."""
-    answers: dict[int, Piece] = {}
+    answers: dict[int, list[Piece]] = {}
     async with choices:
         while not choices.finished:
             for piece in await choices.pieces():
-                _append(answers.setdefault(piece.index, Piece(piece.index, "")), piece)
-    return dialect.body([answers[index] for index in sorted(answers)], choices.usage())
+                answers.setdefault(piece.index, []).append(piece)
+    return dialect.body([_joined(answers[index]) for index in sorted(answers)], choices.usage())
 
 
-def _append(answer: Piece, piece: Piece) -> None:
-    answer.text += piece.text
-    answer.finish = answer.finish or piece.finish
-    if piece.logged is not None:
-        answer.logged = [*(answer.logged or ()), *piece.logged]
-    if piece.ids is not None:
-        answer.ids = [*(answer.ids or ()), *piece.ids]
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """One choice's pieces as one."""
+    return Piece(
+        pieces[0].index,
+        "".join(piece.text for piece in pieces),
+        logged=_chained(piece.logged for piece in pieces),
+        finish=next((piece.finish for piece in pieces if piece.finish), None),
+        ids=_chained(piece.ids for piece in pieces),
+        stop=next((piece.stop for piece in pieces if piece.stop), None),
+        calls=[call for piece in pieces for call in piece.calls],
+        reasoning="".join(piece.reasoning for piece in pieces),
+    )
+
+
+def _chained(parts: Iterable[list[_Result] | None]) -> list[_Result] | None:
+    """None if there is no part."""
+    given = [part for part in parts if part is not None]
+    return list(chain.from_iterable(given)) if given else None
 
 
 async def events(
-    choices: Choices, dialect: Dialect, *, include_usage: bool, keep_alive_seconds: float
+    choices: Choices, dialect: Dialect, *, keep_alive_seconds: float
 ) -> AsyncIterator[bytes]:
-    """An answer as server-sent events. A comment goes out at once and whenever nothing came for
-    `keep_alive_seconds`; a failure is the last event."""
+    """An answer as a stream. It is kept alive whenever nothing came for `keep_alive_seconds`; a
+    failure is the last event. What the time went to is a remark before the end, since headers are
+    gone by then."""
     opened: set[int] = set()
     now = asyncio.get_running_loop().time
-    yield KEEP_ALIVE
+    yield dialect.beginning()
     silent_since = now()
     async with choices:
         try:
             while not choices.finished:
                 pieces = await choices.pieces(silent_since + keep_alive_seconds - now())
-                chunks = [c for piece in pieces for c in _chunks(piece, dialect, opened)]
+                data = b"".join([_worded(piece, dialect, opened) for piece in pieces])
                 # Tokens may come that show nothing yet: half a character, what may become a stop.
-                if chunks or now() >= silent_since + keep_alive_seconds:
-                    yield b"".join(chunks) or KEEP_ALIVE
+                if data or now() >= silent_since + keep_alive_seconds:
+                    yield data or dialect.keep_alive
                     silent_since = now()
         except Exception as error:  # the status line is gone: told in the stream
-            yield _event(msgspec.json.encode(as_api_error(error).body))
+            yield dialect.failure(as_api_error(error))
             return
-    if include_usage:
-        yield _event(dialect.usage_chunk(choices.usage()))
-    yield DONE
+    phases = server_timing(choices.times())
+    remark = dialect.remark(f"server-timing: {phases}") if phases else b""
+    yield remark + dialect.ending(choices.usage())
 
 
-def _chunks(piece: Piece, dialect: Dialect, opened: set[int]) -> list[bytes]:
+def _worded(piece: Piece, dialect: Dialect, opened: set[int]) -> bytes:
     """The events of a piece; none when it holds nothing a client could see."""
-    if not (piece.text or piece.logged or piece.finish or piece.ids):
-        return []
-    chunk = _event(dialect.chunk(piece))
+    shown = piece.text or piece.reasoning or piece.calls or piece.logged or piece.ids
+    if not (shown or piece.finish):
+        return b""
     if piece.index in opened:
-        return [chunk]
+        return dialect.chunk(piece)
     opened.add(piece.index)
-    opening = dialect.opening(piece.index)
-    return [chunk] if opening is None else [_event(opening), chunk]
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+    return dialect.opening(piece.index) + dialect.chunk(piece)
 
 
 class EventStream(ASGIResponse):
@@ -121,9 +147,9 @@ class EventStream(ASGIResponse):
 
     _should_set_content_length = False
 
-    def __init__(self, choices: Choices, source: AsyncIterator[bytes]) -> None:
+    def __init__(self, choices: Choices, source: AsyncIterator[bytes], media_type: str) -> None:
         super().__init__(
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
         self._choices = choices

@@ -143,7 +143,7 @@ def write_config(
     """
     chosen = [recipe.name for recipe in RECIPES] if names is None else list(names)
     sections = [
-        f"[api]\nbind = {json.dumps(bind)}\n",
+        f'[api]\nbind = {json.dumps(bind)}\nadmin_socket = ""\n',
         f"[devices]\nkind = {json.dumps(kind)}\ninstances = {instances}\n"
         f"memory = {json.dumps(memory)}\nslab = {json.dumps(slab)}\n"
         f"host_cache = {json.dumps(host_cache)}\n",

@@ -12,12 +12,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from appliance.memory.transfers import Transfer
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
+
+
+class GuideKind(StrEnum):
+    """What a guide's text is: the names of vLLM's ``structured_outputs``."""
+
+    JSON = "json"
+    """A JSON schema; the output is JSON that it allows."""
+    JSON_OBJECT = "json_object"
+    """Nothing: any JSON object."""
+    REGEX = "regex"
+    CHOICE = "choice"
+    """A JSON array of strings, one of which the output is."""
+    GRAMMAR = "grammar"
+    """EBNF or Lark."""
+    STRUCTURAL_TAG = "structural_tag"
+    """xgrammar's JSON: text that may hold tags, and what follows each of them."""
+
+
+class Guide(msgspec.Struct, frozen=True):
+    """What the whole output has to follow, whatever the model would rather say."""
+
+    kind: GuideKind
+    text: str = ""
+
+
+class GuideRefused(ValueError):
+    """A guide that cannot be followed; the message says why."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +64,30 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    guide: Guide | None = None
+
+
+class Pooling(msgspec.Struct, frozen=True, kw_only=True):
+    """What is made of a prompt by a model that embeds or scores; vLLM's names.
+
+    `dimensions` are the first ones of a vector, for models whose vectors may be cut
+    (Matryoshka); `use_activation` is whether it has length 1 (a score: lies between 0 and 1).
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+
+
+NO_TOKEN: Final = -1
+"""The token of what has a vector instead."""
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine needs to start or to continue a request.
 
     `output` holds the tokens already produced (and sent) elsewhere: by another instance, or by
-    this one before its worker was lost. Penalties and the seeded generator resume behind them.
+    this one before its worker was lost. Penalties, the seeded generator and the guide resume behind
+    them.
     """
 
     request: RequestId
@@ -51,6 +95,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     output: tuple[int, ...] = ()
     sampling: Sampling
+    pooling: Pooling | None = None
+    """The prompt is pooled, and nothing is sampled."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -63,12 +109,22 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True):
     """One token of one request. `logprobs`: the sampled token first, then the top ones asked for,
-    in the order of their ranks, the sampled one again if it is among them."""
+    in the order of their ranks, the sampled one again if it is among them.
+
+    Of a prompt that was pooled it is the one and only outcome: `vector` in place of a token.
+    """
 
     request: RequestId
     token: int
     logprobs: tuple[TokenLogprob, ...] = ()
     finished: FinishReason | None = None
+    vector: bytes | None = None
+    """Little-endian float32."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this is: one, or none."""
+        return 1 if self.vector is None else 0
 
 
 class KvUse(NamedTuple):
@@ -132,8 +188,18 @@ class Engine(Protocol):
     def evict_weights(self) -> None:
         """Unmap the weights, and stop a load that is under way; idempotent."""
 
+    def prepare(self, guide: Guide) -> None:
+        """Compile a guide, so that `add` finds it compiled. Raises `GuideRefused`.
+
+        Unlike everything else this is called from a thread of its own, while the engine computes.
+        """
+
     def add(self, sequence: SequenceSpec) -> None:
-        """Make a request known. It has no KV yet: `prefill` computes it or `swap_in` brings it."""
+        """Make a request known. It has no KV yet: `prefill` computes it or `swap_in` brings it.
+
+        A guide that nobody prepared is compiled here. Raises `ValueError` (`GuideRefused`) for what
+        cannot be computed.
+        """
 
     def knows(self, request: RequestId) -> bool:
         """Whether the request was added, and neither ended nor was forgotten."""
@@ -195,6 +261,10 @@ class Engine(Protocol):
 
     def kv_use(self) -> KvBytes:
         """The model's KV on the device, O(1); `peak_bytes` since the engine was built."""
+
+    def retire(self) -> None:
+        """Give everything back, addresses too; nothing may be under way. The engine is not used
+        afterwards."""
 
     def verify(self) -> Verdict:
         """Compare the weights on the device with the master image, by their 64-bit fingerprints.

@@ -57,12 +57,6 @@ class Measured(Word, frozen=True, kw_only=True):
     requests: int
     kv_tokens: int
 
-    def has_prompt(self, tokens: int) -> bool:
-        return tokens <= self.prompt_tokens
-
-    def has_step(self, requests: int, kv_tokens: int) -> bool:
-        return requests <= self.requests and kv_tokens <= self.kv_tokens
-
 
 class ModelProfile(Word, frozen=True, kw_only=True):
     """A model on one kind of instance: sizes of the whole model, times of the instance.

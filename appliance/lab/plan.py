@@ -16,7 +16,6 @@ from appliance.lab.contest import Outcome
 from appliance.lab.hardware import ModelProfile, gpu, profiled
 from appliance.lab.reach import Beyond, worst
 from appliance.lab.report import mean
-from appliance.lab.scenario import Scenario
 from appliance.lab.sweep import Load, largest, search
 from appliance.lab.trial import Setting
 from appliance.vocabulary import Word
@@ -80,10 +79,6 @@ class Planner:
         self._metric = metric
         self._chosen = scenario.read(path, changes)
 
-    @property
-    def chosen(self) -> Scenario:
-        return self._chosen
-
     def need(self, kind: str, target: float, most: int) -> Need:
         """The fewest GPUs of a kind, at most `most`, on which `target` is attained."""
         found = self._smallest_tp(kind)
@@ -120,9 +115,14 @@ class Planner:
     def carries(self, load: Load, target: float) -> Carries:
         """The largest load at which `target` is attained here, and what bounds it."""
         points: dict[float, float] = {}
-        steps = largest(
-            load, target, points, lambda steps: self._attained(self._play(load.changes(steps)))
-        )
+        played: dict[int, Sequence[Outcome]] = {}
+
+        def under(steps: int) -> Sequence[Outcome]:
+            if steps not in played:
+                played[steps] = self._play(load.changes(steps))
+            return played[steps]
+
+        steps = largest(load, target, points, lambda steps: self._attained(under(steps)))
         above = min(steps + 1, load.most)
         too_much = load.at(above) if above > steps else load.at(steps)
         relieved = {}
@@ -138,7 +138,7 @@ class Planner:
             attained=points.get(load.at(steps), float("nan")),
             too_much=too_much,
             relieved=relieved,
-            beyond=worst(one.beyond for one in self._play(load.changes(max(1, steps)))),
+            beyond=worst(one.beyond for one in under(max(1, steps))),
         )
 
     def _attained(self, outcomes: Sequence[Outcome]) -> float:
@@ -165,10 +165,6 @@ class Planner:
                 setting = chosen.setting(chosen.seeds[0], self._path.parent)
             except LabError as error:
                 why = why or str(error).partition(";")[0]
-                continue
-            others = {profile.tp for profile in setting.profiles.values()} - {tp}
-            if others:  # a profile that the scenario gives
-                why = why or f"there is no profile for tp={tp}"
                 continue
             tight = _too_large(setting)
             if not tight:

@@ -1,8 +1,9 @@
 """A journal of a real daemon as a workload: its requests, its box, and how fast that was.
 
 What the journal does not say is taken as: a request that had not ended has the tokens it had got; a
-client that left would have left after as many tokens from any policy; layers are loaded as evenly
-as in a model of `LAYERS` layers. Step times are fitted to the journal's own turns and prompts.
+client that left would have left after as many tokens from any policy; the vector of a prompt that
+was embedded is a token; layers are loaded as evenly as in a model of `LAYERS` layers. Step times
+are fitted to the journal's own turns and prompts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from appliance.vocabulary import (
     InstanceId,
     InstanceLost,
     InstanceUp,
+    ModelAdded,
     ModelBuilt,
     ModelLoaded,
     ModelName,
@@ -172,6 +174,8 @@ class _Reader:
 
     def __init__(self, setup: Setup, learns: Callable[[float], bool] | None) -> None:
         self._setup = setup
+        self._models = {model.name: model for model in setup.models}
+        """All that there ever were."""
         self._learns_at = learns
         self._overheads = Overheads()
         self.recorder = Recorder()
@@ -220,7 +224,7 @@ class _Reader:
             arrived=self._now,
             prompt_tokens=spec.prompt_tokens,
             output_tokens=0,
-            max_tokens=spec.max_tokens,
+            max_tokens=max(1, spec.max_tokens),
         )
         self.recorder.lives.append(life)
         self._lives[spec.id] = life
@@ -228,6 +232,10 @@ class _Reader:
     @_on.register
     def _(self, event: PolicyChosen) -> None:
         self.swaps.append((self._now, event.choice))
+
+    @_on.register
+    def _(self, event: ModelAdded) -> None:
+        self._models[event.model.name] = event.model
 
     @_on.register
     def _(self, event: InstanceUp) -> None:
@@ -252,12 +260,13 @@ class _Reader:
     def _(self, event: TokensProduced) -> None:
         job = self._jobs.get(event.instance)
         for token in event.tokens:
+            count = max(1, token.count)
             life = self._lives.get(token.request)
             if life is not None:
-                self.recorder.produced(life, self._now, 0.0, 0.0, token.count)
+                self.recorder.produced(life, self._now, 0.0, 0.0, count)
                 life.output_tokens = life.produced
             if job is not None:
-                job.produced += token.count
+                job.produced += count
 
     @_on.register
     def _(self, event: PrefillDone) -> None:
@@ -336,7 +345,7 @@ class _Reader:
     def setting(self) -> Setting:
         """The same requests on the same box."""
         setup = self._setup
-        served = [model for model in setup.models if model.name in self._built]
+        served = [model for model in self._models.values() if model.name in self._built]
         if not served:
             raise LabError("no engine was built in the journal: nothing says how large models are")
         built = self._built[served[0].name]

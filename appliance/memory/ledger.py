@@ -158,6 +158,18 @@ class HostLedger:
         kv_short = max(0, self.kv_floor_slabs - self.kv_slabs)
         return self._free_slabs - others - kv_short
 
+    @property
+    def kv_floor_offset(self) -> int:
+        """Where the last `kv_floor_slabs` slabs begin: KV of one request fits if they are free."""
+        return (self.total_slabs - self.kv_floor_slabs) * self.slab_bytes
+
+    @property
+    def short_slabs(self) -> int:
+        """Slabs that weights have, or are held back for them, and KV should have: none unless
+        `kv_floor_slabs` was raised."""
+        for_kv = self._free_slabs - sum(self._held_back.values()) + self.kv_slabs
+        return max(0, self.kv_floor_slabs - for_kv)
+
     def take_weights(self, model: ModelName, slabs: int) -> tuple[int, ...] | None:
         """Slabs for the master image of a model, or None if there is no room.
 

@@ -82,6 +82,7 @@ class Image:
     """The bytes of a layout, in slabs at `addresses` of this process, in order."""
 
     def __init__(self, addresses: Sequence[int], slab_bytes: int) -> None:
+        self.slab_bytes = slab_bytes
         self._runs: list[tuple[int, int, int]] = []  # offset, address, bytes; neighbours are one
         for slab, address in enumerate(addresses):
             if self._runs and sum(self._runs[-1][1:]) == address:

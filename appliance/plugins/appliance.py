@@ -24,6 +24,7 @@ from appliance.plugins.aegaeon import UNLIMITED
 from appliance.scheduling.questions import (
     Admitted,
     BatchLimits,
+    BatchView,
     Costs,
     FloorView,
     InstanceView,
@@ -33,7 +34,7 @@ from appliance.scheduling.questions import (
     PrefillChoice,
     RequestView,
 )
-from appliance.vocabulary import InstanceId, ModelName, Role
+from appliance.vocabulary import InstanceId, ModelName, RequestClass, Role
 
 ESTIMATES_SECONDS = 30.0
 """How long what is expected of a model is kept."""
@@ -168,10 +169,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             if (seconds, view.id) < (soonest, best.id):
                 best, soonest = view, seconds
         self._chosen = best.id
-        for index, group in enumerate(best.groups):
-            if group.model == model:
-                return PrefillChoice(instance=best.id, group=index)
-        return PrefillChoice(instance=best.id)
+        return PrefillChoice(instance=best.id, group=_own_group(request, best))
 
     def _renew_loads(self, now: float, instances: Sequence[InstanceView], costs: Costs) -> None:
         """Of the instances where somebody came or went, the one that the last request went to and
@@ -243,7 +241,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     ) -> BatchLimits:
         """As many as there are. A prompt beside them is computed in parts that keep a step within
         what they were promised, unless it has to be done with soon."""
-        batch = next((batch for batch in instance.batches if batch.model == model), None)
+        batch = _batch(instance, model)
         expected = self._expect(model, now, costs)
         if batch is None or expected.prompt_seconds_per_token <= 0:
             return BatchLimits(requests=UNLIMITED)
@@ -340,11 +338,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     def _earns(self, view: InstanceView, model: ModelName, costs: Costs) -> float:
         """Seconds of slack that a second of decoding earns."""
-        for batch in view.batches:
-            if batch.model == model:
-                step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
-                return batch.slo.tbt_seconds / step - 1
-        return 0.0
+        batch = _batch(view, model)
+        if batch is None:
+            return 0.0
+        step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
+        return batch.slo.tbt_seconds / step - 1
 
     # --- what is known of an instance ------------------------------------------------------------
 
@@ -383,6 +381,22 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 lead += expected.switch_seconds
             work.latest = work.due - lead
         return Outlook(view, works)
+
+
+def _own_group(request: RequestView, view: InstanceView) -> int | None:
+    """The group of its model and class: whoever is waited for does not stand behind batch work."""
+    interactive = request.request_class is RequestClass.INTERACTIVE
+    for index, group in enumerate(view.groups):
+        if group.model == request.model and (group.interactive > 0) == interactive:
+            return index
+    return None
+
+
+def _batch(view: InstanceView, model: ModelName) -> BatchView | None:
+    for batch in view.batches:
+        if batch.model == model:
+            return batch
+    return None
 
 
 def _deadline(work: Work) -> tuple[float, ModelName]:

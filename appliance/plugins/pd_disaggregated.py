@@ -14,7 +14,7 @@ from msgspec import Meta
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import Positive, partitions
 from appliance.plugins.pd_aggregated import waiting_tokens
-from appliance.plugins.serverlessllm import at_the_end
+from appliance.plugins.serverlessllm import at_the_end, lone_turn
 from appliance.scheduling.questions import (
     FloorView,
     InstanceView,
@@ -53,10 +53,7 @@ class PdDisaggregated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     @hookimpl
     def round(self, instance: InstanceView) -> Sequence[PlannedTurn] | None:
         """Short turns for a lone model; how several share an instance is not in the papers."""
-        models = [batch.model for batch in instance.batches if batch.runnable]
-        if len(models) > 1:
-            return None
-        return [PlannedTurn(model=models[0], quota_seconds=self.turn_seconds)]
+        return lone_turn(instance, self.turn_seconds)
 
 
 def kv_tokens(view: InstanceView) -> int:

@@ -192,7 +192,8 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
 
     @hookimpl
     def place(self, now: float, floor: FloorView) -> Sequence[Placement]:
-        """Alg. 1 over the models that are not idle, every period and when a GPU comes or goes.
+        """Alg. 1 over the models that are not idle, every period and when a GPU comes or goes, or a
+        model that has its place goes.
         Those that came to life since are confined at once; idle ones may be served anywhere."""
         capacity = {view.id: float(view.total_bytes) for view in floor.instances if view.up}
         self._models = {model.name: model for model in floor.models}
@@ -203,14 +204,18 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
             self._seen[model.name] = max(seen, self._seen.get(model.name, -math.inf))
         if not capacity:
             return [Placement()] * len(floor.instances)
-        if capacity.keys() != self._plan.gpus.keys() or now >= self._plan_at:
+        known_homes = {n: gpus for n, gpus in self._plan.homes.items() if n in self._models}
+        same = capacity.keys() == self._plan.gpus.keys() and len(known_homes) == len(
+            self._plan.homes
+        )
+        if not same or now >= self._plan_at:
             self._plan_at = now + self.period_seconds
             loads = [
                 self._load(model, len(capacity))
                 for model in floor.models
                 if not self._is_idle(model.name, now)
             ]
-            homes = {**self._found(floor), **self._plan.homes}
+            homes = {**self._found(floor), **known_homes}
             self._plan = place_greedily(loads, capacity, homes, self.migration_threshold)
         else:
             awake = [model.name for model in floor.models if not self._is_idle(model.name, now)]

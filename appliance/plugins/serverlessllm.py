@@ -120,6 +120,14 @@ def in_place(prefilled_on: InstanceId, instances: Sequence[InstanceView]) -> Ins
     return prefilled_on if prefilled_on in offered else offered[0]
 
 
+def lone_turn(instance: InstanceView, seconds: float) -> Sequence[PlannedTurn] | None:
+    """A turn for a lone model; none where several share the instance."""
+    models = [batch.model for batch in instance.batches if batch.runnable]
+    if len(models) > 1:
+        return None
+    return [PlannedTurn(model=models[0], quota_seconds=seconds)]
+
+
 def joins(instance: InstanceView, model: ModelName | None) -> bool:
     """Whether the first prompt in line is of this model, and no other model waits to go on."""
     groups = instance.groups

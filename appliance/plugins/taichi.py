@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
+from appliance.plugins.serverlessllm import lone_turn
 from appliance.scheduling.questions import (
     BatchLimits,
     Costs,
@@ -307,10 +308,7 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     @hookimpl
     def round(self, instance: InstanceView) -> Sequence[PlannedTurn] | None:
         """Short turns for a lone model; how several share an instance is not TaiChi's."""
-        models = [batch.model for batch in instance.batches if batch.runnable]
-        if len(models) > 1:
-            return None
-        return [PlannedTurn(model=models[0], quota_seconds=self.turn_seconds)]
+        return lone_turn(instance, self.turn_seconds)
 
     @hookimpl
     def decode(self, prefilled_on: InstanceId, instances: Sequence[InstanceView]) -> InstanceId:

@@ -89,6 +89,16 @@ class CostModel:
         self._prefill_factor: dict[ModelName, float] = {}
         self._switch: dict[ModelName, float] = {}
 
+    def add(self, model: ModelSpec) -> None:
+        """A model of which nothing was observed yet."""
+        self._weight_bytes[model.name] = model.weight_bytes
+
+    def forget(self, model: ModelName) -> None:
+        """The model is gone; another one may have its name."""
+        del self._weight_bytes[model]
+        for table in (self._step_factor, self._prefill_factor, self._switch):
+            table.pop(model, None)
+
     def estimates(self) -> Estimates:
         """For those who only ask."""
         return Estimates(self.step_seconds, self.prefill_seconds, self.switch_seconds)

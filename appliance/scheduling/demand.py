@@ -42,6 +42,14 @@ class Demands:
         self._output_tokens = 0.0
         """Smoothed mean over all models; 0 before any output ended."""
 
+    def add(self, model: ModelName) -> None:
+        """A model that nobody asked for yet."""
+        self.of[model] = Demand()
+
+    def forget(self, model: ModelName) -> None:
+        """The model is gone, and so are its requests."""
+        del self.of[model]
+
     def arrived(self, request: RequestSpec, now: float) -> None:
         demand = self.of[request.model]
         kept = demand.decay(now)

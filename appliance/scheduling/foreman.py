@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
 
 from appliance.memory.ledger import HostLedger
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
@@ -36,6 +37,9 @@ from appliance.vocabulary import (
     RunTurn,
 )
 
+EMBEDDED_TOKENS: Final = 2048
+"""Of prompts that are embedded together, at most: about what an engine computes in a step."""
+
 
 class Foreman:
     """Gives instances their jobs.
@@ -61,6 +65,8 @@ class Foreman:
         `failed` are not built."""
         self.host_queue: dict[RequestId, None] = {}
         """Requests that wait for room in the host tier, the longest waiting first."""
+        self.wishes: dict[ModelName, None] = {}
+        """Models that an operator wants on a device, and that have not come yet."""
         self.preemptions: dict[ModelName, int] = dict.fromkeys(models, 0)
         """Requests that had to stop in mid-generation for another model or a prompt."""
         self._desk = desk
@@ -79,6 +85,7 @@ class Foreman:
             return False
         self._rejected = False
         ordered = len(self._desk.out)
+        self._dismiss(instance)
         if not instance.groups:
             started = self._start_turn(instance)
         else:
@@ -90,6 +97,8 @@ class Foreman:
             else:
                 started = self._start_turn(instance)
         if not started:
+            if instance.idle:
+                self._grant_wish(instance, None)
             self._build_next(instance)
         if len(self._desk.out) > ordered:
             instance.view = None
@@ -99,7 +108,9 @@ class Foreman:
         """The request joined the instance: if a turn runs, ask how long it may go on. One that is
         ended for more of its own model goes on with it for the rest of its quota."""
         turn = instance.job
-        if not isinstance(turn, TurnJob) or turn.preempting or self._waits_for_host(request):
+        if not isinstance(turn, TurnJob) or turn.preempting or not turn.requests:
+            return
+        if self._waits_for_host(request):
             return
         desk = self._desk
         more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
@@ -111,6 +122,14 @@ class Foreman:
             turn.last_at = min(turn.last_at, desk.now + more)
             turn.cut_at = min(turn.cut_at, turn.last_at)
         self.cut(instance)
+
+    def dismiss(self, instance: InstanceState, model: ModelName) -> None:
+        """Have the model leave the device when its job is over; a turn of its own is ended."""
+        instance.dismissed[model] = None
+        turn = instance.job
+        if isinstance(turn, TurnJob) and turn.model == model:
+            turn.cut_at = self._desk.now
+            self.cut(instance)
 
     def cut(self, instance: InstanceState) -> None:
         """End the turn if its time is over."""
@@ -166,15 +185,48 @@ class Foreman:
         desk = self._desk
         return desk.policy.batch(desk.now, model, self._floor.view(instance), desk.costs)
 
+    # --- what operators want ---------------------------------------------------------------------
+
+    def _dismiss(self, instance: InstanceState) -> None:
+        """Give back what dismissed models hold here. One that is still coming in goes when it is
+        there: its load may be about to be reported, and would be taken for a later one."""
+        for model in [m for m in instance.dismissed if m not in instance.ledger.loading]:
+            del instance.dismissed[model]
+            self._desk.out += self._residency.dismiss(instance, model)
+            instance.view = None
+
+    def _grant_wish(self, instance: InstanceState, running: ModelName | None) -> None:
+        """Bring a model in that an operator wants, beside whatever runs: one at a time, where there
+        is room, and on one instance."""
+        if not self.wishes or instance.ledger.loading - {running}:
+            return
+        gone = {c.model for c in self._desk.out if isinstance(c, EvictModel)}
+        for model in self.wishes:
+            stored = instance.engines[model].stage is Engine.STORED
+            if stored and model not in gone and instance.may_serve(model) and not self._here(model):
+                commands = self._residency.prefetch(instance, running, model)
+                self._desk.out += commands
+                if commands:
+                    # As if it had run: what was wanted just now is not the first to make room.
+                    instance.engines[model].used = self._desk.now
+                    instance.view = None
+                    return
+
+    def _here(self, model: ModelName) -> bool:
+        """Whether the model is on some device, or on its way to one."""
+        instances = self._floor.instances.values()
+        return any([model in instance.ledger.weights for instance in instances])
+
     # --- engines ---------------------------------------------------------------------------------
 
     def _build_next(self, instance: InstanceState) -> None:
-        """Build the engine expected to be needed first: of a waiting model, else in the order of
-        the catalogue."""
+        """Build the engine expected to be needed first: of a waiting model, of one that an operator
+        wants, else in the order of the catalogue."""
         if not instance.unbuilt:
             return
         others = [model for model in instance.unbuilt if instance.may_serve(model)]
-        for model in [*instance.upcoming(), *others]:
+        wishes = [model for model in self.wishes if model in others]
+        for model in [*instance.upcoming(), *wishes, *others]:
             if model in instance.unbuilt and model not in self._failed:
                 self._build(instance, model)
                 return
@@ -194,14 +246,20 @@ class Foreman:
         if not instance.engines[model].built:
             self._build(instance, model)
             return True
-        if not self._reserve_host(request, instance.engines[model].shape):
+        # What is only embedded has no KV afterwards, so none that could have to move.
+        embedded = request.spec.max_tokens == 0
+        if not embedded and not self._reserve_host(request, instance.engines[model].shape):
             return False
         limits = self._limits(instance, model)
         if limits.chunk_tokens and self._runnable(instance, model):
             step = self._desk.costs.step_seconds(model)
             turn = PlannedTurn(model=model, quota_seconds=step)
             return self._run_turn(instance, turn, limits, request)
-        self._run_prefill(instance, request)
+        others = self._embedded_beside(instance, request, limits) if embedded else []
+        if others:
+            self._run_prompts(instance, [request, *others])
+        else:
+            self._run_prefill(instance, request)
         return True
 
     def _run_prefill(self, instance: InstanceState, request: RequestState) -> None:
@@ -218,6 +276,68 @@ class Foreman:
         self._desk.out.append(
             RunPrefill(
                 instance=instance.id, model=model, request=request.id, kv_slabs=grant.kv_slabs
+            )
+        )
+
+    def _embedded_beside(
+        self, instance: InstanceState, first: RequestState, limits: BatchLimits
+    ) -> list[RequestState]:
+        """The prompts behind one in its group that are embedded, too, as many as fit a step with it
+        and the memory that is left. Batch work waits until nobody does."""
+        shape = instance.engines[first.model].shape
+        room = self._residency.room_blocks(instance, first.model) - shape.blocks(first.tokens)
+        tokens = EMBEDDED_TOKENS - first.tokens
+        limit = min(self._models[first.model].max_batch, limits.requests) - 1
+        others: list[RequestState] = []
+        (group,) = (group for group in instance.groups if first.id in group.members)
+        for request in group.members.values():
+            if request is first:
+                continue
+            tokens -= request.tokens
+            room -= shape.blocks(request.tokens)
+            alike = request.spec.max_tokens == 0 and request.interactive == first.interactive
+            if not alike or len(others) >= limit or tokens < 0 or room < 0:
+                break
+            others.append(request)
+        return others
+
+    def _run_prompts(self, instance: InstanceState, prompts: Sequence[RequestState]) -> None:
+        """Prompts that are embedded, in the same steps: a turn of nothing else."""
+        desk, model = self._desk, prompts[0].model
+        engine = instance.engines[model]
+        tokens = sum([prompt.tokens for prompt in prompts])
+        blocks = sum([engine.shape.blocks(prompt.tokens) for prompt in prompts])
+        cold = not engine.on_device
+        grant = self._residency.grant(instance, model, blocks, 0, desk.now)
+        instance.turns += 1
+        for prompt in prompts:
+            self._take_prompt(instance, prompt)
+        names = tuple([prompt.id for prompt in prompts])
+        job = TurnJob(
+            model=model,
+            turn=instance.turns,
+            requests=(),
+            prompts=names,
+            prompt_tokens=tokens,
+            ordered=desk.now,
+            switches=model != instance.current_model,
+            cold=cold,
+            limit=0,
+            left_out=0,
+            kv_tokens=0,
+            quota_seconds=0.0,
+        )
+        self._begin(instance, job, grant.commands)
+        desk.out.append(
+            RunTurn(
+                instance=instance.id,
+                model=model,
+                turn=instance.turns,
+                requests=(),
+                quota_seconds=0.0,
+                kv_slabs=grant.kv_slabs,
+                prompts=names,
+                chunk_tokens=tokens,
             )
         )
 
@@ -256,19 +376,22 @@ class Foreman:
         """Room in the host tier for the request's KV at full length. Who asked first gets it first,
         interactive requests before batch work.
 
-        False if there is none now. If nobody holds any and there is still too little, there never
-        will be enough: the request is rejected.
+        False if there is none now. If nobody holds any and there is still too little once weights
+        are out of the way, there never will be enough: the request is rejected.
         """
         self.host_queue.setdefault(request.id)
         if self._next_for_host() is not request:
             return False
         blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
         offsets = self._host.take_blocks(shape.block_bytes, blocks)
-        if offsets is None:
-            if not self._host.kv_slabs:
+        if offsets is None and not self._host.kv_slabs:
+            later = self._residency.clear_kv_room()
+            offsets = self._host.take_blocks(shape.block_bytes, blocks)
+            if offsets is None and not later and not self._host.short_slabs:
                 message = f"its KV at full length ({blocks} blocks) exceeds the host cache"
                 self._reject(request, "kv_too_large", message)
                 self._rejected = True
+        if offsets is None:
             return False
         del self.host_queue[request.id]
         request.host_offsets = offsets
@@ -430,7 +553,7 @@ class Foreman:
     def _prefetch(self, instance: InstanceState, model: ModelName) -> None:
         """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
         desk, upcoming = self._desk, instance.upcoming()
-        for name in sorted(instance.ledger.loading - {model, *upcoming}):
+        for name in sorted(instance.ledger.loading - {model, *upcoming, *self.wishes}):
             desk.out.append(self._residency.evict(instance, name))
             instance.view = None
         # What goes with this job is not brought back beside it: a load of it may be about to be
@@ -447,3 +570,4 @@ class Foreman:
             if target is not None:
                 desk.out += self._residency.prefetch(instance, model, target)
                 instance.view = None
+        self._grant_wish(instance, model)

@@ -10,8 +10,10 @@ the host, and the finite rounds of the policies, are why every request progresse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import singledispatchmethod
+
+import msgspec
 
 from appliance.memory.ledger import HostLedger
 from appliance.scheduling.costmodel import CostModel
@@ -39,6 +41,7 @@ from appliance.scheduling.state import (
 from appliance.vocabulary import (
     Command,
     Direction,
+    DropModel,
     Event,
     Finish,
     FinishReason,
@@ -47,11 +50,17 @@ from appliance.vocabulary import (
     InstanceUp,
     KvMoved,
     KvShape,
+    ModelAdded,
     ModelBuilt,
+    ModelChanged,
+    ModelDismissed,
+    ModelDropped,
     ModelFailed,
     ModelLoaded,
     ModelName,
+    ModelRemoved,
     ModelSpec,
+    ModelWanted,
     PrefillDeferred,
     PrefillDone,
     Reject,
@@ -99,7 +108,7 @@ class Machine:
         costs: CostModel | None = None,
     ) -> None:
         """`costs` are what is known before anything was observed."""
-        self.models: Mapping[ModelName, ModelSpec] = {model.name: model for model in models}
+        self.models: dict[ModelName, ModelSpec] = {model.name: model for model in models}
         self.host = host
         self.masters = Masters(self.models, host)
         self.costs = costs or CostModel(self.models.values())
@@ -124,6 +133,9 @@ class Machine:
         self._layouts: dict[ModelName, str] = {}
         """How the weights lie in their master images."""
         self._build_losses: dict[ModelName, int] = {}
+        self._leaving: dict[ModelName, set[InstanceId] | None] = {}
+        """Models that were removed and are not forgotten yet: whose word for that is missing. None
+        while something is held for them."""
         self._zombies: dict[RequestId, tuple[InstanceId, tuple[int, ...]]] = {}
         """Ended requests whose places in the host tier an instance is still writing or reading."""
         self._again = False
@@ -165,11 +177,16 @@ class Machine:
 
     def _work(self) -> list[Command]:
         """Give free instances something to do; everything that follows from the event."""
-        while self._again:
-            self._again = False
-            for instance in self.instances.values():
-                self._again |= self.foreman.advance(instance)
-        return self._desk.out
+        if self.masters.doomed:
+            self.masters.bury(self.residency.being_read())
+        while True:
+            while self._again:
+                self._again = False
+                for instance in self.instances.values():
+                    self._again |= self.foreman.advance(instance)
+            if not self._leaving or not self._see_off():
+                return self._desk.out
+            self._plan()
 
     def next_deadline(self) -> float | None:
         """When time alone changes something, and `Ticked` has to be told; None if it does not."""
@@ -182,6 +199,11 @@ class Machine:
     def preemptions(self) -> Mapping[ModelName, int]:
         """Requests that had to stop in mid-generation for another model or a prompt."""
         return self.foreman.preemptions
+
+    @property
+    def leaving(self) -> Collection[ModelName]:
+        """Models that were removed, while something is left of them."""
+        return self._leaving.keys()
 
     def check_integrity(self) -> None:
         """Raises `LedgerError` unless the books of every tier balance."""
@@ -224,6 +246,8 @@ class Machine:
         model = self.models.get(spec.model)
         if model is None:
             return rejection(spec.id, "model_not_found", f"no model {spec.model!r}")
+        if spec.model in self._leaving:
+            return rejection(spec.id, "model_not_found", f"{spec.model} was removed")
         if spec.prompt_tokens + spec.max_tokens > model.max_context_tokens:
             message = (
                 f"{spec.prompt_tokens} prompt tokens and {spec.max_tokens} new ones"
@@ -232,6 +256,9 @@ class Machine:
             return rejection(spec.id, "context_length_exceeded", message)
         if spec.model in self.failed:
             return rejection(spec.id, "model_failed", self.failed[spec.model])
+        if model.draining:
+            message = f"{spec.model} is being drained: it takes no new requests now"
+            return rejection(spec.id, "model_draining", message)
         return None
 
     @_on.register
@@ -322,6 +349,11 @@ class Machine:
         """Think over what each instance is for; who waits where it need not goes elsewhere."""
         desk = self._desk
         self._plan_at = desk.now + PLAN_SECONDS
+        if short := self.host.short_slabs:
+            self.masters.make_kv_room(self.residency.being_read())
+            self._again |= self.host.short_slabs < short
+        # Who waits for room that nobody's KV takes waits for weights that are read or written.
+        self._again |= bool(self.foreman.host_queue) and not self.host.kv_slabs
         view = self.floor.floor_view(desk.now)
         placements = desk.policy.place(desk.now, view, desk.costs)
         changed = self.floor.place(placements, desk.policy.scale(desk.now, view, desk.costs))
@@ -406,10 +438,13 @@ class Machine:
     def _(self, event: InstanceLost) -> bool:
         instance = self.instances[event.instance]
         instance.up = False
+        self.masters.lost(instance.id)
+        for awaited in self._leaving.values():
+            (awaited or set()).discard(instance.id)
+        self._blame(instance)
+        # Behind the blame, which may end requests whose KV is on its way: nobody reports that now.
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:
             self.host.give_blocks(self._zombies.pop(zombie)[1])
-        self.masters.lost(instance.id)
-        self._blame(instance)
         stranded = [
             request
             for request in self.requests.values()
@@ -464,6 +499,7 @@ class Machine:
     def _fail(self, model: ModelName, reason: str, instance: InstanceId) -> None:
         """The model cannot be served, says an instance; its requests hear it."""
         self.failed[model] = reason
+        self.foreman.wishes.pop(model, None)
         self.masters.give_up(model, instance)
         for request in [r for r in self.requests.values() if r.model == model]:
             self._reject(request, "model_failed", reason)
@@ -546,7 +582,107 @@ class Machine:
         if engine.stage is Engine.LOADING:
             engine.to_stage(Engine.LOADED, event.model)
             instance.ledger.loaded(event.model)
+            self.foreman.wishes.pop(event.model, None)
+        return bool(instance.dismissed or self.foreman.wishes)
+
+    # --- what operators want ---------------------------------------------------------------------
+
+    @_on.register
+    def _(self, event: ModelChanged) -> bool:
+        self.models[event.model] = msgspec.structs.replace(
+            self.models[event.model],
+            slo=event.slo,
+            batch_slo=event.batch_slo,
+            pinned=event.pinned,
+            draining=event.draining,
+        )
+        self.masters.pin(event.model, event.pinned)
         return False
+
+    @_on.register
+    def _(self, event: ModelWanted) -> bool:
+        if event.model in self.failed:
+            return False
+        there = [i for i in self.instances.values() if event.model in i.ledger.weights]
+        loaded = [i for i in there if event.model not in i.ledger.loading]
+        for instance in there:
+            instance.dismissed.pop(event.model, None)
+        if not loaded:
+            self.foreman.wishes[event.model] = None
+        return True
+
+    @_on.register
+    def _(self, event: ModelDismissed) -> bool:
+        self._dismiss(event.model)
+        return True
+
+    def _dismiss(self, model: ModelName) -> None:
+        """Have the model leave all devices."""
+        self.foreman.wishes.pop(model, None)
+        for instance in self.instances.values():
+            if model in instance.ledger.weights or model in instance.ledger.kv:
+                self.foreman.dismiss(instance, model)
+
+    # --- models that come and go -----------------------------------------------------------------
+
+    @_on.register
+    def _(self, event: ModelAdded) -> bool:
+        spec = event.model
+        self.models[spec.name] = spec
+        self.demands.add(spec.name)
+        self.costs.add(spec)
+        self.foreman.preemptions[spec.name] = 0
+        self.masters.add(spec, event.kv_floor_slabs, self.residency.being_read())
+        for instance in self.instances.values():
+            instance.add(spec.name)
+        self._plan()
+        return True
+
+    @_on.register
+    def _(self, event: ModelRemoved) -> bool:
+        """It leaves as one that failed does, and is forgotten when nobody speaks of it any more."""
+        model = event.model
+        self._leaving[model] = None
+        self.failed[model] = f"{model} was removed"
+        self.masters.give_up(model, None)
+        for request in [r for r in self.requests.values() if r.model == model]:
+            self._reject(request, "model_removed", self.failed[model])
+        self._dismiss(model)
+        return True
+
+    @_on.register
+    def _(self, event: ModelDropped) -> bool:
+        awaited = self._leaving[event.model]
+        assert awaited is not None, "it was ordered"
+        awaited.discard(event.instance)
+        return False
+
+    def _see_off(self) -> bool:
+        """Have instances drop models that hold nothing any more, and forget those that all have
+        dropped; whether there is one."""
+        for model, awaited in self._leaving.items():
+            held = any([instance.holds(model) for instance in self.instances.values()])
+            if awaited is None and not held and self.masters.get(model) is None:
+                live = [instance.id for instance in self.instances.values() if instance.up]
+                self._leaving[model] = set(live)
+                self._desk.out += [DropModel(instance=number, model=model) for number in live]
+        gone = [model for model, awaited in self._leaving.items() if awaited == set()]
+        for model in gone:
+            self._forget(model)
+        return bool(gone)
+
+    def _forget(self, model: ModelName) -> None:
+        del self._leaving[model]
+        del self.models[model]
+        del self.failed[model]
+        del self.foreman.preemptions[model]
+        self._layouts.pop(model, None)
+        self._build_losses.pop(model, None)
+        self.masters.pin(model, False)
+        self.demands.forget(model)
+        self.costs.forget(model)
+        for instance in self.instances.values():
+            instance.forget(model)
 
     # --- work ------------------------------------------------------------------------------------
 
@@ -641,6 +777,8 @@ class Machine:
         if job.switches and job.cold:
             overhead = self._desk.now - job.ordered - event.seconds
             self.costs.observe_switch(event.model, max(0.0, overhead))
+        if not requests:
+            return
         promised = [request.spec.slo.tbt_seconds for request in alive]
         instance.last_turn = TurnView(
             model=event.model,

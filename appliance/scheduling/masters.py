@@ -25,8 +25,6 @@ class Master:
     filler: InstanceId | None
     """Who writes it; nobody once it is whole."""
     used: float
-    doomed: bool = False
-    """Nobody wants it, but it is still being written."""
 
 
 class Masters:
@@ -37,6 +35,7 @@ class Masters:
         self._host = host
         self._masters: dict[ModelName, Master] = {}
         self._versions = 0
+        self._doomed: set[ModelName] = set()
         # Room for those that fit, before KV takes it: pinned ones first.
         room = host.total_slabs - host.kv_floor_slabs
         for model in sorted(models.values(), key=lambda model: not model.pinned):
@@ -44,6 +43,11 @@ class Masters:
             if slabs <= room:
                 host.hold_back(model.name, slabs)
                 room -= slabs
+
+    @property
+    def doomed(self) -> Collection[ModelName]:
+        """Nobody wants these any more, but they are still being written or read."""
+        return self._doomed
 
     def get(self, model: ModelName) -> Master | None:
         """The model's image, whole or not."""
@@ -70,6 +74,45 @@ class Masters:
         master = self._masters[model] = Master(offsets, self._versions, filler, now)
         return master
 
+    def add(self, model: ModelSpec, kv_floor_slabs: int, spared: Collection[ModelName]) -> None:
+        """Hold room back for a new model, if there is some. If its KV takes more than that of any
+        other, room for that comes first: see `make_kv_room`."""
+        self.pin(model.name, model.pinned)
+        self._host.kv_floor_slabs = max(self._host.kv_floor_slabs, kv_floor_slabs)
+        self.make_kv_room(spared)
+        slabs = -(-model.weight_bytes // self._host.slab_bytes)
+        if slabs <= self._host.room_for_weights(model.name):
+            self._host.hold_back(model.name, slabs)
+
+    def make_kv_room(self, spared: Collection[ModelName]) -> None:
+        """Let images go, except of `spared` models, until KV has its least room; as far as that is
+        possible now."""
+        for model in self._victims(spared):
+            if not self._host.short_slabs:
+                return
+            self._drop(model)
+
+    def clear_kv_room(self, spared: Collection[ModelName]) -> bool:
+        """Let images go, except of `spared` models, that lie in KV's least room, the end of the
+        tier: a block longer than a slab needs several in a row. Whether one will go later."""
+        first = self._host.kv_floor_offset
+        lying = {
+            model
+            for model in self._masters.keys() - self._pinned
+            if max(self._masters[model].offsets, default=-1) >= first
+        }
+        going = [model for model in self._victims(spared) if model in lying]
+        for model in going:
+            self._drop(model)
+        return len(lying) > len(going)
+
+    def pin(self, model: ModelName, pinned: bool) -> None:
+        """Whether the model's image never gives way, once there is one."""
+        if pinned:
+            self._pinned.add(model)
+        else:
+            self._pinned.discard(model)
+
     def touch(self, model: ModelName, now: float) -> None:
         """The model runs now."""
         if model in self._masters:
@@ -81,20 +124,23 @@ class Masters:
         if master is None or master.version != version:
             return
         master.filler = None
-        if master.doomed:
-            self._drop(model)
 
-    def give_up(self, model: ModelName, instance: InstanceId) -> None:
-        """The model cannot be served, says an instance: neither image nor room for one is kept.
-        What another instance is writing goes when that is done."""
+    def give_up(self, model: ModelName, instance: InstanceId | None) -> None:
+        """The model cannot be served, says an instance, or nobody wants it any more: neither image
+        nor room for one is kept. The image goes with `bury`: somebody may be at it."""
         self._host.hold_back(model, 0)
         master = self._masters.get(model)
         if master is None:
             return
-        if master.filler in (None, instance):
-            self._drop(model)
-        else:
-            master.doomed = True
+        if master.filler == instance:
+            master.filler = None
+        self._doomed.add(model)
+
+    def bury(self, read: Collection[ModelName]) -> None:
+        """Let doomed images go, except of models in `read`, and of those that are being written."""
+        for model in self._doomed - set(read):
+            if self._masters[model].filler is None:
+                self._drop(model)
 
     def lost(self, instance: InstanceId) -> None:
         """What the instance was writing will never be whole."""
@@ -122,4 +168,5 @@ class Masters:
 
     def _drop(self, model: ModelName) -> None:
         del self._masters[model]
+        self._doomed.discard(model)
         self._host.give_weights(model)

@@ -132,7 +132,7 @@ class Floor:
 
     def _instance_view(self, instance: InstanceState) -> InstanceView:
         job, ledger = instance.job, instance.ledger
-        turn = job if isinstance(job, TurnJob) else None
+        turn = job if isinstance(job, TurnJob) and job.requests else None
         cold = sum(ledger.cold.values())
         return InstanceView(
             id=instance.id,

@@ -35,8 +35,9 @@ class Phase(StrEnum):
 
 class RequestView(Word, frozen=True):
     """A request to be placed. `tokens` is its prompt plus what it produced before a loss; it may
-    produce `max_tokens` in all; `arrived` is when it came. `weight_bytes` and `kv_bytes_per_token`
-    are its model's (the latter 0 until an engine was built)."""
+    produce `max_tokens` in all (0: its prompt is embedded); `arrived` is when it came.
+    `weight_bytes` and `kv_bytes_per_token` are its model's (the latter 0 until an engine was
+    built)."""
 
     id: RequestId
     model: ModelName

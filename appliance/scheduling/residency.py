@@ -90,19 +90,16 @@ class Residency:
         return Grant(commands, cap)
 
     def prefetch(
-        self, instance: InstanceState, model: ModelName, target: ModelName
+        self, instance: InstanceState, model: ModelName | None, target: ModelName
     ) -> list[Command]:
-        """Bring `target` in beside `model`, if slabs are free, cold, or held by weights that are
-        needed later only. Nothing is filled for it: that would take the worker's time."""
+        """Bring `target` in beside what runs, if slabs are free, cold, or held by weights
+        that are needed later only. Nothing is filled for it: that would take the worker's time."""
         ledger = instance.ledger
         engine = instance.engines[target]
         upcoming = instance.upcoming()
-        sooner = set(upcoming[: upcoming.index(target)])
-        victims = [
-            victim
-            for victim in self._victims(instance, {model, target} | sooner)
-            if victim in ledger.weights
-        ]
+        sooner = set(upcoming[: upcoming.index(target)] if target in upcoming else upcoming)
+        spared = {target} | sooner if model is None else {model, target} | sooner
+        victims = [v for v in self._victims(instance, spared) if v in ledger.weights]
         cold = [m for m in _by_last_use(instance, ledger.cold) if m != model]
         room = sum(ledger.cold[m] for m in cold) + sum(ledger.weights[v] for v in victims)
         if ledger.free_slabs + room < engine.weight_slabs:
@@ -122,6 +119,16 @@ class Residency:
         instance.ledger.evict(model)
         instance.engines[model].to_stage(Engine.STORED, model)
         return EvictModel(instance=instance.id, model=model)
+
+    def dismiss(self, instance: InstanceState, model: ModelName) -> list[Command]:
+        """Give back everything that the model holds on the device, which computes nothing and
+        brings nothing of the model in. Requests keep their KV, in the host tier."""
+        commands: list[Command] = []
+        if model in instance.ledger.kv:
+            commands.append(self.clear_kv(instance, model))
+        if instance.engines[model].on_device:
+            commands.append(self.evict(instance, model))
+        return commands
 
     def clear_kv(self, instance: InstanceState, model: ModelName) -> Command:
         """Swap out every request of the model that is on the device; its KV slabs are free then."""
@@ -205,7 +212,7 @@ class Residency:
         engine = instance.engines[model]
         master = self._masters.get(model)
         if master is None and fill_at is not None:
-            slabs, spared = engine.host_slabs, self._being_read()
+            slabs, spared = engine.host_slabs, self.being_read()
             master = self._masters.take(model, slabs, instance.id, fill_at, spared)
             if master is not None:
                 return [store(instance, model, master.offsets, master.version, fill=True)]
@@ -215,7 +222,7 @@ class Residency:
             return []
         return [store(instance, model, master.offsets, master.version)]
 
-    def _being_read(self) -> set[ModelName]:
+    def being_read(self) -> set[ModelName]:
         """Models whose images some instance is loading from."""
         return {
             model
@@ -223,6 +230,10 @@ class Residency:
             for model in instance.ledger.loading
             if instance.engines[model].attached
         }
+
+    def clear_kv_room(self) -> bool:
+        """See `Masters.clear_kv_room`: what is being read is spared."""
+        return self._masters.clear_kv_room(self.being_read())
 
     def _make_room(self, instance: InstanceState, model: ModelName, slabs: int) -> list[Command]:
         """Free `slabs` slabs, or all there are, without touching `model`."""

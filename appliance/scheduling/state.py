@@ -293,6 +293,8 @@ class InstanceState:
     progressed: float = -math.inf
     """When a request last got a token here."""
     last_turn: TurnView | None = None
+    dismissed: dict[ModelName, None] = field(default_factory=dict)
+    """Models that leave the device as soon as it computes nothing."""
     roster: int = 0
     """How often a request came or went."""
     view: InstanceView | None = None
@@ -308,9 +310,31 @@ class InstanceState:
         self.job = None
         self.current_model = None
         self.suspended = ()
+        self.dismissed.clear()
         self.prefills_since_turn = 0
         self.last_turn = None
         self.view = None
+
+    def add(self, model: ModelName) -> None:
+        """A model more, the last one, that can be built."""
+        self.engines[model] = EngineState()
+        self.unbuilt[model] = None
+
+    def forget(self, model: ModelName) -> None:
+        """A model that holds nothing here, and of which nothing is under way."""
+        self.engines.pop(model, None)
+        self.unbuilt.pop(model, None)
+        self.dismissed.pop(model, None)
+        if self.current_model == model:
+            self.current_model = None
+        if self.last_turn is not None and self.last_turn.model == model:
+            self.last_turn = None
+        self.view = None
+
+    def holds(self, model: ModelName) -> bool:
+        """Whether anything of the model is on the device, or under way."""
+        busy = self.job is not None and self.job.model == model
+        return busy or model in self.ledger.weights or model in self.ledger.kv
 
     @property
     def idle(self) -> bool:

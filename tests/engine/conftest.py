@@ -15,6 +15,12 @@ from tests.engine.house import MODELS, Baseline, House, make_checkpoint, make_ho
 
 prepare_environment("auto")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file begins first, so that no process is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.stem != "test_ranks")
+
+
 COMPARED = (
     "max_tokens",
     "temperature",

@@ -90,7 +90,23 @@ def make_checkpoint(folder: Path, name: str) -> str:
     path = folder / name
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.to(getattr(torch, dtype)).save_pretrained(path)
+    save_tokenizer(path)
     return str(path)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token for every byte; the vocabulary's other ids stand for nothing."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *letters])}
+    encoder = Tokenizer(models.BPE(vocab=words, merges=[]))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=encoder, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
 
 
 Baseline = Callable[[str, list[tuple[int, ...]], list[Sampling]], list[list[int]]]

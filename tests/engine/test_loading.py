@@ -18,6 +18,7 @@ from appliance.engines.protocol import Produced, Sampling
 from appliance.errors import CheckpointError
 from appliance.memory import mapping
 from appliance.memory.hosttier import HostTier
+from appliance.memory.pieces import process_cpus
 from appliance.memory.safetensors import read_header
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.weights import Image
@@ -106,7 +107,7 @@ def written(
 ) -> tuple[Any, bytes]:
     """The layout that a toy gets, and its image, made from the file; `after` follows loading."""
     from appliance.engines.vllm import parameters
-    from appliance.engines.vllm.loading import CheckpointImage, process_cpus
+    from appliance.engines.vllm.loading import CheckpointImage
     from appliance.engines.vllm.recipe import Recording
 
     files = [read_header(path)]

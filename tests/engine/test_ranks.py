@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from appliance import wire
+from appliance import vocabulary, wire
 from appliance.cpus import show_cpus
-from appliance.engines.protocol import Sampling, SequenceSpec
+from appliance.engines.protocol import Pooling, Sampling, SequenceSpec
 from appliance.engines.vllm.reference import Checkpoint, Prompt, Task
 from appliance.memory.hosttier import HostTier
 from appliance.vocabulary import (
@@ -47,6 +47,7 @@ from appliance.vocabulary import (
 SLAB = 256 * 1024
 POOL_SLABS = 24
 MODELS = ["llama-mha", "qwen2-gqa", "qwen3-128"]
+GENERATE, TASKS = vocabulary.Task.GENERATE, {"vectors": vocabulary.Task.EMBED}
 LENGTH = 24
 GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 KV_SLABS = 12
@@ -68,6 +69,7 @@ class Box:
     def __init__(self, checkpoints: dict[str, str], scratch: Path, cpus: list[int]) -> None:
         self.host = HostTier.create(128 << 20)
         self.outputs: dict[str, list[int]] = {}
+        self.vectors: list[bytes] = []
         self.kv: dict[str, KvShape] = {}
         self.built: dict[str, ModelBuilt] = {}
         self.high_water = 0
@@ -99,7 +101,7 @@ class Box:
                 slab_bytes=SLAB,
                 host_bytes=self.host.nbytes,
                 models=[
-                    wire.WorkerModel(name, path, "float32", 1024, 8)
+                    wire.WorkerModel(name, path, "float32", 1024, 8, task=TASKS.get(name, GENERATE))
                     for name, path in checkpoints.items()
                 ],
                 ranks=2,
@@ -117,6 +119,8 @@ class Box:
                 report = self._reports.pop(0)
                 if isinstance(report, wire.Tokens):
                     for one in report.produced:
+                        if one.vector is not None:
+                            self.vectors.append(one.vector)
                         self.outputs.setdefault(one.request, []).append(one.token)
                 if isinstance(report, wire.PoolReport):
                     self.high_water = report.high_water_slabs
@@ -225,6 +229,7 @@ def made(
     """Makes boxes with at most so many processors, which end with the module."""
     boxes: list[Box] = []
     wanted = {name: checkpoints[name] for name in MODELS}
+    wanted["vectors"] = checkpoints["qwen2-gqa"]
     wanted["broken"] = str(tmp_path_factory.mktemp("empty"))
 
     def make(processors: int) -> Box:
@@ -451,3 +456,31 @@ def _ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(EXIT_SECONDS * 1000))
+
+
+def test_vectors_of_two_ranks(made: Callable[[int], Box], checkpoints: dict[str, str]) -> None:
+    """A prompt is pooled to one vector: the model's own last hidden state, at length 1."""
+    import torch
+    import transformers
+
+    box = made(2)
+    box.build("vectors")
+    box.load("vectors")
+    plain = transformers.AutoModel.from_pretrained(
+        checkpoints["qwen2-gqa"], dtype=torch.float32, attn_implementation="eager"
+    )
+    for number, prompt in enumerate(prompts("vectors")):
+        sequence = SequenceSpec(
+            request=f"v{number}",
+            model="vectors",
+            prompt=prompt,
+            sampling=Sampling(max_tokens=0),
+            pooling=Pooling(),
+        )
+        box.send(wire.AddSequence(sequence))
+        assert isinstance(box.prefill("vectors", f"v{number}"), PrefillDone)
+        with torch.inference_mode():
+            state = plain(torch.tensor([prompt])).last_hidden_state[0, -1]
+        found = torch.frombuffer(bytearray(box.vectors[number]), dtype=torch.float32)
+        torch.testing.assert_close(found, state / state.norm(), rtol=1e-3, atol=1e-4)
+    box.evict("vectors")

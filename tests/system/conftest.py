@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
 import httpx
+import msgspec
 import pytest
 
 from appliance.config import Config, load_config
@@ -21,7 +23,12 @@ CHATS_PER_MODEL = 8
 MEMORY_BYTES = 48 << 20
 
 
+LONGEST = ("test_kills", "test_ranks", "test_demo")
+"""Files that begin first, so that no process is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         if "tests/system" in str(item.path):
             item.add_marker(pytest.mark.system)
@@ -47,6 +54,13 @@ class Appliance:
 
 
 @pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes of this run of pytest."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     make_checkpoints(directory)
@@ -54,13 +68,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def start(checkpoints: Path, policy: str, instances: int = 2) -> Iterator[Appliance]:
-    """A daemon of its own, on a free port, with a journal; gone afterwards."""
+def start(
+    checkpoints: Path,
+    policy: str,
+    instances: int = 2,
+    models: Sequence[str] | None = None,
+    more: str = "",
+) -> Iterator[Appliance]:
+    """A daemon of its own, on a free port, with a journal, a folder for batches, and `more` of a
+    configuration; gone afterwards."""
     file = write_config(
-        checkpoints, policy=policy, instances=instances, bind=f"127.0.0.1:{free_port()}"
+        checkpoints, models, policy=policy, instances=instances, bind=f"127.0.0.1:{free_port()}"
     )
     journal = checkpoints / f"journal-{policy}-{instances}.jsonl"
-    file.write_text(f"{file.read_text()}\n[journal]\npath = {str(journal)!r}\n")
+    batches = checkpoints.with_name(f"{checkpoints.name}-batches-{policy}-{instances}")
+    tables = f"[journal]\npath = {str(journal)!r}\n[batches]\ndirectory = {str(batches)!r}\n"
+    file.write_text(f"{file.read_text()}\n{more}\n{tables}")
     config = load_config(file)
     with running_daemon(file, config) as (url, pid):
         yield Appliance(url, pid, config, journal)
@@ -73,9 +96,15 @@ def chats(checkpoints: Path) -> list[Chat]:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoints: Path, chats: list[Chat]) -> dict[Chat, list[int]]:
-    """Tokens of every chat on plain vLLM, undisturbed."""
-    return reference(load_config(write_config(checkpoints)), chats)
+def expected(checkpoints: Path, chats: list[Chat], shared: Path) -> dict[Chat, list[int]]:
+    """Tokens of every chat on plain vLLM, undisturbed; the first process to ask computes them."""
+    answers = shared / "expected.json"
+    with filelock.FileLock(shared / "expected.lock"):
+        if not answers.exists():
+            tokens = reference(load_config(write_config(checkpoints)), chats)
+            answers.write_bytes(msgspec.json.encode([tokens[chat] for chat in chats]))
+        outputs = msgspec.json.decode(answers.read_bytes(), type=list[list[int]])
+    return dict(zip(chats, outputs, strict=True))
 
 
 def memfds(pid: int, name: str) -> list[os.stat_result]:

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 
 from tests.system.conftest import Appliance, start
 
@@ -30,6 +32,7 @@ def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
         yield made
 
 
+CHATS = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello, river"}]
 
 
@@ -78,6 +81,34 @@ def test_completions(client: openai.OpenAI) -> None:
     texts = [choice.text for choice in first.choices]
     assert len(set(texts)) == 3
     assert again.choices[0].text == texts[1]
+
+
+def test_a_batch_says_the_same(client: openai.OpenAI) -> None:
+    """Six lines for six models: what each is answered is what HTTP answers."""
+    bodies = [
+        {"model": model.id, "messages": HELLO, "max_tokens": 8, "temperature": 0}
+        for model in client.models.list()
+    ]
+    lines = [
+        {"custom_id": body["model"], "method": "POST", "url": CHATS, "body": body}
+        for body in bodies
+    ]
+    content = "\n".join(json.dumps(line) for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHATS, completion_window="24h")
+    deadline = time.monotonic() + 120
+    while batch.status not in ("completed", "failed") and time.monotonic() < deadline:
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed", batch
+    assert batch.output_file_id is not None
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).iter_lines()]
+
+    assert [answer["custom_id"] for answer in answers] == [body["model"] for body in bodies]
+    for body, answer in zip(bodies, answers, strict=True):
+        direct = client.chat.completions.create(**body)
+        batched = ChatCompletion.model_validate(answer["response"]["body"])
+        assert (batched.choices, batched.usage) == (direct.choices, direct.usage)
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -190,7 +221,7 @@ def _asked(appliance: Appliance, body: dict[str, object]) -> Iterator[None]:
     host, port = appliance.config.api.bind.host, appliance.config.api.bind.port
     with socket.create_connection((host, port)) as connection:
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(content), content)
         )
         yield

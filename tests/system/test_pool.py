@@ -1,4 +1,4 @@
-"""48 concurrent requests over six models on two small pools, under every built-in policy."""
+"""48 concurrent requests over six models on two small pools, under policies of either kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.vocabulary import RunPrefill, RunTurn
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
 
-@pytest.mark.parametrize("policy", ["appliance", "aegaeon", "serverlessllm"])
+@pytest.mark.parametrize("policy", ["appliance", "aegaeon"])
 def test_48_requests(
     policy: str, checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]]
 ) -> None:
@@ -57,8 +57,8 @@ def test_48_requests(
             for (name, _), value in appliance.metrics().items()
             if name == "appliance_preemptions_total"
         )
-        if policy != "appliance":  # which preempts when it has to, and may not have to
-            assert (preemptions > 0) == (policy == "aegaeon")
+        if policy == "aegaeon":  # the other preempts when it has to, and may not have to
+            assert preemptions > 0
         status = appliance.status()
         assert all(model["running"] == model["waiting"] == 0 for model in status["models"])
     _check_journal(appliance.journal, len(chats))

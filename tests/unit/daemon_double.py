@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance import wire
-from appliance.api.service import Generation, SubmitRequest
+from appliance.api.service import AskedSlo, Generation, SubmitRequest
 from appliance.daemon import Daemon, Limits, ServedModel
+from appliance.dialogue import Parsers
 from appliance.engines.protocol import Produced, Sampling
 from appliance.journal import Journal, Setup
 from appliance.policywords import PolicyChoice
@@ -109,6 +111,16 @@ class WorkerDouble:
     def start(self) -> None:
         self.started = True
 
+    def add(self, model: wire.WorkerModel) -> None:
+        self.drop(model.name)
+        models = [*self.configuration.models, model]
+        self.configuration = msgspec.structs.replace(self.configuration, models=models)
+        self.send(wire.AddModel(model))
+
+    def drop(self, name: str) -> None:
+        models = [model for model in self.configuration.models if model.name != name]
+        self.configuration = msgspec.structs.replace(self.configuration, models=models)
+
     async def stop(self) -> None:
         self.stopped = True
         if self.stop_error is not None:
@@ -124,7 +136,7 @@ class WorkerDouble:
             case wire.AddSequence():
                 self._introduce(heard)
                 return
-            case wire.Verify():
+            case wire.AddModel() | wire.Verify() | wire.PrepareGuide():
                 return  # the test answers
             case RunPrefill():
                 self._check_known(heard.request)
@@ -210,8 +222,11 @@ class Box:
         slabs: int = 20,
         limits: Limits | None = None,
         journal: Journal | None = None,
+        devices: Sequence[str] = (),
+        parsers: Parsers = Parsers(),  # noqa: B008
     ) -> None:
         self.now = 0.0
+        self._parsers = parsers
         self.world = World(models)
         self.failures: list[BaseException] = []
         self.tokenizers = {name: cast(Tokenizer, object()) for name in models}
@@ -219,19 +234,28 @@ class Box:
         monkeypatch.setattr(WorkerDouble, "world", self.world, raising=False)
         self.daemon = Daemon(
             setup,
-            [self._served(spec) for spec in setup.models],
+            [self.served(spec) for spec in setup.models],
             slabs,
             ["0"] * setup.instances,
             limits or Limits(queue=100, progress_seconds=60.0),
             journal,
             clock=lambda: self.now,
+            devices=devices,
         )
         self.daemon.on_failure = self.failures.append
         self.workers = cast(dict[InstanceId, WorkerDouble], self.daemon.workers)
 
-    def _served(self, spec: ModelSpec) -> ServedModel:
+    def served(self, spec: ModelSpec) -> ServedModel:
         worker = wire.WorkerModel(spec.name, f"/models/{spec.name}", "float32", 256, 64)
-        return ServedModel(spec, worker, self.tokenizers[spec.name], created=1700000000)
+        return ServedModel(
+            spec,
+            worker,
+            self.tokenizers[spec.name],
+            created=1700000000,
+            parsers=self._parsers,
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+        )
 
     def start(self) -> None:
         """Every worker comes up and builds all its engines."""
@@ -249,6 +273,7 @@ class Box:
         output: int = 5,
         limit: int | None = None,
         kind: RequestClass = RequestClass.INTERACTIVE,
+        slo: AskedSlo | None = None,
     ) -> Generation:
         """Submit a request that will produce `output` tokens."""
         limit = output if limit is None else limit
@@ -260,6 +285,7 @@ class Box:
                 prompt=tuple(range(prompt)),
                 sampling=Sampling(max_tokens=limit),
                 request_class=kind,
+                slo=slo or AskedSlo(),
             )
         )
 
@@ -321,14 +347,26 @@ def box_maker(monkeypatch: pytest.MonkeyPatch, slabs: int) -> Iterator[Callable[
         slabs: int = ordinary,
         limits: Limits | None = None,
         journal: Journal | Path | None = None,
+        devices: Sequence[str] = (),
+        parsers: Parsers = Parsers(),  # noqa: B008
         **of_setup: Any,
     ) -> Box:
-        """A journal that is a path is begun there, with the box's own setup."""
+        """A journal that is a path is begun there, with the box's own setup; `parsers` are those of
+        all its models."""
         models = small(names)
         setup = setup_of(models, **of_setup)
         if isinstance(journal, Path):
             journal = Journal(journal, setup_of(models, **of_setup))
-        box = Box(monkeypatch, models, setup, slabs=slabs, limits=limits, journal=journal)
+        box = Box(
+            monkeypatch,
+            models,
+            setup,
+            slabs=slabs,
+            limits=limits,
+            journal=journal,
+            devices=devices,
+            parsers=parsers,
+        )
         boxes.append(box)
         return box
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 import tokenizers
@@ -12,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from appliance.api.service import (
     Activity,
+    ChatRefused,
     GenerationFailed,
     InstanceActivity,
     InstanceVerification,
@@ -22,10 +25,21 @@ from appliance.api.service import (
     ModelNotFound,
     QueueFull,
     Readiness,
+    RequestTimes,
     SubmitRequest,
 )
-from appliance.engines.protocol import Produced, TokenLogprob, Verdict
+from appliance.engines.protocol import (
+    NO_TOKEN,
+    Guide,
+    GuideKind,
+    GuideRefused,
+    Produced,
+    TokenLogprob,
+    Verdict,
+)
+from appliance.purpose import Purpose
 from appliance.tokens import ChatTemplate, Tokenizer
+from appliance.toolcalls import CallPiece, Heard
 from appliance.vocabulary import FinishReason
 
 CORPUS = [
@@ -74,6 +88,7 @@ class FakeGeneration:
         self.drained = asyncio.Event()
         """The first batch was taken, and the next one was asked for."""
         self.reason: FinishReason | None = None
+        self.times: RequestTimes | None = None
         self._batches: asyncio.Queue[list[Produced] | GenerationFailed | None] = asyncio.Queue()
 
     def feed(self, tokens: Sequence[int], end: FinishReason | None = None) -> None:
@@ -97,6 +112,12 @@ class FakeGeneration:
         for token in tokens[:-1]:
             self.feed([token])
         self.feed(tokens[-1:], end)
+
+    def pool(self, numbers: Sequence[float]) -> None:
+        """The vector of the prompt, which is all that comes of it."""
+        vector = struct.pack(f"<{len(numbers)}f", *numbers)
+        pooled = Produced(request=self.id, token=NO_TOKEN, vector=vector)
+        self._put([pooled], FinishReason.STOP)
 
     def fail(self, error: GenerationFailed) -> None:
         self._batches.put_nowait(error)
@@ -124,20 +145,109 @@ class FakeGeneration:
             self._batches.put_nowait(None)
 
 
-class FakeService:
-    """Two models, one with a slash in its name. `script` runs for every request as it comes."""
+class FakeInterpretation:
+    """Reads what stands between brackets as arguments of a call to the first tool, and, of a model
+    that reasons, what stands between parentheses as reasoning. What has to call a tool, or to keep
+    to a format, is guided; special tokens are text."""
 
-    def __init__(self, script: Callable[[FakeGeneration], None] | None = None) -> None:
+    special_tokens = True
+
+    def __init__(self, chat: dict[str, Any], choices: int, reasons: bool) -> None:
+        self._tool = chat["tools"][0]["function"]["name"] if "tools" in chat else ""
+        if self._tool == "refused":
+            raise ChatRefused("nobody would call this")
+        self.chat = chat
+        self._reasons = reasons
+        self._thinking = [False] * choices
+        self._thoughts = [0] * choices
+        """Characters of reasoning."""
+        self.ended = 0
+        self.heard: list[tuple[int, str, int, bool]] = []
+        """Choice, text, number of tokens, whether it was the last."""
+        self.guide = (
+            Guide(GuideKind.STRUCTURAL_TAG, "tag")
+            if chat.get("tool_choice", "auto") != "auto" or "response_format" in chat
+            else None
+        )
+        self._calls = [-1] * choices
+        self._inside = [False] * choices
+
+    async def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
+        assert not self.ended
+        self.heard.append((choice, text, len(tokens), finished))
+        if "#" in text:
+            raise GenerationFailed("parser_failed", "it choked")
+        content = reasoning = ""
+        calls: list[CallPiece] = []
+        for letter in text:
+            if self._reasons and letter in "()":
+                self._thinking[choice] = letter == "("
+            elif self._thinking[choice]:
+                reasoning += letter
+                self._thoughts[choice] += 1
+            elif letter == "[" and self._tool:
+                self._inside[choice] = True
+                self._calls[choice] += 1
+                number = self._calls[choice]
+                calls.append(CallPiece(number, f"call-{choice}-{number}", self._tool, ""))
+            elif letter == "]" and self._tool:
+                self._inside[choice] = False
+            elif self._inside[choice]:
+                calls.append(CallPiece(self._calls[choice], None, None, letter))
+            else:
+                content += letter
+        whole = calls if self.chat["stream"] else _merged(calls)
+        counted = self._thoughts[choice] if finished else 0
+        return Heard(content, tuple(whole), reasoning, counted)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def _merged(calls: Sequence[CallPiece]) -> list[CallPiece]:
+    """The pieces of each call as one."""
+    merged: list[CallPiece] = []
+    for call in calls:
+        if call.id is not None:
+            merged.append(call)
+        else:
+            whole = merged[-1].arguments + call.arguments
+            merged[-1] = msgspec.structs.replace(merged[-1], arguments=whole)
+    return merged
+
+
+class FakeService:
+    """Two models, one with a slash in its name, which can choose tools, and `reasons` if it is told
+    so. `script` runs for every request as it comes."""
+
+    def __init__(
+        self, script: Callable[[FakeGeneration], None] | None = None, *, reasons: bool = False
+    ) -> None:
         self.script = script
         self.submitted: list[FakeGeneration] = []
+        self.interpretations: list[FakeInterpretation] = []
         self.arrivals: asyncio.Queue[FakeGeneration] = asyncio.Queue()
         self.room = 1000
         self.reasons: tuple[str, ...] = ()
         self.text = small_tokenizer()
         self._cards = {
-            name: ModelCard(id=name, created=1_700_000_000, max_context_tokens=200)
-            for name in ("small", "org/small")
+            name: ModelCard(
+                id=name,
+                created=1_700_000_000,
+                max_context_tokens=200,
+                tool_parser=parser,
+                reasoning_parser="qwen3" if reasons and parser else None,
+                architecture="LlamaForCausalLM",
+                dtype="bfloat16",
+                weight_bytes=300,
+            )
+            for name, parser in (("small", None), ("org/small", "hermes"))
         }
+
+    def learn(self, name: str, purpose: Purpose) -> None:
+        """Have one more model, which is for something."""
+        card = msgspec.structs.replace(self._cards["small"], id=name, purpose=purpose)
+        self._cards[name] = card
 
     def models(self) -> list[ModelCard]:
         return list(self._cards.values())
@@ -150,6 +260,20 @@ class FakeService:
     def tokenizer(self, name: str) -> Tokenizer:
         self.model(name)
         return self.text
+
+    async def check_guide(self, name: str, guide: Guide) -> None:
+        self.model(name)
+        if "impossible" in guide.text:
+            raise GuideRefused("nothing follows this")
+
+    async def interpret(
+        self, name: str, chat: bytes, prompt: Sequence[int], choices: int
+    ) -> FakeInterpretation:
+        interpretation = FakeInterpretation(
+            msgspec.json.decode(chat), choices, self.model(name).reasoning_parser is not None
+        )
+        self.interpretations.append(interpretation)
+        return interpretation
 
     def submit(self, request: SubmitRequest) -> FakeGeneration:
         if len(self.submitted) >= self.room:
@@ -168,8 +292,18 @@ class FakeService:
         return Activity(
             version="1",
             uptime_seconds=1.5,
-            instances=(InstanceActivity(instance=0, role="mixed", state="up"),),
-            models=(ModelActivity(model="small", state="device", residency={"0": "device"}),),
+            instances=(
+                InstanceActivity(
+                    instance=0,
+                    role="mixed",
+                    state="up",
+                    pool_bytes={"weights:small": 300, "kv:small": 100, "free": 600},
+                ),
+            ),
+            models=(
+                ModelActivity(model="small", state="loaded", residency={"0": "loaded"}),
+                ModelActivity(model="org/small", state="cold"),
+            ),
             kv={"host": KvTierActivity(fragmentation=0.25, shapes={"300": KV})},
         )
 

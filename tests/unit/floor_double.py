@@ -21,6 +21,7 @@ from appliance.vocabulary import (
     InstanceLost,
     InstanceUp,
     KvShape,
+    ModelAdded,
     ModelSpec,
     Reject,
     RequestArrived,
@@ -213,6 +214,21 @@ class FloorDouble:
         )
         self.tell(RequestArrived(request=spec))
         return life
+
+    def add(
+        self, name: str, model: ModelDouble, kv_floor_slabs: int = 0, *, pinned: bool = False
+    ) -> None:
+        """A model joins the catalogue."""
+        self.world.models[name] = model
+        spec = ModelSpec(
+            name=name,
+            weight_bytes=model.weight_slabs * SLAB,
+            max_context_tokens=256,
+            max_batch=64,
+            slo=SLO,
+            pinned=pinned,
+        )
+        self.tell(ModelAdded(model=spec, kv_floor_slabs=kv_floor_slabs))
 
     def cancel(self, name: str) -> None:
         self.tell(RequestCancelled(request=name))

@@ -16,6 +16,7 @@ from appliance.vocabulary import (
     BuildModel,
     Command,
     Direction,
+    DropModel,
     Event,
     EvictModel,
     FinishReason,
@@ -23,6 +24,7 @@ from appliance.vocabulary import (
     KvShape,
     LoadModel,
     ModelBuilt,
+    ModelDropped,
     ModelFailed,
     ModelLoaded,
     MoveKv,
@@ -66,6 +68,11 @@ class Life:
     @property
     def kv_tokens(self) -> int:
         return self.prompt_tokens + self.produced - 1
+
+    @property
+    def pooled(self) -> bool:
+        """Whether its prompt is all of it."""
+        return self.max_tokens == 0
 
 
 @dataclass
@@ -219,6 +226,11 @@ class InstanceDouble:
                 self.engines[command.model].loaded = False
                 self.loading.pop(command.model, None)
                 return []
+            case DropModel():
+                events = [event for _ in list(self.leaving) for event in self.end_leaving()]
+                engine = self.engines.pop(command.model, None)
+                assert engine is None or not (engine.loaded or engine.groups), "it holds memory"
+                return [*events, ModelDropped(instance=self.number, model=command.model)]
             case TrimKv():
                 self._trim(command.model, command.kv_slabs)
                 return []
@@ -448,13 +460,14 @@ class InstanceDouble:
         counts = []
         for name in requests:
             life = self.world.lives[name]
-            life.produced += 1
+            count = 0 if life.pooled else 1
+            life.produced += count
             finished = None
             if life.produced == life.output_tokens:
-                stopped = life.output_tokens < life.max_tokens
+                stopped = life.pooled or life.output_tokens < life.max_tokens
                 finished = FinishReason.STOP if stopped else FinishReason.LENGTH
                 self.engines[model].used.pop(name)
-            counts.append(TokenCount(request=name, count=1, finished=finished))
+            counts.append(TokenCount(request=name, count=count, finished=finished))
         return TokensProduced(instance=self.number, model=model, tokens=tuple(counts))
 
     def _end_turn(self, turn: RunTurn, reason: TurnEnd) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -14,11 +15,31 @@ class PretendNvml(ModuleType):
     class NVMLError(Exception):
         pass
 
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801
+        pass
+
+    class NVMLError_Timeout(NVMLError):  # noqa: N801
+        pass
+
+    NVML_TEMPERATURE_GPU = 0
+    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
+    NVML_VOLATILE_ECC = 0
+    nvmlEventTypeXidCriticalError = 8  # noqa: N815
+
     def __init__(self, sizes: list[int], broken: bool = False) -> None:
         super().__init__("pynvml")
         self.sizes = sizes
         self.broken = broken
         self.open = 0
+        self.lacking: set[str] = set()
+        """Sensors, by their function, that these GPUs have not."""
+        self.errors: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        """What happens next: a GPU and its XID; a GPU of -1 breaks the driver."""
+        self.waits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """An item for every time that somebody begins to wait for an error."""
+        self.reads: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """An item for every time that a GPU begins to be read."""
+        self.registered: list[int] = []
 
     def nvmlInit(self) -> None:  # noqa: N802
         if self.broken:
@@ -38,7 +59,52 @@ class PretendNvml(ModuleType):
         return f"Pretend {handle}"
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=self.sizes[handle])
+        self.reads.put(handle)
+        return SimpleNamespace(total=self.sizes[handle], used=self.sizes[handle] // 4)
+
+    def _sensor(self, name: str) -> None:
+        if name in self.lacking:
+            raise self.NVMLError_NotSupported("Not Supported")
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        self._sensor("utilization")
+        return SimpleNamespace(gpu=50 + handle)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
+        self._sensor("power")
+        return 300_500
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802
+        self._sensor("temperature")
+        return 60 + handle
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:  # noqa: N802
+        self._sensor("ecc")
+        return 7 if kind == self.NVML_MEMORY_ERROR_TYPE_CORRECTED else 0
+
+    def nvmlEventSetCreate(self) -> str:  # noqa: N802
+        return "events"
+
+    def nvmlEventSetFree(self, events: str) -> None:  # noqa: N802
+        self.registered.clear()
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: str) -> None:  # noqa: N802
+        self._sensor("events")
+        assert kinds == self.nvmlEventTypeXidCriticalError
+        self.registered.append(handle)
+
+    def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> SimpleNamespace:  # noqa: N802
+        self.waits.put(None)
+        try:
+            handle, code = self.errors.get(timeout=milliseconds / 1000)
+        except queue.Empty:
+            raise self.NVMLError_Timeout("Timeout") from None
+        if handle < 0:
+            raise self.NVMLError("GPU is lost")
+        return SimpleNamespace(device=handle, eventType=8, eventData=code)
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:  # noqa: N802
+        return handle
 
     def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
         return b"580.1"

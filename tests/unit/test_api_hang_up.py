@@ -21,12 +21,18 @@ TIMEOUT_SECONDS = 20
 
 @asynccontextmanager
 async def asking(
-    service: FakeService, *, keep_alive_seconds: float = 1000, **fields: object
+    service: FakeService,
+    *,
+    path: str = "/v1/completions",
+    keep_alive_seconds: float = 1000,
+    **fields: object,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A raw connection on which a completion was asked for."""
+    """A raw connection on which a completion was asked for, or something else at `path`."""
     app = create_app(service, keep_alive_seconds=keep_alive_seconds)
-    body = json.dumps({"model": "small", "prompt": "hello", **fields}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    if path == "/v1/completions":
+        fields["prompt"] = "hello"
+    body = json.dumps({"model": "small", **fields}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     async with asyncio.timeout(TIMEOUT_SECONDS), served(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body)
@@ -58,6 +64,43 @@ async def test_comments_fill_a_pause_between_tokens() -> None:
         generation.feed(small_tokenizer().encode("two"), FinishReason.LENGTH)
         await reader.readuntil(b'"two"')
         await reader.readuntil(b"data: [DONE]")
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_pings_keep_a_message_alive() -> None:
+    """Anthropic's streams begin at once, and have events of their own for silence."""
+    asked = {**MESSAGES, "max_tokens": 5, "stream": True}
+    async with asking(FakeService(), path="/v1/messages", keep_alive_seconds=0.01, **asked) as (
+        reader,
+        _,
+    ):
+        await reader.readuntil(b"event: message_start\n")
+        for _ in range(3):
+            await reader.readuntil(b'event: ping\ndata: {"type":"ping"}\n\n')
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {**MESSAGES, "max_tokens": 5}),
+        ("/api/chat", MESSAGES),
+        ("/api/generate", {"prompt": "hello"}),
+    ],
+)
+async def test_leaving_cancels_in_every_dialect(
+    stream: bool, path: str, fields: dict[str, object]
+) -> None:
+    """A client that leaves before its first token takes its request with it."""
+    service = FakeService()
+    async with asking(service, path=path, stream=stream, **fields) as (_, writer):
+        generation = await service.arrivals.get()
+        writer.close()
+        await generation.cancelled.wait()
+
+    assert generation.reason == FinishReason.CANCELLED
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -106,6 +149,47 @@ async def test_a_client_that_stops_reading_and_leaves_is_noticed() -> None:
         await create_app(service)(scope, receive, send)  # type: ignore[arg-type]
 
     assert service.submitted[0].reason == FinishReason.CANCELLED
+
+
+async def test_leaving_with_more_asked_for() -> None:
+    """A client that sent another request behind the one that is being answered takes both along, as
+    soon as it is written to: until then nothing is read of it."""
+    service = FakeService()
+    async with asking(service, keep_alive_seconds=0.01, stream=True) as (reader, writer):
+        generation = await service.arrivals.get()
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        await writer.drain()
+        writer.close()
+        await generation.cancelled.wait()
+
+    assert generation.reason == FinishReason.CANCELLED
+
+
+async def test_leaving_before_all_was_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A client that leaves in the middle of its body is no error of ours: nothing is logged."""
+    events: list[dict[str, object]] = [
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": b'{"model": "sm', "more_body": True},
+    ]
+
+    async def receive() -> dict[str, object]:
+        return events.pop()
+
+    async def send(message: dict[str, object]) -> None:
+        statuses.append(message.get("status"))
+
+    statuses: list[object] = []
+    scope: dict[str, object] = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [],
+    }
+    scope |= {"query_string": b"", "http_version": "1.1", "root_path": "", "scheme": "http"}
+    await create_app(FakeService())(scope, receive, send)  # type: ignore[arg-type]
+
+    assert (statuses[0], caplog.records) == (499, [])
 
 
 async def test_tokens_that_come_together_are_one_chunk() -> None:

@@ -120,7 +120,7 @@ def test_vllm_names_keep_their_meaning() -> None:
     """Requests, tokens and latencies are where vLLM's dashboards look for them."""
     metrics = Metrics()
     metrics.queues("m", running=2, waiting=3)
-    metrics.first_token("m", prompt_tokens=7, seconds=0.05)
+    metrics.first_token("m", prompt_tokens=7, tokens=1, seconds=0.05)
     metrics.tokens("m", 4, 0.02)
     metrics.tokens("m", 1, 100.0)
     metrics.finished("m", FinishReason.STOP, 1.25)

@@ -14,7 +14,7 @@ from appliance.api.service import GenerationFailed
 from appliance.vocabulary import FinishReason, RequestClass
 
 from .fake_service import FakeGeneration, FakeService, small_tokenizer
-from .serving import served
+from .serving import openai_client, served
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -26,12 +26,7 @@ def service() -> FakeService:
 
 @pytest.fixture
 async def client(service: FakeService) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        served(create_app(service)) as port,
-        openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
-        ) as client,
-    ):
+    async with openai_client(create_app(service)) as client:
         yield client
 
 

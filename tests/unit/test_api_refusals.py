@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from litestar.exceptions import ImproperlyConfiguredException
 
 from appliance.api.app import create_app
+from appliance.api.errors import as_api_error
 from appliance.tokens import ChatTemplate, Tokenizer
 
 from .fake_service import FakeService, byte_level_encoder, small_tokenizer
@@ -38,21 +40,33 @@ def message(**fields: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": "hello", **fields}]}
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+CALL = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
 PART = {"type": "image_url", "image_url": {"url": "data:"}}
 CHAT_REFUSALS = [
     ({"foo": 1}, "foo", "unsupported_field"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_field"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", None),
+    ({"tools": [TOOL, TOOL]}, "tools", None),
+    ({"tools": [TOOL]}, "tool_choice", "tool_parser_missing"),
+    ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice", "tool_parser_missing"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", None),
+    (message(name="me"), "messages[0].name", "unsupported_field"),
+    ({"tools": [TOOL], "tool_choice": OTHER}, "tool_choice.function.name", None),
     ({"functions": []}, "functions", "unsupported_field"),
     ({"store": True}, "store", "unsupported_field"),
     ({"audio": {}}, "audio", "unsupported_field"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_field"),
-    (message(tool_calls=[{}]), "messages[0].tool_calls", "unsupported_field"),
-    (message(name="me"), "messages[0].name", "unsupported_field"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", None),
+    (message(tool_calls=[{}]), "messages[0].tool_calls[0].id", "missing_field"),
+    (message(tool_calls=[CALL]), "messages[0].tool_calls", None),
+    (message(tool_call_id="x"), "messages[0].tool_call_id", None),
+    (message(role="assistant", content=None), "messages[0].content", None),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", None),
     ({"modalities": ["text", "audio"]}, "modalities[1]", None),
     ({"service_tier": "priority"}, "service_tier", None),
     ({"tool_choice": "required"}, "tool_choice", None),
-    (message(role="tool"), "messages[0].role", None),
+    (message(role="tool"), "messages[0].tool_call_id", None),
     (message(role=3), "messages[0].role", None),
     (message(content=[PART]), "messages[0].content[0].type", None),
     (message(content=None), "messages[0].content", None),
@@ -213,8 +227,8 @@ async def test_malformed_json(client: httpx.AsyncClient, body: bytes) -> None:
         ("POST", "/v1/completions", 5000, 413, "request_too_large"),
         ("GET", "/v1/completions", 0, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 0, 405, "method_not_allowed"),
-        ("POST", "/v1/embeddings", 0, 404, "not_found"),
-        ("GET", "/", 0, 404, "not_found"),
+        ("POST", "/v1/audio/speech", 0, 404, "not_found"),
+        ("GET", "/nothing", 0, 404, "not_found"),
     ],
 )
 async def test_errors_outside_the_endpoints(
@@ -264,7 +278,7 @@ async def test_probes_and_status(client: httpx.AsyncClient) -> None:
     assert metrics.text == "some_metric 1\n"
     status = (await client.get("/api/status")).json()
     assert status["instances"][0]["state"] == "up"
-    assert status["models"][0]["residency"] == {"0": "device"}
+    assert status["models"][0]["residency"] == {"0": "loaded"}
     assert status["kv"]["host"]["shapes"]["300"]["fragmentation"] == 0.25
 
 
@@ -300,3 +314,43 @@ async def test_long_prompts_are_encoded_like_short_ones() -> None:
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert str(len(small_tokenizer().encode(text))) in error["message"]
+
+
+DEEP = "[" * 1500 + "]" * 1500
+PARAMETERS = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"x": {DEEP}}}}}}}'
+
+
+async def test_what_is_nested_too_deeply_is_refused(client: httpx.AsyncClient) -> None:
+    """It is not our failure."""
+    messages = '[{"role": "user", "content": "x"}]'
+    body = f'{{"model": "small", "messages": {messages}, "tools": [{PARAMETERS}]}}'
+    answer = await client.post("/v1/chat/completions", content=body)
+
+    assert answer.status_code == 400
+    assert "nested too deeply" in answer.json()["error"]["message"]
+
+
+async def test_what_is_nearly_nested_too_deeply(client: httpx.AsyncClient) -> None:
+    """However deep it is, it is answered or refused, also where it can be read but not written."""
+    statuses = set()
+    for depth in range(900, 1000):
+        tool = '{"type":"function","function":{"name":"f","parameters":{"a":%s}}}'
+        body = '{"model":"org/small","messages":[{"role":"user","content":"x"}],"tools":[%s]}'
+        deep = "[" * depth + "]" * depth
+        answer = await client.post("/v1/chat/completions", content=body % (tool % deep))
+        statuses.add(answer.status_code)
+
+    assert statuses == {200, 400}
+
+
+def test_a_file_that_goes_while_it_is_asked_for() -> None:
+    """Is not there, rather than a failure of ours."""
+    try:
+        try:
+            raise FileNotFoundError
+        except FileNotFoundError as gone:
+            raise ImproperlyConfiguredException("x does not exist") from gone
+    except ImproperlyConfiguredException as error:
+        answer = as_api_error(error)
+
+    assert (answer.status, answer.body.error.code) == (404, "file_not_found")

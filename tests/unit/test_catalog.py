@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from appliance.catalog import read_checkpoint, tensor_bytes
 from appliance.errors import CheckpointError
+from appliance.memory.safetensors import read_header
 
 MIB = 1 << 20
 Make = Callable[..., Path]
@@ -82,7 +83,7 @@ def test_truncated_weights_are_named(fake_checkpoint: Make, kept: int) -> None:
     file.write_bytes(file.read_bytes()[:kept])
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
-        tensor_bytes(file, "float32")
+        tensor_bytes(read_header(file), "float32")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_corrupt_headers_are_named(tmp_path: Path, header: bytes, reason: str) -
     file.write_bytes(struct.pack("<Q", len(header)) + header)
 
     with pytest.raises(CheckpointError, match=reason):
-        tensor_bytes(file, "float32")
+        tensor_bytes(read_header(file), "float32")
 
 
 def test_what_is_missing_is_named(fake_checkpoint: Make, tmp_path: Path) -> None:

@@ -226,11 +226,18 @@ def test_run_reports_an_error_in_the_stream(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("command", [["list"], ["ps"], ["run", "llama-a", "Hi"]])
-def test_no_daemon_is_said_clearly(command: list[str]) -> None:
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_no_daemon_is_said_clearly(
+    command: list[str], by_variable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it was looked for, and how to start one."""
     with Daemon() as server:
         url = server.url  # nobody listens there once the server is closed
-    result = call(*command, "--url", url)
+    if by_variable:
+        monkeypatch.setenv("APPLIANCE_URL", url)
+        result = call(*command)
+    else:
+        result = call(*command, "--url", url)
 
     assert result.exit_code == 1
     assert f"no daemon answers at {url}" in result.stderr
@@ -242,7 +249,7 @@ def test_config_check_lists_the_models(tmp_path: Path, fake_checkpoint: Make) ->
     fake_checkpoint()
     file = tmp_path / "appliance.toml"
     file.write_text(
-        '[api]\nbind = "0.0.0.0:1"\n[devices]\nmemory = "8MiB"\n'
+        '[api]\nbind = "0.0.0.0:1"\nkeys = "k"\n[devices]\nmemory = "8MiB"\n'
         '[[model]]\nname = "tiny"\npath = "tiny"\nmax_context = 64\ndtype = "float32"\n',
         encoding="utf-8",
     )
@@ -277,7 +284,8 @@ def test_serve_runs_what_the_file_describes(
     outcomes: list[int | Exception] = [3, PolicyError("no policy answered")]
     served: list[Config] = []
 
-    def serve(config: Config) -> int:
+    def serve(config: Config, path: Path) -> int:
+        assert path == file
         served.append(config)
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):

@@ -287,13 +287,58 @@ def test_a_journal_needs_its_directory(models: Path) -> None:
 
 
 def test_warnings_name_what_is_allowed_but_odd(models: Path) -> None:
-    """A public address, and memory that is not a whole number of slabs."""
-    text = GOOD.replace('"8MiB"', '"8200KiB"') + '[api]\nbind = "0.0.0.0:80"\n'
+    """A public address without TLS, and memory that is not a whole number of slabs."""
+    text = GOOD.replace('"8MiB"', '"8200KiB"') + '[api]\nbind = "0.0.0.0:80"\nkeys = "k"\n'
 
     public, rest = warnings(load_config(write(models, text)))
 
-    assert "no authentication" in public
+    assert "without TLS" in public
     assert "8KiB" in rest
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:80", "[::]:80", "192.0.2.1:80", "box.local:80"])
+def test_another_address_needs_keys(models: Path, bind: str) -> None:
+    """What others can reach is not open to them: the start is refused, and says what to do."""
+    problem = only_problem(models, f'[api]\nbind = "{bind}"\n{GOOD}')
+
+    assert (problem.line, problem.key) == (2, "api.bind")
+    assert "there are no keys" in problem.wrong
+    assert "appliance key create" in problem.remedy
+    load_config(write(models, f'[api]\nbind = "{bind}"\nkeys = "keys.json"\n{GOOD}'))
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:80", "127.1.2.3:80", "[::1]:80", "localhost:80"])
+def test_this_machine_s_addresses_need_none(models: Path, bind: str) -> None:
+    """Nobody else reaches them."""
+    assert load_config(write(models, f'[api]\nbind = "{bind}"\n{GOOD}')).api.bind.local
+
+
+def test_files_of_the_api_are_looked_at(models: Path) -> None:
+    """Keys that cannot be read, a place where none could be, and a group that there is not."""
+    (models / "broken.json").write_text("{")
+    for api, key, wrong in (
+        ('keys = "broken.json"', "api.keys", "is no file of keys"),
+        ('keys = "none/keys.json"', "api.keys", "is not a directory"),
+        ('admin_group = "nobody-has-this"', "api.admin_group", "there is no group"),
+    ):
+        problem = only_problem(models, f"[api]\n{api}\n{GOOD}")
+        assert (problem.line, problem.key) == (2, key)
+        assert wrong in problem.wrong
+    text = '[api]\nkeys = "k.json"\nadmin_socket = "a.sock"\n' + GOOD
+    api = load_config(write(models, text)).api
+    assert (api.keys, api.admin_socket) == (str(models / "k.json"), str(models / "a.sock"))
+
+
+def test_keys_that_others_can_read_are_warned_of(models: Path) -> None:
+    """They are hashes only, but nobody else's business."""
+    file = models / "keys.json"
+    file.write_text("{}")
+    config = load_config(write(models, f'[api]\nkeys = "keys.json"\n{GOOD}'))
+    file.chmod(0o640)
+    (warning,) = warnings(config)
+    assert "`chmod 600`" in warning
+    file.chmod(0o600)
+    assert warnings(config) == []
 
 
 def test_sample_is_generated_and_valid() -> None:
@@ -344,3 +389,16 @@ def test_models_without_room_in_the_host_cache_are_named(models: Path) -> None:
     assert uncached(load_config(write(models, f"{text}pin = true\n")), entries) == ["tiny"]
     roomy = text.replace('host_cache = "2MiB"', 'host_cache = "8MiB"')
     assert uncached(load_config(write(models, roomy)), entries) == []
+
+
+def test_the_folder_of_models(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is beside the file, or where systemd keeps state, or nowhere."""
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    assert load_config(write(models)).catalog.folder == ""
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/appliance:/var/lib/other")
+    assert load_config(write(models)).catalog.folder == "/var/lib/appliance/models"
+
+    beside = load_config(write(models, GOOD + '[catalog]\nfolder = "here"\n'))
+    none = load_config(write(models, GOOD + '[catalog]\nfolder = ""\n'))
+
+    assert (beside.catalog.folder, none.catalog.folder) == (str(models / "here"), "")

@@ -14,6 +14,7 @@ import pytest
 
 from appliance import wire
 from appliance.api.service import (
+    AskedSlo,
     Generation,
     GenerationFailed,
     InstanceActivity,
@@ -22,9 +23,22 @@ from appliance.api.service import (
     KvTierActivity,
     ModelNotFound,
     QueueFull,
+    SubmitRequest,
 )
 from appliance.daemon import Limits
-from appliance.engines.protocol import KvBytes, Produced, Verdict
+from appliance.dialogue import Parsers
+from appliance.engines.protocol import (
+    NO_TOKEN,
+    Guide,
+    GuideKind,
+    GuideRefused,
+    KvBytes,
+    Pooling,
+    Produced,
+    Sampling,
+    Verdict,
+)
+from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup, read, replay
 from appliance.policywords import Missed
 from appliance.serve import share_cpus
@@ -47,6 +61,7 @@ from appliance.vocabulary import (
     RunTurn,
 )
 from tests.unit.daemon_double import PID, Box, box_maker, setup_of, small
+from tests.unit.instance_double import Life
 
 MakeBox = Callable[..., Box]
 
@@ -736,6 +751,35 @@ async def test_latencies_are_measured_where_tokens_come(make_box: MakeBox) -> No
     assert box.samples("vllm:request_success_total") == {"finished_reason=length,model_name=a": 1}
 
 
+async def test_a_vector_is_the_end_of_its_prompt(make_box: MakeBox) -> None:
+    """It reaches the client and no token is counted, nor one that came late."""
+    box = make_box()
+    box.start()
+    box.world.lives["r"] = Life("a", 7, 1, 1)
+    stream = box.daemon.submit(
+        SubmitRequest(
+            id="r",
+            model="a",
+            prompt=tuple(range(7)),
+            sampling=Sampling(max_tokens=0),
+            pooling=Pooling(),
+        )
+    )
+    (told,) = box.workers[0].heard(wire.AddSequence)
+    box.now += 1000.0
+    vector = Produced(request="r", token=NO_TOKEN, finished=FinishReason.STOP, vector=b"12345678")
+    box.workers[0].deliver(wire.Tokens(0, "a", [vector]))
+
+    assert told.sequence.pooling == Pooling()
+    assert [one async for batch in stream for one in batch] == [vector]
+    assert box.daemon.requests() == []
+    label = "model_name=a"
+    assert box.samples("vllm:prompt_tokens_total")[label] == 7
+    assert box.samples("vllm:generation_tokens_total")[label] == 0
+    assert box.samples("vllm:request_success_total") == {"finished_reason=stop,model_name=a": 1}
+    assert set(box.samples("appliance_slo_tokens_total").values()) == {0.0}
+
+
 # --- what is shown -------------------------------------------------------------------------------
 
 
@@ -764,6 +808,18 @@ async def test_batch_requests_have_promises_of_their_own(make_box: MakeBox) -> N
 
     promised = {name: r.spec.slo.ttft_seconds for name, r in box.daemon.machine.requests.items()}
     assert promised == {"r": 3600.0, "s": 10.0}
+
+
+async def test_a_request_s_own_service_level(make_box: MakeBox) -> None:
+    """What a request asks for itself goes before what its model promises, each half apart."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", slo=AskedSlo(ttft_seconds=2.0))
+    box.ask("s", "a")
+
+    asked, promised = (box.daemon.machine.requests[name].spec.slo for name in "rs")
+    assert (asked.ttft_seconds, asked.tbt_seconds) == (2.0, promised.tbt_seconds)
+    assert promised.ttft_seconds == 10.0
 
 
 async def test_ready_while_batch_work_waits_rightly(make_box: MakeBox) -> None:
@@ -971,6 +1027,7 @@ async def test_an_image_that_went_meanwhile_is_none(make_box: MakeBox) -> None:
 
     task = await verifying(box)
     masters.give_up("a", 0)
+    masters.bury(read=())
     answer(box, 0, a=Verdict.DIFFERS, b=Verdict.DIFFERS)
     assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.DIFFERS}
 
@@ -980,6 +1037,118 @@ async def test_an_image_that_went_meanwhile_is_none(make_box: MakeBox) -> None:
     masters.filled("a", master.version)
     answer(box, 0, a=Verdict.DIFFERS, b=Verdict.NOT_LOADED)
     assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.NOT_LOADED}
+
+
+# --- guides --------------------------------------------------------------------------------------
+
+GUIDE = Guide(GuideKind.REGEX, "(a|b)+")
+
+
+async def preparing(box: Box) -> asyncio.Task[None]:
+    """A guide that all instances were asked to compile."""
+    task = asyncio.ensure_future(box.daemon.check_guide("a", GUIDE))
+    await asyncio.sleep(0)
+    return task
+
+
+def prepared(box: Box, instance: int, refused: str | None = None) -> None:
+    """The worker's answer to the newest question."""
+    asked = box.workers[instance].heard(wire.PrepareGuide)[-1]
+    assert (asked.model, asked.guide) == ("a", GUIDE)
+    box.workers[instance].deliver(wire.GuidePrepared(instance, asked.number, refused))
+
+
+async def test_a_guide_is_compiled_wherever_a_request_may_go(make_box: MakeBox) -> None:
+    """All instances that are up compile it, and all of them have to have done so."""
+    box = make_box(instances=3)
+    box.daemon.start()
+    for number in (0, 1):
+        box.workers[number].greet()
+    box.settle()
+
+    task = await preparing(box)
+    prepared(box, 1)
+    await asyncio.sleep(0)
+    assert not task.done()
+    prepared(box, 0)
+
+    await task
+
+
+async def test_a_guide_that_cannot_be_compiled_is_refused(make_box: MakeBox) -> None:
+    """With the worker's reason; so is one of a model that is not there."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    prepared(box, 0, "it does not close")
+
+    with pytest.raises(GuideRefused, match="it does not close"):
+        await task
+    with pytest.raises(ModelNotFound):
+        await box.daemon.check_guide("nobody", GUIDE)
+
+
+async def test_a_guide_that_nobody_answers_for_is_not_the_clients_fault(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait has an end, after which it may be tried again; a later answer goes nowhere."""
+    monkeypatch.setattr("appliance.guiding.COMPILE_SECONDS", 0.0)
+    box = make_box()
+    box.start()
+
+    with pytest.raises(GenerationFailed, match="no compiler had time") as caught:
+        await box.daemon.check_guide("a", GUIDE)
+    assert (caught.value.status, caught.value.retry_after_seconds) == (503, 1.0)
+    prepared(box, 0)
+
+
+async def test_a_guide_that_no_worker_survived_is_not_accepted(make_box: MakeBox) -> None:
+    """It may have been the guide; where another one compiled it, its successor will."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    box.workers[0].die()
+
+    with pytest.raises(GenerationFailed, match="died"):
+        await task
+
+
+# --- tools ---------------------------------------------------------------------------------------
+
+
+async def test_tool_calls_are_read_by_the_models_parser(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter is told which model and which parser; nobody reads for an unknown model."""
+    asked = []
+
+    async def begin(self: Interpreter, *question: object) -> str:
+        asked.append(question)
+        return "interpretation"
+
+    monkeypatch.setattr(Interpreter, "begin", begin)
+    box = make_box()
+    box.start()
+
+    assert await box.daemon.interpret("a", b"{}", (1, 2), 3) == "interpretation"  # type: ignore[comparison-overlap]
+    assert asked == [("/models/a", Parsers(), b"{}", (1, 2), 3)]
+    assert box.daemon.model("a").tool_parser is None
+    with pytest.raises(ModelNotFound):
+        await box.daemon.interpret("nobody", b"{}", (), 1)
+
+
+@pytest.mark.parametrize("reasoning", [None, "qwen3"])
+def test_the_interpreter_is_prepared_for_models_that_reason(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch, reasoning: str | None
+) -> None:
+    """It comes up with the daemon: every chat of theirs needs it. Others start it if they do."""
+    prepared: list[Interpreter] = []
+    monkeypatch.setattr(Interpreter, "prepare", lambda self: prepared.append(self))
+    make_box(parsers=Parsers("hermes", reasoning)).start()
+
+    assert len(prepared) == (reasoning is not None)
 
 
 # --- processors ----------------------------------------------------------------------------------
@@ -1008,3 +1177,166 @@ def test_scarce_processors_are_shared_evenly(processors: int, instances: int) ->
 
     assert set(load) == {str(number) for number in range(processors)}
     assert max(load.values()) - min(load.values()) <= 1
+
+
+# --- signs of life -------------------------------------------------------------------------------
+
+
+async def test_a_daemon_is_stuck_when_nothing_happens(make_box: MakeBox) -> None:
+    """With a request that waits and a worker that says nothing for ten times the progress
+    deadline; not before, nor while an engine is built."""
+    box = make_box(limits=Limits(queue=100, progress_seconds=5.0))
+    box.daemon.start()
+    box.workers[0].greet()
+    stream = box.ask("r", "a")
+    box.now += 1000.0
+    assert box.daemon.progresses(), "its engine is being built"
+
+    box.work_until(lambda: bool(box.world.lives["r"].produced))
+    box.now += 49.0
+    assert box.daemon.progresses(), "a token came less than ten deadlines ago"
+    box.now += 2.0
+    assert not box.daemon.progresses()
+    assert box.daemon.summary() == "2 models, 1 of 1 instances up, 1 requests"
+
+    box.settle()
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5]
+    assert box.daemon.progresses(), "nobody waits for anything"
+
+
+async def test_a_worker_that_is_not_there_is_no_reason_to_end(make_box: MakeBox) -> None:
+    """It is started again with the daemon that there is; a new daemon would do no better."""
+    box = make_box(limits=Limits(queue=100, progress_seconds=5.0))
+    box.start()
+    stream = box.ask("r", "a")
+    box.workers[0].die()
+    box.now += 1000.0
+    assert box.daemon.progresses()
+
+    box.workers[0].greet()
+    box.settle()
+    assert len(await tokens_of(stream)) == 5
+
+
+# --- what a request leaves behind ----------------------------------------------------------------
+
+
+async def test_a_request_leaves_one_line_and_its_phases(
+    make_box: MakeBox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The phases add up to its time; log, metrics and whoever asked are told the same."""
+    box = make_box(policy="aegaeon", slabs=40)
+    box.start()
+    with caplog.at_level("INFO", "appliance.requests"):
+        streams = [box.ask("ra", "a", output=20), box.ask("rb", "b", output=30)]
+        box.settle()
+
+    lines = {record.fields["request"]: record.fields for record in caplog.records}  # type: ignore[attr-defined]
+    assert len(caplog.records) == 2
+    for stream in streams:
+        line, times = lines[stream.id], stream.times
+        assert times is not None
+        phases = {phase: line[f"{phase}_seconds"] for phase in times.phases}
+        assert phases == pytest.approx(times.phases, abs=1e-4)
+        assert sum(phases.values()) == pytest.approx(line["seconds"], abs=1e-3)
+        assert line["instances"] == (0,)
+    assert lines["rb"]["completion_tokens"] == 30
+    assert lines["rb"]["outcome"] == "length"
+    assert sum(line["preemptions"] for line in lines.values()) == sum(
+        box.samples("appliance_preemptions_total").values()
+    )
+    assert box.samples("vllm:request_num_preemptions_count") == {
+        "model_name=a": 1,
+        "model_name=b": 1,
+    }
+    decoded = box.samples("vllm:request_decode_time_seconds_sum")["model_name=b"]
+    held = phases["decode"] + phases["preempted"]
+    assert decoded == pytest.approx(held, abs=0.005), "but for the report of the prompt's end"
+
+
+async def test_what_is_refused_leaves_a_line_too(
+    make_box: MakeBox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One, with the status that the client was answered; also at the end of a drain."""
+    box = make_box()
+    box.start()
+    with caplog.at_level("INFO", "appliance.requests"):
+        with pytest.raises(GenerationFailed):
+            box.ask("long", "a", prompt=300, output=5)
+        box.ask("r", "a")
+        await box.daemon.drain(0)
+        box.settle()
+
+    found = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert [(line["outcome"], line["status"]) for line in found] == [
+        ("context_length_exceeded", 400),
+        ("shutting_down", 503),
+    ]
+    assert box.samples("appliance_requests_total") == {
+        "model=a,outcome=context_length_exceeded": 1,
+        "model=a,outcome=shutting_down": 1,
+    }
+    assert box.samples("appliance_slo_requests_total") == {}
+
+
+async def test_promises_are_counted(make_box: MakeBox) -> None:
+    """Tokens by their deadlines, requests by TTFT and mean TBT, both by class."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", output=5)
+    box.settle()
+    box.ask("late", "a", output=5, kind=RequestClass.BATCH)
+    box.now += 10_000.0
+    box.settle()
+
+    assert box.samples("appliance_slo_requests_total") == {
+        "class=interactive,model=a,outcome=kept": 1,
+        "class=batch,model=a,outcome=missed": 1,
+    }
+    tokens = box.samples("appliance_slo_tokens_total")
+    assert tokens["class=interactive,model=a,outcome=kept"] == 5
+    assert tokens["class=batch,model=a,outcome=late"] == 5
+
+
+async def test_ages_are_those_of_now(make_box: MakeBox) -> None:
+    """Of the oldest request that waits for its prompt, and of the slowest progress."""
+    box = make_box()
+    box.daemon.start()
+    box.ask("r", "a")
+    box.now += 7.0
+    assert box.samples("appliance_queue_age_seconds") == {"model=a": 7, "model=b": 0}
+    assert box.samples("appliance_progress_age_seconds") == {"": 7}
+    assert box.samples("appliance_instances") == {
+        "state=starting": 1, "state=up": 0, "state=lost": 0,
+    }  # fmt: skip
+
+    box.workers[0].greet()
+    box.settle()
+
+    assert box.samples("appliance_queue_age_seconds") == {"model=a": 0, "model=b": 0}
+    assert box.samples("appliance_progress_age_seconds") == {"": 0}
+    assert box.samples("appliance_decision_seconds_count")["event=InstanceUp"] == 1
+
+
+async def test_nothing_is_shown_of_a_model_that_is_gone(make_box: MakeBox) -> None:
+    """Neither among the gauges, nor as what an instance runs; what was counted stays."""
+    box = make_box()
+    box.start()
+    box.ask("r", "a", output=5)
+    box.settle()
+    gauges = (
+        *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+        "appliance_queue_age_seconds",
+    )
+    before = [name for gauge in gauges for name in box.samples(gauge)]
+    assert box.daemon.activity().instances[0].model == "a"
+
+    gone = box.daemon.remove_model("a", force=True)
+    box.settle()
+
+    assert gone.is_set()
+    left = [name for gauge in gauges for name in box.samples(gauge)]
+    assert sorted(set(before) - set(left)) == ["model=a", "model_name=a"]
+    assert len(left) == len(before) // 2
+    assert box.daemon.activity().instances[0].model is None
+    assert box.samples("appliance_prefills_total")["model=a"] == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,8 +30,8 @@ ROOMY = Machine(64 * GIB, 32 * GIB, None, "always")
 class Server(ThreadingHTTPServer):
     """Answers like a daemon: what `answers` holds for a path, with a status."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, address: Any = ("127.0.0.1", 0)) -> None:
+        super().__init__(address, Handler)
         self.answers: dict[str, tuple[int, Any]] = {
             "GET /readyz": (200, {"ok": True, "reasons": []}),
         }
@@ -37,6 +39,15 @@ class Server(ThreadingHTTPServer):
     @property
     def bind(self) -> str:
         return f"127.0.0.1:{self.server_address[1]}"
+
+
+class UnixServer(Server):
+    """The same on a Unix socket."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,11 +84,11 @@ def make_file(tmp_path: Path) -> Make:
 
     def make(
         devices: str = 'memory = "8MiB"\nhost_cache = "16MiB"', *, bind: str = "127.0.0.1:1",
-        model: str = "max_context = 64", head: str = "",
+        api: str = "", model: str = "max_context = 64", head: str = "",
     ) -> Path:  # fmt: skip
         file = tmp_path / "appliance.toml"
         file.write_text(
-            f'{head}[api]\nbind = "{bind}"\n[devices]\n{devices}\n'
+            f'{head}[api]\nbind = "{bind}"\n{api}[devices]\n{devices}\n'
             f'[[model]]\nname = "tiny"\npath = "tiny"\n{model}\n',
             encoding="utf-8",
         )
@@ -206,11 +217,11 @@ def test_problems_of_sizes_do_not_end_the_examination(
 def test_warnings_of_the_configuration(make_file: Make, fake_checkpoint: Make) -> None:
     """What the daemon would warn of when it starts is warned of here."""
     fake_checkpoint()
-    config, findings = doctor.check_configuration(make_file(bind="0.0.0.0:1"))
+    config, findings = doctor.check_configuration(make_file(bind="0.0.0.0:1", api='keys = "k"\n'))
 
     assert config is not None
     assert [finding.level for finding in findings] == [Level.OK, Level.WARN]
-    assert "no authentication" in findings[1].finding
+    assert "without TLS" in findings[1].finding
 
 
 def test_a_checkpoint_that_cannot_be_read_is_told_once(
@@ -388,7 +399,7 @@ def test_a_daemon_that_is_not_ready(make_file: Make, fake_checkpoint: Make, serv
     fake_checkpoint()
     server.answers["GET /readyz"] = (503, {"ok": False, "reasons": ["no worker is up", "late"]})
     port = server.server_address[1]
-    found = by_what(examine(make_file(bind=f"0.0.0.0:{port}")))
+    found = by_what(examine(make_file(bind=f"0.0.0.0:{port}", api='keys = "k"\n')))
 
     assert found["daemon"].level is Level.FAIL
     assert found["daemon"].finding.endswith("no worker is up; late")
@@ -435,6 +446,35 @@ def test_weights_are_compared(make_file: Make, fake_checkpoint: Make, server: Se
         "weights of d on instance 0": (Level.OK, "not compared: no image"),
         "weights on instance 1": (Level.FAIL, "no answer"),
     }
+
+
+def test_a_daemon_with_keys_is_asked_on_its_admin_socket(
+    make_file: Make, fake_checkpoint: Make, server: Server, tmp_path: Path
+) -> None:
+    """There it needs none; without the socket it can tell that the daemon runs, and no more."""
+    fake_checkpoint()
+    refusal = {"error": {"message": "an API key is needed"}}
+    server.answers["POST /api/verify"] = (401, refusal)
+    path = tmp_path / "admin.sock"
+    file = make_file(bind=server.bind, api=f'keys = "k"\nadmin_socket = "{path}"\n')
+
+    outside = by_what(examine(file, verify=True))
+    assert outside["daemon"].finding == f"ready at http://{server.bind}"
+    assert outside["weights"].level is Level.FAIL
+    assert "api.admin_socket" in outside["weights"].remedy
+
+    with UnixServer(str(path)) as operators:
+        operators.answers["POST /api/verify"] = (
+            200,
+            {"instances": [{"instance": 0, "answered": True, "models": {"a": "ok"}}]},
+        )
+        thread = threading.Thread(target=operators.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        inside = by_what(examine(file, verify=True))
+        operators.shutdown()
+        thread.join()
+    assert inside["daemon"].finding == f"ready at unix:{path}"
+    assert inside["weights of a on instance 0"].level is Level.OK
 
 
 def test_weights_are_not_compared_unasked(

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from appliance.errors import LabError
-from appliance.journal import Journal, Setup
+from appliance.journal import Entry, Journal, Setup
 from appliance.lab.deviation import Deviation
 from appliance.lab.hardware import Box
 from appliance.lab.metrics import measure
@@ -18,7 +18,7 @@ from appliance.lab.simulator import Run, simulate
 from appliance.lab.trial import play
 from appliance.policywords import PolicyChoice
 from appliance.scheduling.machine import Machine
-from appliance.vocabulary import Command, Event, ModelSpec
+from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec
 from tests.unit import lab_bench
 from tests.unit.lab_bench import SLAB, SLO
 from tests.unit.test_lab_simulator import MODELS, arrivals
@@ -177,6 +177,32 @@ def test_a_journal_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Path)
     assert play(found.setting, found.contender).run.recorder.lives
 
 
+def test_a_prompt_that_was_embedded_is_one_with_a_token(tmp_path: Path) -> None:
+    """It takes as long in the lab: that of its prompt."""
+    run = write(tmp_path / "journal")
+    setup, *lines = map(msgspec.json.decode, (tmp_path / "journal").read_bytes().splitlines())
+    embedded = {life.id for life in run.recorder.lives[::3]}
+    seen: set[str] = set()
+    for line in lines:
+        event = line["event"]
+        if event["type"] == "RequestArrived" and event["request"]["id"] in embedded:
+            event["request"]["max_tokens"] = 0
+        if event["type"] == "TokensProduced":
+            kept = [token for token in event["tokens"] if token["request"] not in seen]
+            for token in kept:
+                if token["request"] in embedded:
+                    token |= {"count": 0, "finished": "stop"}
+                    seen.add(token["request"])
+            event["tokens"] = kept
+    (tmp_path / "journal").write_bytes(b"\n".join(map(msgspec.json.encode, [setup, *lines])))
+    found = recording(tmp_path / "journal")
+    asked = found.setting.arrivals
+    assert [(a.output_tokens, a.max_tokens) for a in asked[::3]] == [(1, 1)] * len(embedded)
+    assert [a.output_tokens for a in asked[1::3]] == [x.produced for x in run.recorder.lives[1::3]]
+    again = play(found.setting, found.contender).run.recorder.lives
+    assert sum(life.outcome is not None for life in again) >= len(asked) - 3
+
+
 def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
     """Or one that is no journal."""
     write(tmp_path / "journal")
@@ -187,3 +213,24 @@ def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
         recording(tmp_path / "empty")
     with pytest.raises(LabError, match="other: "):
         recording(tmp_path / "other")
+
+
+def test_models_that_were_added_are_there(tmp_path: Path) -> None:
+    """They are served like those that there were at the start."""
+    path = tmp_path / "journal"
+    write(path)
+    before = recording(path).setting
+    head, *lines = path.read_bytes().splitlines()
+    setup = msgspec.json.decode(head, type=Setup)
+    *first, last = setup.models
+    added = Entry(0.0, ModelAdded(model=last, kv_floor_slabs=0), [])
+    head, line = (
+        msgspec.json.encode(replace(setup, models=tuple(first))),
+        msgspec.json.encode(added),
+    )
+    path.write_bytes(b"".join(one + b"\n" for one in [head, line, *lines]))
+
+    after = recording(path).setting
+
+    assert [model.name for model in after.models] == [model.name for model in before.models]
+    assert len(after.arrivals) == len(before.arrivals)

@@ -132,3 +132,16 @@ def test_an_interactive_request_interrupts_while_batch_requests_wait_for_the_hos
 
     assert len(floor.commands(RunTurn)) == turns
     assert floor.up[0].preempted
+
+
+def test_batch_requests_that_wait_for_the_host_end_no_turn() -> None:
+    """Who could not begin anyway does not have a turn ended."""
+    floor = FloorDouble(one_model(), slabs=30, host_slabs=12)
+    floor.start()
+    for index in range(8):
+        floor.ask(f"b{index}", "a", output=60, kind=BATCH)
+    floor.work_until(0, lambda: bool(floor.machine.foreman.host_queue) and bool(floor.up[0].turn))
+
+    floor.ask("late", "a", output=60, kind=BATCH)
+
+    assert not floor.up[0].preempted

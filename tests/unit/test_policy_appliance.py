@@ -8,7 +8,7 @@ import pytest
 
 from appliance.plugins.appliance import Appliance
 from appliance.scheduling.questions import InstanceView, Phase, PrefillChoice
-from appliance.vocabulary import PrefetchModel, Role
+from appliance.vocabulary import PrefetchModel, RequestClass, Role
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble
 from tests.unit.policy_views import (
@@ -322,6 +322,26 @@ def test_a_request_joins_its_model() -> None:
     other = instance_view(1, batches=(batch_view("c"), batch_view("d")), resident=["c", "d"])
 
     assert chosen(Appliance(), other, busy) == PrefillChoice(instance=0, group=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [(RequestClass.INTERACTIVE, 1), (RequestClass.BATCH, 0)]
+)
+def test_classes_wait_in_groups_of_their_own(kind: RequestClass, group: int) -> None:
+    """Who is waited for does not stand in line behind batch work of the same model."""
+    view = instance_view(groups=(group_view("a", 900, interactive=0), group_view("a", 2)))
+    request = request_view("a", kind=kind)
+
+    choice = Appliance().prefill(now=NOW, request=request, instances=[view], costs=COSTS)
+
+    assert choice == PrefillChoice(instance=view.id, group=group)
+
+
+def test_the_first_of_a_class_begins_a_group() -> None:
+    """Batch work that waits is not joined."""
+    view = instance_view(groups=(group_view("a", 900, interactive=0),))
+
+    assert chosen(Appliance(), view) == PrefillChoice(instance=view.id)
 
 
 def test_a_request_goes_where_nothing_is_done() -> None:

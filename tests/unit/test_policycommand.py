@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from click.testing import CliRunner, Result
 from appliance.api.app import create_app
 from appliance.cli import cli
 from tests.unit.daemon_double import Box, setup_of, small
-from tests.unit.serving import served
+from tests.unit.serving import Call, commanded, unserved
 from tests.unit.strangers import install
-
-Call = Callable[..., Awaitable[Result]]
 
 
 @pytest.fixture
@@ -34,22 +31,15 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
 @pytest.fixture
 async def client(box: Box) -> AsyncIterator[httpx.AsyncClient]:
     """A client without a network."""
-    transport = httpx.ASGITransport(create_app(box.daemon), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as client:
+    async with unserved(create_app(box.daemon)) as client:
         yield client
 
 
 @pytest.fixture
 async def call(box: Box) -> AsyncIterator[Call]:
     """Runs `appliance policy` against the daemon."""
-    async with served(create_app(box.daemon)) as port:
-
-        async def run(*arguments: str) -> Result:
-            url = f"http://127.0.0.1:{port}"
-            line = ["policy", *arguments, "--url", url]
-            return await asyncio.to_thread(CliRunner().invoke, cli, line)
-
-        yield run
+    async with commanded(create_app(box.daemon), "policy") as call:
+        yield call
 
 
 def rows(result: Result) -> list[list[str]]:

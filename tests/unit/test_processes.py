@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance import processes, wire
@@ -113,6 +114,24 @@ async def test_a_worker_that_dies_is_started_again(keep: Callable[[str], Keeper]
 
     assert keeper.process.restarts >= 1
     assert len(keeper.messages) == len(keeper.lost)
+
+
+async def test_models_come_and_go_with_the_worker(keep: Callable[[str], Keeper]) -> None:
+    """One that lives is told of a new one; those that come after it know what there is then."""
+    echo = "import base64\nsys.stderr.write('')\n"
+    keeper = keep(f"{echo}{GREET}daemon.sendall(daemon.recv(65536) and {wire.encode(HELLO)!r})\n")
+    models = [wire.WorkerModel(name, f"/{name}", "auto", 64, 8) for name in "ab"]
+    keeper.process.start()
+    await keeper.until(lambda: len(keeper.messages) == 1)
+
+    keeper.process.add(models[0])
+    await keeper.until(lambda: len(keeper.messages) >= 2)
+    keeper.process.add(models[1])
+    keeper.process.drop("a")
+    keeper.process.add(msgspec.structs.replace(models[1], path="/other"))
+
+    assert [model.path for model in keeper.process._configuration.models] == ["/other"]
+    await keeper.process.stop()
 
 
 async def test_a_worker_that_never_greeted_is_not_lost(

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from appliance import ranks, wire
-from appliance.engines.protocol import KvExhausted, KvUse, Produced, Sampling, SequenceSpec
+from appliance.engines.protocol import (
+    Guide,
+    GuideKind,
+    KvExhausted,
+    KvUse,
+    Produced,
+    Sampling,
+    SequenceSpec,
+)
 from appliance.errors import CheckpointError
 from appliance.follower import Follower, WentAstray
 from appliance.memory.arena import PoolExhausted
@@ -67,6 +75,12 @@ class EngineDouble:
 
     def evict_weights(self) -> None:
         self._note("evict_weights")
+
+    def retire(self) -> None:
+        self._note("retire")
+
+    def prepare(self, guide: Guide) -> None:
+        self._note("prepare", guide)
 
     def add(self, sequence: SequenceSpec) -> None:
         self._note("add", sequence)
@@ -263,6 +277,23 @@ def test_every_rank_does_the_same_in_the_same_order(start: Start) -> None:
     assert use == KvUse(4, 1)
 
 
+def test_a_name_is_built_again_on_all_ranks(start: Start) -> None:
+    """An engine that is retired is so everywhere; the next one of its name is another."""
+    instance = start(3)
+    first = instance.engine()
+    first.step(["r"], 6)
+    first.retire()
+
+    instance.engine().step(["s"], 6)
+
+    for double in instance.doubles:
+        assert taken(double, 3) == [
+            ("step", ["r"], 6, [], 0),
+            ("retire",),
+            ("step", ["s"], 6, [], 0),
+        ]
+
+
 def test_a_master_image_can_be_forgotten(start: Start) -> None:
     """No slabs for the instance are no slabs for any rank."""
     instance = start()
@@ -280,6 +311,11 @@ def test_what_only_asks_stays_with_the_leader(start: Start) -> None:
     assert engine.knows("known")
     assert not engine.knows("other")
     assert engine.tokens_left("known") == 9
+
+    guide = Guide(GuideKind.REGEX, "a")
+    engine.prepare(guide)
+    assert taken(instance.doubles[0], 1) == [("prepare", guide)]
+    assert instance.doubles[1].calls.empty()
 
 
 def test_threads_of_the_leader_do_not_mix_orders_up(start: Start) -> None:

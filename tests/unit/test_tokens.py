@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from appliance.tokens import (
     ChatTemplate,
@@ -25,6 +27,39 @@ def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint directory with a tokenizer and no template."""
     byte_level_encoder().save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+def test_two_texts_with_marks_between_them(checkpoint: Path) -> None:
+    """As the tokenizer of the checkpoint puts them."""
+    encoder = byte_level_encoder()
+    plain = Tokenizer.load(checkpoint)
+    assert plain.encode_pair("hello", "one") == plain.encode("hello") + plain.encode("one")
+    encoder = tokenizers.Tokenizer.from_str(encoder.to_str())
+    encoder.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", pair=f"$A {EOS} $B {EOS}", special_tokens=[(EOS, 0)]
+    )
+    marked = Tokenizer(encoder)
+
+    assert marked.encode_pair("hello", "one") == (*marked.encode("hello"), *marked.encode("one"))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 40, 41])
+def test_the_beginning_of_a_text_that_fits(most: int) -> None:
+    """No more tokens than that, the special ones at the end among them; whole characters."""
+    encoder = tokenizers.Tokenizer.from_str(byte_level_encoder().to_str())
+    encoder.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, 0)]
+    )
+    tokenizer, text = Tokenizer(encoder), "héllo wörld, one two €€€ three"
+    prompt = tokenizer.encode_beginning(text, most)
+
+    assert len(prompt) <= most
+    assert prompt[-1] == 0
+    assert text.startswith(tokenizer.decode(prompt))
+    if most >= len(tokenizer.encode(text)):
+        assert prompt == tokenizer.encode(text)
+    elif most > 7:
+        assert len(prompt) > most - 5
 
 
 def configure(checkpoint: Path, **config: object) -> None:

@@ -45,6 +45,17 @@ def test_text_ends_before_the_first_stop_string(ids: tuple[int, ...], stops: lis
     assert not any(stop in text for stop in stops)
 
 
+@given(ascii_tokens, stop_lists)
+def test_the_stop_string_that_came_is_told(ids: tuple[int, ...], stops: list[str]) -> None:
+    """It is the one that follows what was given out; there is none as long as none came."""
+    text = TextStream(small_tokenizer(), stops)
+    shown = "".join([*(text.push(token) for token in ids), text.finish()])
+    whole = small_tokenizer().decode(ids)
+
+    assert text.stopped == (text.stop in stops) == (shown != whole)
+    assert whole.startswith(shown + (text.stop or ""))
+
+
 @given(tokens, st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=3))
 def test_no_stop_string_ever_gets_out(ids: list[int], stops: list[str]) -> None:
     """Any tokens, any stop strings: what is given out holds none of them."""

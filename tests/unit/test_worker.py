@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +14,9 @@ import pytest
 
 from appliance import wire
 from appliance.engines.protocol import (
+    Guide,
+    GuideKind,
+    GuideRefused,
     KvBytes,
     KvExhausted,
     KvUse,
@@ -26,6 +32,7 @@ from appliance.memory.transfers import Transfer, TransferFailed, TransferKind
 from appliance.vocabulary import (
     BuildModel,
     Direction,
+    DropModel,
     EvictModel,
     FinishReason,
     KvMove,
@@ -33,6 +40,7 @@ from appliance.vocabulary import (
     KvShape,
     LoadModel,
     ModelBuilt,
+    ModelDropped,
     ModelFailed,
     ModelLoaded,
     MoveKv,
@@ -53,7 +61,7 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
-from appliance.worker import Mailbox, Worker
+from appliance.worker import Mailbox, Worker, first_frames
 from tests.unit.memory_double import RecordingVmm
 from tests.unit.stream_double import StreamDouble
 
@@ -61,6 +69,7 @@ SHAPE = KvShape(block_tokens=16, block_bytes=300, group_blocks=4, group_slabs=2)
 WEIGHT_BYTES = 4000
 BLOCK_BYTES = 300
 NO_KV = KvBytes(0, 0, 0, 0)
+LIMIT_SECONDS = 10.0
 UNREADABLE: set[str] = set()
 """Models whose files are gone."""
 
@@ -89,12 +98,19 @@ class EngineDouble:
     """Called in each step with its number, while the worker is in the middle of it."""
     steps: int = 0
     steps_before_full: int = 1_000_000
+    compiled: threading.Event = field(default_factory=threading.Event)
+    """Set by the guide "quick", for which "slow" waits."""
 
     room: int = 1_000_000
     """Slabs that can be mapped."""
     cold: int = 0
     use: KvBytes = NO_KV
     verdict: Verdict = Verdict.OK
+    retired: bool = False
+
+    def retire(self) -> None:
+        self.evict_weights()
+        self.retired = True
 
     def start(self, kind: TransferKind, nbytes: int, then: Then | None = None) -> Transfer:
         assert self.swapper is not None
@@ -121,6 +137,15 @@ class EngineDouble:
             self.load.cancel()
             self.load.join()
         self.load = None
+
+    def prepare(self, guide: Guide) -> None:
+        if guide.text == "(":
+            raise GuideRefused("it does not close")
+        assert guide.text != "defect"
+        if guide.text == "slow":
+            assert self.compiled.wait(LIMIT_SECONDS)
+        if guide.text == "quick":
+            self.compiled.set()
 
     def add(self, sequence: SequenceSpec) -> None:
         if sequence.request in self.refuses:
@@ -218,7 +243,8 @@ class EngineDouble:
 class Bench:
     """A worker on doubles: all commands go in first, then it runs to the end."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, send: Callable[[Any], None] | None = None) -> None:
+        """What it reports goes to `send`, or among `reports`."""
         self.engines = {name: EngineDouble(name) for name in names or ("a",)}
         self.reports: list[Any] = []
         self.mailbox = Mailbox()
@@ -242,7 +268,7 @@ class Bench:
             self.swapper,
             self.mailbox,
             self._build,
-            self.reports.append,
+            send or self.reports.append,
         )
 
     def _build(self, model: wire.WorkerModel) -> EngineDouble:
@@ -365,6 +391,70 @@ def test_an_engine_that_cannot_be_built() -> None:
 
     assert reports[0] == ModelFailed(instance=3, model="a", reason="KeyError: 'rope_theta'")
     assert isinstance(reports[1], ModelBuilt)
+
+
+def test_a_model_is_added_and_dropped() -> None:
+    """One that the worker did not know can be built; a dropped one is retired, and the next of its
+    name is built as it is then. One that was never built can be dropped, too."""
+    bench = Bench()
+    bench.engines["b"] = EngineDouble("b", bench.swapper)
+    asked: list[wire.WorkerModel] = []
+    working = bench._build
+
+    def build_it(model: wire.WorkerModel) -> EngineDouble:
+        asked.append(model)
+        return working(model)
+
+    bench.worker._build = build_it
+    models = [wire.WorkerModel("b", f"/b{number}", "bfloat16", 256, 8) for number in (1, 2)]
+    drop = DropModel(instance=3, model="b")
+
+    unknown = bench.carry_out(build("b"))
+    first = bench.carry_out(wire.AddModel(models[0]), build("b"), drop, drop)
+    bench.carry_out(wire.AddModel(models[1]), build("b"))
+
+    assert isinstance(only(unknown, ModelFailed), ModelFailed)
+    assert [type(report) for report in first] == [ModelBuilt, ModelDropped, ModelDropped]
+    assert bench.engines["b"].retired
+    assert asked == models
+
+
+def test_what_is_on_its_way_is_reported_before_the_drop() -> None:
+    """Nothing is said of a model behind that it was dropped."""
+    bench = Bench()
+    bench.ready("r")
+    bench.streams["kv_out"].held = True
+
+    reports = bench.carry_out(
+        move(Direction.OUT, "r"),
+        EvictModel(instance=3, model="a"),
+        DropModel(instance=3, model="a"),
+    )
+
+    assert [type(report) for report in reports] == [KvMoved, ModelDropped]
+
+
+def test_frames_behind_the_first_are_kept() -> None:
+    """A worker may hear of a model while it starts."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        configuration = wire.Configure(
+            version=wire.PROTOCOL_VERSION,
+            instance=3,
+            cpus="",
+            slabs=20,
+            slab_bytes=10,
+            host_bytes=1000,
+            models=[],
+        )
+        more = wire.AddModel(wire.WorkerModel("b", "/b", "bfloat16", 256, 8))
+        ours.sendall(wire.encode(configuration) + wire.encode(more))
+
+        assert first_frames(theirs, wire.decoder_of_commands()) == (configuration, [more])
+
+        ours.sendall(wire.encode(more))
+        with pytest.raises(SystemExit, match="expected a Configure"):
+            first_frames(theirs, wire.decoder_of_commands())
 
 
 def test_a_load_is_reported_when_it_is_over() -> None:
@@ -509,6 +599,26 @@ def chain(join: Callable[[], None], then: Then) -> Callable[[], None]:
         then(None)  # type: ignore[arg-type]
 
     return joined
+
+
+def test_an_idle_worker_tells_what_its_pool_holds() -> None:
+    """Also when weights come or go without a job: at once, as nothing else is to be done."""
+    bench = Bench()
+    bench.carry_out(build("a"), load("a"))
+    bench.reports.clear()
+
+    def send(report: object) -> None:
+        bench.reports.append(report)
+        bench.mailbox.put(wire.Shutdown())
+
+    bench.worker._send = send
+    bench.mailbox.put(EvictModel(instance=3, model="a"))
+    working = threading.Thread(target=bench.worker.run, daemon=True)
+    working.start()
+    working.join(30)
+
+    assert not working.is_alive()
+    assert [type(report) for report in bench.reports] == [wire.PoolReport]
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -1092,6 +1202,46 @@ def test_weights_are_verified_between_jobs() -> None:
         only(reports, TurnEnded),
         wire.Verified(3, 7, {"a": Verdict.DIFFERS, "b": Verdict.NO_IMAGE}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "refused"),
+    [
+        ("a", "a+", None),
+        ("a", "(", "it does not close"),
+        ("a", "defect", "AssertionError: "),
+        ("b", "(", None),
+    ],
+)
+def test_guides_are_compiled_beside_the_jobs(model: str, text: str, refused: str | None) -> None:
+    """They do not wait in the queue of commands, and are answered with why they cannot be followed;
+    one of a model that is not built is left to its request."""
+    bench = Bench("a", "b")
+    asked = wire.PrepareGuide(5, model, Guide(GuideKind.REGEX, text))
+
+    bench.carry_out(build("a"), asked)
+    bench.worker.prepare_guide(bench.mailbox.guides.get_nowait())
+
+    (answer,) = [r for r in bench.reports if isinstance(r, wire.GuidePrepared)]
+    assert (answer.instance, answer.number) == (3, 5)
+    assert (answer.refused or "").startswith(refused or "")
+    assert (answer.refused is None) == (refused is None)
+
+
+def test_a_slow_guide_holds_up_no_other() -> None:
+    """One is answered while another one is being compiled, which came before it."""
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    bench = Bench("a", send=said.put)
+    texts = ("slow", "quick")
+    asked = [wire.PrepareGuide(i, "a", Guide(GuideKind.REGEX, t)) for i, t in enumerate(texts)]
+
+    bench.carry_out(build("a"), *asked)
+    built = said.get(timeout=LIMIT_SECONDS)
+    bench.worker.prepare_guides()
+    answers = [said.get(timeout=LIMIT_SECONDS) for _ in asked]
+
+    assert isinstance(built, ModelBuilt)
+    assert {answer.number: answer.refused for answer in answers} == {0: None, 1: None}
 
 
 def test_what_is_no_command_is_an_error() -> None:

@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
+from vllm import PoolingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.transformers_utils.config import (
+    get_pooling_config,
+    get_sentence_transformer_tokenizer_config,
+    try_get_dense_modules,
+)
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core import EngineCore
@@ -33,6 +39,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.engines.protocol import (
+    NO_TOKEN,
+    Guide,
     KvBytes,
     KvExhausted,
     KvUse,
@@ -45,8 +53,16 @@ from appliance.engines.vllm import parameters
 from appliance.engines.vllm.device import Device, HostDevice
 from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
-from appliance.engines.vllm.loading import CheckpointImage, process_cpus
+from appliance.engines.vllm.guides import Guides
+from appliance.engines.vllm.loading import CheckpointImage, made_from
 from appliance.engines.vllm.placement import KvPlacement, placing
+from appliance.engines.vllm.pooling import (
+    check_pooler,
+    check_pooling,
+    engine_args,
+    pooling_params,
+    vector_of,
+)
 from appliance.engines.vllm.recipe import LOAD_FORMAT, Recording, recording
 from appliance.engines.vllm.sampling import sampling_params, seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
@@ -55,13 +71,15 @@ from appliance.engines.vllm.tensors import bytes_at
 from appliance.kernels.reference import fingerprint
 from appliance.memory.arena import Arena, PoolExhausted, Region
 from appliance.memory.hosttier import HostTier
+from appliance.memory.images import ImageFolder, KeptImage, Shelf
 from appliance.memory.kvpool import BLOCK_TOKENS
+from appliance.memory.pieces import process_cpus
 from appliance.memory.safetensors import read_header, weight_files
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferKind
 from appliance.memory.weights import DeviceWeights
-from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
+from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId, Task
 
 BATCHED_TOKENS: Final = 2048
 
@@ -78,7 +96,7 @@ class VllmEngine:
     """Implements `appliance.engines.protocol.Engine`.
 
     Engines of one process share vLLM's process-global state, so none is ever shut down by itself:
-    they end with their worker.
+    that ends with their worker. An engine may be retired before.
     """
 
     def __init__(
@@ -90,9 +108,11 @@ class VllmEngine:
         arena: Arena,
         host: HostTier,
         swapper: Swapper,
+        task: Task,
     ) -> None:
         """Use `build`."""
         self.model = model
+        self._task = task
         self._core = core
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: GPUModelRunner = core.model_executor.driver_worker.worker.model_runner
@@ -111,11 +131,13 @@ class VllmEngine:
             placement.region.address + geometry.layers * geometry.layer_bytes,
         )
         self._geometry = geometry
+        self._kv_region = placement.region
         self._arriving: dict[RequestId, list[Transfer]] = {}
         """Swaps inwards of what a request's blocks hold, that may not be over."""
         self._device = placement.device
-        self._weights, self._packings = weights
+        self._weights, self._packings, self._kept = weights
         model_of_vllm = self._runner.get_model()
+        check_pooler(task, model_of_vllm)
         parameters.check_moved(model_of_vllm, self._weights, self._packings, self._kv_addresses)
         self._gates = Gates(model_of_vllm, self._weights, self._device)
         layout = self._weights.layout
@@ -129,6 +151,7 @@ class VllmEngine:
         self._generation_config = config.try_get_generation_config()
         self._vocabulary: int = config.get_vocab_size()
         self._eos_token_id = _first_eos(config.hf_text_config.eos_token_id)
+        self._guides = Guides(core.vllm_config, core.structured_output_manager)
 
     @classmethod
     def build(
@@ -145,6 +168,8 @@ class VllmEngine:
         verify: bool = False,
         ranks: int = 1,
         device: Device | None = None,
+        images: ImageFolder | None = None,
+        task: Task = Task.GENERATE,
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
@@ -152,23 +177,24 @@ class VllmEngine:
         of a request in tokens; `max_batch` bounds the requests of a step. With `verify`, the files
         are compared with ``SHA256SUMS``, if that lies beside them, when they are first read. One
         of several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
-        `device`: the CPU, if None.
+        `device`: the CPU, if None. Packed weights are kept in the folder of `images`, if any.
 
         Raises `SeamMoved` for another vLLM or torch, `UnsupportedKvCache` for a model whose KV
         cache has several shapes, `CheckpointError` (`UnsupportedCheckpoint`) for files that are
-        damaged, or do not become the model's weights by copying, and whatever vLLM raises for a
-        checkpoint that it cannot load.
+        damaged, or do not become the model's weights by copying, `UnsupportedPooling` for one that
+        cannot do its `task` here, and whatever vLLM raises for a checkpoint that it cannot load.
         """
         check_seams()
         files = [read_header(file) for file in weight_files(Path(path))]
         parameters.forbid_packing()
         where: Device = device or HostDevice()
+        shelf = images.shelf(path, dtype, ranks) if images is not None else None
         placed: list[PlacedWeights] = []
 
         def place(built: torch.nn.Module) -> Region:
             placed.append(
                 PlacedWeights.place(
-                    model, built, recorded, arena, host, swapper, where, verify=verify
+                    model, built, recorded, arena, host, swapper, where, shelf, verify=verify
                 )
             )
             return placed[0].weights.region
@@ -194,13 +220,15 @@ class VllmEngine:
             tensor_parallel_size=ranks,
             distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
             scheduler_cls=ParkedScheduler,
+            **engine_args(task),
             **where.engine_args,
         ).create_engine_config()
+        check_pooling(task, config.model_config)
         try:
             with placing(placement), recording(files) as recorded:
                 executor = UniProcExecutor if ranks == 1 else RankExecutor
                 core = EngineCore(config, executor, log_stats=False)
-            return cls(model, core, placement, placed[0], arena, host, swapper)
+            return cls(model, core, placement, placed[0], arena, host, swapper, task)
         except BaseException:
             placement.discard()
             raise
@@ -209,12 +237,31 @@ class VllmEngine:
 
     def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
         self._weights.store(host_offsets, fill=fill)
+        master, kept = self._weights.master, self._kept
+        if fill and master is not None and kept is not None and kept.packed:
+            kept.keep(master, host_offsets)
 
     def begin_load(self) -> Transfer:
         return self._weights.begin_load()
 
     def evict_weights(self) -> None:
         self._weights.evict()
+
+    def retire(self) -> None:
+        """What is left are vLLM's objects, which go when Python collects them, or with the
+        process."""
+        for request in list(self._scheduler.requests):
+            self.forget(request)
+        self.evict_weights()
+        self._weights.region.release()
+        self._kv_region.release()
+        # What it knows by the paths of checkpoints: others may come to lie there.
+        for known in (
+            get_pooling_config,
+            get_sentence_transformer_tokenizer_config,
+            try_get_dense_modules,
+        ):
+            known.cache_clear()
 
     def verify(self) -> Verdict:
         master, region = self._weights.master, self._weights.region
@@ -235,19 +282,35 @@ class VllmEngine:
 
     # --- requests --------------------------------------------------------------------------------
 
+    def prepare(self, guide: Guide) -> None:
+        self._guides.prepare(guide)
+
     def add(self, sequence: SequenceSpec) -> None:
-        """Raises `ValueError` for a known id, a context too long, or bad sampling values."""
+        """Raises `ValueError` for a known id, a context too long, or bad values of sampling (of
+        which a guide may be one) or pooling, and for what is not the model's task."""
         name = sequence.request
         if name in self._scheduler.requests:
             raise ValueError(f"request {name} is known already")
         tokens = len(sequence.prompt) + len(sequence.output)
-        if not sequence.prompt or tokens >= self._scheduler.max_model_len:
-            raise ValueError(f"{tokens} tokens leave no room in {self._scheduler.max_model_len}")
+        pooled, most = sequence.pooling is not None, self._scheduler.max_model_len
+        if not sequence.prompt or tokens > (most if pooled else most - 1):
+            raise ValueError(f"{tokens} tokens leave no room in {most}")
         if max(sequence.prompt) >= self._vocabulary:
             raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
-        params = sampling_params(sequence.sampling, self._generation_config, self._eos_token_id)
+        params, pooling, generator, grammar = None, None, None, None
+        if sequence.pooling is not None:
+            pooling = self._pooling_params(sequence)
+        elif self._task is not Task.GENERATE:
+            raise ValueError(f"{self.model} does not generate text")
+        else:
+            params = sampling_params(sequence.sampling, self._generation_config, self._eos_token_id)
+            generator = seeded_generator(params, len(sequence.output))
+            if sequence.sampling.guide is not None:
+                grammar = self._guides.compile(sequence.sampling.guide, params, sequence.output)
         hasher = self._core.request_block_hasher
-        request = Request(name, list(sequence.prompt), params, None, block_hasher=hasher)
+        request = Request(name, list(sequence.prompt), params, pooling, block_hasher=hasher)
+        if grammar is not None:
+            request.structured_output_request.grammar = grammar
         request.append_output_token_ids(list(sequence.output))
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
@@ -257,11 +320,21 @@ class VllmEngine:
             prompt_token_ids=list(sequence.prompt),
             mm_features=[],
             sampling_params=params,
-            generator=seeded_generator(params, len(sequence.output)),
+            pooling_params=pooling,
+            generator=generator,
             block_ids=([],),
             num_computed_tokens=0,
             output_token_ids=list(sequence.output),
         )
+
+    def _pooling_params(self, sequence: SequenceSpec) -> PoolingParams:
+        """Raises `ValueError`."""
+        if self._task is Task.GENERATE:
+            raise ValueError(f"{self.model} generates text and nothing else")
+        if sequence.pooling is None or sequence.output:
+            raise ValueError(f"nothing follows the prompt of request {sequence.request}")
+        model_config = self._core.vllm_config.model_config
+        return pooling_params(self._task, sequence.pooling, model_config, self._runner.get_model())
 
     def knows(self, request: RequestId) -> bool:
         return request in self._scheduler.requests
@@ -528,6 +601,8 @@ class VllmEngine:
     def _give_generator(self, request: Request) -> None:
         """The request draws from its own generator from the next step on, if it is to have one."""
         state = self._runner.requests[request.request_id]
+        if state.sampling_params is None:
+            return
         generator = seeded_generator(state.sampling_params, request.num_output_tokens)
         if generator is not None:
             self._runner.input_batch.remove_request(request.request_id)
@@ -577,6 +652,7 @@ class PlacedWeights(NamedTuple):
 
     weights: DeviceWeights
     packings: parameters.Packings
+    kept: KeptImage | None
 
     @classmethod
     def place(
@@ -588,23 +664,34 @@ class PlacedWeights(NamedTuple):
         host: HostTier,
         swapper: Swapper,
         device: Device,
+        shelf: Shelf | None,
         *,
         verify: bool,
     ) -> PlacedWeights:
-        """Give the model's parameters, which hold nothing yet, their addresses for good."""
+        """Give the model's parameters, which hold nothing yet, their addresses for good.
+
+        Packed ones are kept on the shelf, if there is one; of others it is cleared.
+        """
         ingredients = recorded.ingredients(model)
         packings = parameters.pack(model)
         layout = parameters.plan(model, ingredients, packings)
+        cpus = process_cpus()
         image = CheckpointImage(
-            recorded.files, layout, ingredients, packings, cpus=process_cpus(), verify=verify
+            recorded.files, layout, ingredients, packings, cpus=cpus, verify=verify
         )
+        kept = None
+        if shelf is not None and image.packs:
+            key = made_from(recorded.files, layout, ingredients, verify=verify)
+            kept = KeptImage(shelf, key, layout, recorded.files, image, cpus=cpus, verify=verify)
+        elif shelf is not None:
+            shelf.clear()
         weights = DeviceWeights(
             f"weights:{name}",
             layout,
             arena,
             host,
             swapper,
-            image,
+            kept or image,
             staged=not device.host_memory,
         )
         try:
@@ -612,16 +699,18 @@ class PlacedWeights(NamedTuple):
         except BaseException:
             weights.region.release()
             raise
-        return cls(weights, packings)
+        return cls(weights, packings, kept)
 
 
 def _produced(output: EngineCoreOutput) -> Produced:
-    (token,) = output.new_token_ids
+    pooled = output.pooling_output is not None
+    (token,) = (NO_TOKEN,) if pooled else output.new_token_ids
     return Produced(
         request=output.request_id,
         token=token,
         logprobs=_logprobs(output),
         finished=None if output.finish_reason is None else _FINISH[output.finish_reason],
+        vector=vector_of(output) if pooled else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 The bytes of an image land in the order of the layers. For a step during a load, and only for that
 one, every decoder layer, embedding and norm has a hook that waits, before it computes, for as many
-bytes as end behind its own parameters. The logits wait for all of them.
+bytes as end behind its own parameters. The logits, or the pooler, wait for all of them.
 
 A layer as a whole has one gate: what is inside may read a weight without calling its module.
 """
@@ -38,9 +38,13 @@ class Gates:
     def __init__(self, model: torch.nn.Module, weights: DeviceWeights, device: Device) -> None:
         self._device = device
         ends: dict[str, int] = {}
-        logits = [(n, m) for n, m in model.named_modules() if isinstance(m, LogitsProcessor)]
+        last = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, LogitsProcessor) or name == "pooler"
+        ]
         # Without a module to hold back, nothing can be: all must be there before the pass begins.
-        self._ahead = 0 if logits else weights.layout.nbytes
+        self._ahead = 0 if last else weights.layout.nbytes
         for name, parameter in model.named_parameters(remove_duplicate=False):
             owner = name.rpartition(".")[0]
             module = model.get_submodule(owner)
@@ -55,7 +59,7 @@ class Gates:
             else:
                 ends[gate] = max(ends.get(gate, 0), end)
         self._gates = [Gate(name, model.get_submodule(name), end) for name, end in ends.items()]
-        self._gates += [Gate(name, module, weights.layout.nbytes) for name, module in logits]
+        self._gates += [Gate(name, module, weights.layout.nbytes) for name, module in last]
 
     @contextmanager
     def holding(self, transfer: Transfer) -> Iterator[None]:

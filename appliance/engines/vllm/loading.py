@@ -6,7 +6,6 @@ The image is cut in pieces, which several threads make in the order in which the
     another type, strided read to a buffer, converted, copied to its place
     packed                either of the two to a buffer, packed, copied to its place
 
-A piece lands when all before it have, so whoever waits for the first layers waits for nothing else.
 Files are read, not mapped: one that becomes shorter is an error then, and not the end of the
 process.
 """
@@ -14,10 +13,8 @@ process.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import hashlib
 import math
-import os
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,21 +22,23 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import vllm
 
+from appliance.checksums import SUMS
 from appliance.engines.vllm import packed
 from appliance.engines.vllm.experts import ExpertPacking
 from appliance.engines.vllm.packed import Packing
 from appliance.engines.vllm.recipe import Ingredients, Origin, Write
 from appliance.memory import mapping
-from appliance.memory.safetensors import WeightFile, verify_sums
-from appliance.memory.transfers import Transfer, TransferCancelled
+from appliance.memory.pieces import make_pieces
+from appliance.memory.safetensors import WeightFile, io_errors, verify_sums
+from appliance.memory.transfers import Transfer
 from appliance.memory.weights import Image, WeightLayout
 
 PIECE_BYTES: Final = 4 << 20
 """About what is converted at a time: it should stay in a cache."""
 READ_BYTES: Final = 16 << 20
 """About what is read to its place at a time: every call has its price."""
-THREADS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,11 @@ class CheckpointImage:
             for piece in _pieces(ingredients[tensor.name], packings.get(tensor.name), offset)
         ]
 
+    @property
+    def packs(self) -> bool:
+        """Whether any weights are packed; all others can be read about as fast from anywhere."""
+        return any(piece.packing is not None for piece in self._pieces)
+
     def __call__(self, transfer: Transfer, image: Image) -> None:
         """Write the image; the transfer lands piece by piece, in order.
 
@@ -96,80 +100,12 @@ class CheckpointImage:
             self._unverified.pop()
         with ExitStack() as stack:
             descriptors = [stack.enter_context(file.open()) for file in self._files]
-            work = _Work(self._pieces, transfer)
-            threads = [
-                threading.Thread(target=self._make, args=(work, descriptors, image), daemon=True)
-                for _ in range(min(THREADS, len(self._cpus), len(self._pieces)))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if work.error is not None:
-                raise work.error
-            assert work.over, "pieces were left over"
 
-    def _make(self, work: _Work, descriptors: Sequence[int], image: Image) -> None:
-        """What one thread does: pieces, until there are none left."""
-        try:
-            # A machine that took CPUs away since then makes this slower, not impossible.
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, self._cpus)  # of this thread
-            packed.compute_alone()
-            bench = _Bench(self._files, descriptors, image)
-            while (taken := work.take()) is not None:
-                piece, later = taken
-                if later is not None:
-                    bench.announce(later)
-                bench.make(piece)
-                work.done(piece)
-        except BaseException as error:
-            work.fail(error)
+            def bench() -> _Bench:
+                packed.compute_alone()
+                return _Bench(self._files, descriptors, image)
 
-
-class _Work:
-    """The pieces of one image, handed out in order; they land in order, too."""
-
-    def __init__(self, pieces: Sequence[Piece], transfer: Transfer) -> None:
-        self.error: BaseException | None = None
-        ahead = itertools.islice(pieces, 2 * THREADS, None)
-        self._pieces = iter(itertools.zip_longest(pieces, ahead))
-        self._order = iter(pieces)
-        self._next = next(self._order, None)
-        self._made: set[int] = set()
-        self._transfer = transfer
-        self._lock = threading.Lock()
-
-    @property
-    def over(self) -> bool:
-        """Whether every piece was made."""
-        return self._next is None
-
-    def take(self) -> tuple[Piece, Piece | None] | None:
-        """The next piece, unless something failed, and a later one for the system to read ahead.
-
-        Raises `TransferCancelled`.
-        """
-        if self._transfer.cancelled:
-            raise TransferCancelled(f"{self._transfer.owner} is not wanted any more")
-        with self._lock:
-            return None if self.error is not None else next(self._pieces, None)
-
-    def done(self, piece: Piece) -> None:
-        with self._lock:
-            self._made.add(piece.offset)
-            landed = self._transfer.landed
-            while self._next is not None and self._next.offset in self._made:
-                self._made.remove(self._next.offset)
-                landed = self._next.offset + self._next.nbytes
-                self._next = next(self._order, None)
-            if landed > self._transfer.landed:
-                self._transfer.land(landed - self._transfer.landed)
-
-    def fail(self, error: BaseException) -> None:
-        """Let the other threads stop; the first error is the one that counts."""
-        with self._lock:
-            self.error = self.error or error
+            make_pieces(self._pieces, transfer, bench, self._cpus)
 
 
 class _Bench:
@@ -244,18 +180,35 @@ class _Bench:
         return buffer[:nbytes]
 
 
-def process_cpus() -> frozenset[int]:
-    """The CPUs that any thread of this process may run on.
+def made_from(
+    files: Sequence[WeightFile],
+    layout: WeightLayout,
+    ingredients: Mapping[str, Ingredients],
+    *,
+    verify: bool,
+) -> dict[str, object]:
+    """Whatever decides the bytes of an image, in JSON's types: equal for equal images.
 
-    vLLM ties the thread that builds an engine to one of them, and threads inherit that.
+    With `verify`, also the checksums beside the files. Raises `CheckpointError` if these cannot be
+    read.
     """
-    cpus: set[int] = set()
-    for thread in Path("/proc/self/task").iterdir():
-        try:
-            cpus |= os.sched_getaffinity(int(thread.name))
-        except ProcessLookupError:
-            pass  # it ended
-    return frozenset(cpus)
+    recipe = hashlib.sha256()
+    for tensor in layout.tensors:
+        recipe.update(repr((tensor.name, ingredients[tensor.name])).encode())
+    sums = files[0].path.with_name(SUMS)
+    checked = ""
+    if verify:
+        with io_errors(sums), contextlib.suppress(FileNotFoundError):
+            checked = hashlib.sha256(sums.read_bytes()).hexdigest()
+    return {
+        "files": [[str(file.path), file.nbytes, file.mtime_ns, file.inode] for file in files],
+        "sums": checked,
+        "layout": layout.digest,
+        "recipe": recipe.hexdigest(),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "vllm": vllm.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _is_read(write: Write, dtype: torch.dtype) -> bool:

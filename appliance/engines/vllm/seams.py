@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import vllm
+from vllm import PoolingParams
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader import register_model_loader
@@ -61,6 +62,7 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (BaseModelLoader.load_weights, ("model", "model_config")),
     (BaseModelLoader.download_model, ("model_config",)),
     (LogitsProcessor.forward, ("lm_head", "hidden_states")),
+    (PoolingParams.verify, ("model_config",)),
     (
         CachedRequestState.__init__,
         (
@@ -91,3 +93,5 @@ def check_seams() -> None:
             raise SeamMoved(f"{function.__qualname__} takes {names}, not {expected}")
     if not hasattr(ModelConfig, "word_embeddings_untied_by_checkpoint"):
         raise SeamMoved("ModelConfig does not say any more whether a checkpoint unties the head")
+    if not hasattr(ModelConfig, "is_chunked_prefill_supported"):
+        raise SeamMoved("ModelConfig does not say any more whether a prompt may come in chunks")

@@ -1,0 +1,319 @@
+"""Who asks: the key of a request, what it opens, and how many requests it may have."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from functools import cache, lru_cache
+from typing import Any, Final
+
+from litestar.enums import ScopeType
+from litestar.middleware import ASGIMiddleware
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from appliance.api.errors import ApiError, BadRequest
+from appliance.api.keymetrics import KeyMetrics
+from appliance.api.service import AskedSlo
+from appliance.keys import Key, KeyRing
+from appliance.keys import Scope as KeyScope
+from appliance.ratelimits import Bucket, Meter, Refusal
+from appliance.units import Address, Seconds
+
+SLO_HEADER: Final = "x-slo"
+OPERATOR_MARK: Final = "appliance.operator"
+"""A key of an ASGI scope, which no client can set: the connection proved to be an operator's."""
+
+_OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/version", "/api/version", "/"})
+_METRICS: Final = "/metrics"
+_INFER: Final = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank"),
+        # Ollama's; everything else below /api is an operator's.
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+        *("/api/tags", "/api/ps", "/api/show"),
+    }
+)
+
+
+@cache
+def scope_of(path: str) -> KeyScope | None:
+    """What a key needs for an endpoint, by the path of its route; None: no key is needed.
+
+    What is not known is an operator's.
+    """
+    if path in _OPEN:
+        return None
+    return KeyScope.INFER if path in _INFER or path.startswith("/v1/") else KeyScope.ADMIN
+
+
+class Unauthorized(ApiError):
+    """401: no key, or none that is valid."""
+
+    def __init__(self, message: str) -> None:
+        headers = {"WWW-Authenticate": "Bearer"}
+        super().__init__(401, message, code="invalid_api_key", headers=headers)
+
+
+class Forbidden(ApiError):
+    """403: a valid key that does not allow this."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(403, message, param=param, code="permission_denied")
+
+
+class LimitMet(ApiError):
+    """429: the key had enough for now."""
+
+    def __init__(self, refusal: Refusal, headers: Iterable[tuple[str, str]] = ()) -> None:
+        self.retry_after_seconds = refusal.retry_after_seconds
+        unit = {"concurrency": "requests at once"}.get(refusal.limit, f"{refusal.limit} per minute")
+        seconds = max(1, math.ceil(refusal.retry_after_seconds))
+        super().__init__(
+            429,
+            f"the limit of this key is reached: {refusal.bound} {unit}; try again in {seconds} s",
+            code="rate_limit_exceeded",
+            headers={**dict(headers), "Retry-After": str(seconds)},
+        )
+
+
+class Caller:
+    """Who asks. Without a meter it is somebody who needs no key: everything is allowed."""
+
+    def __init__(
+        self, meter: Meter | None = None, slo: AskedSlo | None = None, *, waits: bool = True
+    ) -> None:
+        """Unless it `waits`, it has no place among those who wait for room."""
+        self.meter = meter
+        self.slo = AskedSlo() if slo is None else slo
+        self.waits = waits
+
+    @property
+    def key(self) -> Key | None:
+        return None if self.meter is None else self.meter.key
+
+
+NOBODY: Final = Caller()
+"""Whoever reaches an appliance that has no keys, and the appliance itself."""
+
+current: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+"""Who asks, while a request is answered."""
+
+
+class Access:
+    """Whom the appliance answers. Without `keys` that is everybody who reaches it.
+
+    `local`: without keys only what comes from this machine and was addressed to it as such, and no
+    page of another site in a browser here. Such a page could otherwise have its visitor's appliance
+    do things.
+    """
+
+    def __init__(
+        self,
+        keys: KeyRing | None = None,
+        *,
+        local: bool = False,
+        open_metrics: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` measures rates, `wall_clock` tells the end of keys. With `open_metrics` nobody
+        needs a key for the metrics."""
+        self.clock = clock
+        self._keys = keys
+        self._local = local
+        self._open_metrics = open_metrics
+        self._wall_clock = wall_clock
+        self._meters: dict[str, Meter] = {}
+        self.metrics = KeyMetrics()
+        """What keys have had; nothing where there are none."""
+        if keys is not None:
+            keys.on_change(self._forget_all_but)
+
+    def caller(self, scope: Scope, needed: KeyScope) -> Caller:
+        """Who sent a request. Raises `Unauthorized` and `Forbidden`."""
+        keys = self._keys
+        if scope.get(OPERATOR_MARK):
+            return self._with_slo(scope, None)
+        if keys is None:
+            if self._local:
+                _check_local(scope)
+            return self._with_slo(scope, None)
+        secret = _secret(scope)
+        if secret is None:
+            raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+        key = keys.find(secret, self._wall_clock())
+        if key is None:
+            raise Unauthorized("the API key is not valid: unknown, revoked or expired")
+        if needed not in key.scopes:
+            raise Forbidden(f"the API key has not the scope {needed.value!r}")
+        return self._with_slo(scope, self._meter(key))
+
+    def on_behalf_of(self, owner: str) -> Caller | None:
+        """Who is meant by what the appliance does later for the key of this hash, "" for somebody
+        who needed none; None if that key is not valid any more."""
+        if not owner:
+            return NOBODY
+        key = None if self._keys is None else self._keys.known(owner, self._wall_clock())
+        if key is None or KeyScope.INFER not in key.scopes:
+            return None
+        return Caller(self._meter(key), waits=False)
+
+    def is_open(self, path: str) -> bool:
+        """Whether nobody needs a key for an endpoint."""
+        return scope_of(path) is None or (path == _METRICS and self._open_metrics)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key."""
+        return self._keys is not None
+
+    def _with_slo(self, scope: Scope, meter: Meter | None) -> Caller:
+        header = _header(scope, SLO_HEADER.encode())
+        if header is None:
+            return NOBODY if meter is None else Caller(meter)
+        if meter is not None and not meter.key.slo:
+            raise Forbidden(f"{SLO_HEADER}: not allowed by the API key", SLO_HEADER)
+        return Caller(meter, _asked_slo(header))
+
+    def _meter(self, key: Key) -> Meter:
+        meter = self._meters.get(key.sha256)
+        if meter is None:
+            meter = self._meters[key.sha256] = Meter(key, self.clock())
+            self.metrics.know(key.name)
+        elif meter.key is not key:
+            meter.change(key, self.clock())
+        return meter
+
+    def _forget_all_but(self, hashes: frozenset[str]) -> None:
+        for gone in self._meters.keys() - hashes:
+            self.metrics.forget(self._meters.pop(gone).key.name)
+
+
+class Authentication(ASGIMiddleware):
+    """Finds out who asks before anything else is looked at, and holds keys to their requests."""
+
+    scopes = (ScopeType.HTTP,)
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        assert scope["type"] == ScopeType.HTTP  # what `scopes` says
+        path = scope["path_template"]
+        needed = scope_of(path)
+        if needed is None or self._access.is_open(path):
+            await next_app(scope, receive, send)
+            return
+        caller = self._access.caller(scope, needed)
+        asked = current.set(caller)
+        try:
+            meter = caller.meter
+            if meter is None or needed is not KeyScope.INFER or scope["method"] != "POST":
+                await next_app(scope, receive, send)
+            else:
+                await self._metered(meter, scope, receive, send, next_app)
+        finally:
+            current.reset(asked)
+
+    async def _metered(
+        self, meter: Meter, scope: Any, receive: Receive, send: Send, next_app: ASGIApp
+    ) -> None:
+        clock = self._access.clock
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                told = rate_headers(meter, clock())
+                headers = ((name.encode(), value.encode()) for name, value in told)
+                message["headers"] = [*message["headers"], *headers]
+            await send(message)
+
+        if refusal := meter.begin(clock()):
+            self._access.metrics.refused(meter.key.name, refusal.limit)
+            raise LimitMet(refusal, rate_headers(meter, clock()))
+        try:
+            await next_app(scope, receive, tell)
+        finally:
+            meter.end()
+
+
+def rate_headers(meter: Meter, now: float) -> list[tuple[str, str]]:
+    """OpenAI's headers that say how much is left."""
+    headers = []
+    for name, bucket in (("requests", meter.requests), ("tokens", meter.tokens)):
+        if bucket is not None:
+            headers += _headers(name, bucket, now)
+    return headers
+
+
+def _headers(name: str, bucket: Bucket, now: float) -> list[tuple[str, str]]:
+    return [
+        (f"x-ratelimit-limit-{name}", str(bucket.per_minute)),
+        (f"x-ratelimit-remaining-{name}", str(bucket.remaining(now))),
+        (f"x-ratelimit-reset-{name}", _duration(bucket.full_in_seconds(now))),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 20ms, 7s, 1m30s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+def _secret(scope: Scope) -> str | None:
+    """What the request presents: OpenAI's header, or Anthropic's."""
+    bearer = _header(scope, b"authorization")
+    if bearer is not None:
+        kind, _, secret = bearer.partition(" ")
+        if kind.lower() == "bearer":
+            return secret.strip()
+    return _header(scope, b"x-api-key")
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def _check_local(scope: Scope) -> None:
+    """Raises `Forbidden` for what comes from another machine, however it got to our socket, and for
+    what a browser sends for another site, also one whose name was made to mean this machine."""
+    client = scope.get("client")
+    if client is not None and not _is_local(client[0]):
+        raise Forbidden(f"without API keys only this machine is answered, not {client[0]}")
+    host, origin = _header(scope, b"host"), _header(scope, b"origin")
+    if host is not None and not _is_local(host):
+        raise Forbidden(f"without API keys only this machine is answered, not {host!r}")
+    if origin is not None and not _is_local(origin.partition("://")[2]):
+        raise Forbidden(f"without API keys no page of another site is answered: {origin!r}")
+
+
+@lru_cache(maxsize=64)
+def _is_local(address: str) -> bool:
+    """Whether ``host``, or ``host:port``, can only be this machine."""
+    try:
+        return Address.read(address).local
+    except ValueError:
+        return Address(f"{address}:0").local
+
+
+def _asked_slo(header: str) -> AskedSlo:
+    """What ``ttft=2s, tbt=50ms`` says; either may be left out."""
+    found: dict[str, float] = {}
+    for part in header.split(","):
+        name, _, value = part.partition("=")
+        name = name.strip()
+        if name not in ("ttft", "tbt") or name in found:
+            raise BadRequest(
+                f"{SLO_HEADER}: expected ttft=2s, tbt=50ms, or one of them", SLO_HEADER
+            )
+        try:
+            found[name] = float(Seconds.read(value.strip()))
+        except ValueError as error:
+            raise BadRequest(f"{SLO_HEADER}: {name}: {error}", SLO_HEADER) from error
+    return AskedSlo(ttft_seconds=found.get("ttft"), tbt_seconds=found.get("tbt"))

@@ -1,0 +1,100 @@
+"""The endpoints of an admin who watches: everything at once, and what happens from then on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from litestar import Request, get
+from litestar.handlers import HTTPRouteHandler
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Scope, Send
+
+from appliance.api.errors import BadRequest
+from appliance.api.jsonanswers import json_answer
+from appliance.api.service import Service
+from appliance.api.stream import HungUp, unless_hung_up
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def event_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
+    """Events are server-sent. Each has a number as its id; a client that comes back with the last
+    one it saw (``Last-Event-ID``) goes on behind it, if that is not too long ago."""
+
+    @get("/api/snapshot", operation_id="snapshot")
+    async def snapshot() -> ASGIResponse:
+        return json_answer(service.snapshot())
+
+    @get("/api/events", operation_id="events")
+    async def events(request: Request[Any, Any, Any]) -> ASGIResponse:
+        seen = request.headers.get("last-event-id")
+        if seen is not None and not (seen.isascii() and seen.isdigit() and len(seen) < 20):
+            raise BadRequest("Last-Event-ID is not the id of an event", "Last-Event-ID")
+        after = None if seen is None else int(seen)
+        return Watch(_worded(service, after, keep_alive_seconds))
+
+    return [snapshot, events]
+
+
+async def _worded(
+    service: Service, after: int | None, keep_alive_seconds: float
+) -> AsyncIterator[bytes]:
+    """Events as they go out; a comment whenever nothing happened for a while."""
+    async with aclosing(service.events(after)) as batches:  # type: ignore[type-var]
+        coming = asyncio.ensure_future(anext(batches, []))
+        shown = 0
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=keep_alive_seconds)
+                if not done:
+                    yield KEEP_ALIVE
+                    continue
+                batch = coming.result()
+                if batch is None:
+                    state = service.snapshot()
+                    shown = state.newest_event  # more may have happened since it was found missing
+                    yield _event(state.newest_event, "snapshot", msgspec.json.encode(state))
+                elif batch:
+                    new = [notice for notice in batch if notice.number > shown]
+                    events = [_event(n.number, n.kind, msgspec.json.encode(n)) for n in new]
+                    yield b"".join(events)
+                else:
+                    return
+                coming = asyncio.ensure_future(anext(batches, []))
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+
+def _event(number: int, kind: str, data: bytes) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, kind.encode(), data)
+
+
+class Watch(ASGIResponse):
+    """Sends what comes until it ends, or the client leaves."""
+
+    _should_set_content_length = False
+
+    def __init__(self, source: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
+        super().__init__(
+            media_type=media_type,
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.start_response(send)
+            await unless_hung_up(receive, self._send(send))
+        except HungUp:
+            return
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._source) as source:  # type: ignore[type-var]
+            async for data in source:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

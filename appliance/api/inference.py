@@ -1,0 +1,243 @@
+"""What the OpenAPI document says of the endpoints that apps use: three dialects, and the probes.
+
+Requests are the very types that bodies are decoded into; of answers only the fields that are always
+there are told: the dialects' own documentation describes them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final, Literal
+
+import msgspec
+
+from appliance.api.anthropic_requests import CountRequest, MessagesRequest
+from appliance.api.batches import BatchRequest
+from appliance.api.embeddings import EmbeddingsRequest
+from appliance.api.errors import ErrorBody
+from appliance.api.ollama_embeddings import OllamaEmbed, OllamaEmbeddings
+from appliance.api.ollama_requests import OllamaChat, OllamaGenerate, OllamaPull, OllamaShow
+from appliance.api.responses import ResponsesRequest
+from appliance.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from appliance.api.scoring import RerankRequest, ScoreRequest
+from appliance.api.service import Readiness
+
+_EVENTS: Final = "text/event-stream"
+_LINES: Final = "application/x-ndjson"
+_TEXT: Final = "text/plain"
+_READ: Final = (400, 404, 413, 429)
+_GENERATED: Final = (400, 404, 413, 429, 500, 503)
+
+
+class BatchFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of ``POST /v1/files``; `file` is JSON by lines."""
+
+    purpose: Literal["batch"]
+    file: str
+
+
+class OllamaError(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every error answer of Ollama's."""
+
+    error: str
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """The body of every error answer of Anthropic's."""
+
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What an app can ask. `fields` are those of the JSON object that is the answer; `stream` is
+    what comes instead of it if that is asked for, or always if there are no fields."""
+
+    method: str
+    path: str
+    about: str
+    fields: tuple[str, ...]
+    body: type | None = None
+    stream: str | None = None
+    refusals: tuple[int, ...] = ()
+    error: type = ErrorBody
+    open: bool = False
+    """Whether nobody needs a key."""
+    form: bool = False
+    """Whether the body is a form, not JSON."""
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "post", "/v1/chat/completions", "Answer a chat.",
+        ("id", "object", "created", "model", "choices", "usage"),
+        ChatRequest, _EVENTS, _GENERATED,
+    ),
+    Endpoint(
+        "post", "/v1/completions", "Go on with a text.",
+        ("id", "object", "created", "model", "choices", "usage"),
+        CompletionRequest, _EVENTS, _GENERATED,
+    ),
+    Endpoint(
+        "post", "/v1/responses", "Answer, without a memory of it.",
+        ("id", "object", "created_at", "model", "output", "status", "usage"),
+        ResponsesRequest, _EVENTS, _GENERATED,
+    ),
+    Endpoint(
+        "post", "/v1/embeddings", "A vector for each text.", ("object", "data", "model", "usage"),
+        EmbeddingsRequest, None, _GENERATED,
+    ),
+    Endpoint(
+        "post", "/v1/score", "How well texts match.", ("object", "data", "model", "usage"),
+        ScoreRequest, None, _GENERATED,
+    ),
+    Endpoint(
+        "post", "/v1/rerank", "The best of some texts for a query.", ("id", "model", "results"),
+        RerankRequest, None, _GENERATED,
+    ),
+    Endpoint(
+        "post", "/v1/files", "Keep a file of requests.", ("id", "object", "bytes", "filename"),
+        BatchFile, None, (400, 404, 413, 507), form=True,
+    ),
+    Endpoint("get", "/v1/files", "List the files.", ("object", "data"), refusals=(404,)),
+    Endpoint("get", "/v1/files/{id}", "One file.", ("id", "object"), refusals=(404,)),
+    Endpoint(
+        "get", "/v1/files/{id}/content", "What is in a file.", (), stream="application/jsonl",
+        refusals=(404,),
+    ),
+    Endpoint(
+        "delete", "/v1/files/{id}", "Delete a file.", ("id", "deleted"), refusals=(404, 409, 507)
+    ),
+    Endpoint(
+        "post", "/v1/batches", "Have a file of requests answered.",
+        ("id", "object", "endpoint", "status"), BatchRequest, None, (400, 404, 413, 429, 507),
+    ),
+    Endpoint("get", "/v1/batches", "List the batches.", ("object", "data"), refusals=(404,)),
+    Endpoint("get", "/v1/batches/{id}", "One batch.", ("id", "status"), refusals=(404,)),
+    Endpoint(
+        "post", "/v1/batches/{id}/cancel", "End a batch.", ("id", "status"),
+        refusals=(404, 409, 507),
+    ),
+    Endpoint("get", "/v1/models", "List the models.", ("object", "data")),
+    Endpoint(
+        "get", "/v1/models/{name}", "One model.", ("id", "object", "created"), refusals=(404,)
+    ),
+    Endpoint(
+        "post", "/tokenize", "The tokens of a text, or of a chat.",
+        ("count", "max_model_len", "tokens"), TokenizeRequest, None, _READ,
+    ),
+    Endpoint(
+        "post", "/detokenize", "The text of tokens.", ("prompt",), DetokenizeRequest, None, _READ
+    ),
+    Endpoint(
+        "post", "/v1/messages", "Answer a chat.",
+        ("id", "type", "role", "content", "model", "stop_reason", "usage"),
+        MessagesRequest, _EVENTS, _GENERATED, AnthropicError,
+    ),
+    Endpoint(
+        "post", "/v1/messages/count_tokens", "How many tokens a chat is.", ("input_tokens",),
+        CountRequest, None, _READ, AnthropicError,
+    ),
+    Endpoint(
+        "post", "/api/chat", "Answer a chat.", ("model", "created_at", "message", "done"),
+        OllamaChat, _LINES, _GENERATED, OllamaError,
+    ),
+    Endpoint(
+        "post", "/api/generate", "Answer a prompt.", ("model", "created_at", "response", "done"),
+        OllamaGenerate, _LINES, _GENERATED, OllamaError,
+    ),
+    Endpoint(
+        "post", "/api/show", "One model.", ("details", "model_info", "capabilities"),
+        OllamaShow, None, _READ, OllamaError,
+    ),
+    Endpoint(
+        "post", "/api/embed", "A vector for each text.", ("model", "embeddings"),
+        OllamaEmbed, None, _GENERATED, OllamaError,
+    ),
+    Endpoint(
+        "post", "/api/embeddings", "A vector for a text.", ("embedding",),
+        OllamaEmbeddings, None, _GENERATED, OllamaError,
+    ),
+    Endpoint(
+        "post", "/api/pull", "Fetch a model and serve it; an operator's.", ("status",),
+        OllamaPull, _LINES, (400, 404, 409, 413, 422), OllamaError,
+    ),
+    Endpoint(
+        "delete", "/api/delete", "Remove a model; an operator's.", (),
+        OllamaShow, "application/json", (400, 404, 409, 413, 422), OllamaError,
+    ),
+    Endpoint("get", "/api/tags", "List the models.", ("models",), error=OllamaError),
+    Endpoint("get", "/api/ps", "List the models on devices.", ("models",), error=OllamaError),
+    Endpoint("get", "/api/version", "Which version this is.", ("version",), open=True),
+    Endpoint("get", "/version", "Which version this is.", ("version",), open=True),
+    Endpoint("get", "/livez", "Whether the process answers.", ("status",), open=True),
+    Endpoint(
+        "get", "/readyz", "Whether requests make progress.", ("ok", "reasons"),
+        refusals=(503,), error=Readiness, open=True,
+    ),
+    Endpoint("get", "/health", "Whether the process answers.", ("status",), open=True),
+    Endpoint("get", "/metrics", "Metrics for Prometheus.", (), stream=_TEXT),
+)  # fmt: skip
+"""Those that generate, those that tell of models, and those that probes ask."""
+
+
+def kinds() -> list[type]:
+    """The types of all bodies."""
+    bodies = [one.body for one in ENDPOINTS if one.body is not None]
+    return [*bodies, OllamaError, AnthropicError, Readiness]
+
+
+def paths(schema_of: dict[type, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The endpoints by path and method, given the schemas of `kinds()`."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in ENDPOINTS:
+        found.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
+    return found
+
+
+def _operation(one: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    name = re.sub(r"\W+", "_", one.path).strip("_")
+    refusals = one.refusals if one.open else sorted({*one.refusals, 400, 401, 403})
+    told: dict[str, Any] = {"200": {"description": "Done.", "content": _content(one)}}
+    for status in refusals:
+        told[str(status)] = {
+            "description": HTTPStatus(status).phrase,
+            "content": {"application/json": {"schema": schema_of[one.error]}},
+        }
+    described: dict[str, Any] = {
+        "operationId": f"{one.method}_{name}",
+        "summary": one.about,
+        "responses": told,
+    }
+    if one.open:
+        described["security"] = []
+    if names := re.findall(r"{(\w+)}", one.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if one.body is not None:
+        kind = "multipart/form-data" if one.form else "application/json"
+        content = {kind: {"schema": schema_of[one.body]}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described
+
+
+def _content(one: Endpoint) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if one.fields:
+        schema = {"type": "object", "required": list(one.fields)}
+        content["application/json"] = {"schema": schema}
+    if one.stream is not None:
+        content[one.stream] = {"schema": {"description": "Text, as it comes."}}
+    return content

@@ -1,0 +1,102 @@
+"""Ollama's endpoints that fetch models and delete them, for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from litestar import Request, delete, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.response.base import ASGIResponse
+
+from appliance.api.errors import BadRequest, as_api_error
+from appliance.api.errorshapes import ollama_error
+from appliance.api.events import Watch
+from appliance.api.jsonanswers import json_answer
+from appliance.api.ollama_requests import OllamaPull, OllamaShow
+from appliance.api.schemas import parse
+from appliance.api.service import ModelNotFound
+from appliance.api.settings import Settings
+from appliance.pullsources import Progress
+
+_LATEST = ":latest"
+
+
+def ollama_catalogue_routes(settings: Settings) -> list[HTTPRouteHandler]:
+    """What is deleted is what was pulled; other models' files stay."""
+
+    @post("/api/pull", status_code=200, operation_id="ollamaPull")
+    async def pull(request: Request[Any, Any, Any]) -> ASGIResponse:
+        asked = parse(await request.body(), OllamaPull)
+        source = _named(asked.model or asked.name).removesuffix(_LATEST)
+        if asked.stream:
+            return Watch(_told(settings, source), "application/x-ndjson")
+        await settings.pull_model(source, "", lambda progress: None)
+        return json_answer({"status": "success"})
+
+    @delete("/api/delete", status_code=200, operation_id="ollamaDelete")
+    async def remove(request: Request[Any, Any, Any]) -> ASGIResponse:
+        asked = parse(await request.body(), OllamaShow)
+        name = _named(asked.model or asked.name)
+        try:
+            await settings.remove_model(name, force=False, files=True)
+        except ModelNotFound:
+            if not name.endswith(_LATEST):
+                raise
+            await settings.remove_model(name.removesuffix(_LATEST), force=False, files=True)
+        return ASGIResponse(body=b"", media_type="application/json")
+
+    return [pull, remove]
+
+
+def _named(name: str | None) -> str:
+    if not name:
+        raise BadRequest("model: a value is required", "model", "missing_field")
+    return name
+
+
+async def _told(settings: Settings, source: str) -> AsyncIterator[bytes]:
+    """A pull as lines, to its end; a failure is the last one. A client that leaves leaves the pull
+    alone: who asks again finds what is there."""
+    steps: asyncio.Queue[bytes | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def tell(progress: Progress) -> None:
+        loop.call_soon_threadsafe(steps.put_nowait, _line(progress))
+
+    async def fetch() -> None:
+        last = b'{"status":"success"}\n'
+        try:
+            await settings.pull_model(source, "", tell)
+        except Exception as error:
+            last = ollama_error(as_api_error(error)) + b"\n"
+        steps.put_nowait(last)
+        steps.put_nowait(None)
+
+    _pulls.add(task := asyncio.create_task(fetch()))
+    task.add_done_callback(_pulls.discard)
+    yield b'{"status":"pulling manifest"}\n'
+    while (line := await steps.get()) is not None:
+        yield line
+
+
+_pulls: set[asyncio.Task[None]] = set()
+"""Those that are under way: the loop itself does not hold them."""
+
+
+def _line(progress: Progress) -> bytes:
+    """In Ollama's words. Its digests name files by their contents, ours by their names."""
+    if not progress.total_bytes:
+        what = {"verifying": "verifying sha256 digest"}.get(progress.status, progress.status)
+        return msgspec.json.encode({"status": f"{what} {progress.file}".rstrip()}) + b"\n"
+    digest = f"sha256:{hashlib.sha256(progress.file.encode()).hexdigest()}"
+    line = {
+        "status": f"pulling {progress.file}",
+        "digest": digest,
+        "total": progress.total_bytes,
+        "completed": progress.done_bytes,
+    }
+    return msgspec.json.encode(line) + b"\n"

@@ -1,0 +1,235 @@
+"""The OpenAPI document, made of the API's words (`msgspec` structs)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from litestar import get
+from litestar.handlers import HTTPRouteHandler
+from litestar.response.base import ASGIResponse
+
+import appliance
+from appliance.api import inference
+from appliance.api.catalogue import NewModel
+from appliance.api.config import LogLevel, ModelLimits
+from appliance.api.errors import ErrorBody
+from appliance.api.jsonanswers import json_answer
+from appliance.api.service import (
+    Activity,
+    InstanceVerification,
+    ModelActivity,
+    RequestActivity,
+    Snapshot,
+)
+from appliance.api.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
+from appliance.policywords import PolicyChoice, PolicyReport
+
+REFERENCE: Final = "#/components/schemas/{name}"
+CANNOT_BE_READ: Final = 400
+CANNOT_BE_USED: Final = 422
+
+_ANYWHERE: Final = (400, 401, 403)
+"""A header that cannot be read, no valid key, a key that does not allow it."""
+_KEYS: Final = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""How a key is presented, to an appliance that has keys."""
+
+
+class Requests(msgspec.Struct, kw_only=True):
+    """All live requests, the oldest first."""
+
+    requests: list[RequestActivity]
+
+
+class Cancelled(msgspec.Struct, kw_only=True):
+    """The request as it was when it was cancelled."""
+
+    cancelled: RequestActivity
+
+
+class Models(msgspec.Struct, kw_only=True):
+    """All models, in the order of the catalogue."""
+
+    models: list[ModelActivity]
+
+
+class Verifications(msgspec.Struct, kw_only=True):
+    """Whether weights on devices are those of their master images."""
+
+    instances: list[InstanceVerification]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What can be asked: `answer` is what a success says, `refusals` are its other statuses."""
+
+    method: str
+    path: str
+    about: str
+    answer: type
+    body: type | None = None
+    refusals: tuple[int, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Flags in the query, and what each means."""
+
+
+OPERATIONS: Final = (
+    Operation("get", "/api/status", "What instances and models do now.", Activity),
+    Operation("get", "/api/snapshot", "Everything at one time.", Snapshot),
+    Operation("get", "/api/requests", "List the live requests.", Requests),
+    Operation(
+        "get", "/api/requests/{name}", "One request, and why it waits.", RequestActivity,
+        refusals=(404,),
+    ),
+    Operation("delete", "/api/requests/{name}", "End a request.", Cancelled, refusals=(404,)),
+    Operation("get", "/api/models", "List the models.", Models),
+    Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
+    Operation(
+        "post", "/api/models", "Add a model.", ModelActivity, NewModel,
+        (CANNOT_BE_READ, 409, CANNOT_BE_USED),
+    ),
+    Operation(
+        "delete", "/api/models/{name}", "Remove a model.", Removal,
+        refusals=(CANNOT_BE_READ, 404, 409, CANNOT_BE_USED),
+        options={
+            "force": "End its requests, rather than wait for them.",
+            "files": "Delete its files, if they lie in the folder of models.",
+        },
+    ),
+    Operation(
+        "post", "/api/models/{name}/load", "Bring its weights to a device.", ModelActivity,
+        refusals=(404, 409),
+    ),
+    Operation(
+        "post", "/api/models/{name}/evict", "Have it leave its devices.", ModelActivity,
+        refusals=(404,),
+    ),
+    Operation(
+        "post", "/api/models/{name}/drain", "Refuse new requests for it.", ModelActivity,
+        refusals=(404,),
+    ),
+    Operation(
+        "post", "/api/models/{name}/resume", "Take requests for it again.", ModelActivity,
+        refusals=(404,),
+    ),
+    Operation(
+        "post", "/api/models/{name}/pin", "Keep its weights in the host cache.", ModelActivity,
+        refusals=(404, 409, CANNOT_BE_USED),
+    ),
+    Operation(
+        "post", "/api/models/{name}/unpin", "Let its weights leave the host cache.", ModelActivity,
+        refusals=(404, 409, CANNOT_BE_USED),
+    ),
+    Operation(
+        "put", "/api/models/{name}/limits", "Set its promises and its queue.", ModelActivity,
+        ModelLimits, (CANNOT_BE_READ, 404, 409, CANNOT_BE_USED),
+    ),
+    Operation("get", "/api/policies", "Who decides, and who could.", PolicyReport),
+    Operation(
+        "put", "/api/policies", "Have other policies decide.", PolicyReport, PolicyChoice,
+        (CANNOT_BE_READ, CANNOT_BE_USED),
+    ),
+    Operation(
+        "post", "/api/policies/rollback", "Go back to the policies before.", PolicyReport,
+        refusals=(409, CANNOT_BE_USED),
+    ),
+    Operation(
+        "post", "/api/policies/{name}/enable", "Have a policy asked again.", PolicyReport,
+        refusals=(404,),
+    ),
+    Operation("get", "/api/config", "The configuration in force.", ConfigInForce),
+    Operation("post", "/api/config/check", "Compare it with the files.", ConfigCheck),
+    Operation(
+        "post", "/api/config/reload", "Apply what the files say.", ConfigReload,
+        refusals=(CANNOT_BE_USED,),
+    ),
+    Operation("get", "/api/log-level", "How much is logged.", LogLevel),
+    Operation(
+        "put", "/api/log-level", "Log more, or less.", LogLevel, LogLevel, (CANNOT_BE_READ,)
+    ),
+    Operation("post", "/api/verify", "Compare weights with their images.", Verifications),
+)  # fmt: skip
+"""All that answer with JSON. ``/api/events`` does not: OpenAPI has no words for a stream."""
+
+
+@lru_cache
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    kinds: list[type] = [ErrorBody, *inference.kinds()]
+    kinds += [kind for one in OPERATIONS for kind in (one.answer, one.body) if kind is not None]
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template=REFERENCE, schema_hook=_anything
+    )
+    schema_of = dict(zip(kinds, schemas, strict=True))
+    paths = inference.paths(schema_of)
+    for one in OPERATIONS:
+        paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "The appliance's API",
+            "version": appliance.__version__,
+            "description": "See docs/api.md, docs/admin.md and docs/policies.md.",
+        },
+        "paths": paths,
+        "security": [{}, *({name: []} for name in _KEYS)],
+        "components": {"schemas": components, "securitySchemes": _KEYS},
+    }
+
+
+def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    verb = one.path.replace("/api/", "").replace("/{name}", "").replace("/", "_")
+    described: dict[str, Any] = {
+        "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
+        "summary": one.about,
+        "responses": {
+            "200": _json("Done.", schema_of[one.answer]),
+            **{
+                str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
+                for status in sorted({*one.refusals, *_ANYWHERE})
+            },
+        },
+    }
+    if names := re.findall(r"{(\w+)}", one.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if one.options:
+        described.setdefault("parameters", []).extend(
+            {"name": name, "in": "query", "description": about, "schema": {"type": "boolean"}}
+            for name, about in one.options.items()
+        )
+    if one.body is not None:
+        content = {"application/json": {"schema": schema_of[one.body]}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described
+
+
+def _json(about: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": about, "content": {"application/json": {"schema": schema}}}
+
+
+def _anything(kind: type) -> dict[str, Any]:
+    """Values of the configuration, and facts of events, may be anything."""
+    if kind is not object:
+        raise NotImplementedError
+    return {"description": "Anything."}
+
+
+def openapi_routes() -> list[HTTPRouteHandler]:
+    """Where the document is."""
+
+    @get("/api/openapi.json", operation_id="openapi")
+    async def openapi() -> ASGIResponse:
+        return json_answer(document())
+
+    return [openapi]

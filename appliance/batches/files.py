@@ -1,0 +1,177 @@
+"""The files that clients upload, and those that batches write: on disk, each whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from appliance.batches.log import replace, sync
+
+_UPLOAD: Final = ".upload-"
+_ABOUT: Final = ".json"
+_CONTENT: Final = ".jsonl"
+_PAGE_BYTES: Final = 4096
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a file. Times are Unix seconds; `owner` is the hash of the key that it
+    belongs to, "" for somebody who needs none."""
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    size_bytes: int
+    created_at: float
+    expires_at: float
+
+
+class StoreFull(Exception):
+    """No more may be stored before something is deleted."""
+
+    def __init__(self, bound_bytes: int) -> None:
+        super().__init__(f"files take all of the {bound_bytes} bytes that they may have together")
+
+
+class Upload:
+    """A file on its way in. It is one once it is `kept`; until then nobody sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=_UPLOAD)
+        self._path = Path(name)
+        self._stream = os.fdopen(descriptor, "wb")
+        self.size_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(data)
+        self.size_bytes += len(data)
+
+    def keep(self, path: Path) -> None:
+        """It is the file at `path` from now on, and on the disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        self._path.replace(path)
+
+    def drop(self) -> None:
+        """Nobody wants it. Without effect once it is kept."""
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        self._path.unlink(missing_ok=True)
+
+
+class FileStore:
+    """The files in a folder. What is said to take time waits for the disk: call it in a thread."""
+
+    def __init__(self, folder: Path, *, max_bytes: int, keep_seconds: float) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._keep_seconds = keep_seconds
+        self._files: dict[str, StoredFile] = {}
+        self._uploads: set[Upload] = set()
+
+    def open(self) -> None:
+        """Find what is there, and take away what never became a file. Takes time."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        for path in self._folder.glob(f"*{_ABOUT}"):
+            try:
+                about = msgspec.json.decode(path.read_bytes(), type=StoredFile)
+            except msgspec.DecodeError:
+                continue
+            if about.id == path.name.removesuffix(_ABOUT) and self.path(about.id).is_file():
+                self._files[about.id] = about
+        for pattern in (f"{_UPLOAD}*", ".new-*", f"file-*{_ABOUT}", f"file-*{_CONTENT}"):
+            for path in self._folder.glob(pattern):
+                if path.name.partition(".")[0] not in self._files:
+                    path.unlink()
+
+    @property
+    def stored_bytes(self) -> int:
+        """All files together, also those on their way in; a small one counts as a page."""
+        sizes = [file.size_bytes for file in list(self._files.values())]
+        sizes += [upload.size_bytes for upload in list(self._uploads)]
+        return sum(max(_PAGE_BYTES, size) for size in sizes)
+
+    def path(self, id: str) -> Path:
+        """Where the content of a file is."""
+        return self._folder / f"{id}{_CONTENT}"
+
+    def find(self, id: str) -> StoredFile | None:
+        return self._files.get(id)
+
+    def all(self) -> list[StoredFile]:
+        """All files, the newest first."""
+        files = list(self._files.values())  # at once: others change it meanwhile
+        return sorted(files, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    def begin(self) -> Upload:
+        """A file begins to come in; it is to be `keep`ed or `drop`ped. Takes time; raises
+        `StoreFull`, `OSError`."""
+        self.check_room()
+        upload = Upload(self._folder)
+        self._uploads.add(upload)
+        return upload
+
+    def extend(self, upload: Upload, data: bytes) -> None:
+        """More of it came. Takes time; raises `StoreFull`, `OSError`."""
+        upload.write(data)
+        self.check_room()
+
+    def keep(self, upload: Upload, owner: str, filename: str, now: float) -> StoredFile:
+        """The upload as a file. Takes time; raises `OSError`."""
+        id = f"file-{uuid.uuid4().hex}"
+        try:
+            upload.keep(self.path(id))
+            file = self._add(id, owner, filename, "batch", upload.size_bytes, now)
+        except BaseException:  # nobody would know of its content
+            self.path(id).unlink(missing_ok=True)
+            raise
+        self._uploads.discard(upload)
+        return file
+
+    def drop(self, upload: Upload) -> None:
+        """The upload is not wanted, or was kept already. Takes time."""
+        self._uploads.discard(upload)
+        upload.drop()
+
+    def check_room(self) -> None:
+        """Raises `StoreFull` if there is more than may be: what batches write is never refused."""
+        if self.stored_bytes > self._max_bytes:
+            raise StoreFull(self._max_bytes)
+
+    def write(
+        self, id: str, owner: str, filename: str, chunks: Iterable[bytes], now: float
+    ) -> StoredFile:
+        """A batch's output as a file; one of this id is replaced. Takes time; raises `OSError`."""
+        size = replace(self.path(id), chunks)
+        return self._add(id, owner, filename, "batch_output", size, now)
+
+    def delete(self, id: str) -> None:
+        """Takes time; raises `OSError`."""
+        (self._folder / f"{id}{_ABOUT}").unlink(missing_ok=True)
+        self._files.pop(id, None)
+        self.path(id).unlink(missing_ok=True)
+        sync(self._folder)
+
+    def _add(
+        self, id: str, owner: str, filename: str, purpose: str, size_bytes: int, now: float
+    ) -> StoredFile:
+        file = StoredFile(
+            id=id,
+            owner=owner,
+            filename=filename,
+            purpose=purpose,
+            size_bytes=size_bytes,
+            created_at=now,
+            expires_at=now + self._keep_seconds,
+        )
+        replace(self._folder / f"{id}{_ABOUT}", [msgspec.json.encode(file)])
+        self._files[id] = file
+        return file

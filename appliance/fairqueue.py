@@ -1,0 +1,88 @@
+"""Who goes next when the appliance is full: a bounded queue for each key, fair in tokens.
+
+The virtual token counter of "Fairness in Serving Large Language Models" (OSDI 2024): every key has
+a counter of the tokens it was served, prompts when they leave the queue and outputs as they come,
+and the one that was served least goes next. A key that begins to wait is lifted to where the others
+are, so that nobody saves up for later; when nobody waits any more, all is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+
+
+class FairQueue(Generic[_Item]):
+    """Items wait in the order in which their key brought them; keys take turns by their counters.
+
+    Taking one costs time in proportion to the keys that wait.
+    """
+
+    def __init__(self, per_key: int) -> None:
+        """`per_key` items of a key wait at most."""
+        self._per_key = per_key
+        self._waiting: dict[Hashable, deque[_Item]] = {}
+        """Only keys that have somebody waiting, in the order in which they began to."""
+        self._served: dict[Hashable, float] = {}
+        self._level = 0.0
+        """The counter of the key that went last."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[_Item]:
+        """All that wait, by key."""
+        for queue in self._waiting.values():
+            yield from queue
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def waiting(self, key: Hashable) -> int:
+        """How many of a key's items wait."""
+        return len(self._waiting.get(key, ()))
+
+    def push(self, key: Hashable, item: _Item) -> bool:
+        """Let an item wait; False if too many of its key's do."""
+        queue = self._waiting.get(key)
+        if queue is None:
+            queue = self._waiting[key] = deque()
+            self._served[key] = max(self._served.get(key, 0.0), self._level)
+        elif len(queue) >= self._per_key:
+            return False
+        queue.append(item)
+        return True
+
+    def peek(self) -> tuple[Hashable, _Item] | None:
+        """Who goes next, and for which key; None if nobody waits."""
+        if not self._waiting:
+            return None
+        key = min(self._waiting, key=self._served.__getitem__)
+        return key, self._waiting[key][0]
+
+    def pop(self, key: Hashable, tokens: float) -> None:
+        """A key's first item leaves, which serves the key so many tokens."""
+        self._level = max(self._level, self._served[key])
+        self._served[key] += tokens
+        self._waiting[key].popleft()
+        self._tidy(key)
+
+    def remove(self, key: Hashable, item: _Item) -> None:
+        """An item does not want to wait any more."""
+        self._waiting[key].remove(item)
+        self._tidy(key)
+
+    def charge(self, key: Hashable, tokens: float) -> None:
+        """A key was served so many tokens more. Without anybody who waits nothing is counted."""
+        if self._waiting:
+            self._served[key] = self._served.get(key, self._level) + tokens
+
+    def _tidy(self, key: Hashable) -> None:
+        if not self._waiting[key]:
+            del self._waiting[key]
+        if not self._waiting:
+            self._served.clear()
+            self._level = 0.0

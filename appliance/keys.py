@@ -1,0 +1,254 @@
+"""API keys: what each allows, kept as hashes in a file that is read again when it changes.
+
+A key is 256 random bits, shown once. The file holds its SHA-256: nobody finds a preimage of that by
+trying, so a slow password hash would protect nothing and cost every request time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from appliance.errors import KeysError
+from appliance.vocabulary import ModelName, RequestClass
+
+PREFIX: Final = "sk-"
+MAX_KEYS: Final = 10_000
+MAX_FILE_BYTES: Final = 16 << 20
+
+_SECRET_BYTES: Final = 32
+_MAX_SECRET_CHARACTERS: Final = 256
+"""What is longer is no key of ours; it is not even hashed."""
+_MODE: Final = 0o600
+_VERSION: Final = 1
+
+log = logging.getLogger(__name__)
+
+_Limit = Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class Scope(StrEnum):
+    """What a key opens: generating and listing models, or everything that an operator asks."""
+
+    INFER = "infer"
+    ADMIN = "admin"
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key and what it allows. Times are Unix seconds; a limit that is None does not bind."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """Of the secret, in hexadecimal digits."""
+    created_seconds: float
+    expires_seconds: float | None = None
+    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = (Scope.INFER,)
+    models: tuple[ModelName, ...] = ()
+    """Empty: every model."""
+    classes: Annotated[tuple[RequestClass, ...], Meta(min_length=1)] = tuple(RequestClass)
+    slo: bool = False
+    """Whether a request may name a service level of its own."""
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrency: _Limit | None = None
+
+    def expired(self, now: float) -> bool:
+        """Whether it is over at the Unix time `now`."""
+        return self.expires_seconds is not None and now >= self.expires_seconds
+
+    def allows(self, model: ModelName) -> bool:
+        return not self.models or model in self.models
+
+
+class _Keys(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    version: int = _VERSION
+    keys: list[Key] = []
+
+
+def new_secret() -> str:
+    """What a client is to present: 256 random bits."""
+    return PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def digest(secret: str) -> str:
+    """The hash of a secret as the file has it."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class KeyFile:
+    """The keys of an appliance on disk: mode 0600, replaced whole, changed by one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def shared(self) -> bool:
+        """Whether somebody gave others than its owner access to it."""
+        try:
+            return bool(self.path.stat().st_mode & 0o077)
+        except OSError:
+            return False
+
+    def read(self) -> tuple[Key, ...]:
+        """All keys, also expired ones; none if there is no file. Raises `KeysError`."""
+        try:
+            with self.path.open("rb") as stream:
+                data = stream.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise KeysError(f"{self.path}: is larger than {MAX_FILE_BYTES} bytes")
+            found = msgspec.json.decode(data, type=_Keys)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise KeysError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise KeysError(f"{self.path}: is no file of keys: {error}") from error
+        if found.version != _VERSION:
+            raise KeysError(f"{self.path}: is of version {found.version}, not {_VERSION}")
+        self._check(found.keys)
+        return tuple(found.keys)
+
+    def add(self, key: Key) -> None:
+        """Raises `KeysError` if its name is taken, or the file cannot be written."""
+        with self._locked():
+            self._write([*self.read(), key])
+
+    def remove(self, name: str) -> Key:
+        """The key that was removed. Raises `KeysError` if there is none of this name."""
+        with self._locked():
+            keys = self.read()
+            for key in keys:
+                if key.name == name:
+                    self._write([other for other in keys if other is not key])
+                    return key
+        raise KeysError(f"there is no key {name!r}")
+
+    def _check(self, keys: Sequence[Key]) -> None:
+        if len(keys) > MAX_KEYS:
+            raise KeysError(f"{self.path}: more than {MAX_KEYS} keys")
+        names: set[str] = set()
+        for key in keys:
+            if key.name in names:
+                raise KeysError(f"there is a key {key.name!r} already")
+            names.add(key.name)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Others who change the file wait. This one is replaced, so the lock is on another."""
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        try:
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(lock, flags, _MODE)
+        except OSError as error:
+            raise KeysError(f"{lock}: cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, keys: list[Key]) -> None:
+        self._check(keys)
+        data = msgspec.json.format(msgspec.json.encode(_Keys(keys=keys)), indent=2)
+        temporary = None
+        try:
+            # A new file of mode 0600, never one that somebody else put there.
+            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            temporary = Path(name)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(data)
+                if os.geteuid() == 0:  # the daemon may be somebody else, and has to read it
+                    owner = (self.path if self.path.exists() else self.path.parent).stat()
+                    os.fchown(stream.fileno(), owner.st_uid, owner.st_gid)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(self.path)
+        except OSError as error:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+            raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
+        _sync(self.path.parent)
+
+
+def _sync(directory: Path) -> None:
+    """A replaced file survives a power cut once its directory is written."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class KeyRing:
+    """The keys that a running appliance accepts. What the file says holds from the next request on;
+    one that cannot be read changes nothing, one that is gone takes all keys with it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `KeysError` if there is a file that cannot be read."""
+        self._file = KeyFile(path)
+        self._seen = self._look()
+        self._refused: object = None
+        """What the file was when it could not be read, so that it is said once."""
+        self._keys = self._by_digest()
+        self._listeners: list[Callable[[frozenset[str]], None]] = []
+
+    def on_change(self, listener: Callable[[frozenset[str]], None]) -> None:
+        """Have `listener` called with the hashes of all keys when they have changed."""
+        self._listeners.append(listener)
+
+    def find(self, secret: str, now: float) -> Key | None:
+        """The key that `secret` is, if it is one and the Unix time `now` is before its end."""
+        self._refresh()
+        if len(secret) > _MAX_SECRET_CHARACTERS:
+            return None
+        presented = digest(secret)
+        key = self._keys.get(presented)
+        if key is None or not hmac.compare_digest(presented, key.sha256) or key.expired(now):
+            return None
+        return key
+
+    def known(self, sha256: str, now: float) -> Key | None:
+        """The key of this hash, if there is one and the Unix time `now` is before its end. Nobody
+        has shown that they have it."""
+        self._refresh()
+        key = self._keys.get(sha256)
+        return None if key is None or key.expired(now) else key
+
+    def _refresh(self) -> None:
+        seen = self._look()
+        if seen == self._seen:
+            return
+        try:
+            self._keys = self._by_digest()
+        except KeysError as error:  # looked at again with the next request: it may be mended
+            if seen != self._refused:
+                log.error("the keys stay as they were: %s", error)
+            self._refused = seen
+            return
+        self._seen = seen
+        log.info("%d keys are known", len(self._keys))
+        for listener in self._listeners:
+            listener(frozenset(self._keys))
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            found = self._file.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+    def _by_digest(self) -> dict[str, Key]:
+        return {key.sha256: key for key in self._file.read()}

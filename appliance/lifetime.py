@@ -1,0 +1,178 @@
+"""One life of the daemon and its HTTP server: signs of life, signals, the drain, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from appliance.systemd import Notifier
+
+STATUS_SECONDS = 5.0
+"""How often the service manager is told how things stand, if it wants no more often."""
+
+FRESH_SECONDS = 1.0
+"""How long a connection that was accepted may take to send its request while we end."""
+
+log = logging.getLogger("appliance.serve")
+
+
+class Served(Protocol):
+    """The daemon, as far as its life goes. `appliance.daemon.Daemon` is one."""
+
+    def start(self) -> None: ...
+
+    async def drain(self, patience_seconds: float) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def progresses(self) -> bool:
+        """Whether ending this process would help nobody."""
+
+    def summary(self) -> str:
+        """How things stand, in a few words."""
+
+
+class Server(uvicorn.Server):
+    """Leaves signals alone: uvicorn would raise them again when it is done, and end the process
+    before the workers are."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture nothing."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    def stop_accepting(self) -> None:
+        """Leave connections that were not accepted yet to whoever has the sockets, too."""
+        for server in self.servers:
+            server.close()
+
+    def close_after_answers(self) -> None:
+        """Every answer from now on is the last of its connection, and says so."""
+        header = (b"connection", b"close")
+        self.config.encoded_headers.append(header)
+        self.server_state.default_headers = [*self.server_state.default_headers, header]
+        for connection in self._connections():
+            if connection.cycle is not None:
+                connection.cycle.keep_alive = False
+
+    def _connections(self) -> list[HttpToolsProtocol]:
+        connections = self.server_state.connections
+        return [one for one in connections if isinstance(one, HttpToolsProtocol)]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End. A connection whose first request is on its way is not closed under it."""
+        self.stop_accepting()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if self.force_exit else FRESH_SECONDS):
+                while any(c.cycle is None for c in self._connections()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
+
+
+class Lifetime:
+    """Runs a daemon behind a server until a signal or a failure ends it.
+
+    The first SIGTERM or SIGINT drains: what runs may go on for `drain_seconds`, then it is ended
+    with a named error. A second one ends everything at once. With `sockets`, which are somebody
+    else's, too, connections are left to the next daemon as soon as the drain begins; without,
+    they are answered until it is over.
+    """
+
+    def __init__(
+        self,
+        daemon: Served,
+        server: Server,
+        notifier: Notifier,
+        sockets: Sequence[socket.socket] = (),
+        *,
+        drain_seconds: float,
+    ) -> None:
+        self._daemon = daemon
+        self._server = server
+        self._notifier = notifier
+        self._sockets = list(sockets)
+        self._drain_seconds = drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._failed = False
+
+    def fail(self, error: BaseException) -> None:
+        """The daemon cannot go on."""
+        log.critical("the daemon cannot go on", exc_info=error)
+        self._failed = True
+        self._server.should_exit = True
+
+    async def run(self) -> int:
+        """From the start to the end; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.end)
+        self._daemon.start()
+        telling = loop.create_task(self._tell())
+        try:
+            await self._server.serve(sockets=self._sockets or None)
+        finally:
+            self._notifier.tell(STOPPING=1, STATUS="ending the workers")
+            await self._daemon.stop()
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+        return 1 if self._failed or not self._server.started else 0
+
+    def end(self) -> None:
+        """Begin to end, or end at once if that was begun."""
+        loop = asyncio.get_running_loop()
+        if self._draining is None:
+            self._draining = loop.create_task(self._drain())
+        elif self._ending is None:
+            log.warning("ending at once, as a second signal came")
+            self._draining.cancel()
+            self._server.force_exit = True
+            self._ending = loop.create_task(self._give_up())
+
+    async def _drain(self) -> None:
+        self._notifier.tell(STOPPING=1, STATUS="draining: what runs may end")
+        if self._server.started:
+            if self._sockets:
+                self._server.stop_accepting()
+            self._server.close_after_answers()
+        await self._daemon.drain(self._drain_seconds)
+        self._server.should_exit = True
+
+    async def _give_up(self) -> None:
+        await self._daemon.drain(0)
+        self._server.should_exit = True
+
+    async def _tell(self) -> None:
+        """Tell the manager when we listen, and from then on that we live while we do."""
+        await self._server.listening.wait()
+        self._notifier.tell(READY=1, STATUS=self._daemon.summary())
+        if not self._notifier.listened_to:
+            return
+        bound = self._notifier.watchdog_seconds
+        pause = STATUS_SECONDS if bound is None else min(STATUS_SECONDS, bound / 3)
+        while True:
+            if self._draining is not None:
+                self._notifier.tell(WATCHDOG=1)
+            elif self._daemon.progresses():
+                self._notifier.tell(WATCHDOG=1, STATUS=self._daemon.summary())
+            else:
+                self._notifier.tell(STATUS=f"no progress: {self._daemon.summary()}")
+            await asyncio.sleep(pause)

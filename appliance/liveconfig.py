@@ -1,0 +1,526 @@
+"""The configuration of a running daemon: compared with the files, applied, and written back to.
+
+What is in force is what the daemon was started with, with what was applied since. A change of an
+operator is written to a drop-in of its own before it is applied, and only if the whole
+configuration with it can be used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import msgspec
+
+from appliance import logs
+from appliance.api.service import ModelActivity, ModelExists
+from appliance.api.settings import (
+    DEFAULT_CONTEXT_TOKENS,
+    ConfigChange,
+    ConfigCheck,
+    ConfigInForce,
+    ConfigReload,
+    FilesLeft,
+    NotSaved,
+    Removal,
+)
+from appliance.catalog import read_checkpoint
+from appliance.config import (
+    Config,
+    Model,
+    PolicyTable,
+    Section,
+    fields,
+    kv_floor_slabs,
+    load_config,
+)
+from appliance.daemon import Daemon, ServedModel
+from appliance.dropins import directory, read_layers
+from appliance.errors import CheckpointError, ConfigError, Problem, PullError
+from appliance.feed import NoticeKind
+from appliance.pulling import folder_name, pull
+from appliance.pullsources import Tell, find_source
+from appliance.servedmodels import served_model, terms_of
+from appliance.tokens import TokenizerError
+from appliance.tomllines import KeyPath, dotted
+from appliance.units import Address, Bytes, Seconds, human, toml
+from appliance.vocabulary import ModelName
+
+ADMIN_FILE: Final = "50-admin.toml"
+TERMS: Final = ("slo", "batch_slo", "max_queue", "pin")
+"""Keys of a model that are applied while it is served."""
+LIMITS: Final = (("api", "max_queue"), ("api", "progress_deadline"), ("log", "level"))
+
+T = TypeVar("T")
+
+log = logging.getLogger("appliance.daemon")
+
+
+@dataclass
+class _Deletion:
+    """Of the files of a model that is removed; with a `failure` it is over."""
+
+    folder: Path
+    task: asyncio.Task[None]
+    """Held here, as the loop does not."""
+    failure: str = ""
+
+
+class LiveConfig:
+    """Implements `appliance.api.settings.Settings` for a daemon that was made from `config`, which
+    was read from `path`."""
+
+    def __init__(self, daemon: Daemon, config: Config, path: Path) -> None:
+        self._daemon = daemon
+        self._running = config
+        self._path = path.absolute()
+        self._admin_file = directory(self._path) / ADMIN_FILE
+        self._changing = asyncio.Lock()
+        self._deletions: dict[ModelName, _Deletion] = {}
+        """Of the files of models that are leaving, or that left them."""
+
+    def in_force(self) -> ConfigInForce:
+        try:
+            files = tuple(str(file) for file in read_layers(self._path).paths)
+        except ConfigError:  # what is in force was read before they were spoiled
+            files = (str(self._path),)
+        return ConfigInForce(files=files, config=as_written(self._running))
+
+    async def check(self) -> ConfigCheck:
+        try:
+            found = await self._read()
+        except ConfigError as error:
+            return ConfigCheck(ok=False, problems=error.problems)
+        return ConfigCheck(ok=True, changes=tuple(changes(self._running, found)))
+
+    async def reload(self) -> ConfigReload:
+        async with self._changing:
+            found = await self._read()
+            wanted = tuple(changes(self._running, found))
+            await self._apply(found)
+            left = tuple(changes(self._running, found))
+        applied = tuple(change for change in wanted if change not in left)
+        log.info(
+            "configuration reloaded: %d changes applied, %d wait for a restart",
+            len(applied),
+            len(left),
+        )
+        self._daemon.feed.tell(
+            NoticeKind.CONFIG_RELOADED,
+            applied=[change.key for change in applied],
+            restart=[change.key for change in left],
+        )
+        return ConfigReload(applied=applied, restart=left)
+
+    async def change_model(self, name: ModelName, keys: Mapping[str, object]) -> None:
+        async with self._changing:
+            self._daemon.model(name)
+            text = _with_keys(self._admin_document(), name, keys)
+            found = await self._read({self._admin_file: text})
+            await self._write(text)
+            self._apply_models(found, {name})
+
+    async def add_model(self, keys: Mapping[str, object]) -> ModelName:
+        async with self._changing:
+            name = str(keys["name"])
+            if any(model.name == name for model in self._running.models):
+                raise ModelExists(name)
+            self._check_stays(name, self._path.parent / str(keys["path"]))
+            rows = _rows(self._admin_document())
+            rows.pop(name, None)
+            row = await asyncio.to_thread(self._whole_row, keys)
+            if await asyncio.to_thread(self._is_elsewhere, name, _text(rows)):
+                row = _complete(row)
+            rows[name] = row
+            found = await self._read({self._admin_file: _text(rows)})
+            served, kv_floor = await asyncio.to_thread(self._described, found, name)
+            self._daemon.check_free(name)
+            await self._write(_text(rows))
+            self._daemon.add_model(served, kv_floor)
+            added = [model for model in found.models if model.name == name]
+            models = (*self._running.models, *added)
+            self._running = msgspec.structs.replace(self._running, models=models)
+            self._deletions.pop(name, None)
+            log.info("model %s was added", name)
+            return name
+
+    async def remove_model(self, name: ModelName, *, force: bool, files: bool) -> Removal:
+        async with self._changing:
+            activity = self._daemon.model_activity(name)
+            row = next((model for model in self._running.models if model.name == name), None)
+            if row is None:  # it is leaving already
+                self._daemon.remove_model(name, force=force)
+                live = activity.running + activity.waiting
+                pending = name in self._deletions
+                return Removal(model=name, live=0 if force else live, files=pending)
+            others = tuple(model for model in self._running.models if model.name != name)
+            if not others:
+                remedy = "add another one first"
+                where = (str(self._admin_file), 1, "model")
+                raise ConfigError([Problem(*where, f"{name} is the last model", remedy)])
+            rows = _rows(self._admin_document())
+            rows.pop(name, None)
+            found = await self._read({self._admin_file: _text(rows)})
+            if any(model.name == name for model in found.models):
+                rows[name] = {"name": name, "enabled": False}
+                await self._read({self._admin_file: _text(rows)})
+            folder = self._folder_of(row) if files else None
+            read = [model for model in found.models if model.name != name]
+            if folder is not None and any(_has(model, folder) for model in [*others, *read]):
+                folder = None
+            if folder is not None:
+                _check_deletable(folder)
+            await self._write(_text(rows))
+            gone = self._daemon.remove_model(name, force=force)
+            self._running = msgspec.structs.replace(self._running, models=others)
+            log.info("model %s is removed", name)
+            if folder is not None:
+                task = asyncio.create_task(self._delete(name, folder, gone))
+                self._deletions[name] = _Deletion(folder, task)
+            live = 0 if force else activity.running + activity.waiting
+            return Removal(model=name, live=live, files=folder is not None)
+
+    def removal(self, name: ModelName) -> ModelActivity | None:
+        deletion = self._deletions.get(name)
+        if deletion is None:
+            return None
+        if deletion.failure:
+            raise FilesLeft(name, deletion.failure)
+        return ModelActivity(model=name, state="leaving")
+
+    async def pull_model(self, source: str, name: str, tell: Tell) -> ModelName:
+        configured = self._running.catalog.folder
+        folder = Path(configured) if configured else None
+        wanted = name or find_source(source).name
+        if any(model.name == wanted for model in self._running.models):
+            raise ModelExists(wanted)
+        if folder is not None:
+            self._check_stays(wanted, folder / folder_name(wanted))
+        try:
+            pulled = await _in_thread(partial(pull, source, folder, wanted, tell=tell))
+        except OSError as error:
+            raise PullError(f"{source} cannot be pulled: {error}") from error
+        return await self.add_model({"name": pulled.name, "path": str(pulled.path)})
+
+    def _whole_row(self, keys: Mapping[str, object]) -> dict[str, Any]:
+        """A new model's keys, with a context if none is given and the checkpoint tells one."""
+        row = dict(keys)
+        row["path"] = str(self._path.parent / str(row["path"]))
+        if "max_context" not in row:
+            with contextlib.suppress(CheckpointError, OSError):  # which is told of its path
+                entry = read_checkpoint(str(row["name"]), Path(str(row["path"])))
+                row["max_context"] = min(entry.max_positions, DEFAULT_CONTEXT_TOKENS)
+            row.setdefault("max_context", 1)
+        return row
+
+    def _is_elsewhere(self, name: ModelName, text: str) -> bool:
+        """Whether other files than the drop-in, which says `text`, have a table of this name."""
+        rows = read_layers(self._path, {self._admin_file: text}).document.get("model")
+        if not isinstance(rows, list):
+            return False  # or nothing that can be read: that is told of the whole
+        return any(isinstance(row, dict) and row.get("name") == name for row in rows)
+
+    def _described(self, found: Config, name: ModelName) -> tuple[ServedModel, int]:
+        """A model as the daemon serves it, and the slabs of the host tier that KV needs with it."""
+        entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in found.models]
+        (index,) = (index for index, model in enumerate(found.models) if model.name == name)
+        model = found.models[index]
+        try:
+            served = served_model(model, entries[index])
+        except TokenizerError as error:
+            remedy = "give a model with a tokenizer in that format"
+            where = (str(self._admin_file), 1, "model.path")
+            raise ConfigError([Problem(*where, str(error), remedy)]) from error
+        return served, kv_floor_slabs(found, entries)
+
+    def _folder_of(self, model: Model) -> Path | None:
+        """Where its files are, if that is in the folder of models."""
+        folder, path = self._running.catalog.folder, Path(model.path).resolve()
+        inside = bool(folder) and path.parent == Path(folder).resolve()
+        return path if inside else None
+
+    def _check_stays(self, name: ModelName, path: Path) -> None:
+        """Raises `ModelExists`, `NotSaved` if the name, or the files, are about to go."""
+        deleting = {of: one for of, one in self._deletions.items() if not one.failure}
+        if name in deleting:
+            raise ModelExists(name, leaving=True)
+        for of, deletion in deleting.items():
+            if path.resolve().is_relative_to(deletion.folder):
+                raise NotSaved(f"{path} is being deleted with {of}")
+
+    async def _delete(self, name: ModelName, folder: Path, gone: asyncio.Event) -> None:
+        """Delete a model's files when nobody reads them any more, nor will."""
+        await gone.wait()
+        leftover = folder.with_name(f".{folder.name}.gone")
+        try:
+            async with self._changing:
+                found = await self._read()
+                for model in (*self._running.models, *found.models):
+                    if _has(model, folder):
+                        raise OSError(f"{model.name} has it")  # by a file that was changed
+                await asyncio.to_thread(_set_aside, folder, leftover)
+            await asyncio.to_thread(shutil.rmtree, leftover)
+        except FileNotFoundError:  # somebody else did
+            del self._deletions[name]
+        except (OSError, ConfigError) as error:
+            log.error("%s cannot be deleted: %s", folder, error)
+            self._deletions[name].failure = f"{folder} cannot be deleted: {error}"
+        else:
+            log.info("%s was deleted", folder)
+            del self._deletions[name]
+
+    async def _write(self, text: str) -> None:
+        try:
+            await asyncio.to_thread(_replace, self._admin_file, text)
+        except OSError as error:
+            raise NotSaved(f"{self._admin_file} cannot be written ({error})") from error
+
+    async def _read(self, pending: Mapping[Path, str] | None = None) -> Config:
+        """Reading checkpoints takes time: that is done beside the event loop."""
+        return await asyncio.to_thread(load_config, self._path, pending=pending)
+
+    def _admin_document(self) -> dict[str, Any]:
+        """What operators changed so far. A file with anything else in it is somebody's own."""
+        try:
+            document = tomllib.loads(self._admin_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise NotSaved(f"{self._admin_file} cannot be read ({error})") from error
+        rows = document.get("model", [])
+        if document.keys() - {"model"} or any(row.keys() - fields(Model).keys() for row in rows):
+            raise NotSaved(
+                f"{self._admin_file} has keys that the appliance does not write: "
+                "move them to a drop-in of another name"
+            )
+        return document
+
+    # --- applying --------------------------------------------------------------------------------
+
+    async def _apply(self, found: Config) -> None:
+        """All that can be applied; policies first, as only they can fail."""
+        before = self._daemon.limits
+        self._daemon.limits = msgspec.structs.replace(
+            before,
+            queue=found.api.max_queue,
+            progress_seconds=float(found.api.progress_deadline_seconds),
+            policy_seconds=float(found.policy.budget_seconds),
+        )
+        if found.policy != self._running.policy:
+            try:
+                await self._daemon.set_policy(found.policy.choice)
+            except BaseException:
+                self._daemon.limits = before
+                raise
+        replace = msgspec.structs.replace
+        api = replace(
+            self._running.api,
+            max_queue=found.api.max_queue,
+            progress_deadline_seconds=found.api.progress_deadline_seconds,
+        )
+        written = replace(self._running.log, level=found.log.level)
+        if found.log.level != self._running.log.level:
+            logs.set_level(found.log.level)
+        self._running = replace(self._running, api=api, log=written, policy=found.policy)
+        self._apply_models(found, {model.name for model in self._running.models})
+
+    def _apply_models(self, found: Config, names: set[ModelName]) -> None:
+        """Serve these models on the terms that were read, those of them that were."""
+        read = {model.name: model for model in found.models if model.name in names}
+        models = []
+        for model in self._running.models:
+            new = read.get(model.name, model)
+            if terms_of(new) != terms_of(model):
+                self._daemon.change_model(model.name, terms_of(new))
+            models.append(
+                msgspec.structs.replace(
+                    model,
+                    slo=new.slo,
+                    batch_slo=new.batch_slo,
+                    max_queue=new.max_queue,
+                    pin=new.pin,
+                )
+            )
+        self._running = msgspec.structs.replace(self._running, models=tuple(models))
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def as_written(section: Section) -> dict[str, Any]:
+    """A table as a file would have it, with every key: sizes and durations are strings."""
+    table: dict[str, Any] = {}
+    for key, field in fields(type(section)).items():
+        value = getattr(section, field.name)
+        if isinstance(value, Section):
+            table[key] = as_written(value)
+        elif value and isinstance(value, tuple) and isinstance(value[0], Section):
+            table[key] = [as_written(row) for row in value]
+        elif isinstance(value, Bytes):
+            text = human(value)
+            table[key] = text if Bytes.read(text) == value else int(value)
+        elif isinstance(value, Seconds):
+            table[key] = toml(value).strip('"')
+        elif isinstance(value, Address):
+            table[key] = str(value)
+        else:
+            table[key] = value
+    if isinstance(section, PolicyTable):
+        table |= {name: dict(values) for name, values in section.parameters.items()}
+    return table
+
+
+def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
+    """What `found` says otherwise, in the order of the file, models by name."""
+    old, new = dict(_flat(running)), dict(_flat(found))
+    for key in [*old, *(key for key in new if key not in old)]:
+        if old.get(key) == new.get(key):
+            continue
+        model = key[:2]
+        if key[0] == "model" and len(key) > 2 and (model not in old or model not in new):
+            continue  # the model as a whole is told of
+        yield ConfigChange(
+            key=dotted(key),
+            old=old.get(key),
+            new=new.get(key),
+            applies="reload" if _applies_at_once(key) else "restart",
+        )
+
+
+def _flat(config: Config) -> Iterator[tuple[KeyPath, object]]:
+    table = as_written(config)
+    models = table.pop("model")
+    yield from _leaves(table, ())
+    for model in models:
+        yield ("model", model["name"]), model["path"]
+        yield from _leaves(model, ("model", model["name"]))
+
+
+def _leaves(table: dict[str, Any], at: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*at, key))
+        else:
+            yield (*at, key), value
+
+
+def _applies_at_once(key: KeyPath) -> bool:
+    if key[0] == "model":
+        return len(key) > 2 and key[2] in TERMS
+    return key[0] == "policy" or key in LIMITS
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def _with_keys(document: dict[str, Any], name: ModelName, keys: Mapping[str, object]) -> str:
+    """The text of the drop-in with these keys of a model in it."""
+    rows = _rows(document)
+    row = rows.setdefault(name, {"name": name})
+    for key, value in keys.items():
+        known = row.get(key)
+        merges = isinstance(known, dict) and isinstance(value, Mapping)
+        row[key] = {**known, **value} if merges else value  # type: ignore[dict-item]
+    return _text(rows)
+
+
+def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's table with every key, so that none of a table below shows through."""
+    required = {key: row[key] for key in ("name", "path", "max_context")}
+    whole = as_written(Model(**required))
+    for key, value in row.items():
+        merges = isinstance(value, Mapping)
+        whole[key] = {**whole[key], **value} if merges else value
+    return whole
+
+
+def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the drop-in says, by model."""
+    return {row["name"]: dict(row) for row in document.get("model", [])}
+
+
+def _text(rows: Mapping[str, Mapping[str, object]]) -> str:
+    lines = ["# Written by the appliance when an operator changes a model; undone by deleting it."]
+    for row in rows.values():
+        lines += ["", "[[model]]"]
+        lines += [f"{key} = {_written(value)}" for key, value in row.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + " }"
+    return toml(value)
+
+
+async def _in_thread(act: Callable[[], T]) -> T:
+    """What `act` returns or raises. Nobody waits for its thread when the daemon ends, which would
+    take as long as a download."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = act()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="pull", daemon=True).start()
+    return await future
+
+
+def _has(model: Model, folder: Path) -> bool:
+    """Whether its files are in the folder."""
+    return Path(model.path).resolve().is_relative_to(folder)
+
+
+def _check_deletable(folder: Path) -> None:
+    """Raises `NotSaved` for a folder that cannot be deleted, as far as can be told before."""
+    for path in (folder.parent, folder):
+        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            raise NotSaved(f"{folder} cannot be deleted: {path} cannot be written; keep the files")
+
+
+def _set_aside(folder: Path, leftover: Path) -> None:
+    """At once, so that nobody finds half of it."""
+    if leftover.exists():  # of a deletion that failed
+        shutil.rmtree(leftover)
+    folder.rename(leftover)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(number, "w", encoding="utf-8") as file:  # noqa: PTH123
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,129 @@
+"""What a model is for, as its checkpoint says: to generate, to embed or to score; and what its
+vectors are. Read from the small files beside the weights, as vLLM reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from appliance.errors import CheckpointError
+from appliance.vocabulary import Task
+
+AskedTask: TypeAlias = Literal["auto", "generate", "embed", "score"]
+
+_SCORERS: Final = ("ForSequenceClassification",)
+_EMBEDDERS: Final = ("ForTextEncoding", "EmbeddingModel", "Model")
+_GENERATORS: Final = ("LMHeadModel", "ChatModel", "ChatGLMModel")
+"""Endings of the names of architectures."""
+
+_POOLING: Final = frozenset(
+    {
+        "sentence_transformers.models.Pooling",
+        "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
+    }
+)
+_DENSE: Final = frozenset(
+    {
+        "sentence_transformers.models.Dense",
+        "sentence_transformers.base.modules.dense.Dense",
+    }
+)
+"""Modules of sentence-transformers."""
+
+_LAST_TOKEN: Final = frozenset({"lasttoken", "pooling_mode_lasttoken"})
+
+
+class Purpose(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is for. Of one that embeds, vectors have so many `dimensions`."""
+
+    task: Task = Task.GENERATE
+    dimensions: int = 0
+    cuts: tuple[int, ...] | None = None
+    """Dimensions to which its vectors may be cut (Matryoshka): to any, if none is named; to none,
+    if None."""
+    separated: bool = True
+    """Of one that scores: the tokenizer puts its own tokens between both texts."""
+
+    def allows(self, dimensions: int) -> bool:
+        """Whether vectors may be cut to so many dimensions."""
+        if self.cuts is None or not 1 <= dimensions <= self.dimensions:
+            return False
+        return not self.cuts or dimensions in self.cuts
+
+
+def read_purpose(path: Path, asked: AskedTask = "auto") -> Purpose:
+    """What the checkpoint in `path` is for; `asked` is what it is to be for.
+
+    Raises `CheckpointError` for what it cannot be for, or not here.
+    """
+    config = _read(path / "config.json", dict)
+    modules = _read(path / "modules.json", list) if (path / "modules.json").exists() else []
+    architecture = str((config.get("architectures") or ["unknown"])[0])
+    task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
+    if task is Task.GENERATE:
+        return Purpose()
+    if task is Task.SCORE:
+        labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+        if not architecture.endswith(_SCORERS) or labels != 1:
+            raise CheckpointError(
+                f"{path}: {architecture} with {labels} labels gives no score, for which it would "
+                "have to be a sequence classification with one"
+            )
+        return Purpose(task=task, separated=bool(config.get("use_sep_token", True)))
+    _check_modules(path, modules)
+    cuts = config.get("matryoshka_dimensions")
+    return Purpose(
+        task=task,
+        dimensions=int(config.get("embedding_size") or config.get("hidden_size") or 0),
+        cuts=tuple(cuts or ()) if cuts or config.get("is_matryoshka") else None,
+    )
+
+
+def _own_task(architecture: str, modules: list[Any]) -> Task:
+    """Models of sentence-transformers embed, whatever they are called."""
+    if any(module.get("type") in _POOLING for module in modules):
+        return Task.EMBED
+    if architecture.endswith(_SCORERS):
+        return Task.SCORE
+    if architecture.endswith(_GENERATORS) or not architecture.endswith(_EMBEDDERS):
+        return Task.GENERATE
+    return Task.EMBED
+
+
+def _check_modules(path: Path, modules: list[Any]) -> None:
+    """Raise `CheckpointError` for modules of sentence-transformers that are not computed here."""
+    beside = path / "sentence_bert_config.json"
+    if beside.exists() and _read(beside, dict).get("do_lower_case"):
+        raise CheckpointError(f"{beside}: do_lower_case is not supported")
+    for module in modules:
+        kind = module.get("type")
+        if kind in _DENSE:
+            raise CheckpointError(
+                f"{path}: its vectors go through a dense layer ({kind}): that is not supported"
+            )
+        if kind not in _POOLING:
+            continue
+        pooling = _read(path / str(module.get("path", "")) / "config.json", dict)
+        modes = {key for key, value in pooling.items() if value is True and "mode" in key}
+        if isinstance(named := pooling.get("pooling_mode"), str):
+            modes.add(named)
+        if modes and not modes & _LAST_TOKEN:
+            raise CheckpointError(
+                f"{path}: it pools by {', '.join(sorted(modes))}: only pooling by the last token "
+                "is supported"
+            )
+
+
+def _read(file: Path, kind: type[Any]) -> Any:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} has no {file.name}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, kind):
+        raise CheckpointError(f"{file} is not a JSON {'object' if kind is dict else 'list'}")
+    return content

@@ -1,0 +1,122 @@
+"""Why a request waits: read off what the machine remembers, changing nothing."""
+
+from __future__ import annotations
+
+from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
+from appliance.scheduling.machine import Machine
+from appliance.scheduling.state import BuildJob, InstanceState, RequestState, TurnJob
+from appliance.vocabulary import WaitCode, WaitReason
+
+
+def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReason | None:
+    """Why a live request of the machine is not computed at time `now`; None if it is.
+
+    Of several reasons the one that has to end first. O(requests that wait for the host tier).
+    """
+    if request.instance is None:
+        return WaitReason(code=WaitCode.NO_INSTANCE, message="no worker is up that could serve it")
+    instance = machine.instances[request.instance]
+    if request.stage in (Stage.RUNNING, Stage.PREFILLING):
+        return _under_way(machine, request, instance)
+    if request.kv is KvPlace.LEAVING:
+        return WaitReason(
+            code=WaitCode.SWAPPING_OUT,
+            message=f"its KV cache is on its way from instance {request.kv_instance} to the host",
+            instance=request.kv_instance,
+        )
+    if request.id in machine.foreman.host_queue:
+        return _short_of_host_room(machine, request, instance)
+    return _in_line(request, instance, now)
+
+
+def _under_way(
+    machine: Machine, request: RequestState, instance: InstanceState
+) -> WaitReason | None:
+    """It is in the job that is out, but something may have to be moved before."""
+    model = request.model
+    master = machine.masters.get(model)
+    if instance.engines[model].stage is Engine.LOADING:
+        if master is not None and master.filler == instance.id:
+            return WaitReason(
+                code=WaitCode.FILLING_HOST_CACHE,
+                message=f"the weights of {model} are read from disk into the host cache",
+                instance=instance.id,
+                behind=model,
+            )
+        return WaitReason(
+            code=WaitCode.LOADING_WEIGHTS,
+            message=f"the weights of {model} are on their way to instance {instance.id}",
+            instance=instance.id,
+            behind=model,
+        )
+    if request.kv is KvPlace.ARRIVING:
+        return WaitReason(
+            code=WaitCode.SWAPPING_IN,
+            message=f"its KV cache is on its way from the host to instance {instance.id}",
+            instance=instance.id,
+        )
+    return None
+
+
+def _short_of_host_room(
+    machine: Machine, request: RequestState, instance: InstanceState
+) -> WaitReason:
+    others = len(machine.foreman.host_queue) - 1
+    about = f"; {others} more wait for it" if others else ""
+    return WaitReason(
+        code=WaitCode.HOST_ROOM,
+        message="its KV cache at full length needs room in the host cache, which comes free as "
+        f"other requests end{about}",
+        instance=instance.id,
+    )
+
+
+def _in_line(request: RequestState, instance: InstanceState, now: float) -> WaitReason:
+    """It waits for what its instance does now."""
+    job, model, where = instance.job, request.model, f"instance {instance.id}"
+    unbuilt = "" if instance.engines[model].built else f"; the engine of {model} is built then"
+    match job:
+        case None if request.stage is Stage.READY:
+            return WaitReason(
+                code=WaitCode.KV_ROOM,
+                message=f"{where} moves KV caches to the host to make room",
+                instance=instance.id,
+            )
+        case None:
+            return WaitReason(
+                code=WaitCode.QUEUE,
+                message=f"who is before it on {where} waits for room in the host cache",
+                instance=instance.id,
+            )
+        case BuildJob():
+            own = "its model's engine" if job.model == model else f"the engine of {job.model}"
+            return WaitReason(
+                code=WaitCode.BUILDING_ENGINE,
+                message=f"{where} builds {own}" + ("" if job.model == model else unbuilt),
+                instance=instance.id,
+                behind=job.model,
+            )
+    turn = job if isinstance(job, TurnJob) and job.requests else None
+    seconds = None if turn is None else _left(turn, now)
+    about = "" if seconds is None else f", planned for {seconds:.1f} s more"
+    what = "computes a prompt" if turn is None else "decodes"
+    if job.model == model:
+        return WaitReason(
+            code=WaitCode.SAME_MODEL,
+            message=f"{model} {what} for other requests on {where}{about}",
+            instance=instance.id,
+            behind=model,
+            seconds=seconds,
+        )
+    return WaitReason(
+        code=WaitCode.OTHER_MODEL,
+        message=f"{job.model} {what} on {where}{about}{unbuilt}",
+        instance=instance.id,
+        behind=job.model,
+        seconds=seconds,
+    )
+
+
+def _left(turn: TurnJob, now: float) -> float:
+    """Seconds of the turn that are left, until its quota is used up or it is to be cut."""
+    return max(0.0, min(turn.ordered + turn.quota_seconds, turn.cut_at) - now)

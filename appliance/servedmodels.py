@@ -1,0 +1,68 @@
+"""A model of the configuration as the daemon serves it: its terms, its sizes, its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from appliance.api.service import ModelTerms
+from appliance.catalog import CatalogEntry
+from appliance.config import Model
+from appliance.config import Slo as ConfiguredSlo
+from appliance.daemon import ServedModel
+from appliance.dialogue import Parsers
+from appliance.purpose import read_purpose
+from appliance.tokens import Tokenizer
+from appliance.vocabulary import ModelSpec, Slo
+from appliance.wire import WorkerModel
+
+
+def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
+    """The model as the daemon serves it.
+
+    Raises `TokenizerError`, and `CheckpointError` for what it cannot be for.
+    """
+    terms = terms_of(model)
+    purpose = read_purpose(entry.path, model.task)
+    return ServedModel(
+        spec=ModelSpec(
+            name=model.name,
+            weight_bytes=entry.weight_bytes,
+            max_context_tokens=model.max_context,
+            max_batch=model.max_batch,
+            slo=terms.slo,
+            batch_slo=terms.batch_slo,
+            pinned=terms.pinned,
+        ),
+        worker=WorkerModel(
+            name=model.name,
+            path=model.path,
+            dtype=model.dtype,
+            max_context=model.max_context,
+            max_batch=model.max_batch,
+            verify=model.verify,
+            task=purpose.task,
+        ),
+        tokenizer=Tokenizer.load(Path(model.path)),
+        created=entry.created,
+        parsers=Parsers(model.tool_parser or None, model.reasoning_parser or None),
+        architecture=entry.architecture,
+        dtype=entry.dtype,
+        max_queue=terms.max_queue,
+        parameters=entry.parameters,
+        kv_bytes_per_token=entry.kv_bytes_per_token,
+        purpose=purpose,
+    )
+
+
+def terms_of(model: Model) -> ModelTerms:
+    """What can be changed of a model, in the words of the daemon."""
+    return ModelTerms(
+        slo=_promise(model.slo),
+        batch_slo=_promise(model.batch_slo),
+        max_queue=model.max_queue,
+        pinned=model.pin,
+    )
+
+
+def _promise(slo: ConfiguredSlo) -> Slo:
+    return Slo(ttft_seconds=float(slo.ttft_seconds), tbt_seconds=float(slo.tbt_seconds))

@@ -1,0 +1,370 @@
+"""Models that embed or score: their vectors are plain vLLM's, before and after others had the
+memory; what cannot be pooled here is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from appliance import wire
+from appliance.api.pooled import cosine
+from appliance.engines.protocol import NO_TOKEN, Pooling, Produced, Sampling, SequenceSpec
+from appliance.tokens import Tokenizer
+from appliance.vocabulary import FinishReason, PrefillDone, RunPrefill, RunTurn, Task
+from appliance.worker import Mailbox, Worker
+from tests.engine.house import VOCAB, House, make_checkpoint, make_house, save_tokenizer, sequence
+
+PLENTY = 60
+ONE = Sampling(max_tokens=0)
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+    "torch_dtype": "float32",
+}
+QUERY = "What flows through Rome?"
+DOCUMENTS = ["The Tiber.", "A river, which is long, and flows through Rome.", "Nothing."]
+TASKS = {"embedder": Task.EMBED, "headed": Task.EMBED, "scorer": Task.SCORE}
+BASELINE = """
+import json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
+from vllm import LLM, PoolingParams
+found, engines = {}, {}
+for name, path, prompts, task, plain in json.load(sys.stdin):
+    if name not in engines:
+        engines[name] = LLM(
+            path, runner="pooling", dtype="float32", block_size=32, enforce_eager=True,
+            max_model_len=1024, kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False)
+    llm = engines[name]
+    if task == "score":
+        scored = llm.score(*prompts, use_tqdm=False)
+        found[name + " score"] = [[o.outputs.score] for o in scored]
+        continue
+    prompts = [{"prompt_token_ids": p} for p in prompts]
+    params = PoolingParams(task=task, use_activation=False if plain else None)
+    outputs = llm.encode(prompts, params, pooling_task=task, use_tqdm=False)
+    found.setdefault(name, []).extend(o.outputs.data.reshape(-1).tolist() for o in outputs)
+print(json.dumps(found), file=answers, flush=True)
+os._exit(0)
+"""
+
+
+def prompts(name: str) -> list[tuple[int, ...]]:
+    """Shorter than a block, ending on one, over several."""
+    start = sum(name.encode()) % 50
+    return [tuple(3 + (start + i * 7) % (VOCAB - 3) for i in range(n)) for n in (5, 64, 90)]
+
+
+def sentence_transformer(path: Path, mode: str) -> None:
+    """What such a model has beside its weights: its pooling, and that vectors have length 1."""
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": folder, "type": f"sentence_transformers.models.{kind}"}
+        for i, (folder, kind) in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 128, f"pooling_mode_{mode}": True}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def make(folder: Path, name: str, kind: str, config: str, mode: str = "", **shape: Any) -> str:
+    """A random checkpoint of a class of transformers."""
+    import torch
+    import transformers
+
+    torch.manual_seed(sum(name.encode()))
+    path = folder / name
+    made = getattr(transformers, kind)(getattr(transformers, config)(**(SHAPE | shape)))
+    made.to(torch.float32).save_pretrained(path)
+    save_tokenizer(path)
+    if mode:
+        sentence_transformer(path, mode)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two embedders, one with a head to be ignored, a scorer, and a model that generates."""
+    folder = tmp_path_factory.mktemp("pooling")
+    made = {
+        "embedder": make(
+            folder, "embedder", "Qwen3Model", "Qwen3Config", "lasttoken", is_matryoshka=True
+        ),
+        "headed": make(folder, "headed", "LlamaForCausalLM", "LlamaConfig"),
+        "scorer": make(
+            folder,
+            "scorer",
+            "Qwen3ForSequenceClassification",
+            "Qwen3Config",
+            num_labels=1,
+            pad_token_id=0,
+        ),
+        "llama-mha": make_checkpoint(folder, "llama-mha"),
+    }
+    file = Path(made["embedder"]) / "config.json"
+    described = json.loads(file.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}
+    file.write_text(json.dumps(described))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(paths: dict[str, str]) -> dict[str, list[list[float]]]:
+    """What unchanged vLLM makes of the prompts; of the scorer also without its activation."""
+    jobs: list[Any] = [
+        (name, paths[name], prompts(name), "classify" if task is Task.SCORE else "embed", plain)
+        for name, task in TASKS.items()
+        for plain in ((False, True) if task is Task.SCORE else (False,))
+    ]
+    jobs += [(name, paths[name], [QUERY, DOCUMENTS], "score", False) for name in TASKS]
+    answer = subprocess.run(
+        [sys.executable, "-c", BASELINE],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, list[list[float]]] = json.loads(answer.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def _pooled(paths: dict[str, str]) -> House:
+    from appliance.engines.vllm.engine import VllmEngine
+
+    house = make_house()
+    for name, path in paths.items():
+        house.engines[name] = engine = VllmEngine.build(
+            name,
+            path,
+            dtype="float32",
+            max_context=1024,
+            max_batch=16,
+            arena=house.arena,
+            host=house.host,
+            swapper=house.swapper,
+            task=TASKS.get(name, Task.GENERATE),
+        )
+        house.images[name] = house.places(engine.weight_slabs, house.arena.slab_bytes)
+        engine.store_weights(house.images[name], fill=True)
+    return house
+
+
+@pytest.fixture
+def pooled(_pooled: House) -> Iterator[House]:
+    yield _pooled
+    _pooled.idle()
+
+
+def asked(
+    name: str, request: str, prompt: tuple[int, ...], pooling: Pooling | None = None
+) -> SequenceSpec:
+    return SequenceSpec(
+        request=request, model=name, prompt=prompt, sampling=ONE, pooling=pooling or Pooling()
+    )
+
+
+def vector(produced: list[Produced]) -> list[float]:
+    """The one outcome of a prompt that is pooled."""
+    (one,) = produced
+    assert (one.token, one.tokens, one.finished) == (NO_TOKEN, 0, FinishReason.STOP)
+    assert one.vector is not None
+    values: list[float] = np.frombuffer(one.vector, "<f4").tolist()
+    return values
+
+
+def pool(engine: Any, prompt: tuple[int, ...], pooling: Pooling | None = None) -> list[float]:
+    engine.add(asked(engine.model, "r", prompt, pooling))
+    values = vector(engine.prefill("r", PLENTY))
+    assert not engine.knows("r")
+    return values
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_vectors_are_those_of_plain_vllm(
+    pooled: House, expected: dict[str, list[list[float]]], name: str
+) -> None:
+    """Before and after another model had all of the memory, also when the weights come in during
+    the prompt; a second time from the prefix cache."""
+    engine, other = pooled.engines[name], pooled.engines["llama-mha"]
+    for _ in range(2):
+        engine.begin_load()
+        for prompt, wanted in zip(prompts(name) * 2, expected[name][:3] * 2, strict=True):
+            np.testing.assert_allclose(pool(engine, prompt), wanted, rtol=1e-4, atol=1e-5)
+        assert engine.trim(0).slabs == 0
+        engine.evict_weights()
+        dirt = pooled.arena.reserve("dirt", pooled.arena.slabs)
+        dirt.map(range(dirt.slots))
+        dirt.release()
+        other.begin_load().wait()
+        other.add(sequence("llama-mha", "o", prompts(name)[2], Sampling(max_tokens=1)))
+        assert other.prefill("o", PLENTY)[0].token >= 0
+        assert other.trim(0).slabs == 0
+        other.evict_weights()
+
+
+def test_a_score_is_told_without_its_activation(
+    pooled: House, expected: dict[str, list[list[float]]]
+) -> None:
+    """A scorer has one number for a prompt, between 0 and 1 unless that is not wanted."""
+    engine = pooled.engines["scorer"]
+    engine.begin_load().wait()
+    raw = [pool(engine, prompt, Pooling(use_activation=False)) for prompt in prompts("scorer")]
+
+    np.testing.assert_allclose(raw, expected["scorer"][3:], rtol=1e-4, atol=1e-5)
+    assert [len(one) for one in raw] == [1, 1, 1]
+    assert all(0 < one[0] < 1 for one in expected["scorer"][:3])
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_texts_are_matched_as_by_plain_vllm(
+    pooled: House, paths: dict[str, str], expected: dict[str, list[list[float]]], name: str
+) -> None:
+    """A scorer reads both texts as a pair; embedders one by one, and the angle is the score."""
+    tokenizer, engine = Tokenizer.load(Path(paths[name])), pooled.engines[name]
+    engine.begin_load().wait()
+    if TASKS[name] is Task.SCORE:
+        found = [pool(engine, tokenizer.encode_pair(QUERY, text))[0] for text in DOCUMENTS]
+    else:
+        query = pool(engine, tokenizer.encode(QUERY))
+        found = [cosine(query, pool(engine, tokenizer.encode(text))) for text in DOCUMENTS]
+
+    wanted = [score for (score,) in expected[f"{name} score"]]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert len(set(wanted)) == len(DOCUMENTS)
+
+
+def test_dimensions_are_the_first_ones(pooled: House) -> None:
+    """A vector that is cut still has length 1; a model that does not know of it refuses."""
+    engine = pooled.engines["embedder"]
+    engine.begin_load().wait()
+    prompt = prompts("embedder")[0]
+    whole, cut = pool(engine, prompt), pool(engine, prompt, Pooling(dimensions=16))
+
+    np.testing.assert_allclose(cut, np.array(whole[:16]) / np.linalg.norm(whole[:16]), rtol=1e-5)
+    assert (len(whole), len(cut)) == (128, 16)
+    with pytest.raises(ValueError, match="Matryoshka"):
+        pooled.engines["headed"].add(asked("headed", "r", prompt, Pooling(dimensions=16)))
+
+
+def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]]) -> None:
+    """In chunks, several at a time, under a worker: each has its vector once, and no decoding."""
+    name, reports = "embedder", []
+    mailbox = Mailbox()
+    configuration = wire.Configure(
+        version=wire.PROTOCOL_VERSION,
+        instance=0,
+        cpus="",
+        slabs=pooled.arena.slabs,
+        slab_bytes=pooled.arena.slab_bytes,
+        host_bytes=pooled.host.nbytes,
+        models=[wire.WorkerModel(name, "", "float32", 1024, 16, task=Task.EMBED)],
+    )
+    worker = Worker(
+        configuration,
+        pooled.arena,
+        pooled.swapper,
+        mailbox,
+        lambda model: pooled.engines[model.name],
+        reports.append,
+    )
+    engine = worker._engines[name] = pooled.engines[name]
+    engine.begin_load().wait()
+    names = [f"r{i}" for i in range(3)]
+    for request, prompt in zip(names, prompts(name), strict=True):
+        mailbox.put(wire.AddSequence(asked(name, request, prompt)))
+    mailbox.put(
+        RunTurn(
+            instance=0,
+            model=name,
+            turn=1,
+            requests=(),
+            quota_seconds=1.0,
+            kv_slabs=PLENTY,
+            prompts=tuple(names),
+            chunk_tokens=33,
+        )
+    )
+    mailbox.put(wire.AddSequence(asked(name, "alone", prompts(name)[1])))
+    mailbox.put(RunPrefill(instance=0, model=name, request="alone", kv_slabs=PLENTY))
+    mailbox.put(wire.Shutdown())
+    worker.run()
+
+    told = [one for report in reports if isinstance(report, wire.Tokens) for one in report.produced]
+    found = {one.request: vector([one]) for one in told}
+    assert len(told) == 4
+    for request, wanted in zip(
+        [*names, "alone"], [*expected[name], expected[name][1]], strict=True
+    ):
+        np.testing.assert_allclose(found[request], wanted, rtol=1e-4, atol=1e-5)
+    done = [report.request for report in reports if isinstance(report, PrefillDone)]
+    assert sorted(done) == sorted([*names, "alone"])
+
+
+def test_only_its_own_task(pooled: House) -> None:
+    """A model that embeds does not generate, and the other way round; a prompt may be as long as
+    the context, and not longer."""
+    engine = pooled.engines["embedder"]
+    with pytest.raises(ValueError, match="does not generate"):
+        engine.add(sequence("embedder", "r", (5, 6), Sampling(max_tokens=4)))
+    with pytest.raises(ValueError, match="generates text and nothing else"):
+        pooled.engines["llama-mha"].add(asked("llama-mha", "r", (5, 6)))
+    with pytest.raises(ValueError, match="1025 tokens leave no room in 1024"):
+        engine.add(asked("embedder", "r", (5,) * 1025))
+    engine.begin_load().wait()
+    assert len(pool(engine, (5,) * 1024)) == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "config", "mode", "task", "shape", "why"),
+    [
+        ("bert", "BertModel", "BertConfig", "cls", Task.EMBED, {}, "both directions"),
+        ("mean", "Qwen3Model", "Qwen3Config", "mean_tokens", Task.EMBED, {}, "pools by MEAN"),
+        (
+            "labels",
+            "Qwen3ForSequenceClassification",
+            "Qwen3Config",
+            "",
+            Task.SCORE,
+            {"num_labels": 3, "pad_token_id": 0},
+            "tells 3 labels apart",
+        ),
+    ],
+)
+def test_what_cannot_be_pooled_is_refused(
+    tmp_path: Path, name: str, kind: str, config: str, mode: str, task: Task, shape: Any, why: str
+) -> None:
+    """When the engine is built, with the reason."""
+    from appliance.engines.vllm.engine import VllmEngine
+    from appliance.engines.vllm.pooling import UnsupportedPooling
+
+    house = make_house()
+    path = make(tmp_path, name, kind, config, mode, **shape)
+    with pytest.raises(UnsupportedPooling, match=why):
+        VllmEngine.build(
+            name,
+            path,
+            dtype="float32",
+            max_context=512,
+            max_batch=16,
+            arena=house.arena,
+            host=house.host,
+            swapper=house.swapper,
+            task=task,
+        )

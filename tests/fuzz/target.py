@@ -1,0 +1,304 @@
+"""An appliance to be fuzzed, in its own process: the real daemon over workers that are doubles.
+
+Its HTTP server is set up as `appliance.serve` does it, its configuration is in files, and answers
+come as fast as they can. Every line on its standard input is answered with a line of JSON on its
+standard output: what it holds then (`Held`). It ends with its input, or with status 3 as soon as
+its daemon fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, cast
+
+import msgspec
+import pytest
+
+from appliance import wire
+from appliance.api.service import Generation, InstanceVerification, Service, SubmitRequest
+from appliance.api.settings import NotSaved, Removal
+from appliance.config import Config, load_config
+from appliance.daemon import Daemon, Limits
+from appliance.dialogue import Parsers
+from appliance.engines.protocol import Guide, TokenLogprob
+from appliance.keys import Key, KeyFile, Scope, digest
+from appliance.lifetime import Server
+from appliance.liveconfig import LiveConfig
+from appliance.purpose import Purpose
+from appliance.serve import make_server
+from appliance.tokens import Tokenizer
+from appliance.toolcalls import Heard
+from appliance.vocabulary import Event, ModelName, Release, Task
+from tests.conftest import write_checkpoint
+from tests.unit.daemon_double import Box, WorkerDouble, setup_of, small
+from tests.unit.fake_service import (
+    FakeGeneration,
+    FakeInterpretation,
+    FakeService,
+    small_tokenizer,
+)
+from tests.unit.instance_double import Life
+
+MODELS = ("small", "org/small")
+EMBEDDER = "vectors"
+SECRETS = {Scope.INFER: "sk-fuzz-of-somebody", Scope.ADMIN: "sk-fuzz-of-an-operator"}
+
+_PARSERS = Parsers(tool="hermes", reasoning="qwen3")
+_LONGEST_ANSWER = 12
+"""Tokens after which an answer ends of itself."""
+_WORK_SECONDS = 0.001
+"""How often it is looked for something to do."""
+_FAILED = 3
+
+_CONFIG = """\
+[api]
+max_body = "256KiB"
+max_queue = 8
+keep_alive = "1s"
+{keys}
+
+[devices]
+memory = "8MiB"
+
+[batches]
+directory = "batches"
+max_file = "64KiB"
+max_stored = "8MiB"
+
+[policy]
+use = ["serverlessllm"]
+"""
+_MODEL = """
+[[model]]
+name = "{name}"
+path = "tiny"
+max_context = 256
+"""
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process holds at one time."""
+
+    port: int
+    requests: int
+    """That live in the appliance."""
+    connections: int
+    tasks: dict[str, int]
+    """By the name of what they run."""
+    descriptors: int
+    rss_bytes: int
+
+
+class Whole:
+    """A daemon whose workers do what they are told; what they cannot do is made up."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        models = dict(zip((*MODELS, EMBEDDER), small("abc").values(), strict=True))
+        monkeypatch.setattr("tests.unit.daemon_double.WorkerDouble", _Worker)
+        self._box = Box(
+            monkeypatch, models, setup_of(models), limits=Limits(queue=8, progress_seconds=60.0)
+        )
+        served = self._box.daemon._served
+        for name, model in served.items():
+            served[name] = msgspec.structs.replace(
+                model,
+                tokenizer=cast(Tokenizer, small_tokenizer()),
+                parsers=Parsers() if name == EMBEDDER else _PARSERS,
+                purpose=Purpose(task=Task.EMBED, dimensions=2, cuts=())
+                if name == EMBEDDER
+                else Purpose(),
+            )
+        self._box.daemon.on_failure = _fail
+        self._box.start()
+        self._fake = FakeService()
+        self._random = random.Random(1)
+        self._began = time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._box.daemon, name)
+
+    def submit(self, request: SubmitRequest) -> Generation:
+        if request.pooling is not None:
+            pooled = FakeGeneration(request)
+            pooled.pool([0.5] * (request.pooling.dimensions or 2))
+            return pooled
+        tokens = min(request.sampling.max_tokens, self._random.randint(1, _LONGEST_ANSWER))
+        life = Life(request.model, len(request.prompt), tokens, request.sampling.max_tokens)
+        self._box.world.lives[request.id] = life
+        _Worker.logprobs[request.id] = request.sampling.logprobs
+        return self._box.daemon.submit(request)
+
+    async def check_guide(self, name: str, guide: Guide) -> None:
+        await self._fake.check_guide("small", guide)
+
+    async def interpret(
+        self, name: str, chat: bytes, prompt: Sequence[int], choices: int
+    ) -> FakeInterpretation:
+        return _Interpretation(msgspec.json.decode(chat), choices, reasons=True)
+
+    async def verify(self) -> list[InstanceVerification]:
+        return await self._fake.verify()
+
+    async def work(self) -> None:
+        """Do what there is to do, for ever."""
+        box = self._box
+        while True:
+            box.now = max(box.now, time.monotonic() - self._began)
+            box.settle()
+            if not box.daemon.requests():
+                box.world.lives.clear()
+                _Worker.logprobs.clear()
+                for worker in box.workers.values():
+                    worker.sent.clear()
+            await asyncio.sleep(_WORK_SECONDS)
+
+    @property
+    def daemon(self) -> Daemon:
+        return self._box.daemon
+
+
+class _Lasting(LiveConfig):
+    """Keeps its models: there are no checkpoints from which they could come back."""
+
+    async def remove_model(self, name: ModelName, *, force: bool, files: bool) -> Removal:
+        self._daemon.model(name)
+        raise NotSaved(f"{name} has to stay")
+
+
+class _Worker(WorkerDouble):
+    """Knows by itself that a request which it is to forget is over, and gives log probabilities."""
+
+    logprobs: ClassVar[dict[str, int | None]] = {}
+    """How many each request wants beside that of the token itself, if any."""
+
+    def _translate(self, event: Event) -> wire.Up:
+        message = super()._translate(event)
+        if not isinstance(message, wire.Tokens):
+            return message
+        produced = [
+            token
+            if (wanted := self.logprobs.get(token.request)) is None
+            else msgspec.structs.replace(token, logprobs=_logprobs(token.token, wanted))
+            for token in message.produced
+        ]
+        return msgspec.structs.replace(message, produced=produced)
+
+    def send(self, message: wire.Down) -> None:
+        if isinstance(message, Release) and self.world.lives[message.request].outcome is None:
+            self.world.lives[message.request].outcome = "cancelled"
+        super().send(message)
+
+
+class _Interpretation(FakeInterpretation):
+    """Never chokes; every other mark begins or ends a call."""
+
+    async def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
+        spelt = text.replace("#", "[").replace("&", "]")
+        return await super().hear(choice, spelt, tokens, finished)
+
+
+def _logprobs(token: int, count: int) -> tuple[TokenLogprob, ...]:
+    """Of the token itself, and of `count` others."""
+    return tuple(TokenLogprob(token + i, -float(i), i + 1) for i in range(count + 1))
+
+
+def _fail(error: BaseException) -> NoReturn:
+    sys.excepthook(type(error), error, error.__traceback__)
+    os._exit(_FAILED)
+
+
+def _configure(folder: Path, *, keys: bool) -> Config:
+    write_checkpoint(folder / "tiny")
+    path = folder / "appliance.toml"
+    line = 'keys = "keys.json"' if keys else ""
+    models = "".join(_MODEL.format(name=name) for name in (*MODELS, EMBEDDER))
+    path.write_text(_CONFIG.format(keys=line) + models, encoding="utf-8")
+    if keys:
+        for scope, secret in SECRETS.items():
+            KeyFile(folder / "keys.json").add(
+                Key(
+                    name=scope.value,
+                    sha256=digest(secret),
+                    created_seconds=0.0,
+                    scopes=(scope,),
+                    slo=True,
+                    requests_per_minute=10**7,
+                    tokens_per_minute=10**9,
+                    concurrency=64,
+                )
+            )
+    return load_config(path)
+
+
+def _name(task: asyncio.Task[Any]) -> str:
+    return str(getattr(task.get_coro(), "__qualname__", ""))
+
+
+def _held(whole: Whole, server: Server, port: int) -> Held:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    return Held(
+        port=port,
+        requests=len(whole.daemon.requests()) + len(whole.daemon._streams),
+        connections=len(server.server_state.connections),
+        tasks=dict(sorted(Counter(map(_name, asyncio.all_tasks())).items())),
+        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+async def _serve(folder: Path, *, keys: bool) -> None:
+    config = _configure(folder, keys=keys)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        whole = Whole(folder, monkeypatch)
+        settings = _Lasting(whole.daemon, config, folder / "appliance.toml")
+        server = make_server(cast(Daemon, cast(Service, whole)), config, settings)
+        # What the daemon starts beside itself is there before anybody looks at what it holds.
+        if (starting := whole.daemon._interpreter._preparing) is not None:
+            await starting
+        working = asyncio.create_task(whole.work())
+        working.add_done_callback(_check)
+        lines = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+        )
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            serving = asyncio.create_task(server.serve([listener]))
+            while await lines.readline():
+                sys.stdout.buffer.write(msgspec.json.encode(_held(whole, server, port)) + b"\n")
+                sys.stdout.flush()
+            server.should_exit = True
+            await serving
+        working.cancel()
+
+
+def _check(working: asyncio.Task[None]) -> None:
+    if not working.cancelled() and (error := working.exception()) is not None:
+        _fail(error)
+
+
+def main() -> None:
+    """Serve until there is no more input."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keys", action="store_true", help="answer only those who have a key")
+    keys = parser.parse_args().keys
+    logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_serve(Path(folder), keys=keys))
+
+
+if __name__ == "__main__":
+    main()

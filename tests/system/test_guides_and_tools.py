@@ -1,0 +1,157 @@
+"""Guides and tools through OpenAI's client, the real daemon, its workers and its interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from appliance.config import load_config
+from appliance.demo.checkpoints import write_config
+from appliance.demo.run import free_port, running_daemon
+from tests.system.conftest import Appliance
+
+HELLO: Any = [{"role": "user", "content": "Hello, river"}]
+MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
+CHOOSES = "qwen3-a"
+"""The model that has a tool parser."""
+LONG = 700
+
+
+class Stay(BaseModel):
+    city: Literal["Rome", "Bonn"]
+    nights: Literal[1, 2, 3]
+
+
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": Stay.model_json_schema()}}
+    for name in ("book", "cancel")
+]
+
+
+@pytest.fixture(scope="module")
+def appliance(checkpoints: Path) -> Iterator[Appliance]:
+    """One instance, three models in turn."""
+    bind = f"127.0.0.1:{free_port()}"
+    file = write_config(checkpoints, MODELS, instances=1, bind=bind)
+    named = f'name = "{CHOOSES}"\n'
+    file.write_text(file.read_text().replace(named, f'{named}tool_parser = "hermes"\n'))
+    config = load_config(file)
+    with running_daemon(file, config) as (url, pid):
+        yield Appliance(url, pid, config, Path())
+
+
+@pytest.fixture(scope="module")
+def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def ask(client: openai.OpenAI, model: str, seed: int) -> Stay | None:
+    answer = client.chat.completions.parse(
+        model=model, messages=HELLO, response_format=Stay, max_tokens=LONG, seed=seed
+    )
+    return answer.choices[0].message.parsed
+
+
+def test_models_that_take_turns_follow_their_guides(client: openai.OpenAI) -> None:
+    """Models of random weights give the class that is asked for, each while others have the
+    instance in between; and the same seed gives the same answer."""
+    jobs = [(model, 1) for model in MODELS]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        together = list(pool.map(lambda job: ask(client, *job), jobs))
+    assert all(isinstance(stay, Stay) for stay in together)
+
+    assert [ask(client, *job) for job in jobs] == together
+
+
+def test_a_guided_answer_survives_its_worker(client: openai.OpenAI, appliance: Appliance) -> None:
+    """A worker is killed in the midst of an answer, which goes on behind what was sent."""
+    stream = client.completions.create(
+        model="llama-a",
+        prompt="Once",
+        max_tokens=400,
+        stream=True,
+        seed=5,
+        extra_body={"structured_outputs": {"regex": "(ab){150}"}},
+    )
+    text = ""
+    killed = False
+    for chunk in stream:
+        text += chunk.choices[0].text
+        if text and not killed:
+            killed = True
+            for pid in appliance.worker_pids():
+                os.kill(pid, signal.SIGKILL)
+
+    assert killed
+    assert text == "ab" * 150
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_impossible_guide(client: openai.OpenAI, stream: bool) -> None:
+    """It is the client's fault, and nobody else notices."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(
+            model="llama-a",
+            prompt="Once",
+            stream=stream,
+            extra_body={"structured_outputs": {"regex": "(ab"}},
+        )
+    assert (caught.value.param, caught.value.code) == ("structured_outputs.regex", "invalid_guide")
+    assert ask(client, "llama-a", 3) is not None
+
+
+@pytest.mark.parametrize("model", ["llama-a", CHOOSES])
+@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_have_to_be_called(
+    client: openai.OpenAI, model: str, choice: str, stream: bool
+) -> None:
+    """With and without a parser, streamed or not: a call of a tool with arguments of its schema."""
+    fields: Any = {
+        "model": model,
+        "messages": HELLO,
+        "tools": TOOLS,
+        "tool_choice": "required" if choice == "required" else _named("cancel"),
+        "parallel_tool_calls": False,
+        "max_tokens": LONG,
+        "seed": 11,
+    }
+    if stream:
+        with client.chat.completions.stream(**fields) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**fields)
+
+    (said,) = answer.choices
+    assert said.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    (call,) = said.message.tool_calls or ()
+    assert call.type == "function"
+    assert call.id
+    assert call.function.name in (["book", "cancel"] if choice == "required" else ["cancel"])
+    Stay.model_validate(json.loads(call.function.arguments))
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_a_model_that_may_choose(client: openai.OpenAI) -> None:
+    """Without a call there is what the model said; without a parser it is refused."""
+    fields: Any = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
+    plain = client.chat.completions.create(model=CHOOSES, **fields)
+    chosen = client.chat.completions.create(model=CHOOSES, tools=TOOLS, **fields)
+
+    assert chosen.choices[0].message.content == plain.choices[0].message.content
+    assert chosen.choices[0].message.tool_calls is None
+    with pytest.raises(openai.BadRequestError, match="no tool_parser"):
+        client.chat.completions.create(model="llama-a", tools=TOOLS, **fields)

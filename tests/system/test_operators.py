@@ -1,0 +1,181 @@
+"""An operator at work under load: no answer is another one for it, and the journal replays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance import journal
+from appliance.config import load_config
+from appliance.demo.checkpoints import write_config
+from appliance.demo.run import free_port, running_daemon
+from appliance.demo.traffic import Answer, Chat, burst, send
+from appliance.dropins import directory
+from appliance.vocabulary import ModelDismissed, ModelWanted, WaitCode
+from tests.system.conftest import Appliance
+
+PER_MODEL = 3
+TOKENS_BETWEEN = 15
+"""Pieces of answers that clients get from one thing that the operator does to the next."""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration, which is nobody else's: drop-ins are written beside it."""
+    return tmp_path_factory.mktemp("operators") / "appliance.toml"
+
+
+@pytest.fixture(scope="module")
+def appliance(checkpoints: Path, file: Path) -> Iterator[Appliance]:
+    text = write_config(checkpoints, bind=f"127.0.0.1:{free_port()}").read_text()
+    record = file.with_name("journal")
+    file.write_text(f"{text}\n[journal]\npath = {str(record)!r}\n")
+    config = load_config(file)
+    with running_daemon(file, config) as (url, pid):
+        yield Appliance(url, pid, config, record)
+
+
+async def operate(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str], set[str]]:
+    """All chats, while models are dismissed and wanted; what the operator did, and the reasons to
+    wait that were seen."""
+    pieces = asyncio.Semaphore(0)
+    done: list[str] = []
+    reasons: set[str] = set()
+    models = cycle(sorted({chat.model for chat in chats}))
+
+    async def work() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            for verb in cycle(["evict", "load", "evict", "pin", "evict", "unpin"]):
+                for _ in range(TOKENS_BETWEEN):
+                    await pieces.acquire()
+                answer = await client.post(f"/api/models/{next(models)}/{verb}")
+                answer.raise_for_status()
+                done.append(verb)
+                snapshot = (await client.get("/api/snapshot")).raise_for_status().json()
+                reasons.update(
+                    request["reason"]["code"]
+                    for request in snapshot["requests"]
+                    if request["reason"]
+                )
+
+    working = asyncio.create_task(work())
+    answers = await send(url, chats, lambda _: pieces.release())
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    return answers, done, reasons
+
+
+def test_models_are_dismissed_and_wanted_under_load(appliance: Appliance) -> None:
+    """Weights and KV leave and come back as an operator says: every answer is token for token what
+    it was undisturbed, no prompt is computed twice, and the journal replays."""
+    chats = burst([model.name for model in appliance.config.models], PER_MODEL)
+    undisturbed = asyncio.run(send(appliance.url, chats, lambda _: None))
+
+    answers, done, reasons = asyncio.run(operate(appliance.url, chats))
+
+    assert [answer.error for answer in answers] == [None] * len(chats)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in undisturbed]
+    assert done.count("evict") >= 3
+    assert reasons <= {code.value for code in WaitCode}
+    assert "other_model" in reasons
+    prefills = {
+        model: value
+        for (name, model), value in appliance.metrics().items()
+        if name == "appliance_prefills_total"
+    }
+    assert sum(prefills.values()) == 2 * len(chats)
+    events = [entry.event for entry in journal.read(appliance.journal)[1]]
+    dismissed = sum(isinstance(event, ModelDismissed) for event in events)
+    wanted = sum(isinstance(event, ModelWanted) for event in events)
+    assert 3 <= dismissed <= done.count("evict")  # the end is not in the file yet
+    assert 1 <= wanted <= done.count("load")
+    assert journal.replay(appliance.journal)[1] == []
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Returns when something has come about that takes a daemon no longer than a minute."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
+
+
+def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
+    """A wanted model is loaded by an idle daemon, and a dismissed one gives all its slabs back; a
+    drained one takes no requests, and a request that is cancelled hears it."""
+    url, model = appliance.url, appliance.config.models[-1].name
+
+    def post(verb: str) -> dict[str, Any]:
+        answer = httpx.post(f"{url}/api/models/{model}/{verb}", timeout=60).raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def held() -> set[str]:
+        """Who holds memory on devices."""
+        return {
+            owner.partition(":")[2]
+            for instance in appliance.status()["instances"]
+            for owner, size in instance["pool_bytes"].items()
+            if size and ":" in owner
+        }
+
+    post("evict")
+    until(lambda: model not in held())
+    post("load")
+    until(lambda: model in held())
+    until(lambda: not httpx.get(f"{url}/api/models/{model}", timeout=10).json()["wanted"])
+    post("evict")
+    until(lambda: model not in held())
+    (answer,) = asyncio.run(send(url, [Chat(model, "Hello", 8)], lambda _: None))
+    assert answer.error is None
+    assert len(answer.tokens) == 8
+
+    post("drain")
+    (refused,) = asyncio.run(send(url, [Chat(model, "Hello", 8)], lambda _: None))
+    assert refused.error is not None
+    assert json.loads(refused.error)["error"]["code"] == "model_draining"
+    post("resume")
+
+    cancelled: list[int] = []
+
+    def cancel(answer: Answer) -> None:
+        if len(answer.tokens) > 2 and not cancelled:
+            (request,) = httpx.get(f"{url}/api/requests", timeout=10).json()["requests"]
+            path = f"{url}/api/requests/{request['id']}"
+            cancelled.append(httpx.delete(path, timeout=10).status_code)
+
+    (broken,) = asyncio.run(send(url, [Chat(model, "Hello", 900, ignore_eos=True)], cancel))
+    assert (broken.error, cancelled) == ("an operator cancelled the request", [200])
+    assert journal.replay(appliance.journal)[1] == []
+
+
+def test_a_signal_reloads(appliance: Appliance, file: Path) -> None:
+    """HUP applies what needs no restart; what an operator changed is in the file for the next."""
+    url, model = appliance.url, appliance.config.models[0].name
+    body = {"slo": {"ttft": "7s"}, "max_queue": 5}
+    httpx.put(f"{url}/api/models/{model}/limits", json=body, timeout=60).raise_for_status()
+    (directory(file) / "60-mine.toml").write_text("[api]\nmax_queue = 77\n")
+
+    with httpx.stream("GET", f"{url}/api/events", timeout=60) as events:
+        lines = events.iter_lines()
+        while next(lines) != "event: snapshot":
+            pass
+        os.kill(appliance.pid, signal.SIGHUP)
+        while next(lines) != "event: config_reloaded":
+            pass
+
+    shown = httpx.get(f"{url}/api/config", timeout=10).json()["config"]
+    assert shown["api"]["max_queue"] == 77
+    found = load_config(file).models[0]
+    assert (found.slo.ttft_seconds, found.max_queue) == (7, 5)
+    assert httpx.post(f"{url}/api/config/check", timeout=60).json()["changes"] == []

@@ -1,0 +1,200 @@
+"""A batch is what its records say; nothing that it cannot be is taken; a log survives every cut."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.batches.log import BatchLog, load, replace, shorten
+from appliance.batches.records import (
+    OVER,
+    Batch,
+    Begun,
+    CancelAsked,
+    Closing,
+    Created,
+    Ended,
+    LineDone,
+    Problem,
+    Record,
+    Status,
+)
+from appliance.errors import IllegalTransition
+
+CREATED = Created(
+    at=0.0,
+    id="batch_1",
+    owner="me",
+    endpoint="/v1/completions",
+    input_file_id="file-1",
+    completion_window="24h",
+    expires_at=100.0,
+)
+
+
+def facts(batch: Batch) -> dict[str, Any]:
+    """All that can be known of a batch."""
+    return {
+        **{name: value for name, value in vars(batch).items() if not name.startswith("_")},
+        "pending": batch.pending if not batch.over else [],
+        "closing": [batch.closing(now) for now in (50.0, 100.0)],
+        "ending": None if batch.over else batch.ending,
+    }
+
+
+def line(request: int, ok: bool = True, entry: bytes = b'{"a":1}') -> LineDone:
+    return LineDone(
+        at=1.0, request=request, ok=ok, input_tokens=3, output_tokens=2, entry=msgspec.Raw(entry)
+    )
+
+
+times = st.floats(0, 200)
+records: st.SearchStrategy[Record] = st.one_of(
+    st.builds(Begun, at=times, total=st.integers(1, 4)),
+    st.builds(line, st.integers(-1, 4), st.booleans()),
+    st.builds(line, st.integers(0, 3), st.booleans()),
+    st.builds(CancelAsked, at=times),
+    st.builds(Closing, at=times, status=st.sampled_from(Status)),
+    st.just(CREATED),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(records, st.sampled_from(Status)), max_size=14))
+def test_only_a_life_that_can_be(tried: list[Record | Status]) -> None:
+    """What is refused changes nothing; counts are those of outcomes; the end is the end. A status
+    stands for ending so."""
+    batch = Batch(CREATED)
+    outcomes: dict[int, LineDone] = {}
+    for one in tried:
+        record = batch.ended(9.0, one) if isinstance(one, Status) else one
+        before, was_over = facts(batch), batch.over
+        if not batch.allows(record):
+            with pytest.raises(IllegalTransition):
+                batch.apply(record)
+            assert facts(batch) == before
+            continue
+        batch.apply(record)
+        assert not was_over
+        if isinstance(record, LineDone):
+            assert record.request not in outcomes
+            outcomes[record.request] = record
+        assert batch.completed == sum(record.ok for record in outcomes.values())
+        assert batch.completed + batch.failed == len(outcomes)
+        assert batch.input_tokens == 3 * len(outcomes)
+        assert batch.over == (batch.status in OVER)
+        if not batch.over:
+            assert batch.pending == [n for n in range(batch.total) if n not in outcomes]
+        if batch.status is Status.COMPLETED and batch.total:
+            assert len(outcomes) == batch.total
+
+
+def test_a_late_batch_that_is_done_is_completed() -> None:
+    """Whatever the time is; one that is not expires."""
+    batch = Batch.of([CREATED, Begun(at=1.0, total=2), line(0)])
+    assert batch is not None
+    assert batch.closing(99.9) is None
+    assert batch.closing(100.0) is Status.EXPIRED
+
+    batch.apply(line(1))
+
+    assert batch.closing(1000.0) is Status.COMPLETED
+
+
+def test_what_begins_otherwise_is_no_batch() -> None:
+    """The first record is the creation."""
+    with pytest.raises(IllegalTransition):
+        Batch.of([Begun(at=1.0, total=2), CREATED])
+
+
+LIFE: list[Record] = [
+    CREATED,
+    Begun(at=1.0, total=3),
+    line(2, entry='{"text":"ä\\n"}'.encode()),
+    line(0, ok=False),
+    line(1),
+    Closing(at=5.0, status=Status.COMPLETED),
+]
+
+
+def whole_life() -> list[Record]:
+    batch = Batch.of(LIFE)
+    assert batch is not None
+    problem = Problem(code="x", message="y", line=3)
+    ended = batch.ended(6.0, Status.COMPLETED, "file-output-1", "file-error-1", (problem,))
+    return [*LIFE, ended]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_a_log_survives_every_cut(data: st.DataObject) -> None:
+    """What is whole stays, what is torn goes, and what is written next is read back behind it."""
+    life = whole_life()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "batch_1.jsonl"
+        log = BatchLog(path)
+        log.append(life)
+        log.close()
+        content = path.read_bytes()
+        cut = data.draw(st.integers(0, len(content)))
+        path.write_bytes(content[:cut])
+        whole = content[:cut].count(b"\n")
+
+        batch = load(path)
+        expected = Batch.of(life[:whole])
+        assert (batch is None) == (expected is None) == (whole == 0)
+        if batch is not None and expected is not None:
+            assert facts(batch) == facts(expected)
+        again = BatchLog(path)
+        again.append(life[whole : whole + 1])
+        again.append(life[whole + 1 :])
+        assert path.read_bytes() == content
+        assert list(again.records()) == life
+        entries = {outcome.request: again.entry(outcome) for outcome in again.outcomes()}
+        assert list(entries) == [0, 1, 2]
+        assert entries[2] == '{"text":"ä\\n"}'.encode()
+        again.close()
+
+
+def test_a_short_log_says_the_same(tmp_path: Path) -> None:
+    """Everything that a client sees of a batch that is over."""
+    life = whole_life()
+    path = tmp_path / "batch_1.jsonl"
+    log = BatchLog(path)
+    log.append(life)
+    log.close()
+    long, long_bytes = load(path), path.stat().st_size
+    ended = life[-1]
+    assert isinstance(ended, Ended)
+
+    shorten(path, ended)
+
+    short = load(path)
+    assert long is not None
+    assert short is not None
+    assert facts(short) == facts(long)
+    assert path.stat().st_size < long_bytes
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
+    """What fails on the way leaves the old one, and nothing else."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def failing() -> Any:
+        yield b"new"
+        raise OSError(28, "full")
+
+    with pytest.raises(OSError, match="full"):
+        replace(path, failing())
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("a", b"old")]
+
+    assert replace(path, [b"ne", b"w"]) == 3
+    assert path.read_bytes() == b"new"

@@ -1,0 +1,67 @@
+"""Which configuration a command reads when it is not told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from appliance import configoption
+from appliance.cli import cli
+from appliance.configoption import VARIABLE, default_config
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Where it is looked for: nothing is there."""
+    places = (Path("etc/appliance.toml"), tmp_path / "installed.toml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(configoption, "PLACES", places)
+    return places
+
+
+def test_the_order(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable, then the working copy's, then the installed one."""
+    here, installed = places
+    installed.touch()
+    found = [default_config()]
+    (tmp_path / here).parent.mkdir()
+    here.touch()
+    found.append(default_config())
+    monkeypatch.setenv(VARIABLE, "mine.toml")
+    found.append(default_config())
+    monkeypatch.setenv(VARIABLE, "")
+    found.append(default_config())
+
+    assert found == [installed, here, Path("mine.toml"), here]
+
+
+@pytest.mark.parametrize(
+    ("variable", "missed"), [("mine.toml", "mine.toml"), (None, "etc/appliance.toml")]
+)
+@pytest.mark.parametrize("command", [["serve"], ["key", "list"]])
+def test_what_is_not_there_is_missed_by_its_name(
+    places: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    variable: str | None,
+    missed: str,
+) -> None:
+    """And is the fault of the command line."""
+    if variable is not None:
+        monkeypatch.setenv(VARIABLE, variable)
+    result = CliRunner().invoke(cli, command)
+
+    assert result.exit_code == 2
+    assert missed in result.output
+
+
+def test_the_help_says_where() -> None:
+    """All places, in order."""
+    said = " ".join(CliRunner().invoke(cli, ["serve", "--help"]).output.split())
+
+    assert "$APPLIANCE_CONFIG, else etc/appliance.toml, else /etc/appliance/appliance.toml" in said

@@ -1,0 +1,75 @@
+"""A short time of fuzzing (`make fuzz` is the long one): by the OpenAPI document, and by bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import msgspec
+import pytest
+
+from appliance.api.app import create_app
+from tests.fuzz import by_bytes, by_document
+from tests.fuzz.corpus import seeds
+from tests.fuzz.running import running
+from tests.fuzz.target import Held
+from tests.unit.fake_service import FakeService
+
+
+def test_the_document_is_true() -> None:
+    """Whatever schemathesis asks is answered as the document says, and leaves nothing behind."""
+    with running() as target:
+        outcome = by_document.run(target, seed=1, examples=5, phases="fuzzing")
+
+        assert outcome.failures == 0, outcome.report
+        assert outcome.cases > 2 * outcome.operations > 80, outcome.report
+        assert target.held().requests == 0
+
+
+@pytest.mark.parametrize("keys", [False, True])
+async def test_spoilt_requests(keys: bool) -> None:
+    """None is a server's error, and nothing stays: no request, connection, task or descriptor."""
+    with running(keys=keys) as target:
+        outcome = await by_bytes.fuzz(target, seed=1, cases=200, warm_cases=60, keys=keys)
+
+        assert outcome.findings == []
+        assert target.complaints() == ""
+        assert outcome.statuses[200] > 10
+        assert outcome.statuses[400] > 40
+        first, *_, last = outcome.samples
+        assert (last.requests, last.connections) == (0, 0)
+        assert (last.tasks, last.descriptors) == (first.tasks, first.descriptors)
+
+
+async def test_an_endpoint_that_hangs_is_found() -> None:
+    """Who listens long enough, and hears nothing, tells so."""
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(TimeoutError):
+            await by_bytes.status_line(port, b"GET / HTTP/1.1\r\n\r\n", 0.05)
+
+
+def test_what_stays_behind_is_found() -> None:
+    """Another task or descriptor at the end; what there is less of is none."""
+    warm = Held(port=1, requests=0, connections=0, tasks={"a": 1}, descriptors=9, rss_bytes=0)
+
+    assert by_bytes.grown([warm, warm]) == ""
+    assert by_bytes.grown([warm, msgspec.structs.replace(warm, tasks={}, descriptors=8)]) == ""
+    for more in ({"tasks": {"a": 2}}, {"tasks": {"a": 1, "b": 1}}, {"descriptors": 10}):
+        assert by_bytes.grown([warm, msgspec.structs.replace(warm, **more)])
+
+
+def test_every_endpoint_is_spoilt() -> None:
+    """All routes are asked, with each of their methods."""
+    app = create_app(FakeService(), settings=object())  # type: ignore[arg-type]
+    asked = {(seed.method, seed.path) for seed in seeds(app)}
+
+    for route in app.routes:
+        shape = re.compile(re.sub(r"/{\w+:\w+}", "/.+", route.path))
+        for method in route.methods:  # type: ignore[union-attr]
+            assert any(method == one and shape.fullmatch(path) for one, path in asked), route.path

@@ -1,0 +1,145 @@
+"""Sensors and errors of GPUs, on a pretend NVML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from appliance.api.metrics import Metrics
+from appliance.gpuwatch import GpuReading, GpuWatch
+from tests.unit.daemon_double import box_maker
+from tests.unit.pretend_nvml import PretendNvml, install
+from tests.unit.test_api_metrics import samples
+
+GIB = 1 << 30
+PATIENCE_SECONDS = 20
+READING = GpuReading(
+    utilization=0.5,
+    memory_used_bytes=2 * GIB,
+    memory_bytes=8 * GIB,
+    power_watts=300.5,
+    celsius=60,
+    ecc_corrected=7,
+    ecc_uncorrected=0,
+)
+
+
+@contextmanager
+def watching(nvml: PretendNvml, *gpus: int) -> Iterator[GpuWatch]:
+    """A watch that has looked once."""
+    watch = GpuWatch(gpus, every_seconds=0.05)
+    watch.start()
+    if "events" not in nvml.lacking:
+        nvml.waits.get(timeout=PATIENCE_SECONDS)
+    try:
+        yield watch
+    finally:
+        watch.stop()
+        assert watch.join(PATIENCE_SECONDS)
+
+
+def test_sensors_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the GPUs that are ours, in plain units; NVML is closed again."""
+    nvml = install(monkeypatch, [8 * GIB, 16 * GIB])
+
+    with watching(nvml, 0) as watch:
+        assert nvml.registered == [0]
+        assert watch.readings == {0: READING}
+    assert nvml.open == 0
+
+
+def test_what_a_gpu_has_no_sensor_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are read all the same."""
+    nvml = install(monkeypatch, [8 * GIB])
+    nvml.lacking = {"power", "ecc", "utilization"}
+
+    with watching(nvml, 0) as watch:
+        assert watch.readings[0] == READING._replace(
+            utilization=None, power_watts=None, ecc_corrected=None, ecc_uncorrected=None
+        )
+
+
+def test_critical_errors_are_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is counted by GPU and code, and logged."""
+    nvml = install(monkeypatch, [8 * GIB, 8 * GIB])
+
+    with watching(nvml, 0, 1) as watch:
+        for error in ((1, 79), (0, 48), (1, 79)):
+            nvml.errors.put(error)
+        while sum(watch.xids.values()) < 3:
+            nvml.waits.get(timeout=PATIENCE_SECONDS)
+
+        assert watch.xids == {(1, 79): 2, (0, 48): 1}
+    assert caplog.text.count("XID 79") == 2
+
+
+def test_a_driver_that_breaks_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing old is shown meanwhile, and the watch goes on when NVML does."""
+    monkeypatch.setattr("appliance.gpuwatch.RETRY_SECONDS", 0.01)
+    nvml = install(monkeypatch, [8 * GIB])
+
+    with watching(nvml, 0) as watch:
+        for _ in range(2):
+            nvml.errors.put((-1, 0))
+        while not nvml.errors.empty():
+            nvml.waits.get(timeout=PATIENCE_SECONDS)
+        nvml.errors.put((0, 13))
+        while not watch.xids:
+            nvml.waits.get(timeout=PATIENCE_SECONDS)
+
+        assert watch.readings == {0: READING}
+    assert caplog.text.count("cannot be watched") == 1
+    assert nvml.open == 0
+
+
+def test_a_gpu_that_tells_no_errors_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where events are not supported there are sensors still."""
+    nvml = install(monkeypatch, [8 * GIB])
+    nvml.lacking = {"events"}
+
+    with watching(nvml, 0) as watch:
+        for _ in range(2):
+            nvml.reads.get(timeout=PATIENCE_SECONDS)
+        assert watch.readings == {0: READING}, "of the first time"
+
+
+def test_sensors_are_metrics() -> None:
+    """By GPU; what has no sensor any more is not shown, errors are counted on."""
+    metrics = Metrics()
+    metrics.gpus.refresh({0: READING, 1: READING}, {(1, 79): 2})
+    metrics.gpus.refresh({0: READING._replace(power_watts=None)}, {(1, 79): 3})
+    found = {name: value for name, value in samples(metrics).items() if "gpu" in name}
+
+    assert found == {
+        "appliance_gpu_utilization_ratio{gpu=0}": 0.5,
+        "appliance_gpu_memory_used_bytes{gpu=0}": 2 * GIB,
+        "appliance_gpu_memory_bytes{gpu=0}": 8 * GIB,
+        "appliance_gpu_temperature_celsius{gpu=0}": 60,
+        "appliance_gpu_ecc_errors{gpu=0,kind=corrected}": 7,
+        "appliance_gpu_ecc_errors{gpu=0,kind=uncorrected}": 0,
+        "appliance_gpu_xid_errors_total{gpu=1,xid=79}": 3,
+    }
+
+
+async def test_the_daemon_shows_the_gpus_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its instances, from its start to its end; without GPUs NVML is not asked."""
+    nvml = install(monkeypatch, [8 * GIB, 8 * GIB])
+    with box_maker(monkeypatch, slabs=20) as make:
+        plain = make()
+        plain.daemon.start()
+        assert plain.samples("appliance_gpu_memory_bytes") == {}
+        assert nvml.open == 0
+
+        box = make(devices=["cuda:1"])
+        box.daemon.start()
+        nvml.waits.get(timeout=PATIENCE_SECONDS)
+        assert box.samples("appliance_gpu_memory_bytes") == {"gpu=1": 8 * GIB}
+
+        await box.daemon.stop()
+        nvml.errors.put((1, 43))  # wakes the watch, which sees that it is over

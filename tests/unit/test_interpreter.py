@@ -1,0 +1,336 @@
+"""The process that reads tool calls, and how the daemon asks it; its parsers are scripts here."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import queue
+import socket
+import threading
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from appliance.api.service import ChatRefused, GenerationFailed
+from appliance.dialogue import Begin, Parsers, ParserUnusable
+from appliance.engines.protocol import Guide, GuideKind
+from appliance.interpreter import converse
+from appliance.interpreting import Interpreter
+from appliance.toolcalls import CallPiece, Heard
+
+LIMIT_SECONDS = 10.0
+
+
+HEARD = threading.Event()
+"""Set when text was heard; a slow chat waits for it to begin."""
+OPENING = threading.Event()
+"""Set when a slow chat is beginning."""
+BEGUN: queue.SimpleQueue[weakref.ref[Script]] = queue.SimpleQueue()
+"""All that have begun."""
+
+
+class Script:
+    """Upper case is content; it does what its chat says."""
+
+    guide = Guide(GuideKind.REGEX, "x")
+    special_tokens = True
+
+    def __init__(self, begin: Begin) -> None:
+        match begin.chat:
+            case b"refuse":
+                raise ValueError("that cannot be")
+            case b"fault":
+                raise ParserUnusable("there is no such parser")
+            case b"defect":
+                raise KeyError("oops")
+            case b"slow":
+                OPENING.set()
+                assert HEARD.wait(LIMIT_SECONDS)
+        self._begin = begin
+        BEGUN.put(weakref.ref(self))
+
+    def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
+        if text == "choke":
+            raise IndexError("nothing there")
+        if text == "hang":
+            threading.Event().wait(LIMIT_SECONDS)
+        if text == "half":
+            return Heard("\ud83d")
+        if text != "quiet":
+            HEARD.set()
+        name = f"{self._begin.parsers.tool} {choice} {len(tokens)} {finished}"
+        return Heard(text.upper(), (CallPiece(0, "id", name, "{}"),))
+
+
+class ThreadProcess:
+    """An interpreter in a thread; killing it hangs up."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection.dup()
+        self.thread = threading.Thread(
+            target=converse, args=(self._connection, Script), daemon=True
+        )
+        self.thread.start()
+
+    def kill(self) -> None:
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+    async def wait(self) -> None:
+        pass
+
+
+class Bench:
+    """An interpreter, and the processes that it started."""
+
+    def __init__(self) -> None:
+        self.processes: list[ThreadProcess] = []
+        self.startable = True
+        self.interpreter = Interpreter(self._start)
+
+    async def _start(self, theirs: socket.socket) -> ThreadProcess:
+        if not self.startable:
+            raise OSError("no room for a process")
+        self.processes.append(ThreadProcess(theirs))
+        return self.processes[-1]
+
+    async def begin(self, chat: bytes = b"", parser: str | None = "p") -> Any:
+        return await self.interpreter.begin("/model", Parsers(parser), chat, (1, 2), 2)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    await bench.interpreter.stop()
+
+
+async def test_chats_are_read_side_by_side(bench: Bench) -> None:
+    """Each by a parser of its own, in one process."""
+    one, two = await asyncio.gather(bench.begin(parser="a"), bench.begin(parser=None))
+    heard = await asyncio.gather(one.hear(0, "x", (1, 2), False), two.hear(1, "y", (3,), True))
+
+    assert one.guide == Script.guide
+    assert one.special_tokens
+    assert heard == [
+        Heard("X", (CallPiece(0, "id", "a 0 2 False", "{}"),)),
+        Heard("Y", (CallPiece(0, "id", "None 1 1 True", "{}"),)),
+    ]
+    assert len(bench.processes) == 1
+
+
+async def test_a_chat_that_begins_slowly_holds_up_no_other(bench: Bench) -> None:
+    """Text of others is read meanwhile."""
+    one = await bench.begin()
+    HEARD.clear()
+    slow = asyncio.create_task(bench.begin(b"slow"))
+    await asyncio.sleep(0)  # its question goes out
+
+    assert (await one.hear(0, "x", (), False)).content == "X"
+    assert (await (await slow).hear(0, "y", (), False)).content == "Y"
+
+
+async def test_a_chat_that_nobody_waits_for_is_forgotten(bench: Bench) -> None:
+    """Its client left while it was beginning."""
+    other = await bench.begin()
+    HEARD.clear()
+    OPENING.clear()
+    slow = asyncio.create_task(bench.begin(b"slow"))
+    assert await asyncio.to_thread(OPENING.wait, LIMIT_SECONDS)
+    while not BEGUN.empty():
+        BEGUN.get()
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
+    await other.hear(0, "x", (), False)
+    await bench.begin()  # behind it
+
+    left = BEGUN.get(timeout=LIMIT_SECONDS)
+    gc.collect()
+    assert left() is None
+
+
+async def test_a_chat_that_does_not_begin_in_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails by itself while the process answers others; those behind it can begin."""
+    other = await bench.begin()
+    HEARD.clear()
+    monkeypatch.setattr("appliance.interpreting.BEGIN_SECONDS", 0.2)
+    slow = asyncio.create_task(bench.begin(b"slow"))
+    while not slow.done():
+        await other.hear(0, "quiet", (), False)
+
+    with pytest.raises(GenerationFailed) as caught:
+        await slow
+    assert (caught.value.code, caught.value.status) == ("overloaded", 503)
+    assert caught.value.retry_after_seconds
+    monkeypatch.undo()
+    assert (await other.hear(0, "x", (), False)).content == "X"
+    assert (await (await bench.begin()).hear(0, "x", (), False)).content == "X"
+    assert len(bench.processes) == 1
+
+
+async def test_a_process_that_begins_no_chat_and_answers_nobody(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended, and the next chat has another one."""
+    await bench.begin()
+    HEARD.clear()
+    monkeypatch.setattr("appliance.interpreting.BEGIN_SECONDS", 0.05)
+    with pytest.raises(GenerationFailed) as caught:
+        await bench.begin(b"slow")
+    HEARD.set()
+    monkeypatch.undo()
+
+    assert caught.value.code == "interpreter_lost"
+    assert (await (await bench.begin()).hear(0, "x", (), False)).content == "X"
+    assert len(bench.processes) == 2
+
+
+async def test_chats_that_may_be_beginning_are_so_many(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more is told to come again; when they have begun, there is room."""
+    monkeypatch.setattr("appliance.interpreting.BEGINNING", 2)
+    other = await bench.begin()
+    HEARD.clear()
+    waiting = [asyncio.create_task(bench.begin(b"slow")) for _ in range(2)]
+    await asyncio.sleep(0)
+
+    with pytest.raises(GenerationFailed) as caught:
+        await bench.begin()
+    assert (caught.value.code, caught.value.status) == ("overloaded", 503)
+    assert caught.value.retry_after_seconds
+
+    await other.hear(0, "x", (), False)
+    for chat in [*await asyncio.gather(*waiting), await bench.begin()]:
+        assert (await chat.hear(0, "x", (), False)).content == "X"
+
+
+async def test_a_chat_that_nobody_waits_for_does_not_begin(bench: Bench) -> None:
+    """Its client left while others were before it: it takes no time from those behind it."""
+    other = await bench.begin()
+    HEARD.clear()
+    slow = asyncio.create_task(bench.begin(b"slow"))
+    left = asyncio.create_task(bench.begin())
+    await asyncio.sleep(0)
+    while not BEGUN.empty():
+        BEGUN.get()
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    await other.hear(0, "x", (), False)
+    kept = [await slow, await bench.begin()]
+
+    assert BEGUN.qsize() == len(kept)
+
+
+async def test_a_process_that_is_prepared(bench: Bench) -> None:
+    """It is started before there is any chat, which then needs no other one."""
+    bench.interpreter.prepare()
+    await bench.begin()
+    assert len(bench.processes) == 1
+
+
+async def test_a_process_that_cannot_be_prepared(bench: Bench) -> None:
+    """That harms nobody; the first chat tries again."""
+    bench.startable = False
+    bench.interpreter.prepare()
+    with pytest.raises(GenerationFailed):
+        await bench.begin()
+    bench.startable = True
+    await bench.begin()
+
+
+async def test_a_chat_that_is_over_is_forgotten(bench: Bench) -> None:
+    """Nothing of it is kept; others go on."""
+    one, two = await bench.begin(), await bench.begin()
+    one.end()
+    one.end()
+
+    with pytest.raises(GenerationFailed, match="KeyError"):
+        await one.hear(0, "x", (), False)
+    assert (await two.hear(0, "x", (), False)).content == "X"
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [(b"fault", "there is no such parser"), (b"defect", "KeyError: 'oops'")],
+)
+async def test_a_parser_that_cannot_be_used(bench: Bench, chat: bytes, reason: str) -> None:
+    """Not the client's fault; the process goes on."""
+    with pytest.raises(GenerationFailed, match=reason) as caught:
+        await bench.begin(chat)
+    assert (caught.value.code, caught.value.status) == ("parser_unusable", 500)
+    assert (await (await bench.begin()).hear(0, "x", (), False)).content == "X"
+
+
+async def test_a_chat_that_is_refused(bench: Bench) -> None:
+    """The client's fault, with the reason."""
+    with pytest.raises(ChatRefused, match="that cannot be"):
+        await bench.begin(b"refuse")
+
+
+async def test_a_parser_that_fails(bench: Bench) -> None:
+    """It fails its request and no other."""
+    chat = await bench.begin()
+    with pytest.raises(GenerationFailed, match="IndexError: nothing there") as caught:
+        await chat.hear(0, "choke", (), False)
+    assert caught.value.code == "parser_failed"
+    assert (await chat.hear(0, "x", (), False)).content == "X"
+
+
+async def test_text_that_is_none(bench: Bench) -> None:
+    """A model may write half of a surrogate pair: that ends its own chat only."""
+    chat, other = await bench.begin(), await bench.begin()
+    with pytest.raises(GenerationFailed, match="no Unicode") as caught:
+        await chat.hear(0, "half", (), False)
+    assert caught.value.code == "parser_failed"
+    assert (await other.hear(0, "x", (), False)).content == "X"
+    assert len(bench.processes) == 1
+
+
+async def test_a_lost_process_is_started_anew(bench: Bench) -> None:
+    """What it was reading fails; what comes next is read."""
+    chat = await bench.begin()
+    bench.processes[0].kill()
+    bench.processes[0].thread.join(LIMIT_SECONDS)
+
+    with pytest.raises(GenerationFailed) as caught:
+        await chat.hear(0, "x", (), False)
+    assert caught.value.code == "interpreter_lost"
+    chat.end()
+    assert (await (await bench.begin()).hear(0, "x", (), False)).content == "X"
+    assert len(bench.processes) == 2
+
+
+async def test_a_parser_that_hangs_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes those with it that wait in its process; the next chat has another one."""
+    monkeypatch.setattr("appliance.interpreting.HEAR_SECONDS", 0.05)
+    one, two = await bench.begin(), await bench.begin()
+
+    results = await asyncio.gather(
+        one.hear(0, "hang", (), False), two.hear(0, "x", (), False), return_exceptions=True
+    )
+
+    assert [getattr(result, "code", None) for result in results] == ["interpreter_lost"] * 2
+    assert (await bench.begin()).guide == Script.guide
+
+
+async def test_a_process_that_cannot_be_started(bench: Bench) -> None:
+    """Its chat fails; the next one tries again."""
+    bench.startable = False
+    with pytest.raises(GenerationFailed) as caught:
+        await bench.begin()
+    assert caught.value.code == "interpreter_lost"
+    bench.startable = True
+    await bench.begin()
+
+
+async def test_the_process_ends_with_the_daemon(bench: Bench) -> None:
+    """It is hung up on, and ends by itself."""
+    await bench.begin()
+    await bench.interpreter.stop()
+
+    bench.processes[0].thread.join(LIMIT_SECONDS)
+    assert not bench.processes[0].thread.is_alive()

@@ -1,0 +1,126 @@
+"""`appliance key`: what it writes and prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from appliance.cli import cli
+from appliance.keys import Key, KeyFile, KeyRing, Scope
+from appliance.vocabulary import RequestClass
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["key", *map(str, arguments)])
+
+
+def test_a_key_is_shown_once_and_works(path: Path) -> None:
+    """On standard output alone, so that a script can take it; afterwards only its hash is known."""
+    made = call("create", "alice", "--file", path)
+
+    assert (made.exit_code, made.stdout.count("\n")) == (0, 1)
+    secret = made.stdout.strip()
+    assert secret.startswith("sk-")
+    assert "only time" in made.stderr
+    assert KeyRing(path).find(secret, time.time()) == KeyFile(path).read()[0]
+    assert secret not in path.read_text() + call("list", "--file", path, "--json").stdout
+
+
+def test_everything_that_a_key_may_allow(path: Path) -> None:
+    """Each option ends up in the key."""
+    before = time.time()
+    made = call(
+        "create", "bob", "--file", path, "--scope", "infer", "--scope", "admin", "--model", "a",
+        "--model", "b", "--class", "batch", "--slo", "--expires", "30d", "--requests-per-minute",
+        1, "--tokens-per-minute", 2, "--concurrency", 3, "--json",
+    )  # fmt: skip
+
+    assert made.exit_code == 0, made.output
+    (key,) = KeyFile(path).read()
+    assert key.expires_seconds is not None
+    assert 0 <= key.expires_seconds - before - 30 * 86_400 < 60
+    assert key == Key(
+        name="bob", sha256=key.sha256, created_seconds=key.created_seconds,
+        expires_seconds=key.expires_seconds, scopes=tuple(Scope), models=("a", "b"),
+        classes=(RequestClass.BATCH,), slo=True, requests_per_minute=1, tokens_per_minute=2,
+        concurrency=3,
+    )  # fmt: skip
+    assert json.loads(made.stdout)["key"].startswith("sk-")
+
+
+def test_listing(path: Path) -> None:
+    """One line for each key; `-` where nothing binds."""
+    call("create", "alice", "--file", path)
+    call("create", "bob", "--file", path, "--model", "a", "--concurrency", 3)
+
+    header, alice, bob = [line.split() for line in call("list", "--file", path).stdout.splitlines()]
+
+    assert header == [
+        "NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES", "RPM", "TPM", "AT", "ONCE",
+    ]  # fmt: skip
+    assert alice[:4] == ["alice", "infer", "all", "interactive,batch"]
+    assert alice[-4:] == ["never", "-", "-", "-"]
+    assert (bob[2], bob[-1]) == ("a", "3")
+    assert [key["name"] for key in json.loads(call("list", "--file", path, "--json").stdout)] == [
+        "alice", "bob",
+    ]  # fmt: skip
+
+
+def test_revoking(path: Path) -> None:
+    """By name; a name that nobody has went wrong."""
+    call("create", "alice", "--file", path)
+
+    assert call("revoke", "alice", "--file", path).stdout == "alice is revoked\n"
+    again = call("revoke", "alice", "--file", path)
+    assert (again.exit_code, again.stderr) == (1, "error: there is no key 'alice'\n")
+    assert KeyFile(path).read() == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        (["a b"], 2, "NAME"),
+        (["taken"], 1, "there is a key 'taken' already"),
+        (["x", "--scope", "all"], 2, "--scope"),
+        (["x", "--expires", "soon"], 2, "30d"),
+        (["x", "--expires", "0d"], 2, "30d"),
+        (["x", "--concurrency", "0"], 2, "--concurrency"),
+    ],
+)
+def test_refusals(path: Path, arguments: list[str], status: int, reason: str) -> None:
+    """Nothing is written."""
+    call("create", "taken", "--file", path)
+    before = path.read_text()
+
+    result = call("create", *arguments, "--file", path)
+
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert reason in result.stderr
+    assert path.read_text() == before
+
+
+def test_the_configuration_names_the_file(tmp_path: Path) -> None:
+    """Relative to itself; one without keys says what to add."""
+    config = tmp_path / "my.toml"
+    rest = '[devices]\nmemory = "8MiB"\n[[model]]\nname = "m"\npath = "m"\nmax_context = 64\n'
+    config.write_text(f'[api]\nkeys = "mine.json"\n{rest}')
+
+    assert call("create", "alice", "--config", config).exit_code == 0
+    assert [key.name for key in KeyFile(tmp_path / "mine.json").read()] == ["alice"]
+    config.write_text(rest)
+    none = call("list", "--config", config)
+    assert (none.exit_code, "add keys =" in none.stderr) == (2, True)
+    config.write_text("x = 1")
+    assert call("revoke", "alice", "--config", config).exit_code == 2
+    (tmp_path / "mine.json").write_text("{")
+    broken = call("list", "--file", tmp_path / "mine.json")
+    assert (broken.exit_code, "no file of keys" in broken.stderr) == (1, True)

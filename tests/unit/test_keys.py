@@ -1,0 +1,193 @@
+"""API keys on disk: hashed, private, replaced whole, and followed by whoever reads them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance import keys as keys_module
+from appliance.errors import KeysError
+from appliance.keys import Key, KeyFile, KeyRing, Scope, digest, new_secret
+from appliance.vocabulary import RequestClass
+
+
+def key(name: str = "alice", secret: str = "sk-alice", **fields: object) -> Key:
+    return Key(name=name, sha256=digest(secret), created_seconds=1.0, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def test_secrets_are_long_and_never_twice() -> None:
+    """256 random bits behind the prefix that clients know."""
+    made = {new_secret() for _ in range(100)}
+
+    assert len(made) == 100
+    assert all(secret.startswith("sk-") and len(secret) == 3 + 43 for secret in made)
+
+
+def test_what_is_written_is_read_again(path: Path) -> None:
+    """With everything that a key allows, in the order in which keys were made."""
+    rich = key(
+        "bob", "sk-bob", expires_seconds=9.0, scopes=(Scope.ADMIN,), models=("a",),
+        classes=(RequestClass.BATCH,), slo=True, requests_per_minute=1, tokens_per_minute=2,
+        concurrency=3,
+    )  # fmt: skip
+    file = KeyFile(path)
+    file.add(key())
+    file.add(rich)
+
+    assert KeyFile(path).read() == (key(), rich)
+
+
+def test_the_file_is_private_and_holds_no_secret(path: Path) -> None:
+    """Mode 0600 whatever the umask, and hashes only; nothing else is left beside it."""
+    before = os.umask(0)
+    try:
+        KeyFile(path).add(key())
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "sk-alice" not in path.read_text()
+    assert sorted(p.name for p in path.parent.iterdir()) == ["keys.json", "keys.json.lock"]
+
+
+def test_names_are_unique_and_removed_by_name(path: Path) -> None:
+    """A name that is taken, and one that nobody has, are refused and change nothing."""
+    file = KeyFile(path)
+    file.add(key())
+
+    with pytest.raises(KeysError, match="there is a key 'alice' already"):
+        file.add(key(secret="sk-other"))
+    with pytest.raises(KeysError, match="there is no key 'bob'"):
+        file.remove("bob")
+    assert file.read() == (key(),)
+    assert file.remove("alice") == key()
+    assert file.read() == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is no file of keys"),
+        ('{"version": 2, "keys": []}', "version 2"),
+        ('{"keys": [{"name": "a"}]}', "missing required field"),
+        ('{"keys": [], "more": 1}', "unknown field"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_by_name(path: Path, text: str, reason: str) -> None:
+    """Nothing is guessed, and a change of it is refused, too."""
+    path.write_text(text)
+
+    with pytest.raises(KeysError, match=reason) as caught:
+        KeyFile(path).read()
+    assert str(path) in str(caught.value)
+    with pytest.raises(KeysError):
+        KeyFile(path).add(key())
+    assert path.read_text() == text
+
+
+def test_keys_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number and in bytes."""
+    file = KeyFile(path)
+    monkeypatch.setattr(keys_module, "MAX_KEYS", 2)
+    file.add(key("a"))
+    file.add(key("b"))
+
+    with pytest.raises(KeysError, match="more than 2 keys"):
+        file.add(key("c"))
+    monkeypatch.setattr(keys_module, "MAX_FILE_BYTES", 100)
+    with pytest.raises(KeysError, match="larger than 100 bytes"):
+        file.read()
+
+
+def test_a_directory_that_is_not_there(path: Path) -> None:
+    """Keys cannot be written there, and that is said."""
+    with pytest.raises(KeysError, match="cannot be written"):
+        KeyFile(path.parent / "none" / "keys.json").add(key())
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "-a", "a" * 65])
+def test_names_are_plain(name: str) -> None:
+    """They are printed in tables and logs."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"name": name, "sha256": "0" * 64, "created_seconds": 1}, Key)
+
+
+# --- the keys of a running appliance -------------------------------------------------------------
+
+
+def test_a_key_is_found_by_its_secret_until_it_ends(path: Path) -> None:
+    """Others are not, whatever their length."""
+    KeyFile(path).add(key(expires_seconds=10.0))
+    ring = KeyRing(path)
+
+    assert ring.find("sk-alice", 9.9) == key(expires_seconds=10.0)
+    assert ring.find("sk-alice", 10.0) is None
+    for other in ("", "sk-alic", digest("sk-alice"), "x" * 10_000, "sk-älice", "\udc80"):
+        assert ring.find(other, 1.0) is None
+
+
+def test_changes_hold_from_the_next_request_on(path: Path) -> None:
+    """Keys that are made, revoked, or gone with their file; listeners are told who is left."""
+    ring = KeyRing(path)
+    told: list[frozenset[str]] = []
+    ring.on_change(told.append)
+    assert ring.find("sk-alice", 1.0) is None
+
+    KeyFile(path).add(key())
+    assert ring.find("sk-alice", 1.0) == key()
+    KeyFile(path).add(key("bob", "sk-bob"))
+    KeyFile(path).remove("alice")
+    assert ring.find("sk-alice", 1.0) is None
+    assert ring.find("sk-bob", 1.0) == key("bob", "sk-bob")
+    path.unlink()
+    assert ring.find("sk-bob", 1.0) is None
+    assert told == [
+        frozenset({digest("sk-alice")}),
+        frozenset({digest("sk-bob")}),
+        frozenset(),
+    ]
+
+
+def test_a_broken_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The keys stay as they were, which is logged once."""
+    KeyFile(path).add(key())
+    ring = KeyRing(path)
+    path.write_text("{")
+
+    assert ring.find("sk-alice", 1.0) == key()
+    assert ring.find("sk-alice", 1.0) == key()
+    assert caplog.text.count("the keys stay as they were") == 1
+    assert "sk-alice" not in caplog.text
+
+
+def test_a_file_that_is_mended_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it looks as it did when it could not be read."""
+    KeyFile(path).add(key())
+    ring = KeyRing(path)
+    KeyFile(path).remove("alice")
+    with monkeypatch.context() as patch:
+
+        def refuse(_: KeyFile) -> tuple[Key, ...]:
+            raise KeysError("not now")
+
+        patch.setattr(KeyFile, "read", refuse)
+        assert ring.find("sk-alice", 1.0) == key()
+
+    assert ring.find("sk-alice", 1.0) is None
+
+
+def test_a_broken_file_is_no_start(path: Path) -> None:
+    """An appliance does not begin with keys that it cannot read."""
+    path.write_text("{")
+
+    with pytest.raises(KeysError):
+        KeyRing(path)

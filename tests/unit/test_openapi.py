@@ -1,0 +1,153 @@
+"""The OpenAPI document says what the API does: every path of the admin's, and what is answered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from litestar import Litestar
+
+from appliance.api.app import create_app
+from appliance.api.inference import ENDPOINTS
+from appliance.api.openapi import OPERATIONS, Operation
+from appliance.config import load_config
+from appliance.liveconfig import LiveConfig
+from tests.unit.daemon_double import Box, setup_of, small
+from tests.unit.serving import unserved
+
+ELSEWHERE = {("get", "/api/events"), ("get", "/api/openapi.json")}
+MODEL_VERBS = "/api/models/{target}"
+"""One handler for all that is done to models: what is to be done is the end of its path."""
+
+
+@pytest.fixture
+async def app(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_checkpoint: Callable[..., Path]
+) -> AsyncIterator[Litestar]:
+    """In front of a box with one model, a live request, and a configuration in a file."""
+    fake_checkpoint()
+    path = tmp_path / "appliance.toml"
+    text = '[devices]\nmemory = "8MiB"\n[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\n'
+    path.write_text(text, encoding="utf-8")
+    models = small("a")
+    box = Box(monkeypatch, models, setup_of(models))
+    box.start()
+    box.ask("r", "a", output=50)
+    box.work_until(lambda: box.world.lives["r"].produced == 3)
+    box.world.lives["r"].outcome = "cancelled"
+    yield create_app(box.daemon, settings=LiveConfig(box.daemon, load_config(path), path))
+    box.daemon.host.close()
+    assert box.take_failures() == []
+
+
+@pytest.fixture
+async def client(app: Litestar) -> AsyncIterator[httpx.AsyncClient]:
+    async with unserved(app) as client:
+        yield client
+
+
+def test_every_path_is_described(app: Litestar) -> None:
+    """Those that the application has below /api, and no other; Ollama's are Ollama's, and what is
+    there only to be refused is no operation."""
+    there = {
+        (method.lower(), re.sub(r":\w+}", "}", route.path))
+        for route in app.routes
+        for handler in route.route_handlers  # type: ignore[union-attr]
+        for method in handler.http_methods
+        if route.path.startswith("/api/")
+        and handler.include_in_schema is not False  # type: ignore[union-attr]
+        and not (handler.operation_id or "").startswith("ollama")  # type: ignore[operator]
+        and method != "OPTIONS"
+    }
+    described = {
+        (one.method, re.sub(r"^/api/models/{name}/\w+$", MODEL_VERBS, one.path))
+        for one in OPERATIONS
+    }
+
+    assert described == there - ELSEWHERE
+
+
+def test_what_apps_use_is_there(app: Litestar) -> None:
+    """No endpoint is described that there is not."""
+    there = {
+        (method.lower(), re.sub(r":\w+}", "}", route.path))
+        for route in app.routes
+        for method in route.methods  # type: ignore[union-attr]
+    }
+
+    assert {(one.method, one.path) for one in ENDPOINTS} - there == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/api/models/a", "DELETE, GET, OPTIONS"),
+        ("/api/models/org/a", "DELETE, GET, OPTIONS"),
+        ("/api/models/org/a/load", "OPTIONS, POST"),
+        ("/api/models/a/limits", "OPTIONS, PUT"),
+        ("/api/requests/r", "DELETE, GET, OPTIONS"),
+        ("/api/log-level", "GET, OPTIONS, PUT"),
+        ("/v1/chat/completions", "OPTIONS, POST"),
+        ("/", "GET, HEAD, OPTIONS"),  # not in the document
+    ],
+)
+async def test_which_methods_there_are(client: httpx.AsyncClient, path: str, allowed: str) -> None:
+    """OPTIONS says all of a path, whoever handles each."""
+    answer = await client.options(path)
+
+    assert (answer.status_code, answer.headers["allow"]) == (204, allowed)
+
+
+async def test_the_document_is_whole(client: httpx.AsyncClient) -> None:
+    """Ids are unique, and every reference leads to a schema."""
+    document = (await client.get("/api/openapi.json")).json()
+
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    assert len({one["operationId"] for one in operations}) == len(OPERATIONS) + len(ENDPOINTS)
+    names = re.findall(r'"#/components/schemas/([^"]+)"', msgspec.json.encode(document).decode())
+    assert set(names) == set(document["components"]["schemas"])
+    assert document["openapi"] == "3.1.0"
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/api/policies": {"use": ["aegaeon"]},
+    "/api/log-level": {"level": "info"},
+    "/api/models/{name}/limits": {"max_queue": 5},
+    "/api/models": {"name": "b", "path": "tiny", "max_context": 64},
+}
+NAMES = {"requests": "r", "models": "a", "policies": "serverlessllm"}
+
+
+@pytest.mark.parametrize(
+    "one",
+    [one for one in OPERATIONS if one.path != "/api/verify"],  # worker doubles do not answer
+    ids=lambda one: f"{one.method} {one.path}",
+)
+async def test_answers_are_as_described(client: httpx.AsyncClient, one: Operation) -> None:
+    """What comes back can be read as what the document says, or is a refusal that it lists."""
+    path = one.path.replace("{name}", NAMES.get(one.path.split("/")[2], ""))
+
+    answer = await client.request(one.method, path, json=BODIES.get(one.path))
+
+    if answer.status_code == 200:
+        msgspec.json.decode(answer.content, type=one.answer)
+    else:
+        assert answer.status_code in one.refusals, answer.text
+
+
+@pytest.mark.parametrize(
+    "one", [one for one in OPERATIONS if "{name}" in one.path], ids=lambda one: one.path
+)
+async def test_names_that_there_are_not(client: httpx.AsyncClient, one: Operation) -> None:
+    """Are told with 404."""
+    path = one.path.replace("{name}", "nobody")
+
+    answer = await client.request(one.method, path, json=BODIES.get(one.path))
+
+    assert answer.status_code == 404
+    assert 404 in one.refusals

@@ -1,0 +1,187 @@
+"""What is packaged beside the code: units, manual pages, completions."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from configparser import ConfigParser
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from appliance.cli import cli
+from appliance.config import Api, schema
+from appliance.dropins import directory
+from appliance.manpages import command_page, configuration_page, write_pages
+from appliance.systemd import Notifier
+
+UNITS = Path(__file__).parents[2] / "packaging" / "systemd"
+HARDENING = {
+    "CapabilityBoundingSet": "",
+    "NoNewPrivileges": "yes",
+    "DevicePolicy": "closed",
+    "LockPersonality": "yes",
+    "PrivateTmp": "yes",
+    "ProtectClock": "yes",
+    "ProtectControlGroups": "yes",
+    "ProtectHome": "read-only",
+    "ProtectHostname": "yes",
+    "ProtectKernelLogs": "yes",
+    "ProtectKernelModules": "yes",
+    "ProtectKernelTunables": "yes",
+    "ProtectProc": "invisible",
+    "ProtectSystem": "strict",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6",
+    "RestrictNamespaces": "yes",
+    "RestrictRealtime": "yes",
+    "RestrictSUIDSGID": "yes",
+    "SystemCallArchitectures": "native",
+    "UMask": "0077",
+    "User": "appliance",
+}
+
+
+def unit(name: str) -> ConfigParser:
+    """A unit file; of a repeated directive the last counts."""
+    parser = ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(UNITS / name)
+    return parser
+
+
+def test_the_service_is_confined() -> None:
+    """Nothing of what its exposure of 1.9 (systemd 252) rests on is missing."""
+    service = dict(unit("appliance.service")["Service"])
+
+    assert service.items() >= HARDENING.items()
+    filters = (UNITS / "appliance.service").read_text()
+    assert "SystemCallFilter=@system-service\n" in filters
+    assert "SystemCallFilter=~@privileged @obsolete\n" in filters
+
+
+def test_the_service_may_write_what_it_has_to() -> None:
+    """The drop-ins of operators, in a directory that is its own; and it hears of a reload."""
+    service = unit("appliance.service")["Service"]
+    configuration = Path(service["ExecStart"].split()[-1])
+    owned = (UNITS / "appliance.tmpfiles").read_text()
+
+    assert service["ReadWritePaths"] == f"-{directory(configuration)}"
+    assert f"d {directory(configuration)} 0750 appliance appliance -" in owned
+    assert service["ExecReload"].split() == ["/bin/kill", "-HUP", "$MAINPID"]
+
+
+def test_systemd_agrees() -> None:
+    """The exposure is at most 3 of 10, and no directive is unknown."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    done = subprocess.run(
+        [
+            *("systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager"),
+            str(UNITS / "appliance.service"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.returncode == 0, done.stdout[-500:]
+    assert "Unknown" not in done.stderr
+
+
+def test_the_service_waits_for_the_drain() -> None:
+    """The manager is more patient than the daemon, tells only it to end, and listens to it."""
+    service = unit("appliance.service")["Service"]
+    drain = schema()["[api]"][1]["drain"].sample
+
+    assert float(service["TimeoutStopSec"]) > 2 * float(drain) > 0  # type: ignore[arg-type]
+    assert service["KillMode"] == "mixed"
+    assert service["Type"] == "notify"
+    environment = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": f"{service['WatchdogSec']}000000"}
+    assert Notifier.taken_from(environment).watchdog_seconds == 60
+
+
+def test_the_socket_is_where_clients_look() -> None:
+    """It listens on the default address, whether the daemon is up or not."""
+    assert unit("appliance.socket")["Socket"]["ListenStream"] == str(Api().bind)
+
+
+def test_the_manual_has_every_command() -> None:
+    """With its options."""
+    page = command_page()
+
+    for path in ("serve", "config check", "policy set", "lab run", "doctor"):
+        assert f".SS appliance {path}" in page
+        command: click.Command = cli
+        for word in path.split():
+            assert isinstance(command, click.Group)
+            found = command.get_command(click.Context(command), word)
+            assert found is not None
+            command = found
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.opts[-1].replace("-", r"\-") in page
+
+
+def test_the_manual_has_every_key() -> None:
+    """Of every table of the configuration."""
+    page = configuration_page()
+
+    for header, (_, keys) in schema().items():
+        section = page.partition(f".SH {header}\n")[2].partition("\n.SH ")[0]
+        for key in keys:
+            assert rf"\fB{key}\fR (" in section
+
+
+def test_the_manual_is_well_formed(tmp_path: Path) -> None:
+    """groff has nothing to say about it."""
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not installed")
+    write_pages(tmp_path)
+    pages = sorted(tmp_path.iterdir())
+    assert [page.name for page in pages] == ["appliance.1", "appliance.toml.5"]
+    for page in pages:
+        done = subprocess.run(
+            ["groff", "-man", "-Tutf8", "-ww", "-z", str(page)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completions_are_made(shell: str) -> None:
+    """As the package asks click for them; each asks the command itself what comes next."""
+    environment = {"_APPLIANCE_COMPLETE": f"{shell}_source"}
+
+    script = CliRunner().invoke(cli, prog_name="appliance", env=environment).output
+
+    assert f"_APPLIANCE_COMPLETE={shell}_complete" in script
+
+
+def test_a_completion_knows_the_commands() -> None:
+    """What the shell is answered for the beginning of a word."""
+    environment = {
+        "_APPLIANCE_COMPLETE": "bash_complete",
+        "COMP_WORDS": "appliance ser",
+        "COMP_CWORD": "1",
+    }
+
+    answer = CliRunner().invoke(cli, prog_name="appliance", env=environment).output
+
+    assert answer == "plain,serve\n"
+
+
+def test_the_manual_of_operations_names_real_commands() -> None:
+    """What an example calls is a command, as it is written there."""
+    text = (UNITS.parents[1] / "docs" / "operations.md").read_text()
+    called = [line.split() for line in text.splitlines() if line.startswith("appliance ")]
+    assert called
+    for _, *words in called:
+        command: click.Command = cli
+        while isinstance(command, click.Group):
+            found = command.get_command(click.Context(command), words.pop(0))
+            assert found is not None
+            command = found

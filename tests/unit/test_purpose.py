@@ -1,0 +1,127 @@
+"""What a checkpoint is for is read from its small files, and what cannot be served is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.config import load_config
+from appliance.errors import CheckpointError, ConfigError
+from appliance.purpose import Purpose, read_purpose
+from appliance.vocabulary import Task
+
+Make = Callable[..., Path]
+LAST = {"pooling_mode_lasttoken": True, "include_prompt": True}
+
+
+def modules(path: Path, pooling: dict[str, Any], *more: str) -> None:
+    """What sentence-transformers puts beside the weights."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", **{f"2_{kind}": kind for kind in more}}
+    listed = [
+        {"path": folder, "type": f"sentence_transformers.models.{kind}"}
+        for folder, kind in kinds.items()
+    ]
+    (path / "modules.json").write_text(json.dumps(listed))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "task"),
+    [
+        ("LlamaForCausalLM", {}, Task.GENERATE),
+        ("GPT2LMHeadModel", {}, Task.GENERATE),
+        ("ChatGLMModel", {}, Task.GENERATE),
+        ("Qwen3Model", {}, Task.EMBED),
+        ("Qwen3ForSequenceClassification", {"id2label": {"0": "LABEL_0"}}, Task.SCORE),
+        ("LlamaForSequenceClassification", {"num_labels": 1}, Task.SCORE),
+    ],
+)
+def test_the_architecture_tells(
+    fake_checkpoint: Make, architecture: str, config: dict[str, Any], task: Task
+) -> None:
+    """As vLLM goes by its name, if nothing else is said."""
+    path = fake_checkpoint(architectures=[architecture], **config)
+
+    assert read_purpose(path).task is task
+
+
+def test_sentence_transformers_embed(fake_checkpoint: Make) -> None:
+    """Whatever the architecture generates; dimensions and cuts are the checkpoint's."""
+    path = fake_checkpoint(matryoshka_dimensions=[16, 32])
+    modules(path, LAST, "Normalize")
+
+    purpose = read_purpose(path)
+
+    assert purpose == Purpose(task=Task.EMBED, dimensions=64, cuts=(16, 32))
+    assert [purpose.allows(size) for size in (16, 24, 32, 64)] == [True, False, True, False]
+    assert read_purpose(path, "generate") == Purpose()
+
+
+def test_who_asks_decides(fake_checkpoint: Make) -> None:
+    """A model that generates can be told to embed; its vectors cannot be cut."""
+    path = fake_checkpoint()
+
+    assert read_purpose(path, "embed") == Purpose(task=Task.EMBED, dimensions=64)
+    assert not read_purpose(path, "embed").allows(16)
+    with pytest.raises(CheckpointError, match="gives no score"):
+        read_purpose(path, "score")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "more", "why"),
+    [
+        ({"pooling_mode_mean_tokens": True}, (), "pools by pooling_mode_mean_tokens"),
+        ({"pooling_mode": "cls"}, (), "pools by cls"),
+        (LAST, ("Dense",), "dense layer"),
+    ],
+)
+def test_what_is_not_computed_is_named(
+    fake_checkpoint: Make, pooling: dict[str, Any], more: tuple[str, ...], why: str
+) -> None:
+    """Before any engine is built."""
+    path = fake_checkpoint()
+    modules(path, pooling, *more)
+
+    with pytest.raises(CheckpointError, match=why):
+        read_purpose(path)
+
+
+def test_texts_are_read_as_they_are(fake_checkpoint: Make) -> None:
+    """A model that wants its texts in small letters is refused, not given others."""
+    path = fake_checkpoint()
+    modules(path, LAST)
+    beside = path / "sentence_bert_config.json"
+    beside.write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    assert read_purpose(path).task is Task.EMBED
+    beside.write_text(json.dumps({"do_lower_case": True}))
+
+    with pytest.raises(CheckpointError, match="do_lower_case"):
+        read_purpose(path)
+
+
+def test_damage_is_named(fake_checkpoint: Make) -> None:
+    """A file that is no JSON, or not the right kind of it."""
+    path = fake_checkpoint()
+    (path / "modules.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"modules\.json is not a JSON list"):
+        read_purpose(path)
+    (path / "modules.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"modules\.json cannot be read"):
+        read_purpose(path)
+
+
+def test_a_configuration_is_checked(fake_checkpoint: Make, tmp_path: Path) -> None:
+    """With the line of the model."""
+    fake_checkpoint(architectures=["Qwen3ForSequenceClassification"], num_labels=3)
+    file = tmp_path / "appliance.toml"
+    file.write_text(
+        '[devices]\nmemory = "8MiB"\n[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\n'
+    )
+
+    with pytest.raises(ConfigError, match="with 3 labels gives no score"):
+        load_config(file)

@@ -1,0 +1,296 @@
+"""What happens in a daemon, over HTTP and on the command line, over worker doubles."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+
+from appliance.api.app import create_app
+from appliance.api.service import Snapshot
+from appliance.cli import cli
+from appliance.feed import CAPACITY, NoticeKind
+from appliance.policywords import PolicyChoice
+from appliance.vocabulary import ModelFailed
+from tests.unit.daemon_double import PID, Box, setup_of, small
+from tests.unit.serving import served
+
+Call = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
+    models = small("ab")
+    box = Box(monkeypatch, models, setup_of(models, policy="serverlessllm"))
+    box.start()
+    yield box
+    box.daemon.host.close()
+    assert box.take_failures() == []
+
+
+@pytest.fixture
+async def url(box: Box) -> AsyncIterator[str]:
+    """Where the daemon answers."""
+    async with served(create_app(box.daemon, keep_alive_seconds=0.05)) as port:
+        yield f"http://127.0.0.1:{port}"
+        box.daemon.feed.close()
+
+
+@pytest.fixture
+async def call(url: str) -> Call:
+    """Runs `appliance` against the daemon."""
+
+    async def run(*arguments: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, cli, [*arguments, "--url", url])
+
+    return run
+
+
+@asynccontextmanager
+async def watching(url: str, after: int | str | None = None) -> AsyncIterator[Callable[[], Any]]:
+    """What is asked for the next event: its number, its kind, its data. Asked for a comment, it
+    waits for the next one of those and says nothing."""
+    headers = {} if after is None else {"last-event-id": str(after)}
+    async with (
+        httpx.AsyncClient(timeout=10) as client,
+        client.stream("GET", f"{url}/api/events", headers=headers) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.aiter_lines()
+
+        async def one(comment: bool = False) -> tuple[int, str, dict[str, Any]] | None:
+            fields: dict[str, str] = {}
+            async for line in lines:
+                if comment and line.startswith(":"):
+                    return None
+                name, _, value = line.partition(": ")
+                if name:
+                    fields[name] = value
+                elif line == "" and "data" in fields:
+                    break
+            return int(fields["id"]), fields["event"], json.loads(fields["data"])
+
+        yield one
+
+
+def somebody_looks(box: Box) -> asyncio.Event:
+    """Set when a client is given the snapshot that events begin with."""
+    looked, snapshot = asyncio.Event(), box.daemon.snapshot
+
+    def look() -> Snapshot:
+        looked.set()
+        return snapshot()
+
+    box.daemon.snapshot = look  # type: ignore[method-assign]
+    return looked
+
+
+def kinds(box: Box, after: int) -> list[str]:
+    """What was told behind a number."""
+    return [notice.kind for notice in box.daemon.feed._ring if notice.number > after]
+
+
+async def test_a_snapshot_is_everything(box: Box, url: str) -> None:
+    """Readiness, instances, models and requests at one time."""
+    box.ask("r", "a")
+
+    async with httpx.AsyncClient() as client:
+        found = (await client.get(f"{url}/api/snapshot")).json()
+
+    assert found["readiness"] == {"ok": True, "reasons": []}
+    assert [row["id"] for row in found["requests"]] == ["r"]
+    assert [row["model"] for row in found["status"]["models"]] == ["a", "b"]
+    assert found["status"]["instances"][0]["state"] == "up"
+    assert found["newest_event"] == box.daemon.feed.newest
+    box.settle()
+
+
+async def test_events_begin_with_a_snapshot(box: Box, url: str) -> None:
+    """Then everything that happens comes, numbered without a gap."""
+    async with watching(url) as one:
+        number, kind, data = await one()
+        assert (kind, data["requests"], data["newest_event"]) == ("snapshot", [], number)
+        await one(comment=True)  # keeps the connection alive
+
+        box.ask("r", "a")
+        box.settle()
+
+        seen = [await one() for _ in range(4)]
+    assert [n for n, _, _ in seen] == [number + index for index in range(1, 5)]
+    assert [k for _, k, _ in seen] == [
+        "request_arrived",
+        "model_switched",
+        "model_loaded",
+        "request_ended",
+    ]
+    assert seen[0][2]["facts"] == {"id": "r", "model": "a", "request_class": "interactive"}
+    assert seen[3][2]["facts"]["outcome"] == "length"
+    assert seen[3][2]["facts"]["output_tokens"] == 5
+
+
+async def test_a_client_comes_back(box: Box, url: str) -> None:
+    """With the id of the last event that it saw it goes on behind it."""
+    before = box.daemon.feed.newest
+    box.daemon.load_model("a")
+
+    async with watching(url, after=before) as one:
+        number, kind, _ = await one()
+
+    assert (number, kind) == (before + 1, "model_wanted")
+    box.settle()
+
+
+async def test_who_missed_something_gets_a_snapshot(box: Box, url: str) -> None:
+    """Instead of what is not kept any more."""
+    before = box.daemon.feed.newest
+    for _ in range(CAPACITY + 1):
+        box.daemon.evict_model("a")
+
+    async with watching(url, after=before) as one:
+        number, kind, _ = await one()
+
+    assert (number, kind) == (box.daemon.feed.newest, "snapshot")
+
+
+@pytest.mark.parametrize("seen", ["x", "-1", "9" * 20])
+async def test_a_strange_id_is_refused(url: str, seen: str) -> None:
+    """By the name of the header."""
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"{url}/api/events", headers={"last-event-id": seen})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+async def test_a_watcher_that_leaves_is_forgotten(box: Box, url: str) -> None:
+    """Nothing of it stays."""
+    async with watching(url) as one:
+        await one()
+        assert len(box.daemon.feed._followers) == 1
+
+    for _ in range(100):
+        if not box.daemon.feed._followers:
+            break
+        await asyncio.sleep(0.01)
+    assert box.daemon.feed._followers == set()
+
+
+async def test_everything_that_happens_is_told(box: Box) -> None:
+    """What operators do, and what becomes of models, instances and requests."""
+    start = box.daemon.feed.newest
+    box.daemon.load_model("a")
+    box.settle()
+    box.daemon.evict_model("a")
+    box.daemon.drain_model("b", True)
+    await box.daemon.set_policy(PolicyChoice(use=("aegaeon",)))
+    box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+    box.workers[0].deliver(ModelFailed(instance=0, model="a", reason="its files are gone"))
+    with pytest.raises(Exception, match="its files are gone"):
+        box.ask("r", "a")
+    box.settle()
+    spec = box.daemon.machine.models["b"]
+    gone = box.daemon.remove_model("b", force=True)
+    box.settle()
+    assert gone.is_set()
+    box.daemon.add_model(box.served(spec), kv_floor_slabs=0)
+
+    assert kinds(box, start) == [
+        "model_wanted",
+        "model_loaded",
+        "model_dismissed",
+        "model_evicted",
+        "model_changed",
+        "policies_chosen",
+        "instance_lost",
+        "instance_up",
+        "model_failed",
+        "request_arrived",
+        "request_rejected",
+        "model_leaving",
+        "model_removed",
+        "model_added",
+    ]
+    elsewhere = {"request_ended", "model_switched", "config_reloaded"}
+    assert set(kinds(box, start)) | elsewhere == {kind.value for kind in NoticeKind}
+
+
+async def test_a_drain_ends_the_events(box: Box, url: str) -> None:
+    """Who watches hears the end of the daemon, and does not hold it up."""
+    async with watching(url) as one:
+        await one()
+        await box.daemon.drain(1.0)
+        with pytest.raises(KeyError):  # no further event
+            await one()
+
+
+async def test_top_shows_everything_once(box: Box, call: Call) -> None:
+    """A page for people, the snapshot for programs."""
+    for number in range(25):
+        box.ask(f"r{number}", "a")
+    box.daemon.drain_model("b", True)
+    page, whole, wrong = (
+        await call("top", "--once"),
+        await call("top", "--once", "--json"),
+        await call("top", "--json"),
+    )
+
+    words = [line.split() for line in page.stdout.splitlines()]
+    assert words[0][0] == "appliance"
+    assert words[0][-1] == "ready"
+    assert ["a", "loading", "1", "24"] in words
+    assert ["b", "stored", "0", "0", "draining"] in words
+    assert page.stdout.splitlines()[-1] == "and 5 more"
+    assert len(json.loads(whole.stdout)["requests"]) == 25
+    assert wrong.exit_code == 2
+    box.settle()
+
+
+async def test_logs_follow_what_happens(box: Box, call: Call) -> None:
+    """A line for each event, until the daemon ends."""
+    looked = somebody_looks(box)
+    following = asyncio.ensure_future(call("logs"))
+    await looked.wait()
+    box.ask("r", "a")
+    box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+    box.daemon.feed.close()
+
+    lines = [line.split(maxsplit=1)[1] for line in (await following).stdout.splitlines()]
+
+    assert lines[0].startswith("snapshot requests=0 newest_event=")
+    assert lines[1] == "request_arrived id=r model=a request_class=interactive"
+    assert f"instance_up instance=0 pid={PID + 1}" in lines
+    assert lines[-1].startswith("request_ended id=r model=a outcome=length output_tokens=5")
+
+
+async def test_logs_for_programs(box: Box, call: Call) -> None:
+    """An object for each event, the snapshot first."""
+    looked = somebody_looks(box)
+    following = asyncio.ensure_future(call("logs", "--json"))
+    await looked.wait()
+    box.daemon.drain_model("a", True)
+    box.daemon.feed.close()
+
+    snapshot, drained = [json.loads(line) for line in (await following).stdout.splitlines()]
+
+    assert (snapshot["event"], snapshot["requests"]) == ("snapshot", [])
+    assert (drained["event"], drained["facts"]["draining"]) == ("model_changed", True)
+
+
+async def test_logs_of_nobody(call: Call) -> None:
+    """Without a daemon they say so."""
+    result = await asyncio.to_thread(
+        CliRunner().invoke, cli, ["logs", "--url", "http://127.0.0.1:9"]
+    )
+
+    assert result.exit_code == 1
+    assert "no daemon answers" in result.stderr
