@@ -46,7 +46,7 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/api/embeddings"): {"model": "embedder", "prompt": "The Tiber."},
     ("post", "/api/pull"): {"model": "downloads/new", "stream": False},
     ("delete", "/api/delete"): {"model": "new"},
-    ("post", "/api/models"): {"name": "new", "path": "downloads/new", "max_context": 128},
+    ("post", "/api/models"): {"name": "mine", "path": "downloads/new", "max_context": 128},
     ("put", "/api/models/{name}/limits"): {"slo": {"ttft": "5s", "tbt": "100ms"}, "max_queue": 20},
     ("put", "/api/policies"): {"use": ["serverlessllm"]},
     ("put", "/api/log-level"): {"level": "info"},
