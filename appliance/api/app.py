@@ -32,6 +32,7 @@ from appliance.api.scoring import scoring_routes
 from appliance.api.service import Service
 from appliance.api.settings import Settings
 from appliance.api.tokenization import tokenization_routes
+from appliance.api.watch import watch_routes
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -81,6 +82,7 @@ def create_app(
             *([] if settings is None else ollama_catalogue_routes(settings)),
             *log_routes(),
             *event_routes(service, keep_alive_seconds),
+            *watch_routes(service, keep_alive_seconds),
             *openapi_routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,

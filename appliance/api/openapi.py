@@ -157,7 +157,8 @@ OPERATIONS: Final = (
     ),
     Operation("post", "/api/verify", "Compare weights with their images.", Verifications),
 )  # fmt: skip
-"""All that answer with JSON. ``/api/events`` does not: OpenAPI has no words for a stream."""
+"""All that answer with JSON. ``/api/events`` and ``/api/watch`` do not: OpenAPI has no words for a
+stream."""
 
 
 @lru_cache

@@ -116,7 +116,12 @@ def asked() -> set[tuple[str, str]]:
 
 def operations() -> list[tuple[str, str]]:
     described = [(m.upper(), path) for path, item in document()["paths"].items() for m in item]
-    return [*described, ("GET", "/api/events"), ("GET", "/api/openapi.json")]
+    return [
+        *described,
+        ("GET", "/api/events"),
+        ("GET", "/api/watch"),
+        ("GET", "/api/openapi.json"),
+    ]
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -20,7 +20,7 @@ from appliance.liveconfig import LiveConfig
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import unserved
 
-ELSEWHERE = {("get", "/api/events"), ("get", "/api/openapi.json")}
+ELSEWHERE = {("get", "/api/events"), ("get", "/api/watch"), ("get", "/api/openapi.json")}
 MODEL_VERBS = "/api/models/{target}"
 """One handler for all that is done to models: what is to be done is the end of its path."""
 
