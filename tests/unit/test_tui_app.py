@@ -229,7 +229,7 @@ async def test_actions_ask_first_and_are_done_to_marked_rows() -> None:
     """No is the answer of every other key."""
     source = told()
     for name in ("chat-1", "chat-2"):
-        source.answers["DELETE", f"/api/requests/{name}"] = {"output_tokens": 3}
+        source.answers["DELETE", f"/api/requests/{name}"] = {"cancelled": {"output_tokens": 3}}
     source.answers["DELETE", "/api/requests/chat-2"] = Refused("no request 'chat-2' is live")
     async with dashboard(source, size=(100, 30)) as app:
         await command(app, "requests")

@@ -37,7 +37,7 @@ def _model_style(model: Any, sight: Sight) -> str:
 
 async def _cancel(source: Source, key: str) -> str:
     done = await source.ask("DELETE", f"/api/requests/{quote(key, safe='')}")
-    return f"cancelled {key} after {done['output_tokens']} tokens"
+    return f"cancelled {key} after {done['cancelled']['output_tokens']} tokens"
 
 
 class Requests(TableView):
