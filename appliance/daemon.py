@@ -325,7 +325,10 @@ class Daemon:
 
     async def check_guide(self, name: ModelName, guide: Guide) -> None:
         self._find(name)
-        up = [instance.id for instance in self.machine.instances.values() if instance.up]
+
+        def up() -> list[InstanceId]:
+            return [instance.id for instance in self.machine.instances.values() if instance.up]
+
         try:
             await self._guides.ask(up, name, guide)
         except GuideUnanswered as error:
@@ -703,6 +706,7 @@ class Daemon:
                 self._known[message.instance] = set()
                 self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
                 self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
+                self._guides.greeted()
             case wire.Tokens():
                 self._on_tokens(message)
             case wire.PoolReport():
