@@ -29,7 +29,7 @@ from appliance.catalog import read_checkpoint
 from appliance.config import Config, kv_floor_slabs, uncached, warnings
 from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon import Daemon, Limits
-from appliance.errors import ApplianceError, ConfigError, PolicyError
+from appliance.errors import ApplianceError
 from appliance.journal import Journal, Setup
 from appliance.keys import KeyRing
 from appliance.lifetime import Lifetime, Server
@@ -218,7 +218,7 @@ def reloading(settings: LiveConfig, notifier: Notifier) -> Iterator[None]:
         with notifier.reloading():
             try:
                 await settings.reload()
-            except (ConfigError, PolicyError) as error:
+            except ApplianceError as error:
                 log.error("the configuration was not reloaded: %s", error)
 
     def begin() -> None:
