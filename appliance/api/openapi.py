@@ -20,9 +20,11 @@ from appliance.api.apiexamples import EXAMPLES
 from appliance.api.catalogue import NewModel
 from appliance.api.config import LogLevel, ModelLimits
 from appliance.api.errors import ErrorBody
+from appliance.api.instances import QuarantineReason
 from appliance.api.jsonanswers import json_answer
 from appliance.api.service import (
     Activity,
+    InstanceActivity,
     InstanceVerification,
     ModelActivity,
     RequestActivity,
@@ -74,6 +76,12 @@ class Models(msgspec.Struct, kw_only=True):
     models: list[ModelActivity]
 
 
+class Instances(msgspec.Struct, kw_only=True):
+    """All instances."""
+
+    instances: list[InstanceActivity]
+
+
 class Verifications(msgspec.Struct, kw_only=True):
     """Whether weights on devices are those of their master images."""
 
@@ -118,6 +126,16 @@ OPERATIONS: Final = (
         refusals=(404,),
     ),
     Operation("delete", "/api/requests/{name}", "End a request.", Cancelled, refusals=(404,)),
+    Operation("get", "/api/instances", "List the instances.", Instances),
+    Operation("get", "/api/instances/{name}", "One instance.", InstanceActivity, refusals=(404,)),
+    Operation(
+        "post", "/api/instances/{name}/quarantine", "Take it out of service.", InstanceActivity,
+        QuarantineReason, (CANNOT_BE_READ, 404),
+    ),
+    Operation(
+        "post", "/api/instances/{name}/release", "Have it serve again.", InstanceActivity,
+        refusals=(404,),
+    ),
     Operation("get", "/api/models", "List the models.", Models),
     Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
     Operation(
