@@ -198,7 +198,7 @@ ENDPOINTS: Final = (
     ),
     Endpoint(
         "delete", "/api/delete", "Remove a model; an operator's.", (),
-        OllamaShow, "application/json", (400, 404, 409, 413, 422), OllamaError,
+        OllamaShow, _TEXT, (400, 404, 409, 413, 422), OllamaError,
     ),
     Endpoint("get", "/", "What Ollama's clients look for.", (), stream=_TEXT, open=True),
     Endpoint("head", "/", "What Ollama's clients look for.", (), open=True),
