@@ -118,7 +118,7 @@ REJECTION_STATUS = {
     "overloaded": 503,
     "model_draining": 503,
     "no_instance": 503,
-    "model_removed": 409,
+    "model_removed": 404,
 }
 
 log = logging.getLogger("appliance.daemon")
