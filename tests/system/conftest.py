@@ -23,7 +23,7 @@ CHATS_PER_MODEL = 8
 MEMORY_BYTES = 48 << 20
 
 
-LONGEST = ("test_kills", "test_ranks", "test_demo")
+LONGEST = ("test_kills", "test_ranks", "test_demo", "test_endurance")
 """Files that begin first, so that no process is left alone with one at the end."""
 
 
