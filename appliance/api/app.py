@@ -17,6 +17,7 @@ from appliance.api.errorshapes import EXCEPTION_HANDLERS
 from appliance.api.events import event_routes
 from appliance.api.files import file_routes
 from appliance.api.gate import MAX_WAIT_SECONDS, MAX_WAITING, gated
+from appliance.api.instances import instance_routes
 from appliance.api.models import model_admin_routes
 from appliance.api.ollama import ollama_routes
 from appliance.api.ollama_catalogue import ollama_catalogue_routes
@@ -32,6 +33,7 @@ from appliance.api.scoring import scoring_routes
 from appliance.api.service import Service
 from appliance.api.settings import Settings
 from appliance.api.tokenization import tokenization_routes
+from appliance.api.watch import watch_routes
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -75,12 +77,14 @@ def create_app(
             *operator_routes(service),
             *policy_routes(service),
             *request_routes(service),
+            *instance_routes(service),
             *model_admin_routes(service, settings),
             *([] if settings is None else config_routes(service, settings)),
             *([] if settings is None else catalogue_routes(service, settings)),
             *([] if settings is None else ollama_catalogue_routes(settings)),
             *log_routes(),
             *event_routes(service, keep_alive_seconds),
+            *watch_routes(service, keep_alive_seconds),
             *openapi_routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,

@@ -26,6 +26,8 @@ from appliance.vocabulary import RequestClass
 
 _WINDOW: Final = "24h"
 _MAX_METADATA: Final = 16
+MAX_BATCHES: Final = 100
+"""In one page of a list."""
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -68,7 +70,7 @@ def batch_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
     @get("/v1/batches", operation_id="listBatches")
     async def listed(request: Request[Any, Any, Any]) -> ASGIResponse:
         mine = configured(batches).batches(owner())
-        page = page_of(mine, query_of(request, {"after", "limit"}), default=20, most=100)
+        page = page_of(mine, query_of(request, {"after", "limit"}), default=20, most=MAX_BATCHES)
         return json_answer(Page.of([_worded(batch) for batch in page.items], page.more))
 
     @get("/v1/batches/{id:str}", operation_id="retrieveBatch")

@@ -19,7 +19,7 @@ from appliance.api.paging import Page, page_of, query_of
 from appliance.api.uploads import FORM_BYTES, Form, read_form
 from appliance.batches.files import StoredFile, StoreFull
 
-_MAX_FILES: Final = 10_000
+MAX_FILES: Final = 10_000
 _MAX_FILENAME: Final = 255
 _LIST: Final = {"after", "limit", "order", "purpose"}
 
@@ -60,7 +60,7 @@ def file_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
             mine = [file for file in mine if file.purpose == query["purpose"]]
         if order == "asc":
             mine.reverse()
-        page = page_of(mine, query, default=_MAX_FILES, most=_MAX_FILES)
+        page = page_of(mine, query, default=MAX_FILES, most=MAX_FILES)
         return json_answer(Page.of([_worded(file) for file in page.items], page.more))
 
     @get("/v1/files/{id:str}", operation_id="retrieveFile")

@@ -7,16 +7,19 @@ there are told: the dialects' own documentation describes them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, Literal
 
 import msgspec
 
 from appliance.api.anthropic_requests import CountRequest, MessagesRequest
-from appliance.api.batches import BatchRequest
+from appliance.api.apiexamples import EXAMPLES
+from appliance.api.batches import MAX_BATCHES, BatchRequest
 from appliance.api.embeddings import EmbeddingsRequest
 from appliance.api.errors import ErrorBody
+from appliance.api.files import MAX_FILES
 from appliance.api.ollama_embeddings import OllamaEmbed, OllamaEmbeddings
 from appliance.api.ollama_requests import OllamaChat, OllamaGenerate, OllamaPull, OllamaShow
 from appliance.api.responses import ResponsesRequest
@@ -27,6 +30,9 @@ from appliance.api.service import Readiness
 _EVENTS: Final = "text/event-stream"
 _LINES: Final = "application/x-ndjson"
 _TEXT: Final = "text/plain"
+ANYWHERE: Final = (400, 401, 403)
+"""A header that cannot be read, no valid key, a key that does not allow it."""
+BODY_STALLS: Final = 408
 _READ: Final = (400, 404, 413, 429)
 _GENERATED: Final = (400, 404, 413, 429, 500, 503)
 
@@ -75,6 +81,10 @@ class Endpoint:
     """Whether nobody needs a key."""
     form: bool = False
     """Whether the body is a form, not JSON."""
+    aliases: tuple[str, ...] = ()
+    """Other paths of the same."""
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What the query may say, and the schema of each."""
 
 
 ENDPOINTS: Final = (
@@ -99,17 +109,25 @@ ENDPOINTS: Final = (
     ),
     Endpoint(
         "post", "/v1/score", "How well texts match.", ("object", "data", "model", "usage"),
-        ScoreRequest, None, _GENERATED,
+        ScoreRequest, None, _GENERATED, aliases=("/score",),
     ),
     Endpoint(
         "post", "/v1/rerank", "The best of some texts for a query.", ("id", "model", "results"),
-        RerankRequest, None, _GENERATED,
+        RerankRequest, None, _GENERATED, aliases=("/rerank", "/v2/rerank"),
     ),
     Endpoint(
         "post", "/v1/files", "Keep a file of requests.", ("id", "object", "bytes", "filename"),
         BatchFile, None, (400, 404, 413, 507), form=True,
     ),
-    Endpoint("get", "/v1/files", "List the files.", ("object", "data"), refusals=(404,)),
+    Endpoint(
+        "get", "/v1/files", "List the files.", ("object", "data", "has_more"), refusals=(404,),
+        query={
+            "purpose": {"type": "string"},
+            "order": {"enum": ["asc", "desc"]},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_FILES},
+            "after": {"type": "string"},
+        },
+    ),
     Endpoint("get", "/v1/files/{id}", "One file.", ("id", "object"), refusals=(404,)),
     Endpoint(
         "get", "/v1/files/{id}/content", "What is in a file.", (), stream="application/jsonl",
@@ -122,7 +140,13 @@ ENDPOINTS: Final = (
         "post", "/v1/batches", "Have a file of requests answered.",
         ("id", "object", "endpoint", "status"), BatchRequest, None, (400, 404, 413, 429, 507),
     ),
-    Endpoint("get", "/v1/batches", "List the batches.", ("object", "data"), refusals=(404,)),
+    Endpoint(
+        "get", "/v1/batches", "List the batches.", ("object", "data", "has_more"), refusals=(404,),
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES},
+            "after": {"type": "string"},
+        },
+    ),
     Endpoint("get", "/v1/batches/{id}", "One batch.", ("id", "status"), refusals=(404,)),
     Endpoint(
         "post", "/v1/batches/{id}/cancel", "End a batch.", ("id", "status"),
@@ -174,18 +198,25 @@ ENDPOINTS: Final = (
     ),
     Endpoint(
         "delete", "/api/delete", "Remove a model; an operator's.", (),
-        OllamaShow, "application/json", (400, 404, 409, 413, 422), OllamaError,
+        OllamaShow, _TEXT, (400, 404, 409, 413, 422), OllamaError,
     ),
+    Endpoint("get", "/", "What Ollama's clients look for.", (), stream=_TEXT, open=True),
+    Endpoint("head", "/", "What Ollama's clients look for.", (), open=True),
     Endpoint("get", "/api/tags", "List the models.", ("models",), error=OllamaError),
+    Endpoint("head", "/api/tags", "Whether models can be listed.", ()),
     Endpoint("get", "/api/ps", "List the models on devices.", ("models",), error=OllamaError),
     Endpoint("get", "/api/version", "Which version this is.", ("version",), open=True),
+    Endpoint("head", "/api/version", "Whether this is it.", (), open=True),
     Endpoint("get", "/version", "Which version this is.", ("version",), open=True),
     Endpoint("get", "/livez", "Whether the process answers.", ("status",), open=True),
     Endpoint(
-        "get", "/readyz", "Whether requests make progress.", ("ok", "reasons"),
+        "get", "/readyz", "Whether requests make progress.", ("ok", "reasons", "degraded"),
         refusals=(503,), error=Readiness, open=True,
     ),
-    Endpoint("get", "/health", "Whether the process answers.", ("status",), open=True),
+    Endpoint(
+        "get", "/health", "Whether the process answers, and what is out of order.",
+        ("status", "reasons"), open=True,
+    ),
     Endpoint("get", "/metrics", "Metrics for Prometheus.", (), stream=_TEXT),
 )  # fmt: skip
 """Those that generate, those that tell of models, and those that probes ask."""
@@ -201,19 +232,24 @@ def paths(schema_of: dict[type, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The endpoints by path and method, given the schemas of `kinds()`."""
     found: dict[str, dict[str, Any]] = {}
     for one in ENDPOINTS:
-        found.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
+        for path in (one.path, *one.aliases):
+            found.setdefault(path, {})[one.method] = _operation(one, path, schema_of)
     return found
 
 
-def _operation(one: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    name = re.sub(r"\W+", "_", one.path).strip("_")
-    refusals = one.refusals if one.open else sorted({*one.refusals, 400, 401, 403})
+def _operation(one: Endpoint, path: str, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    name = re.sub(r"\W+", "_", path).strip("_") or "root"
+    refusals = one.refusals if one.open else sorted({*one.refusals, *ANYWHERE})
+    if one.body is not None:
+        refusals = sorted({*refusals, BODY_STALLS})
     told: dict[str, Any] = {"200": {"description": "Done.", "content": _content(one)}}
     for status in refusals:
         told[str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {"application/json": {"schema": schema_of[one.error]}},
         }
+    if one.method == "head":
+        told = {status: {"description": said["description"]} for status, said in told.items()}
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{name}",
         "summary": one.about,
@@ -221,15 +257,19 @@ def _operation(one: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dict[str
     }
     if one.open:
         described["security"] = []
-    if names := re.findall(r"{(\w+)}", one.path):
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
     if one.body is not None:
         kind = "multipart/form-data" if one.form else "application/json"
-        content = {kind: {"schema": schema_of[one.body]}}
-        described["requestBody"] = {"required": True, "content": content}
+        sent = {"schema": schema_of[one.body], "example": EXAMPLES[one.method, one.path]}
+        described["requestBody"] = {"required": True, "content": {kind: sent}}
     return described
 
 

@@ -16,26 +16,39 @@ from litestar.response.base import ASGIResponse
 
 import appliance
 from appliance.api import inference
+from appliance.api.apiexamples import EXAMPLES
 from appliance.api.catalogue import NewModel
 from appliance.api.config import LogLevel, ModelLimits
 from appliance.api.errors import ErrorBody
+from appliance.api.instances import QuarantineReason
 from appliance.api.jsonanswers import json_answer
 from appliance.api.service import (
     Activity,
+    InstanceActivity,
     InstanceVerification,
     ModelActivity,
     RequestActivity,
     Snapshot,
 )
 from appliance.api.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
+from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
 from appliance.policywords import PolicyChoice, PolicyReport
 
 REFERENCE: Final = "#/components/schemas/{name}"
 CANNOT_BE_READ: Final = 400
 CANNOT_BE_USED: Final = 422
 
-_ANYWHERE: Final = (400, 401, 403)
-"""A header that cannot be read, no valid key, a key that does not allow it."""
+_EVENTS: Final = {
+    "description": "Events, each with an id, until the client leaves or the appliance ends.",
+    "content": {"text/event-stream": {"schema": {"description": "Text, as it comes."}}},
+}
+_LAST_EVENT: Final = {
+    "Last-Event-ID": {
+        "type": "string",
+        "pattern": "^[0-9]{1,19}$",
+        "description": "The newest event that was seen: those after it follow.",
+    }
+}
 _KEYS: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -61,24 +74,45 @@ class Models(msgspec.Struct, kw_only=True):
     models: list[ModelActivity]
 
 
+class Instances(msgspec.Struct, kw_only=True):
+    """All instances."""
+
+    instances: list[InstanceActivity]
+
+
 class Verifications(msgspec.Struct, kw_only=True):
     """Whether weights on devices are those of their master images."""
 
     instances: list[InstanceVerification]
 
 
+class Document(msgspec.Struct, kw_only=True):
+    """This document."""
+
+    openapi: str
+    info: dict[str, str]
+    paths: dict[str, object]
+    security: list[dict[str, list[str]]]
+    components: dict[str, object]
+
+
 @dataclass(frozen=True)
 class Operation:
-    """What can be asked: `answer` is what a success says, `refusals` are its other statuses."""
+    """What can be asked: `answer` is what a success says, None if that is a stream of server-sent
+    events; `refusals` are its other statuses."""
 
     method: str
     path: str
     about: str
-    answer: type
+    answer: type | None
     body: type | None = None
     refusals: tuple[int, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     """Flags in the query, and what each means."""
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What else the query may say, and the schema of each."""
+    headers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Headers of the request that mean something, and the schema of each."""
 
 
 OPERATIONS: Final = (
@@ -90,6 +124,16 @@ OPERATIONS: Final = (
         refusals=(404,),
     ),
     Operation("delete", "/api/requests/{name}", "End a request.", Cancelled, refusals=(404,)),
+    Operation("get", "/api/instances", "List the instances.", Instances),
+    Operation("get", "/api/instances/{name}", "One instance.", InstanceActivity, refusals=(404,)),
+    Operation(
+        "post", "/api/instances/{name}/quarantine", "Take it out of service.", InstanceActivity,
+        QuarantineReason, (CANNOT_BE_READ, 404),
+    ),
+    Operation(
+        "post", "/api/instances/{name}/release", "Have it serve again.", InstanceActivity,
+        refusals=(404,),
+    ),
     Operation("get", "/api/models", "List the models.", Models),
     Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
     Operation(
@@ -156,8 +200,26 @@ OPERATIONS: Final = (
         "put", "/api/log-level", "Log more, or less.", LogLevel, LogLevel, (CANNOT_BE_READ,)
     ),
     Operation("post", "/api/verify", "Compare weights with their images.", Verifications),
+    Operation(
+        "get", "/api/events", "Everything at one time, and what happens from then on.", None,
+        headers=_LAST_EVENT,
+    ),
+    Operation(
+        "get", "/api/watch", "The state, then what changes of it, and what happens.", None,
+        query={
+            "every": {
+                "type": "number",
+                "minimum": LEAST_SECONDS,
+                "maximum": MOST_SECONDS,
+                "default": EVERY_SECONDS,
+                "description": "Seconds between two changes, at least.",
+            }
+        },
+        headers=_LAST_EVENT,
+    ),
+    Operation("get", "/api/openapi.json", "This document.", Document),
 )  # fmt: skip
-"""All that answer with JSON. ``/api/events`` does not: OpenAPI has no words for a stream."""
+"""All that operators ask."""
 
 
 @lru_cache
@@ -186,31 +248,41 @@ def document() -> dict[str, Any]:
 
 
 def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    verb = one.path.replace("/api/", "").replace("/{name}", "").replace("/", "_")
+    verb = one.path.replace("/api/", "").replace("/{name}", "")
+    verb = re.sub(r"\W", "_", verb)
+    refusals = {*one.refusals, *inference.ANYWHERE}
+    if one.body is not None:
+        refusals.add(inference.BODY_STALLS)
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,
         "responses": {
-            "200": _json("Done.", schema_of[one.answer]),
+            "200": _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer]),
             **{
                 str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
-                for status in sorted({*one.refusals, *_ANYWHERE})
+                for status in sorted(refusals)
             },
         },
     }
-    if names := re.findall(r"{(\w+)}", one.path):
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
-    if one.options:
-        described.setdefault("parameters", []).extend(
-            {"name": name, "in": "query", "description": about, "schema": {"type": "boolean"}}
-            for name, about in one.options.items()
-        )
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", one.path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "description": about, "schema": {"type": "boolean"}}
+        for name, about in one.options.items()
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()
+    ]
+    parameters += [
+        {"name": name, "in": "header", "schema": schema} for name, schema in one.headers.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
     if one.body is not None:
-        content = {"application/json": {"schema": schema_of[one.body]}}
-        described["requestBody"] = {"required": True, "content": content}
+        sent = {"schema": schema_of[one.body], "example": EXAMPLES[one.method, one.path]}
+        described["requestBody"] = {"required": True, "content": {"application/json": sent}}
     return described
 
 

@@ -67,7 +67,7 @@ def main() -> int:
     wanted = parser.parse_args().cases
     began = time.monotonic()
     cases = failures = seed = 0
-    with running() as target:
+    with running(ending=True) as target:
         while cases < wanted:
             seed += 1
             outcome = run(target, seed=seed, examples=_EXAMPLES)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from litestar import Litestar
 
-from tests.fuzz.target import EMBEDDER, MODELS
+from tests.fuzz.target import ADDED, EMBEDDER, MODELS, PULLED
 
 _CHAT: Final = [{"role": "user", "content": "hello"}]
 _TOOL: Final = {
@@ -101,10 +101,12 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
     ("POST", "/tokenize"): [{"prompt": "hello"}, {"messages": _CHAT, "return_token_strs": True}],
     ("POST", "/detokenize"): [{"tokens": [1, 2, 3]}],
     ("POST", "/api/models"): [
-        {"name": "new", "path": "tiny", "max_context": 64, "slo": {"ttft": "2s"}, "pin": True}
+        {"name": ADDED, "path": "tiny", "max_context": 64, "slo": {"ttft": "2s"}, "pin": True}
     ],
-    ("POST", "/api/pull"): [{"model": "tiny", "stream": False}, {"model": "nowhere/new"}],
-    ("DELETE", "/api/delete"): [{}],
+    ("POST", "/api/pull"): [
+        {"model": PULLED, "stream": False}, {"model": PULLED}, {"model": "nowhere/new"}
+    ],
+    ("DELETE", "/api/delete"): [{}, {"model": ADDED}],
     ("PUT", "/api/policies"): [
         {"use": ["serverlessllm"]},
         {"use": ["aegaeon"], "decisions": {}, "parameters": {}},
@@ -162,7 +164,8 @@ def seeds(app: Litestar) -> list[Seed]:
 def _paths(method: str, template: str) -> Iterator[str]:
     ends = _ENDS.get((method, template), ("",))
     kind = template.partition("/{")[0]
-    for name in [_NAMES[kind]] if kind in _NAMES else MODELS:
+    names = [_NAMES[kind]] if kind in _NAMES else MODELS
+    for name in (*names, ADDED) if (method, kind) == ("DELETE", "/api/models") else names:
         for end in ends:
             yield re.sub(r"/?{\w+:\w+}", f"/{name}", template) + end
         if "{" not in template:

@@ -59,15 +59,17 @@ class Target:
 
 
 @contextmanager
-def running(*, keys: bool = False) -> Iterator[Target]:
-    """A target of its own; it has to end well. With `keys` it answers only those who have one."""
-    command = [sys.executable, "-m", "tests.fuzz.target", *(["--keys"] if keys else [])]
+def running(*, keys: bool = False, ending: bool = False) -> Iterator[Target]:
+    """A target of its own; it has to end well. With `keys` it answers only those who have one. When
+    it is `ending`, so do all its streams."""
+    command = [sys.executable, "-m", "tests.fuzz.target"]
+    command += [f"--{name}" for name, wanted in (("keys", keys), ("ending", ending)) if wanted]
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,9 +1,10 @@
 """An appliance to be fuzzed, in its own process: the real daemon over workers that are doubles.
 
 Its HTTP server is set up as `appliance.serve` does it, its configuration is in files, and answers
-come as fast as they can. Every line on its standard input is answered with a line of JSON on its
-standard output: what it holds then (`Held`). It ends with its input, or with status 3 as soon as
-its daemon fails.
+come as fast as they can. Models can be fetched, added and removed; only those that it begins with
+stay, so that there is always somebody to ask. Every line on its standard input is answered with a
+line of JSON on its standard output: what it holds then (`Held`). It ends with its input, or with
+status 3 as soon as its daemon fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, chdir, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -33,6 +35,7 @@ from appliance.config import Config, load_config
 from appliance.daemon import Daemon, Limits
 from appliance.dialogue import Parsers
 from appliance.engines.protocol import Guide, TokenLogprob
+from appliance.feed import Notice
 from appliance.keys import Key, KeyFile, Scope, digest
 from appliance.lifetime import Server
 from appliance.liveconfig import LiveConfig
@@ -47,17 +50,23 @@ from tests.unit.fake_service import (
     FakeGeneration,
     FakeInterpretation,
     FakeService,
+    byte_level_encoder,
     small_tokenizer,
 )
-from tests.unit.instance_double import Life
+from tests.unit.instance_double import Life, ModelDouble
 
 MODELS = ("small", "org/small")
-EMBEDDER = "vectors"
+EMBEDDER = "embedder"
+ADDED = "new"
+PULLED = f"downloads/{ADDED}"
+"""A model that can be fetched, and what it is called then."""
 SECRETS = {Scope.INFER: "sk-fuzz-of-somebody", Scope.ADMIN: "sk-fuzz-of-an-operator"}
 
 _PARSERS = Parsers(tool="hermes", reasoning="qwen3")
 _LONGEST_ANSWER = 12
 """Tokens after which an answer ends of itself."""
+_WATCHED_SECONDS = 0.02
+"""After which a stream of events ends, where nothing may be without an end."""
 _WORK_SECONDS = 0.001
 """How often it is looked for something to do."""
 _FAILED = 3
@@ -76,6 +85,9 @@ memory = "8MiB"
 directory = "batches"
 max_file = "64KiB"
 max_stored = "8MiB"
+
+[catalog]
+folder = "models"
 
 [policy]
 use = ["serverlessllm"]
@@ -104,11 +116,15 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 class Whole:
     """A daemon whose workers do what they are told; what they cannot do is made up."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ending: bool) -> None:
+        """When it is `ending`, so do its streams of events, before long."""
         models = dict(zip((*MODELS, EMBEDDER), small("abc").values(), strict=True))
         monkeypatch.setattr("tests.unit.daemon_double.WorkerDouble", _Worker)
         self._box = Box(
-            monkeypatch, models, setup_of(models), limits=Limits(queue=8, progress_seconds=60.0)
+            monkeypatch,
+            _Known(models),
+            setup_of(models),
+            limits=Limits(queue=8, progress_seconds=60.0),
         )
         served = self._box.daemon._served
         for name, model in served.items():
@@ -122,6 +138,7 @@ class Whole:
             )
         self._box.daemon.on_failure = _fail
         self._box.start()
+        self._ending = ending
         self._fake = FakeService()
         self._random = random.Random(1)
         self._began = time.monotonic()
@@ -139,6 +156,16 @@ class Whole:
         self._box.world.lives[request.id] = life
         _Worker.logprobs[request.id] = request.sampling.logprobs
         return self._box.daemon.submit(request)
+
+    async def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
+        async with aclosing(self._box.daemon.events(after)) as batches:  # type: ignore[type-var]
+            bound = _WATCHED_SECONDS if self._ending else None
+            with suppress(TimeoutError):
+                while True:
+                    batch = await asyncio.wait_for(anext(batches, []), bound)
+                    yield batch
+                    if batch == []:
+                        return
 
     async def check_guide(self, name: str, guide: Guide) -> None:
         await self._fake.check_guide("small", guide)
@@ -169,12 +196,21 @@ class Whole:
         return self._box.daemon
 
 
+class _Known(dict[str, ModelDouble]):
+    """Of any model more there is a double."""
+
+    def __missing__(self, name: str) -> ModelDouble:
+        (double,) = small("d").values()
+        return self.setdefault(name, double)
+
+
 class _Lasting(LiveConfig):
-    """Keeps its models: there are no checkpoints from which they could come back."""
+    """Keeps the models that it began with."""
 
     async def remove_model(self, name: ModelName, *, force: bool, files: bool) -> Removal:
-        self._daemon.model(name)
-        raise NotSaved(f"{name} has to stay")
+        if name in (*MODELS, EMBEDDER):
+            raise NotSaved(f"{name} has to stay")
+        return await super().remove_model(name, force=force, files=files)
 
 
 class _Worker(WorkerDouble):
@@ -202,11 +238,13 @@ class _Worker(WorkerDouble):
 
 
 class _Interpretation(FakeInterpretation):
-    """Never chokes; every other mark begins or ends a call."""
+    """Never chokes; marks begin and end calls, whose arguments are JSON, though there are none."""
 
     async def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
         spelt = text.replace("#", "[").replace("&", "]")
-        return await super().hear(choice, spelt, tokens, finished)
+        heard = await super().hear(choice, spelt, tokens, finished)
+        begun = [msgspec.structs.replace(call, arguments="{}") for call in heard.calls if call.id]
+        return msgspec.structs.replace(heard, calls=begun)
 
 
 def _logprobs(token: int, count: int) -> tuple[TokenLogprob, ...]:
@@ -220,7 +258,11 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _configure(folder: Path, *, keys: bool) -> Config:
-    write_checkpoint(folder / "tiny")
+    for made in ("models", "downloads"):
+        (folder / made).mkdir()
+    for source in ("tiny", PULLED):
+        write_checkpoint(folder / source, max_position_embeddings=256)
+        byte_level_encoder().save(str(folder / source / "tokenizer.json"))
     path = folder / "appliance.toml"
     line = 'keys = "keys.json"' if keys else ""
     models = "".join(_MODEL.format(name=name) for name in (*MODELS, EMBEDDER))
@@ -259,10 +301,10 @@ def _held(whole: Whole, server: Server, port: int) -> Held:
     )
 
 
-async def _serve(folder: Path, *, keys: bool) -> None:
+async def _serve(folder: Path, *, keys: bool, ending: bool) -> None:
     config = _configure(folder, keys=keys)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        whole = Whole(folder, monkeypatch)
+        whole = Whole(monkeypatch, ending=ending)
         settings = _Lasting(whole.daemon, config, folder / "appliance.toml")
         server = make_server(cast(Daemon, cast(Service, whole)), config, settings)
         # What the daemon starts beside itself is there before anybody looks at what it holds.
@@ -294,10 +336,11 @@ def main() -> None:
     """Serve until there is no more input."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", action="store_true", help="answer only those who have a key")
-    keys = parser.parse_args().keys
+    parser.add_argument("--ending", action="store_true", help="end streams of events soon")
+    asked = parser.parse_args()
     logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(_serve(Path(folder), keys=keys))
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # where models are pulled from
+        asyncio.run(_serve(Path(folder), keys=asked.keys, ending=asked.ending))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,9 @@ def asked() -> set[tuple[str, str]]:
                 continue
             said = re.search(r"-X (\w+)", request)
             sends = re.search(r" (?:-d|-F|--data|--json) ", request)
-            found.add((said[1] if said else "POST" if sends else "GET", path[1]))
+            looks = re.search(r" (?:-I|--head) ", request)
+            usual = "POST" if sends else "HEAD" if looks else "GET"
+            found.add((said[1] if said else usual, path[1]))
     for block in blocks(SPELT_OUT, "json"):
         method, path_there = block.partition("\n")[0].split()
         found.add((method, path_there))
@@ -115,8 +117,7 @@ def asked() -> set[tuple[str, str]]:
 
 
 def operations() -> list[tuple[str, str]]:
-    described = [(m.upper(), path) for path, item in document()["paths"].items() for m in item]
-    return [*described, ("GET", "/api/events"), ("GET", "/api/openapi.json")]
+    return [(m.upper(), path) for path, item in document()["paths"].items() for m in item]
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

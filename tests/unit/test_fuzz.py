@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+import httpx
 import msgspec
 import pytest
 
@@ -18,12 +19,36 @@ from tests.unit.fake_service import FakeService
 
 def test_the_document_is_true() -> None:
     """Whatever schemathesis asks is answered as the document says, and leaves nothing behind."""
-    with running() as target:
+    with running(ending=True) as target:
         outcome = by_document.run(target, seed=1, examples=5, phases="fuzzing")
 
         assert outcome.failures == 0, outcome.report
         assert outcome.cases > 2 * outcome.operations > 80, outcome.report
         assert target.held().requests == 0
+
+
+async def test_the_examples_of_the_document_are_answered() -> None:
+    """All bodies that it shows, one behind the other: what one of them makes the next ones need."""
+    with running() as target:
+        async with httpx.AsyncClient(base_url=target.url, timeout=60) as client:
+            paths = (await client.get("/api/openapi.json")).json()["paths"]
+            file = ""
+            for path, item in paths.items():
+                for method in item:
+                    if "requestBody" not in item[method]:
+                        continue
+                    ((kind, shown),) = item[method]["requestBody"]["content"].items()
+                    sent = shown["example"]
+                    if kind == "multipart/form-data":
+                        form = {"purpose": (None, sent["purpose"]), "file": ("a", sent["file"])}
+                        answer = await client.request(method, path, files=form)
+                        file = answer.json()["id"]
+                    else:
+                        if "input_file_id" in sent:
+                            sent["input_file_id"] = file
+                        at = path.replace("{name}", "small")
+                        answer = await client.request(method, at, json=sent)
+                    assert answer.status_code == 200, f"{method} {path}: {answer.text}"
 
 
 @pytest.mark.parametrize("keys", [False, True])

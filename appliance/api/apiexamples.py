@@ -1,0 +1,55 @@
+"""A body for every operation of the OpenAPI document that takes one; tests send them all.
+
+Models are called as on the pages of docs/: ``small`` generates, ``embedder`` embeds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+_CHAT: Final = [{"role": "user", "content": "What flows through Rome?"}]
+_LINE: Final = (
+    '{"custom_id": "1", "method": "POST", "url": "/v1/completions", '
+    '"body": {"model": "small", "prompt": "The Tiber"}}\n'
+)
+
+EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
+    ("post", "/v1/chat/completions"): {"model": "small", "messages": _CHAT, "max_tokens": 50},
+    ("post", "/v1/completions"): {"model": "small", "prompt": "The Tiber", "max_tokens": 5},
+    ("post", "/v1/responses"): {"model": "small", "input": "What flows through Rome?"},
+    ("post", "/v1/embeddings"): {"model": "embedder", "input": ["Nothing.", "The Tiber."]},
+    ("post", "/v1/score"): {
+        "model": "embedder",
+        "text_1": "What flows through Rome?",
+        "text_2": ["Nothing.", "The Tiber."],
+    },
+    ("post", "/v1/rerank"): {
+        "model": "embedder",
+        "query": "What flows through Rome?",
+        "documents": ["Nothing.", {"text": "The Tiber."}],
+        "top_n": 1,
+    },
+    ("post", "/v1/files"): {"purpose": "batch", "file": _LINE},
+    ("post", "/v1/batches"): {
+        "input_file_id": "file-1",
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    },
+    ("post", "/tokenize"): {"model": "small", "prompt": "The Tiber"},
+    ("post", "/detokenize"): {"model": "small", "tokens": [5, 6, 7]},
+    ("post", "/v1/messages"): {"model": "small", "max_tokens": 50, "messages": _CHAT},
+    ("post", "/v1/messages/count_tokens"): {"model": "small", "messages": _CHAT},
+    ("post", "/api/chat"): {"model": "small", "messages": _CHAT, "stream": False},
+    ("post", "/api/generate"): {"model": "small", "prompt": "Go on.", "stream": False},
+    ("post", "/api/show"): {"model": "small"},
+    ("post", "/api/embed"): {"model": "embedder", "input": ["Nothing.", "The Tiber."]},
+    ("post", "/api/embeddings"): {"model": "embedder", "prompt": "The Tiber."},
+    ("post", "/api/pull"): {"model": "downloads/new", "stream": False},
+    ("delete", "/api/delete"): {"model": "new"},
+    ("post", "/api/models"): {"name": "mine", "path": "downloads/new", "max_context": 128},
+    ("put", "/api/models/{name}/limits"): {"slo": {"ttft": "5s", "tbt": "100ms"}, "max_queue": 20},
+    ("post", "/api/instances/{name}/quarantine"): {"reason": "its fan is loud"},
+    ("put", "/api/policies"): {"use": ["serverlessllm"]},
+    ("put", "/api/log-level"): {"level": "info"},
+}
+"""By method and path; other paths of the same operation have the same."""
