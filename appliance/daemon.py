@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial, singledispatchmethod
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -107,6 +108,9 @@ from appliance.vocabulary import (
     TokensProduced,
 )
 
+if TYPE_CHECKING:
+    from appliance.telemetry import Traces
+
 RETRY_AFTER_SECONDS = 1.0
 WATCHDOG_PATIENCE = 10
 """Times the progress deadline without any sign of a worker until the daemon counts as stuck."""
@@ -179,11 +183,12 @@ class Daemon:
         devices: Sequence[str] = (),
         runtime_slabs: int = 0,
         images: str = "",
+        traces: Traces | None = None,
     ) -> None:
         """`pool_slabs` is the pool of each rank of an instance, which has `ranks` of them;
         `cpus[i]` are the processors of instance i, and `devices[i]` is what it computes on, if that
         is not the CPU. A GPU has `runtime_slabs` beside its pool. Packed weights are kept in the
-        folder `images`, if that is one.
+        folder `images`, if that is one. `traces` are told of every request that ends.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
@@ -223,7 +228,8 @@ class Daemon:
         self._prefetched: dict[InstanceId, set[ModelName]] = {}
         self._pools: dict[InstanceId, wire.PoolReport] = {}
         self._host_meter = KvMeter()
-        self._times = Timekeeper()
+        self._traces = traces
+        self._times = Timekeeper(keeps_stretches=traces is not None)
         self._verifications = Verifications(self._send_verify, self._images)
         self._guides = GuideChecks(self._send_guide)
         self._interpreter = Interpreter()
@@ -300,6 +306,8 @@ class Daemon:
         await asyncio.gather(*stops, self._interpreter.stop(), return_exceptions=True)
         if self._alarm is not None:  # of a worker's end
             self._alarm.cancel()
+        if self._traces is not None:
+            await self._traces.stop()
         self._policies.stack.close()
         self.host.close()
         if self._journal is not None:
@@ -867,6 +875,8 @@ class Daemon:
             self.metrics_of_run.finished(stream.request.model, reason, now - stream.arrived)
             self.metrics_of_run.requests.ended(stream, stream.times)
         log_request(stream, stream.times, outcome, failure, now)
+        if self._traces is not None:
+            self._traces.ended(stream, stream.times, outcome, failure, now)
         stream.end(failure)
 
     def _forget(self, request: RequestId) -> RequestStream:
