@@ -197,6 +197,7 @@ for command in (requests, why, cancel):
     cli.add_command(command)
 for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
     cli.add_command(command)
+cli.add_command(top, "tui")
 for command in (reload, log_level, top, logs):
     cli.add_command(command)
 config.add_command(diff)

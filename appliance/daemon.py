@@ -122,7 +122,7 @@ REJECTION_STATUS = {
     "overloaded": 503,
     "model_draining": 503,
     "no_instance": 503,
-    "model_removed": 409,
+    "model_removed": 404,
 }
 
 log = logging.getLogger("appliance.daemon")
@@ -340,7 +340,10 @@ class Daemon:
 
     async def check_guide(self, name: ModelName, guide: Guide) -> None:
         self._find(name)
-        up = [instance.id for instance in self.machine.instances.values() if instance.up]
+
+        def up() -> list[InstanceId]:
+            return [instance.id for instance in self.machine.instances.values() if instance.up]
+
         try:
             await self._guides.ask(up, name, guide)
         except GuideUnanswered as error:
@@ -730,6 +733,7 @@ class Daemon:
                 self._known[message.instance] = set()
                 self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
                 self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
+                self._guides.greeted()
             case wire.Tokens():
                 self._on_tokens(message)
             case wire.PoolReport():

@@ -34,6 +34,7 @@ from appliance.api.service import Service
 from appliance.api.settings import Settings
 from appliance.api.tokenization import tokenization_routes
 from appliance.api.tracing import Tracing
+from appliance.api.watch import watch_routes
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -86,6 +87,7 @@ def create_app(
             *([] if settings is None else ollama_catalogue_routes(settings)),
             *log_routes(),
             *event_routes(service, keep_alive_seconds),
+            *watch_routes(service, keep_alive_seconds),
             *openapi_routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,

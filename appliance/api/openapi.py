@@ -31,17 +31,23 @@ from appliance.api.service import (
     Snapshot,
 )
 from appliance.api.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
+from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
 from appliance.policywords import PolicyChoice, PolicyReport
 
 REFERENCE: Final = "#/components/schemas/{name}"
 CANNOT_BE_READ: Final = 400
 CANNOT_BE_USED: Final = 422
 
-_ANYWHERE: Final = (400, 401, 403)
-"""A header that cannot be read, no valid key, a key that does not allow it."""
 _EVENTS: Final = {
     "description": "Events, each with an id, until the client leaves or the appliance ends.",
     "content": {"text/event-stream": {"schema": {"description": "Text, as it comes."}}},
+}
+_LAST_EVENT: Final = {
+    "Last-Event-ID": {
+        "type": "string",
+        "pattern": "^[0-9]{1,19}$",
+        "description": "The newest event that was seen: those after it follow.",
+    }
 }
 _KEYS: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -103,6 +109,8 @@ class Operation:
     refusals: tuple[int, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     """Flags in the query, and what each means."""
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What else the query may say, and the schema of each."""
     headers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Headers of the request that mean something, and the schema of each."""
 
@@ -194,13 +202,20 @@ OPERATIONS: Final = (
     Operation("post", "/api/verify", "Compare weights with their images.", Verifications),
     Operation(
         "get", "/api/events", "Everything at one time, and what happens from then on.", None,
-        headers={
-            "Last-Event-ID": {
-                "type": "string",
-                "pattern": "^[0-9]{1,19}$",
-                "description": "The newest event that was seen: those after it follow.",
+        headers=_LAST_EVENT,
+    ),
+    Operation(
+        "get", "/api/watch", "The state, then what changes of it, and what happens.", None,
+        query={
+            "every": {
+                "type": "number",
+                "minimum": LEAST_SECONDS,
+                "maximum": MOST_SECONDS,
+                "default": EVERY_SECONDS,
+                "description": "Seconds between two changes, at least.",
             }
         },
+        headers=_LAST_EVENT,
     ),
     Operation("get", "/api/openapi.json", "This document.", Document),
 )  # fmt: skip
@@ -235,6 +250,9 @@ def document() -> dict[str, Any]:
 def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
     verb = one.path.replace("/api/", "").replace("/{name}", "")
     verb = re.sub(r"\W", "_", verb)
+    refusals = {*one.refusals, *inference.ANYWHERE}
+    if one.body is not None:
+        refusals.add(inference.BODY_STALLS)
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,
@@ -242,7 +260,7 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
             "200": _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer]),
             **{
                 str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
-                for status in sorted({*one.refusals, *_ANYWHERE})
+                for status in sorted(refusals)
             },
         },
     }
@@ -253,6 +271,9 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
     parameters += [
         {"name": name, "in": "query", "description": about, "schema": {"type": "boolean"}}
         for name, about in one.options.items()
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()
     ]
     parameters += [
         {"name": name, "in": "header", "schema": schema} for name, schema in one.headers.items()

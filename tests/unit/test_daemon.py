@@ -1109,16 +1109,63 @@ async def test_a_guide_that_nobody_answers_for_is_not_the_clients_fault(
     prepared(box, 0)
 
 
-async def test_a_guide_that_no_worker_survived_is_not_accepted(make_box: MakeBox) -> None:
-    """It may have been the guide; where another one compiled it, its successor will."""
+async def test_a_guide_whose_worker_dies_is_asked_of_the_next(make_box: MakeBox) -> None:
+    """Its client waits for a worker to be up, and hears nothing of a death."""
     box = make_box()
     box.start()
 
     task = await preparing(box)
     box.workers[0].die()
+    for _ in range(10):  # it gets to where it waits
+        await asyncio.sleep(0)
+    assert not task.done()
+    box.workers[0].greet()
+    box.settle()
+    await until_asked_again(box)
+    prepared(box, 0)
 
-    with pytest.raises(GenerationFailed, match="died"):
+    await task
+
+
+async def until_asked_again(box: Box) -> None:
+    """Until a worker was asked for a second time."""
+    async with asyncio.timeout(10):
+        while len(box.workers[0].heard(wire.PrepareGuide)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_guide_that_no_worker_survives_is_not_accepted(make_box: MakeBox) -> None:
+    """It may be the guide that kills them, so not one worker after the other is asked."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    box.workers[0].die()
+    await asyncio.sleep(0)
+    box.workers[0].greet()
+    box.settle()
+    await until_asked_again(box)
+    box.workers[0].die()
+
+    with pytest.raises(GenerationFailed, match="2 times no worker survived") as caught:
         await task
+    assert caught.value.status == 503
+
+
+async def test_a_guide_that_nobody_is_left_to_compile(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for a worker has an end, too."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    monkeypatch.setattr("appliance.guiding.COMPILE_SECONDS", 0.0)
+    box.workers[0].die()
+
+    with pytest.raises(GenerationFailed, match="no other was up") as caught:
+        await task
+    assert caught.value.status == 503
 
 
 # --- tools ---------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ NAMES = {"requests": "r", "models": "a", "instances": "0", "policies": "serverle
 @pytest.mark.parametrize(
     "one",
     # Worker doubles do not answer to be verified, and events have no end.
-    [one for one in OPERATIONS if one.path not in ("/api/verify", "/api/events")],
+    [one for one in OPERATIONS if one.path != "/api/verify" and one.answer is not None],
     ids=lambda one: f"{one.method} {one.path}",
 )
 async def test_answers_are_as_described(client: httpx.AsyncClient, one: Operation) -> None:
