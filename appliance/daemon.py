@@ -86,7 +86,6 @@ from appliance.vocabulary import (
     ModelAdded,
     ModelChanged,
     ModelDismissed,
-    ModelFailed,
     ModelLoaded,
     ModelName,
     ModelRemoved,
@@ -235,6 +234,8 @@ class Daemon:
         self._interpreter = Interpreter()
         self._leaving: dict[ModelName, asyncio.Event] = {}
         """Models that were removed, and when they are gone."""
+        self._failed: set[ModelName] = set()
+        """Models of which it was told that they cannot be served."""
         self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
         self._restarts_counted: dict[InstanceId, int] = {}
         for name in self._served:
@@ -640,6 +641,8 @@ class Daemon:
         self._follow(now, commands)
 
     def _follow(self, now: float, commands: list[Command]) -> None:
+        if self.machine.failed.keys() != self._failed:
+            self._note_failures()
         for command in commands:
             self._times.ordered(command, now)
             self._perform(command)
@@ -647,6 +650,14 @@ class Daemon:
         self._policies.note_faults()
         if self._leaving:
             self._forget_models()
+
+    def _note_failures(self) -> None:
+        """Models that are not served from now on, whoever found that out."""
+        found = self.machine.failed
+        for model in found.keys() - self._failed - set(self.machine.leaving):
+            log.error("model %s cannot be served: %s", model, found[model])
+            self.feed.tell(NoticeKind.MODEL_FAILED, model=model, reason=found[model])
+        self._failed = set(found)
 
     # --- policies --------------------------------------------------------------------------------
 
@@ -814,9 +825,6 @@ class Daemon:
             )
         elif isinstance(event, PrefillDone):
             self.metrics_of_run.prefill(event.model)
-        elif isinstance(event, ModelFailed):
-            log.error("model %s cannot be served: %s", event.model, event.reason)
-            self.feed.tell(NoticeKind.MODEL_FAILED, model=event.model, reason=event.reason)
 
     def _measure_transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
         self.metrics_of_run.transfer(
