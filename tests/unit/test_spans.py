@@ -34,7 +34,7 @@ async def test_a_request_is_a_load_a_prompt_and_turns(make: Maker) -> None:
     box.ask("r", "a")
     box.settle()
 
-    load, prompt, *turns = [one for one in spans(box)[before:]]
+    load, prompt, *turns = spans(box)[before:]
     assert (load.kind, prompt.kind) == (SpanKind.LOAD, SpanKind.PREFILL)
     assert {one.kind for one in turns} == {SpanKind.TURN}
     for span in (load, prompt, *turns):
