@@ -63,6 +63,7 @@ from appliance.policywatch import PolicyWatch
 from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
 from appliance.processes import WorkerProcess
 from appliance.purpose import Purpose
+from appliance.quarantine import Quarantine
 from appliance.requestlog import log_request
 from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
@@ -120,7 +121,8 @@ REJECTION_STATUS = {
     "request_failed": 400,
     "overloaded": 503,
     "model_draining": 503,
-    "model_removed": 409,
+    "no_instance": 503,
+    "model_removed": 404,
 }
 
 log = logging.getLogger("appliance.daemon")
@@ -256,10 +258,14 @@ class Daemon:
                 self.host.fd,
                 self._on_message,
                 self._on_lost,
+                self._on_stillborn,
                 self._on_failure,
             )
             for number in self.machine.instances
         }
+        self._quarantine = Quarantine(
+            self.machine.instances, self.workers, devices, self.feed, self._tell
+        )
         gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
         self._gpus = GpuWatch(gpus) if gpus else None
         self._devices = devices
@@ -270,7 +276,8 @@ class Daemon:
         locked meanwhile, once, so that no request waits for that."""
         threading.Thread(target=self._lock_host, name="host-tier", daemon=True).start()
         if self._gpus is not None:
-            self._gpus.start()
+            loop = asyncio.get_running_loop()
+            self._gpus.start(partial(_call_on, loop, self._quarantine.gpu_failed))
         for worker in self.workers.values():
             worker.start()
         if any(served.parsers.reasoning for served in self._served.values()):
@@ -334,7 +341,10 @@ class Daemon:
 
     async def check_guide(self, name: ModelName, guide: Guide) -> None:
         self._find(name)
-        up = [instance.id for instance in self.machine.instances.values() if instance.up]
+
+        def up() -> list[InstanceId]:
+            return [instance.id for instance in self.machine.instances.values() if instance.up]
+
         try:
             await self._guides.ask(up, name, guide)
         except GuideUnanswered as error:
@@ -392,11 +402,17 @@ class Daemon:
         if not any(instance.up for instance in self.machine.instances.values()):
             deaths = sum(worker.stillborn for worker in self.workers.values())
             told = f", {deaths} died before they were; see the log" if deaths else ""
+            if quarantined := len(self._quarantine.reasons):
+                told += f", {quarantined} of {len(self.workers)} instances are quarantined"
             reasons.append(f"no worker is up{told}")
         oldest = self.machine.oldest_progress()
         if oldest is not None and self._clock() - oldest > self.limits.progress_seconds:
             reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
-        return Readiness(ok=not reasons, reasons=tuple(reasons))
+        degraded = [
+            f"instance {number} is quarantined: {reason}"
+            for number, reason in self._quarantine.reasons.items()
+        ]
+        return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
 
     def progresses(self) -> bool:
         """Whether something still happens, or nothing has to. A request that waits while workers
@@ -407,7 +423,7 @@ class Daemon:
         if oldest is None or now - max(oldest, self._heard) <= bound:
             return not self._broken
         return any(
-            not instance.up
+            not (instance.up or instance.quarantine)
             or isinstance(instance.job, BuildJob | PrefillJob)
             or instance.ledger.loading
             for instance in self.machine.instances.values()
@@ -459,6 +475,12 @@ class Daemon:
             raise RequestNotFound(request)
         stream.end(cancelled())
         self._cancel(request)
+
+    def quarantine_instance(self, number: InstanceId, reason: str) -> None:
+        self._quarantine.impose(number, reason)
+
+    def release_instance(self, number: InstanceId) -> None:
+        self._quarantine.lift(number)
 
     def model_activity(self, name: ModelName) -> ModelActivity:
         if name not in self._leaving:
@@ -731,6 +753,7 @@ class Daemon:
                 self._known[message.instance] = set()
                 self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
                 self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
+                self._guides.greeted()
             case wire.Tokens():
                 self._on_tokens(message)
             case wire.PoolReport():
@@ -755,6 +778,9 @@ class Daemon:
         self._times.lost(instance, self._clock())
         self._spans.lost(instance, self._clock())
         self._tell(InstanceLost(instance=instance))
+
+    def _on_stillborn(self, instance: InstanceId, deaths: int) -> None:
+        self._quarantine.stillborn(instance, deaths)
 
     def _on_failure(self, error: BaseException) -> None:
         """A worker's keeper failed; if the machine did before, that was told."""
@@ -992,11 +1018,14 @@ class Daemon:
         worker = self.workers[instance.id]
         report = self._pools.get(instance.id)
         state = "up" if instance.up else "lost" if worker.restarts else "starting"
+        if instance.quarantine is not None:
+            state = "quarantined"
         size = self._setup.slab_bytes
         return InstanceActivity(
             instance=instance.id,
             role=instance.placement.role.value,
             state=state,
+            quarantine=instance.quarantine,
             pid=worker.pid,
             model=self._running.get(instance.id),
             pool_bytes={} if report is None else {k: n * size for k, n in report.slabs.items()},
@@ -1081,6 +1110,7 @@ class Daemon:
             metrics.pool(instance.id, shown.pool_bytes, shown.pool_high_water_bytes)
             pools.update(shown.pool_bytes)
             states.append(shown.state)
+            metrics.quarantined(instance.id, instance.quarantine is not None)
         metrics.instances(states)
         for name in self._served:
             metrics.kv_usage(name, pools[f"kv:{name}"] / max(1, pools.total()))
@@ -1114,6 +1144,14 @@ class Daemon:
                 waits[request.model] = max(waits[request.model], now - request.arrived)
         oldest = self.machine.oldest_progress()
         self.metrics_of_run.ages(waits, 0.0 if oldest is None else now - oldest)
+
+
+def _call_on(
+    loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object
+) -> None:
+    """Have something done on an event loop, from another thread, if it still runs."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(act, *arguments)
 
 
 def _shutting_down() -> GenerationFailed:

@@ -137,6 +137,8 @@ def _show(found: dict[str, Any]) -> None:
     status, ready = found["status"], found["readiness"]
     told = "ready" if ready["ok"] else f"not ready: {'; '.join(ready['reasons'])}"
     click.echo(f"appliance {status['version']}, up {status['uptime_seconds']:.0f} s, {told}")
+    for reason in ready["degraded"]:
+        click.echo(reason)
     click.echo()
     instances = [
         [

@@ -48,6 +48,7 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("delete", "/api/delete"): {"model": "new"},
     ("post", "/api/models"): {"name": "mine", "path": "downloads/new", "max_context": 128},
     ("put", "/api/models/{name}/limits"): {"slo": {"ttft": "5s", "tbt": "100ms"}, "max_queue": 20},
+    ("post", "/api/instances/{name}/quarantine"): {"reason": "its fan is loud"},
     ("put", "/api/policies"): {"use": ["serverlessllm"]},
     ("put", "/api/log-level"): {"level": "info"},
 }

@@ -17,6 +17,7 @@ from appliance.api.errorshapes import EXCEPTION_HANDLERS
 from appliance.api.events import event_routes
 from appliance.api.files import file_routes
 from appliance.api.gate import MAX_WAIT_SECONDS, MAX_WAITING, gated
+from appliance.api.instances import instance_routes
 from appliance.api.models import model_admin_routes
 from appliance.api.ollama import ollama_routes
 from appliance.api.ollama_catalogue import ollama_catalogue_routes
@@ -76,6 +77,7 @@ def create_app(
             *operator_routes(service),
             *policy_routes(service),
             *request_routes(service),
+            *instance_routes(service),
             *model_admin_routes(service, settings),
             *([] if settings is None else config_routes(service, settings)),
             *([] if settings is None else catalogue_routes(service, settings)),

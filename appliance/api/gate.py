@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from appliance.api.auth import Access, Caller, Forbidden, LimitMet, current
+from appliance.api.auth import Access, Caller, Forbidden, LimitMet, Used, current
 from appliance.api.errors import BadRequest
 from appliance.api.keymetrics import WAITING
 from appliance.api.service import (
@@ -123,13 +123,14 @@ class _Gate:
         self._check(meter.key, request.model)
         request = _as_allowed(request, caller, meter.key)
         reserved = self._reserve(meter, request)
-        metered = _Metered(self, request, reserved, meter)
+        metered = _Metered(self, request, reserved, meter, caller.bill)
         try:
             self._admit(metered, waits=caller.waits)
         except BaseException:
             meter.settle(reserved, 0, self._clock())
             raise
-        self._metrics.taken(meter.key.name)
+        if caller.bill is None:
+            self._metrics.taken(meter.key.name)
         return metered
 
     # --- what an operator is shown ---------------------------------------------------------------
@@ -291,7 +292,10 @@ class _Gate:
     ) -> None:
         """A sequence is over that came to so many tokens of prompt and of output."""
         meter.settle(reserved, prompt + output, self._clock())
-        self._metrics.ended(metered.name, prompt, output)
+        if metered.bill is None:
+            self._metrics.ended(metered.name, prompt, output)
+        elif metered.begun:
+            metered.bill.append(Used(prompt, output))
         if metered.waits:
             self._queue.remove(metered.key, metered)
             self._waited(metered)
@@ -301,8 +305,16 @@ class _Gate:
 class _Metered:
     """A sequence of a key, which may have to wait before it begins. Implements `Generation`."""
 
-    def __init__(self, gate: _Gate, request: SubmitRequest, reserved: float, meter: Meter) -> None:
+    def __init__(
+        self,
+        gate: _Gate,
+        request: SubmitRequest,
+        reserved: float,
+        meter: Meter,
+        bill: list[Used] | None,
+    ) -> None:
         self.request = request
+        self.bill = bill
         self.key = meter.key.sha256
         self.name = meter.key.name
         self.alarm: asyncio.TimerHandle | None = None

@@ -20,9 +20,11 @@ from appliance.api.apiexamples import EXAMPLES
 from appliance.api.catalogue import NewModel
 from appliance.api.config import LogLevel, ModelLimits
 from appliance.api.errors import ErrorBody
+from appliance.api.instances import QuarantineReason
 from appliance.api.jsonanswers import json_answer
 from appliance.api.service import (
     Activity,
+    InstanceActivity,
     InstanceVerification,
     ModelActivity,
     RequestActivity,
@@ -36,8 +38,6 @@ REFERENCE: Final = "#/components/schemas/{name}"
 CANNOT_BE_READ: Final = 400
 CANNOT_BE_USED: Final = 422
 
-_ANYWHERE: Final = (400, 401, 403)
-"""A header that cannot be read, no valid key, a key that does not allow it."""
 _EVENTS: Final = {
     "description": "Events, each with an id, until the client leaves or the appliance ends.",
     "content": {"text/event-stream": {"schema": {"description": "Text, as it comes."}}},
@@ -72,6 +72,12 @@ class Models(msgspec.Struct, kw_only=True):
     """All models, in the order of the catalogue."""
 
     models: list[ModelActivity]
+
+
+class Instances(msgspec.Struct, kw_only=True):
+    """All instances."""
+
+    instances: list[InstanceActivity]
 
 
 class Verifications(msgspec.Struct, kw_only=True):
@@ -118,6 +124,16 @@ OPERATIONS: Final = (
         refusals=(404,),
     ),
     Operation("delete", "/api/requests/{name}", "End a request.", Cancelled, refusals=(404,)),
+    Operation("get", "/api/instances", "List the instances.", Instances),
+    Operation("get", "/api/instances/{name}", "One instance.", InstanceActivity, refusals=(404,)),
+    Operation(
+        "post", "/api/instances/{name}/quarantine", "Take it out of service.", InstanceActivity,
+        QuarantineReason, (CANNOT_BE_READ, 404),
+    ),
+    Operation(
+        "post", "/api/instances/{name}/release", "Have it serve again.", InstanceActivity,
+        refusals=(404,),
+    ),
     Operation("get", "/api/models", "List the models.", Models),
     Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
     Operation(
@@ -234,6 +250,9 @@ def document() -> dict[str, Any]:
 def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
     verb = one.path.replace("/api/", "").replace("/{name}", "")
     verb = re.sub(r"\W", "_", verb)
+    refusals = {*one.refusals, *inference.ANYWHERE}
+    if one.body is not None:
+        refusals.add(inference.BODY_STALLS)
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,
@@ -241,7 +260,7 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
             "200": _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer]),
             **{
                 str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
-                for status in sorted({*one.refusals, *_ANYWHERE})
+                for status in sorted(refusals)
             },
         },
     }

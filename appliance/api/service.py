@@ -46,6 +46,13 @@ class ModelExists(Exception):
         self.model = model
 
 
+class InstanceNotFound(Exception):
+    """There is no instance of this number."""
+
+    def __init__(self, number: InstanceId | str) -> None:
+        super().__init__(f"there is no instance {number}; `appliance ps` lists them")
+
+
 class QueueFull(Exception):
     """No room for another request now; trying again after `retry_after_seconds` makes sense."""
 
@@ -82,8 +89,9 @@ class GenerationFailed(Exception):
 
 
 def removed(model: ModelName) -> GenerationFailed:
-    """The model left the catalogue before it got to what was asked of it."""
-    return GenerationFailed("model_removed", f"{model} was removed", 409)
+    """The model left the catalogue before it got to what was asked of it: from now on there is no
+    such model, and to ask again, as official clients do after a 409, would not help."""
+    return GenerationFailed("model_removed", f"{model} was removed", 404)
 
 
 def cancelled() -> GenerationFailed:
@@ -248,10 +256,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether requests make progress; when not, why, in words for the operator."""
+    """Whether requests make progress; when not, why, in words for the operator. `degraded` says
+    what is out of order beside that."""
 
     ok: bool
     reasons: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
 
 
 class GpuActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,7 +283,9 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
     instance: InstanceId
     role: str
     state: str
-    """``starting``, ``up`` or ``lost``."""
+    """``starting``, ``up``, ``lost`` or ``quarantined``."""
+    quarantine: str | None = None
+    """Why it is out of service, if it is."""
     pid: int | None = None
     model: ModelName | None = None
     """The model that runs."""
@@ -528,6 +540,12 @@ class Service(Protocol):
 
     def drain_model(self, name: ModelName, draining: bool) -> None:
         """Refuse new requests for it from now on, or take them again. Raises `ModelNotFound`."""
+
+    def quarantine_instance(self, number: InstanceId, reason: str) -> None:
+        """End its worker, and have others go on with what it had. Raises `InstanceNotFound`."""
+
+    def release_instance(self, number: InstanceId) -> None:
+        """Have it serve again. Raises `InstanceNotFound`."""
 
     def readiness(self) -> Readiness: ...
 

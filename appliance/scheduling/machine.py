@@ -47,6 +47,8 @@ from appliance.vocabulary import (
     FinishReason,
     InstanceId,
     InstanceLost,
+    InstanceQuarantined,
+    InstanceReleased,
     InstanceUp,
     KvMoved,
     KvShape,
@@ -277,7 +279,10 @@ class Machine:
 
     def _place(self, request: RequestState) -> None:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
-        It stays unplaced while no instance is up."""
+        It stays unplaced while no instance is up, and is refused when none will be."""
+        if self.floor.all_quarantined():
+            self._reject(request, "no_instance", self._why_no_instance())
+            return
         if request.kv is not KvPlace.NONE:
             self._place_decode(request)
             return
@@ -331,7 +336,7 @@ class Machine:
         others = [
             other
             for other in self.instances.values()
-            if other is not instance and other.up and other.placement.role is not Role.PREFILL
+            if other is not instance and other.serves and other.placement.role is not Role.PREFILL
         ]
         requests = self.floor.decoding_views(instance) if others else []
         if not requests:
@@ -430,9 +435,33 @@ class Machine:
         instance.restart(self.models, event.slabs)
         instance.up = True
         self._plan()
-        unplaced = [r for r in self.requests.values() if r.stage is Stage.UNPLACED]
-        self._place_all(unplaced)
+        self._place_unplaced()
         return True
+
+    @_on.register
+    def _(self, event: InstanceQuarantined) -> bool:
+        """What it has stays in the books until its worker has ended; then it is as one lost."""
+        self._set_quarantine(event.instance, event.reason)
+        return True
+
+    @_on.register
+    def _(self, event: InstanceReleased) -> bool:
+        self._set_quarantine(event.instance, None)
+        return True
+
+    def _set_quarantine(self, number: InstanceId, reason: str | None) -> None:
+        instance = self.instances[number]
+        instance.quarantine = reason
+        instance.view = None
+        self._plan()
+        self._place_unplaced()
+
+    def _place_unplaced(self) -> None:
+        self._place_all([r for r in self.requests.values() if r.stage is Stage.UNPLACED])
+
+    def _why_no_instance(self) -> str:
+        reasons = [f"instance {i.id}: {i.quarantine}" for i in self.instances.values()]
+        return f"every instance is quarantined ({'; '.join(reasons)}); an operator may release one"
 
     @_on.register
     def _(self, event: InstanceLost) -> bool:
@@ -441,7 +470,8 @@ class Machine:
         self.masters.lost(instance.id)
         for awaited in self._leaving.values():
             (awaited or set()).discard(instance.id)
-        self._blame(instance)
+        if instance.quarantine is None:  # else it is not for what it was at
+            self._blame(instance)
         # Behind the blame, which may end requests whose KV is on its way: nobody reports that now.
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:
             self.host.give_blocks(self._zombies.pop(zombie)[1])

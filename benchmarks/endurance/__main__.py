@@ -85,7 +85,7 @@ def soak(plan: Plan, place: Path) -> Result:
     truths = reference(load_config(write_config(place)), chats)
     file = write_config(place, bind=f"127.0.0.1:{free_port()}")
     # So few that some requests are refused.
-    limit = f"max_queue = {plan.connections}\n"
+    limit = f"max_queue = {plan.connections * 6 // 5}\n"
     text = file.read_text().replace("[api]\n", f"[api]\n{limit}")
     file.write_text(text + MORE.format(embedder=EMBEDDER))
     scratch = place / "tmp"

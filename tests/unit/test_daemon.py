@@ -84,6 +84,12 @@ def token(request: str, number: int, finished: FinishReason | None = None) -> wi
     return wire.Tokens(0, "a", [Produced(request=request, token=number, finished=finished)])
 
 
+def request_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of the line that each request left, whatever else is logged."""
+    records = [record for record in caplog.records if record.name == "appliance.requests"]
+    return [record.fields for record in records]  # type: ignore[attr-defined]
+
+
 def introductions(box: Box, number: int = 0) -> list[tuple[str, tuple[int, ...]]]:
     """The requests a worker was told of, each with its output at that time."""
     sent = box.workers[number].heard(wire.AddSequence)
@@ -1107,16 +1113,63 @@ async def test_a_guide_that_nobody_answers_for_is_not_the_clients_fault(
     prepared(box, 0)
 
 
-async def test_a_guide_that_no_worker_survived_is_not_accepted(make_box: MakeBox) -> None:
-    """It may have been the guide; where another one compiled it, its successor will."""
+async def test_a_guide_whose_worker_dies_is_asked_of_the_next(make_box: MakeBox) -> None:
+    """Its client waits for a worker to be up, and hears nothing of a death."""
     box = make_box()
     box.start()
 
     task = await preparing(box)
     box.workers[0].die()
+    for _ in range(10):  # it gets to where it waits
+        await asyncio.sleep(0)
+    assert not task.done()
+    box.workers[0].greet()
+    box.settle()
+    await until_asked_again(box)
+    prepared(box, 0)
 
-    with pytest.raises(GenerationFailed, match="died"):
+    await task
+
+
+async def until_asked_again(box: Box) -> None:
+    """Until a worker was asked for a second time."""
+    async with asyncio.timeout(10):
+        while len(box.workers[0].heard(wire.PrepareGuide)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_guide_that_no_worker_survives_is_not_accepted(make_box: MakeBox) -> None:
+    """It may be the guide that kills them, so not one worker after the other is asked."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    box.workers[0].die()
+    await asyncio.sleep(0)
+    box.workers[0].greet()
+    box.settle()
+    await until_asked_again(box)
+    box.workers[0].die()
+
+    with pytest.raises(GenerationFailed, match="2 times no worker survived") as caught:
         await task
+    assert caught.value.status == 503
+
+
+async def test_a_guide_that_nobody_is_left_to_compile(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for a worker has an end, too."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    monkeypatch.setattr("appliance.guiding.COMPILE_SECONDS", 0.0)
+    box.workers[0].die()
+
+    with pytest.raises(GenerationFailed, match="no other was up") as caught:
+        await task
+    assert caught.value.status == 503
 
 
 # --- tools ---------------------------------------------------------------------------------------
@@ -1235,8 +1288,8 @@ async def test_a_request_leaves_one_line_and_its_phases(
         streams = [box.ask("ra", "a", output=20), box.ask("rb", "b", output=30)]
         box.settle()
 
-    lines = {record.fields["request"]: record.fields for record in caplog.records}  # type: ignore[attr-defined]
-    assert len(caplog.records) == 2
+    lines = {fields["request"]: fields for fields in request_lines(caplog)}
+    assert len(request_lines(caplog)) == len(lines) == 2
     for stream in streams:
         line, times = lines[stream.id], stream.times
         assert times is not None
@@ -1271,7 +1324,7 @@ async def test_what_is_refused_leaves_a_line_too(
         await box.daemon.drain(0)
         box.settle()
 
-    found = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    found = request_lines(caplog)
     assert [(line["outcome"], line["status"]) for line in found] == [
         ("context_length_exceeded", 400),
         ("shutting_down", 503),
@@ -1311,7 +1364,7 @@ async def test_ages_are_those_of_now(make_box: MakeBox) -> None:
     assert box.samples("appliance_queue_age_seconds") == {"model=a": 7, "model=b": 0}
     assert box.samples("appliance_progress_age_seconds") == {"": 7}
     assert box.samples("appliance_instances") == {
-        "state=starting": 1, "state=up": 0, "state=lost": 0,
+        "state=starting": 1, "state=up": 0, "state=lost": 0, "state=quarantined": 0,
     }  # fmt: skip
 
     box.workers[0].greet()

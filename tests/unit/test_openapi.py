@@ -122,10 +122,11 @@ async def test_the_document_is_whole(client: httpx.AsyncClient) -> None:
 BODIES: dict[str, dict[str, Any]] = {
     "/api/policies": {"use": ["aegaeon"]},
     "/api/log-level": {"level": "info"},
+    "/api/instances/{name}/quarantine": {"reason": "a test"},
     "/api/models/{name}/limits": {"max_queue": 5},
     "/api/models": {"name": "b", "path": "tiny", "max_context": 64},
 }
-NAMES = {"requests": "r", "models": "a", "policies": "serverlessllm"}
+NAMES = {"requests": "r", "models": "a", "instances": "0", "policies": "serverlessllm"}
 
 
 @pytest.mark.parametrize(

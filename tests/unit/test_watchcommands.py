@@ -107,12 +107,21 @@ async def test_a_snapshot_is_everything(box: Box, url: str) -> None:
     async with httpx.AsyncClient() as client:
         found = (await client.get(f"{url}/api/snapshot")).json()
 
-    assert found["readiness"] == {"ok": True, "reasons": []}
+    assert found["readiness"] == {"ok": True, "reasons": [], "degraded": []}
     assert [row["id"] for row in found["requests"]] == ["r"]
     assert [row["model"] for row in found["status"]["models"]] == ["a", "b"]
     assert found["status"]["instances"][0]["state"] == "up"
     assert found["newest_event"] == box.daemon.feed.newest
     box.settle()
+
+
+async def test_top_says_what_is_out_of_order(box: Box, url: str) -> None:
+    """An instance in quarantine, with the reason."""
+    box.daemon.quarantine_instance(0, "its fan is loud")
+
+    result = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--once", "--url", url])
+
+    assert "instance 0 is quarantined: its fan is loud" in result.stdout
 
 
 async def test_events_begin_with_a_snapshot(box: Box, url: str) -> None:
@@ -199,6 +208,8 @@ async def test_everything_that_happens_is_told(box: Box) -> None:
     with pytest.raises(Exception, match="its files are gone"):
         box.ask("r", "a")
     box.settle()
+    box.daemon.quarantine_instance(0, "a test")
+    box.daemon.release_instance(0)
     spec = box.daemon.machine.models["b"]
     gone = box.daemon.remove_model("b", force=True)
     box.settle()
@@ -217,6 +228,8 @@ async def test_everything_that_happens_is_told(box: Box) -> None:
         "model_failed",
         "request_arrived",
         "request_rejected",
+        "instance_quarantined",
+        "instance_released",
         "model_leaving",
         "model_removed",
         "model_added",
