@@ -45,8 +45,8 @@ deb: $(VENV)/.appliance ## A Debian package in dist/ (docs/operations.md)
 
 test: lint test-unit test-coverage results-quick test-engine test-system ## Lint and all tests
 
-test-unit: $(VENV)/.dev ## Fast tests, no engine
-	$(BIN)/python -m pytest -q -n auto tests/unit
+test-unit: $(VENV)/.dev ## Fast tests, no engine; those of the scheduling machine are test-coverage's
+	$(BIN)/python -m pytest -q -n auto $(COVERED:%=--ignore=%) tests/unit
 
 test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every branch of it
 	$(BIN)/python -m pytest -q -n auto $(COVERED) \

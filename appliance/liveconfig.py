@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,7 +108,13 @@ class LiveConfig:
         async with self._changing:
             found = await self._read()
             wanted = tuple(changes(self._running, found))
+            joining = [
+                model.name for model in joining_models(self._running, found) if self._is_free(model)
+            ]
+            served, kv_floor = await asyncio.to_thread(_described, found, joining, self._path)
             await self._apply(found)
+            self._join(found, served, kv_floor)
+            self._leave(found)
             left = tuple(changes(self._running, found))
         applied = tuple(change for change in wanted if change not in left)
         log.info(
@@ -144,15 +150,15 @@ class LiveConfig:
                 row = _complete(row)
             rows[name] = row
             found = await self._read({self._admin_file: _text(rows)})
-            served, kv_floor = await asyncio.to_thread(self._described, found, name)
+            if found.devices != self._running.devices:
+                raise NotSaved(
+                    "[devices] of the files waits for a restart, and whether a model fits depends "
+                    "on it: restart first, or take that change back"
+                )
+            described = await asyncio.to_thread(_described, found, [name], self._admin_file)
             self._daemon.check_free(name)
             await self._write(_text(rows))
-            self._daemon.add_model(served, kv_floor)
-            added = [model for model in found.models if model.name == name]
-            models = (*self._running.models, *added)
-            self._running = msgspec.structs.replace(self._running, models=models)
-            self._deletions.pop(name, None)
-            log.info("model %s was added", name)
+            self._join(found, *described)
             return name
 
     async def remove_model(self, name: ModelName, *, force: bool, files: bool) -> Removal:
@@ -231,19 +237,6 @@ class LiveConfig:
             return False  # or nothing that can be read: that is told of the whole
         return any(isinstance(row, dict) and row.get("name") == name for row in rows)
 
-    def _described(self, found: Config, name: ModelName) -> tuple[ServedModel, int]:
-        """A model as the daemon serves it, and the slabs of the host tier that KV needs with it."""
-        entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in found.models]
-        (index,) = (index for index, model in enumerate(found.models) if model.name == name)
-        model = found.models[index]
-        try:
-            served = served_model(model, entries[index])
-        except TokenizerError as error:
-            remedy = "give a model with a tokenizer in that format"
-            where = (str(self._admin_file), 1, "model.path")
-            raise ConfigError([Problem(*where, str(error), remedy)]) from error
-        return served, kv_floor_slabs(found, entries)
-
     def _folder_of(self, model: Model) -> Path | None:
         """Where its files are, if that is in the folder of models."""
         folder, path = self._running.catalog.folder, Path(model.path).resolve()
@@ -258,6 +251,16 @@ class LiveConfig:
         for of, deletion in deleting.items():
             if path.resolve().is_relative_to(deletion.folder):
                 raise NotSaved(f"{path} is being deleted with {of}")
+
+    def _is_free(self, model: Model) -> bool:
+        """Whether neither the name nor the files are about to go; the log says so if they are."""
+        try:
+            self._daemon.check_free(model.name)
+            self._check_stays(model.name, Path(model.path))
+        except (ModelExists, NotSaved) as error:
+            log.warning("%s is not added yet: %s", model.name, error)
+            return False
+        return True
 
     async def _delete(self, name: ModelName, folder: Path, gone: asyncio.Event) -> None:
         """Delete a model's files when nobody reads them any more, nor will."""
@@ -354,6 +357,51 @@ class LiveConfig:
             )
         self._running = msgspec.structs.replace(self._running, models=tuple(models))
 
+    def _join(self, found: Config, models: Sequence[ServedModel], kv_floor: int) -> None:
+        """Serve these, too, of the models that were read."""
+        names = {served.spec.name for served in models}
+        for served in models:
+            self._daemon.add_model(served, kv_floor)
+            self._deletions.pop(served.spec.name, None)  # one that failed
+            log.info("model %s was added", served.spec.name)
+        added = [model for model in found.models if model.name in names]
+        self._keep((*self._running.models, *added))
+
+    def _leave(self, found: Config) -> None:
+        """Serve those no more that were not read, once their requests have ended; unless nothing
+        else would be served."""
+        read = {model.name for model in found.models}
+        stay = tuple(model for model in self._running.models if model.name in read)
+        if not stay:
+            return
+        for model in self._running.models:
+            if model.name not in read:
+                self._daemon.remove_model(model.name, force=False)
+                log.info("model %s is removed", model.name)
+        self._keep(stay)
+
+    def _keep(self, models: tuple[Model, ...]) -> None:
+        self._running = msgspec.structs.replace(self._running, models=models)
+
+
+def _described(
+    found: Config, names: Collection[ModelName], file: Path
+) -> tuple[list[ServedModel], int]:
+    """These models as the daemon serves them, and the slabs of the host tier that KV needs with all
+    that were read. Raises `ConfigError`, which names `file`, and `CheckpointError`."""
+    entries = [read_checkpoint(model.name, Path(model.path), model.dtype) for model in found.models]
+    described = []
+    for model, entry in zip(found.models, entries, strict=True):
+        if model.name not in names:
+            continue
+        try:
+            described.append(served_model(model, entry))
+        except TokenizerError as error:
+            remedy = "give a model with a tokenizer in that format"
+            where = (str(file), 1, f"model.{model.name}.path")
+            raise ConfigError([Problem(*where, str(error), remedy)]) from error
+    return described, kv_floor_slabs(found, entries)
+
 
 # --- comparing -----------------------------------------------------------------------------------
 
@@ -381,20 +429,39 @@ def as_written(section: Section) -> dict[str, Any]:
     return table
 
 
+def joining_models(running: Config, found: Config) -> list[Model]:
+    """Models of `found` that a reload adds. Whether they fit was read off the devices of `found`:
+    if those wait for a restart, so do they."""
+    if found.devices != running.devices:
+        return []
+    known = {model.name for model in running.models}
+    return [model for model in found.models if model.name not in known]
+
+
+def _moving(running: Config, found: Config) -> set[ModelName]:
+    """Models that a reload adds or takes away; the last one stays."""
+    known = {model.name for model in running.models}
+    read = {model.name for model in found.models}
+    joining = {model.name for model in joining_models(running, found)}
+    return joining | (known - read) if joining or known & read else set()
+
+
 def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
     """What `found` says otherwise, in the order of the file, models by name."""
     old, new = dict(_flat(running)), dict(_flat(found))
+    at_once = _moving(running, found)
     for key in [*old, *(key for key in new if key not in old)]:
         if old.get(key) == new.get(key):
             continue
         model = key[:2]
         if key[0] == "model" and len(key) > 2 and (model not in old or model not in new):
             continue  # the model as a whole is told of
+        moves = key[0] == "model" and len(key) == 2 and key[1] in at_once
         yield ConfigChange(
             key=dotted(key),
             old=old.get(key),
             new=new.get(key),
-            applies="reload" if _applies_at_once(key) else "restart",
+            applies="reload" if moves or _applies_at_once(key) else "restart",
         )
 
 

@@ -414,9 +414,9 @@ class HubSource:
         except PullError:
             raise
         except Exception as error:  # whatever its HTTP client raises
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
             raise PullError(
-                f"{self.name} is no directory here, and the hub does not give it: {reason}"
+                f"{self.name} is no directory here, and the hub does not give it: {kind}: {reason}"
             ) from error
 
 

@@ -9,7 +9,9 @@ greedy, of `--tokens` tokens, and no prompt comes twice to the same server. TTFT
 the request's last byte sent to the first piece that carries a token. The client reads bytes, and
 parses none of them after the first token: it takes the same from both.
 
-A ratio is of one round; what is written is the median of them, and all of them.
+A ratio is of one round; what is written is the median of them, and all of them. Beside them stands
+what the servers took of the processors for 1000 tokens, prompts included: the process that speaks
+HTTP, and those behind it. Unlike times, that hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -45,21 +48,32 @@ WORDS = ("river", "bridge", "glass", "winter", "map", "night", "copper", "letter
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a client saw of one server: requests per second, and each request's TTFT, seconds."""
+    """What a client saw of one server: requests per second, and each request's TTFT, seconds. And
+    what the server took of the processors for it, seconds: in front, and behind that."""
 
+    requests: int
     requests_per_second: float
     ttfts_seconds: list[float]
+    front_seconds: float
+    engine_seconds: float
 
     @property
     def ttft_seconds(self) -> float:
         return statistics.median(self.ttfts_seconds)
 
 
+class Server(NamedTuple):
+    """Where one listens; its process is the one that speaks HTTP."""
+
+    pid: int
+    port: int
+
+
 class Client:
     """Chats with one server, a connection for each that is under way at once."""
 
-    def __init__(self, port: int, model: str, tokens: int, prompt_words: int) -> None:
-        self._port = port
+    def __init__(self, server: Server, model: str, tokens: int, prompt_words: int) -> None:
+        self._pid, self._port = server
         self._model = model
         self._tokens = tokens
         self._prompt_words = prompt_words
@@ -77,9 +91,13 @@ class Client:
             writer.close()
             await writer.wait_closed()
 
-        began = time.perf_counter()
+        taken, began = processor_seconds(self._pid), time.perf_counter()
         await asyncio.gather(*(one_after_the_other() for _ in range(min(batch, requests))))
-        return Round(requests / (time.perf_counter() - began), ttfts)
+        seconds = time.perf_counter() - began
+        front, behind = (
+            now - before for before, now in zip(taken, processor_seconds(self._pid), strict=True)
+        )
+        return Round(requests, requests / seconds, ttfts, front, behind)
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
         """The TTFT of one chat that has been read to its end."""
@@ -118,14 +136,37 @@ class Client:
         return head.encode() + body
 
 
+def processor_seconds(pid: int) -> tuple[float, float]:
+    """What a process took of the processors so far, and what those took that descend from it."""
+    front = 0.0
+    total = 0.0
+    waiting = [pid]
+    while waiting:
+        process = Path(f"/proc/{waiting.pop()}")
+        try:
+            # The name of a process is in brackets, and may hold anything.
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            waiting += [
+                int(child)
+                for thread in (process / "task").iterdir()
+                for child in (thread / "children").read_text().split()
+            ]
+        except OSError:  # gone meanwhile
+            continue
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        front = front or seconds
+        total += seconds
+    return front, total - front
+
+
 def _has_token(line: bytes) -> bool:
     choices = json.loads(line[6:])["choices"]
     return any(choice.get("token_ids") for choice in choices)
 
 
 @contextmanager
-def plain_vllm(directory: Path, model: str) -> Iterator[int]:
-    """`vllm serve` with this checkpoint; its port."""
+def plain_vllm(directory: Path, model: str) -> Iterator[Server]:
+    """`vllm serve` with this checkpoint."""
     port = free_port()
     # What `vllm serve` runs; the command itself wants a distribution that is called vllm.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -151,7 +192,7 @@ def plain_vllm(directory: Path, model: str) -> Iterator[int]:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"`vllm serve` did not start:\n{log.read_text()[-4000:]}")
             time.sleep(0.2)
-        yield port
+        yield Server(server.pid, port)
     finally:
         server.terminate()
         server.wait(60)
@@ -191,14 +232,25 @@ def ratios(rounds: Sequence[dict[str, Round]]) -> dict[str, list[float]]:
     }
 
 
-def report(batch: int, rounds: Sequence[dict[str, Round]]) -> dict[str, object]:
-    """The figures of one batch size; printed, too."""
+def report(batch: int, rounds: Sequence[dict[str, Round]], tokens: int) -> dict[str, object]:
+    """The figures of one batch size, of answers of so many tokens; printed, too."""
     found: dict[str, object] = {"batch": batch}
     for name in ("appliance", "vllm"):
         rate = statistics.median(r[name].requests_per_second for r in rounds)
         ttft = statistics.median(r[name].ttft_seconds for r in rounds)
-        found[name] = {"requests_per_second": round(rate, 3), "ttft_seconds": round(ttft, 5)}
-        print(f"batch {batch:3} {name:10} {rate:8.2f} requests/s, TTFT {1e3 * ttft:8.2f} ms")
+        kilotokens = tokens * sum(r[name].requests for r in rounds) / 1000
+        front = sum(r[name].front_seconds for r in rounds) / kilotokens
+        engine = sum(r[name].engine_seconds for r in rounds) / kilotokens
+        found[name] = {
+            "requests_per_second": round(rate, 3),
+            "ttft_seconds": round(ttft, 5),
+            "front_seconds_per_1000_tokens": round(front, 3),
+            "engine_seconds_per_1000_tokens": round(engine, 3),
+        }
+        print(
+            f"batch {batch:3} {name:10} {rate:8.2f} requests/s, TTFT {1e3 * ttft:8.2f} ms, "
+            f"processors {front:.2f} + {engine:.2f} s per 1000 tokens"
+        )
     for name, all_of_them in ratios(rounds).items():
         median = statistics.median(all_of_them)
         found[f"{name}_ratio"] = round(median, 3)
@@ -236,16 +288,16 @@ def main() -> None:
         )
         config = load_config(file)
         with (
-            running_daemon(file, config) as (url, _),
-            plain_vllm(directory, options.model) as port,
+            running_daemon(file, config) as (url, pid),
+            plain_vllm(directory, options.model) as plain,
         ):
-            ours = int(url.rpartition(":")[2])
+            ours = Server(pid, int(url.rpartition(":")[2]))
             clients = {
-                name: Client(where, options.model, options.tokens, options.prompt_words)
-                for name, where in (("appliance", ours), ("vllm", port))
+                name: Client(server, options.model, options.tokens, options.prompt_words)
+                for name, server in (("appliance", ours), ("vllm", plain))
             }
             seen = asyncio.run(compare(clients, options.batches, options.rounds, options.requests))
-    found = [report(batch, rounds) for batch, rounds in seen.items()]
+    found = [report(batch, rounds, options.tokens) for batch, rounds in seen.items()]
     if options.json is not None:
         asked = {
             "model": options.model,

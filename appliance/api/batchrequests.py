@@ -148,6 +148,7 @@ class BatchRequests:
             if isinstance(outcome, LineDone):
                 await run.scribe.write(outcome)
                 run.tries.pop(turn.request, None)
+                self._access.count(current.get())
                 self._metrics.request_done(outcome.ok)
             else:
                 wait_seconds = outcome

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import ollama
 from click.testing import CliRunner
 
 from appliance import journal
@@ -16,62 +23,126 @@ from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, send
 from appliance.vocabulary import ModelAdded, ModelRemoved
+from tests.hub import hub
+
+CONFIGURED = ("llama-a", "llama-b", "llama-c")
+LEAVING, PULLED, FROM_HUB = "llama-a", "qwen3-a", "qwen2-b"
+PACKED, TWIN = "packed", "twin"
+"""A model that comes as an archive, and one that the files have from some time on."""
+PATIENCE_SECONDS = 120
+FIT = ("--max-context", "1024", "--dtype", "float32")
 
 
-def test_a_model_comes_and_goes_under_load(
+def test_models_come_and_go_under_load(
     checkpoints: Path, tmp_path: Path, chats: list[Chat], expected: dict[Chat, list[int]]
 ) -> None:
-    """One is pulled, asked, and removed again with its files, another is removed while its requests
-    run: every answer is token for token plain vLLM's, and the journal replays."""
+    """They come from a directory, an archive, a hub (one of our own) and the configuration; they go
+    by command, by Ollama's client and with their table, one while its requests run. Every answer is
+    token for token plain vLLM's, and the journal replays."""
     file, record = tmp_path / "appliance.toml", tmp_path / "journal"
-    text = write_config(
-        checkpoints, policy="appliance", instances=1, bind=f"127.0.0.1:{free_port()}"
-    ).read_text()
-    head, *tables = text.split("[[model]]")
-    names = sorted({chat.model for chat in chats})
-    leaving, joining = names[0], names[-1]
-    kept = [table for table in tables if f'"{joining}"' not in table]
-    journals = f"[journal]\npath = {str(record)!r}\n\n[catalog]\nfolder = 'pulled'\n\n"
-    file.write_text("[[model]]".join([f"{head}{journals}", *kept]))
-    asked = [chat for chat in chats if chat.model in names[:3]][:12]
-    late = [chat for chat in chats if chat.model == joining][:3]
+    bind = f"127.0.0.1:{free_port()}"
+    text = write_config(checkpoints, CONFIGURED, policy="appliance", instances=1, bind=bind)
+    tables = f"[journal]\npath = {str(record)!r}\n\n[catalog]\nfolder = 'pulled'\n\n"
+    configured = text.read_text().replace("[[model]]", f"{tables}[[model]]", 1)
+    file.write_text(configured)
+    twin = (
+        f'\n[[model]]\nname = "{TWIN}"\npath = {str(checkpoints / "llama-c")!r}\n'
+        'max_context = 1024\ndtype = "float32"\n'
+    )
+    with tarfile.open(tmp_path / f"{PACKED}.tar", "w") as archive:
+        archive.add(checkpoints / "qwen2-a", PACKED)
+
+    asked = [chat for chat in chats if chat.model in CONFIGURED][:12]
+    twins = {replace(c, model=TWIN): expected[c] for c in chats if c.model == "llama-c"}
+    answers = expected | twins
+    late = [
+        chat
+        for name in (PULLED, FROM_HUB, TWIN)
+        for chat in [chat for chat in answers if chat.model == name][:3]
+    ]
 
     def run(url: str, *line: str) -> str:
         result = CliRunner().invoke(cli, [*line, "--url", url])
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    async def load(url: str) -> tuple[list[Answer], list[Answer]]:
-        """All that is asked of the first models; what is pulled meanwhile is asked, too."""
+    def pull_and_reload(url: str) -> str:
+        run(url, "pull", str(checkpoints / PULLED), *FIT)
+        file.write_text(configured + twin)
+        return run(url, "reload")
+
+    async def load(url: str, endpoint: str) -> tuple[list[Answer], list[Answer]]:
+        """All that is asked of the first models; what comes meanwhile is asked, too."""
         begun = asyncio.Semaphore(0)
         sending = asyncio.create_task(send(url, asked, lambda _: begun.release()))
         for _ in range(20):
             await begun.acquire()
-        source = str(checkpoints / joining)
-        line = ["pull", source, "--max-context", "1024", "--dtype", "float32"]
-        await asyncio.to_thread(run, url, *line)
-        removing = asyncio.create_task(asyncio.to_thread(run, url, "rm", leaving, "--json"))
-        answers = await send(url, late, lambda _: None)
+        reloaded, packed, _ = await asyncio.gather(
+            asyncio.to_thread(pull_and_reload, url),
+            asyncio.to_thread(ollama.Client(url).pull, str(tmp_path / f"{PACKED}.tar")),
+            asyncio.to_thread(pull_from_hub, url, endpoint),
+        )
+        assert (reloaded.splitlines()[0], packed.status) == (
+            "1 applied, 0 wait for a restart",
+            "success",
+        )
+        removing = asyncio.create_task(asyncio.to_thread(run, url, "rm", LEAVING, "--json"))
+        answered = await send(url, late, lambda _: None)
         assert json.loads(await removing)["live"] > 0
-        return await sending, answers
+        return await sending, answered
 
     config = load_config(file)
-    with running_daemon(file, config) as (url, _):
-        first, second = asyncio.run(load(url))
+    with (
+        hub({f"demo/{FROM_HUB}": checkpoints / FROM_HUB}) as endpoint,
+        running_daemon(file, config) as (url, _),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        first, second = asyncio.run(load(url, endpoint))
         answered = [*first, *second]
         assert [answer.error for answer in answered] == [None] * len(answered)
-        assert [answer.tokens for answer in answered] == [expected[chat] for chat in asked + late]
+        assert [answer.tokens for answer in answered] == [answers[chat] for chat in asked + late]
 
-        assert (tmp_path / "pulled" / joining).is_dir()
-        assert run(url, "rm", joining, "--yes") == f"{joining} is gone; its files are deleted\n"
-        (again,) = asyncio.run(send(url, late[:1], lambda _: None))
+        llama = ollama.Client(url)
+        said = llama.generate(PACKED, "Once", options={"num_predict": 4, "temperature": 0})
+        assert said.eval_count
+        llama.delete(PACKED)
+        file.write_text(configured)
+        assert run(url, "reload").startswith("1 applied, 0 wait")
+        assert (tmp_path / "pulled" / PULLED).is_dir()
+        assert run(url, "rm", PULLED, "--yes") == f"{PULLED} is gone; its files are deleted\n"
+        for name in (LEAVING, PACKED, TWIN):
+            until_gone(client, name)
+        (again,) = asyncio.run(send(url, [late[-1]], lambda _: None))
         assert again.error is not None
         assert json.loads(again.error)["error"]["code"] == "model_not_found"
-        held = httpx.get(f"{url}/api/status", timeout=10).json()["instances"][0]["pool_bytes"]
-        assert not [owner for owner in held if leaving in owner or joining in owner]
-    served = {model.name for model in load_config(file).models}
-    assert served == set(names) - {leaving, joining}
+        held = client.get("/api/status").json()["instances"][0]["pool_bytes"]
+        gone = {LEAVING, PULLED, PACKED, TWIN}
+        assert not [owner for owner in held if owner.partition(":")[2] in gone]
+        assert client.post("/api/config/check").json()["changes"] == []
+    assert {model.name for model in load_config(file).models} == {"llama-b", "llama-c", FROM_HUB}
+    assert [path.name for path in (tmp_path / "pulled").iterdir()] == [FROM_HUB]
     events = [entry.event for entry in journal.read(record)[1]]
-    assert sum(isinstance(event, ModelAdded) for event in events) == 1
-    assert sum(isinstance(event, ModelRemoved) for event in events) == 2
+    assert sum(isinstance(event, ModelAdded) for event in events) == 4
+    assert sum(isinstance(event, ModelRemoved) for event in events) == 4
     assert journal.replay(record)[1] == []
+
+
+def pull_from_hub(url: str, endpoint: str) -> None:
+    """In a process of its own: where its hub is, the client reads when it is imported."""
+    command = [sys.executable, "-m", "appliance", "pull", f"demo/{FROM_HUB}", "--url", url]
+    done = subprocess.run(
+        [*command, "--name", FROM_HUB, *FIT],
+        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def until_gone(client: httpx.Client, name: str) -> None:
+    """Until nothing is left of a model, nor of its files."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while client.get(f"/api/models/{name}").status_code != httpx.codes.NOT_FOUND:
+        assert time.monotonic() < deadline, f"{name} does not go"
+        time.sleep(0.05)

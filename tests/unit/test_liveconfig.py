@@ -277,8 +277,8 @@ async def test_differences_are_told_with_what_they_need(
         "policy.use": (["serverlessllm"], ["aegaeon"], "reload"),
         "policy.aegaeon.max_group": (None, 4, "reload"),
         "model.tiny.slo.ttft": ("3s", "4s", "reload"),
-        "model.org/tiny": (str(path.parent / "tiny"), None, "restart"),
-        "model.more": (None, str(path.parent / "more"), "restart"),
+        "model.org/tiny": (str(path.parent / "tiny"), None, "reload"),
+        "model.more": (None, str(path.parent / "more"), "reload"),
     }
 
 
