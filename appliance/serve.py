@@ -71,6 +71,7 @@ async def _serve(config: Config, path: Path) -> int:
     if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
         os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
     settings = LiveConfig(daemon, config, path)
+    await settings.finish_deletions()
     server = make_server(daemon, config, settings)
     admin = make_admin_server(server, config)
     lifetime = Lifetime(
