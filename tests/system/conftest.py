@@ -28,7 +28,14 @@ CHATS_PER_MODEL = 8
 MEMORY_BYTES = 48 << 20
 
 
-LONGEST = ("test_kills", "test_ranks", "test_demo", "test_restart", "test_catalogue")
+LONGEST = (
+    "test_kills",
+    "test_ranks",
+    "test_demo",
+    "test_endurance",
+    "test_restart",
+    "test_catalogue",
+)
 """Files that begin first, so that no process is left alone with one at the end."""
 SHARING = ("test_dialects", "test_guides_and_tools", "test_openai_client", "test_thinking")
 """Files that share a daemon, which begin last: it is not there beside those of others."""

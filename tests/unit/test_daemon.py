@@ -38,9 +38,11 @@ from appliance.engines.protocol import (
     Sampling,
     Verdict,
 )
+from appliance.feed import NoticeKind
 from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup, read, replay
 from appliance.policywords import Missed
+from appliance.scheduling.machine import MAX_BUILD_LOSSES
 from appliance.serve import share_cpus
 from appliance.vocabulary import (
     Command,
@@ -897,30 +899,34 @@ async def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
     assert shown.residency == {"0": "loaded", "1": "stored"}
 
 
+def without_counts(box: Box) -> InstanceActivity:
+    """The only instance, less what it did so far."""
+    (shown,) = box.daemon.activity().instances
+    return msgspec.structs.replace(shown, computing_seconds=0.0, moved_bytes={})
+
+
 async def test_activity_of_instances(make_box: MakeBox) -> None:
     """Starting, up with its process, model and pool, lost, and up again."""
     box = make_box()
     started = InstanceActivity(instance=0, role="mixed", state="starting")
-    assert box.daemon.activity().instances == (started,)
+    assert without_counts(box) == started
     box.start()
     box.ask("r", "a")
     box.settle()
     box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 6, {}, 0))
 
-    assert box.daemon.activity().instances == (
-        InstanceActivity(
-            instance=0,
-            role="mixed",
-            state="up",
-            pid=PID,
-            model="a",
-            pool_bytes={"free": 20000},
-            pool_high_water_bytes=6000,
-        ),
+    assert without_counts(box) == InstanceActivity(
+        instance=0,
+        role="mixed",
+        state="up",
+        pid=PID,
+        model="a",
+        pool_bytes={"free": 20000},
+        pool_high_water_bytes=6000,
     )
     box.workers[0].die()
     lost = InstanceActivity(instance=0, role="mixed", state="lost")
-    assert box.daemon.activity().instances == (lost,)
+    assert without_counts(box) == lost
     box.workers[0].greet()
     assert box.daemon.activity().instances[0].pid == PID + 1
     assert box.daemon.activity().instances[0].state == "up"
@@ -1269,6 +1275,29 @@ async def test_a_worker_that_is_not_there_is_no_reason_to_end(make_box: MakeBox)
     box.workers[0].greet()
     box.settle()
     assert len(await tokens_of(stream)) == 5
+
+
+async def test_a_model_that_the_machine_gives_up_is_named(
+    make_box: MakeBox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model whose building ends worker after worker: in the log and in the feed, once."""
+    box = make_box()
+    before = box.daemon.feed.newest
+    box.daemon.start()
+    for _ in range(MAX_BUILD_LOSSES):
+        box.workers[0].greet()
+        box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+
+    told = f"its worker died {MAX_BUILD_LOSSES} times while the engine was built"
+    notices = [notice for notice in box.daemon.feed._ring if notice.number > before]
+    failed = [notice.facts for notice in notices if notice.kind is NoticeKind.MODEL_FAILED]
+    assert failed == [{"model": "a", "reason": told}]
+    assert caplog.text.count(f"model a cannot be served: {told}") == 1
+    stream = box.ask("r", "b")
+    box.settle()
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5]
 
 
 # --- what a request leaves behind ----------------------------------------------------------------
