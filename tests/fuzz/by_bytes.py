@@ -49,7 +49,9 @@ _REST_SECONDS: Final = 10.0
 """How long the target may take until nothing lives any more."""
 
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n")
-_BY_NAME: Final = re.compile(rb"is being drained|shutting down|was cancelled|model_draining")
+_BY_NAME: Final = re.compile(
+    rb"is being drained|shutting down|was cancelled|model_draining|is quarantined"
+)
 
 
 class Finding(NamedTuple):
@@ -146,6 +148,8 @@ class _Run:
                 for verb in ("resume", "load"):
                     await self._operator.post(f"/api/models/{model}/{verb}")
                 await self._operator.put(f"/api/models/{model}/limits", json={"max_queue": 100})
+            for instance in range(2):
+                await self._operator.post(f"/api/instances/{instance}/release")
             await self._operator.put("/api/policies", json={"use": ["serverlessllm"]})
             if self.cases % _ANOTHER_BATCH_EVERY < _MEND_EVERY:
                 await self._begin_batch()

@@ -123,7 +123,7 @@ class Whole:
         self._box = Box(
             monkeypatch,
             _Known(models),
-            setup_of(models),
+            setup_of(models, instances=2),
             limits=Limits(queue=8, progress_seconds=60.0),
         )
         served = self._box.daemon._served
@@ -183,6 +183,8 @@ class Whole:
         box = self._box
         while True:
             box.now = max(box.now, time.monotonic() - self._began)
+            for worker in box.workers.values():
+                worker.obey()
             box.settle()
             if not box.daemon.requests():
                 box.world.lives.clear()
@@ -218,6 +220,13 @@ class _Worker(WorkerDouble):
 
     logprobs: ClassVar[dict[str, int | None]] = {}
     """How many each request wants beside that of the token itself, if any."""
+
+    def obey(self) -> None:
+        """End if that is wanted, or begin again."""
+        if self.held and self.double is not None:
+            self.die()
+        elif not self.held and self.double is None:
+            self.greet()
 
     def _translate(self, event: Event) -> wire.Up:
         message = super()._translate(event)
