@@ -148,8 +148,6 @@ class _Run:
                 for verb in ("resume", "load"):
                     await self._operator.post(f"/api/models/{model}/{verb}")
                 await self._operator.put(f"/api/models/{model}/limits", json={"max_queue": 100})
-            for instance in range(2):
-                await self._operator.post(f"/api/instances/{instance}/release")
             await self._operator.put("/api/policies", json={"use": ["serverlessllm"]})
             if self.cases % _ANOTHER_BATCH_EVERY < _MEND_EVERY:
                 await self._begin_batch()

@@ -123,7 +123,7 @@ class Whole:
         self._box = Box(
             monkeypatch,
             _Known(models),
-            setup_of(models, instances=2),
+            setup_of(models),
             limits=Limits(queue=8, progress_seconds=60.0),
         )
         served = self._box.daemon._served
@@ -183,8 +183,11 @@ class Whole:
         box = self._box
         while True:
             box.now = max(box.now, time.monotonic() - self._began)
-            for worker in box.workers.values():
-                worker.obey()
+            for number, worker in box.workers.items():
+                if worker.held:  # in quarantine; the fuzzing goes on
+                    worker.die()
+                    box.daemon.release_instance(number)
+                    worker.greet()
             box.settle()
             if not box.daemon.requests():
                 box.world.lives.clear()
@@ -220,13 +223,6 @@ class _Worker(WorkerDouble):
 
     logprobs: ClassVar[dict[str, int | None]] = {}
     """How many each request wants beside that of the token itself, if any."""
-
-    def obey(self) -> None:
-        """End if that is wanted, or begin again."""
-        if self.held and self.double is not None:
-            self.die()
-        elif not self.held and self.double is None:
-            self.greet()
 
     def _translate(self, event: Event) -> wire.Up:
         message = super()._translate(event)
