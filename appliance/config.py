@@ -303,8 +303,9 @@ class Batches(Section, kw_only=True):
     max_stored_bytes: Annotated[
         Bytes,
         Meta(
-            description="All files together, outputs too. An upload that would go beyond it is "
-            "refused, and every new batch once outputs went beyond it; an output never is."
+            description="All files and logs of batches together. An upload that would go beyond it "
+            "is refused; once answers went beyond it, new batches are, and others stand still. "
+            "What is done is always written to files."
         ),
     ] = msgspec.field(default=Bytes(10 << 30), name="max_stored")
     keep_days: Annotated[

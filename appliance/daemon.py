@@ -11,10 +11,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial, singledispatchmethod
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,12 +24,12 @@ from appliance import wire
 from appliance.api.metrics import Metrics
 from appliance.api.service import (
     Activity,
+    Decision,
     Generation,
     GenerationFailed,
     InstanceActivity,
     InstanceVerification,
     Interpretation,
-    KvShapeActivity,
     KvTierActivity,
     ModelActivity,
     ModelCard,
@@ -49,13 +49,14 @@ from appliance.api.service import (
 from appliance.dialogue import Parsers
 from appliance.engines.protocol import Guide, KvBytes
 from appliance.feed import Feed, Notice, NoticeKind
-from appliance.fragmentation import KvMeter, by_shape, fragmentation, together
+from appliance.fragmentation import KvMeter, by_shape
 from appliance.generation import RequestStream
 from appliance.gpuwatch import GpuWatch
 from appliance.guiding import GuideChecks, GuideUnanswered
 from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
+from appliance.pace import Pace
 from appliance.policies import installed
 from appliance.policyguard import BUDGET_SECONDS
 from appliance.policystack import PolicyStack
@@ -69,6 +70,8 @@ from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.reasons import wait_reason
 from appliance.scheduling.state import BuildJob, InstanceState, PrefillJob
+from appliance.shown import gpu_activities, host_bytes, kv_tier, kv_uses
+from appliance.spans import HOOKS, MOST_PLANNED, Spans
 from appliance.timekeeper import Timekeeper
 from appliance.tokens import Tokenizer
 from appliance.verification import Verifications
@@ -113,6 +116,7 @@ if TYPE_CHECKING:
 RETRY_AFTER_SECONDS = 1.0
 WATCHDOG_PATIENCE = 10
 """Times the progress deadline without any sign of a worker until the daemon counts as stuck."""
+COMPUTED = (Stage.RUNNING, Stage.PREFILLING)
 REJECTION_STATUS = {
     "model_not_found": 404,
     "context_length_exceeded": 400,
@@ -229,6 +233,9 @@ class Daemon:
         self._host_meter = KvMeter()
         self._traces = traces
         self._times = Timekeeper(keeps_stretches=traces is not None)
+        began = time.time() - clock()
+        self._spans = Spans(list(self.machine.instances), lambda at: began + at)
+        self._paces: defaultdict[ModelName, Pace] = defaultdict(Pace)
         self._verifications = Verifications(self._send_verify, self._images)
         self._guides = GuideChecks(self._send_guide)
         self._interpreter = Interpreter()
@@ -268,6 +275,8 @@ class Daemon:
         )
         gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
         self._gpus = GpuWatch(gpus) if gpus else None
+        self._devices = devices
+        self._runtime_slabs = runtime_slabs
 
     def start(self) -> None:
         """Start the workers; requests are taken at once. The host tier's pages are brought in and
@@ -442,8 +451,9 @@ class Daemon:
             version=appliance.__version__,
             uptime_seconds=self._clock() - self._started,
             instances=tuple(self._instance_activity(i) for i in self.machine.instances.values()),
-            models=tuple(self._model_activity(name) for name in self._served),
+            models=self._model_activities(),
             kv=self._kv_activity(),
+            host_bytes=host_bytes(self.machine.host),
         )
 
     def requests(self) -> list[RequestActivity]:
@@ -545,6 +555,7 @@ class Daemon:
         """Those that the machine has forgotten."""
         for name in [name for name in self._leaving if name not in self.machine.models]:
             del self._served[name], self._live[name], self._preemptions_counted[name]
+            self._paces.pop(name, None)
             for number, worker in self.workers.items():
                 worker.drop(name)
                 self._prefetched.get(number, set()).discard(name)
@@ -583,6 +594,7 @@ class Daemon:
             readiness=self.readiness(),
             status=self.activity(),
             requests=tuple(self.requests()),
+            spans=self._spans.shown(),
         )
 
     def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
@@ -638,13 +650,15 @@ class Daemon:
         finally:
             self.metrics_of_run.decision(type(event).__name__, time.perf_counter() - began)
             self._write_down(now, event, commands)
-        self._follow(now, commands)
+        self._follow(now, commands, type(event).__name__)
 
-    def _follow(self, now: float, commands: list[Command]) -> None:
+    def _follow(self, now: float, commands: list[Command], after: str) -> None:
         if self.machine.failed.keys() != self._failed:
             self._note_failures()
         for command in commands:
             self._times.ordered(command, now)
+            if type(command) in HOOKS:
+                self._spans.ordered(command, now, self._explain(command, after))
             self._perform(command)
         self._set_alarm(now)
         self._policies.note_faults()
@@ -702,11 +716,25 @@ class Daemon:
                 commands = self.machine.set_policy(stack, now)
             finally:
                 self._write_down(now, PolicyChosen(choice=choice), commands)
-            self._follow(now, commands)
+            self._follow(now, commands, PolicyChosen.__name__)
 
         if self._broken:
             raise _shutting_down()
         self._do(swap)
+
+    def _explain(self, command: Command, after: str) -> Decision:
+        """What led to a command that a span begins with."""
+        hook = HOOKS[type(command)]
+        if hook is None:
+            return Decision(after=after)
+        instance: InstanceId = command.instance  # type: ignore[attr-defined]
+        work = self.machine.instances[instance].work
+        return Decision(
+            after=after,
+            hook=hook,
+            policy=self._policies.stack.answered(hook, instance),
+            plan=tuple((turn.model, turn.quota_seconds) for turn in islice(work, MOST_PLANNED)),
+        )
 
     def _set_alarm(self, now: float) -> None:
         """Be woken when the machine has something to do that no event brings about."""
@@ -767,6 +795,7 @@ class Daemon:
         self.feed.tell(NoticeKind.INSTANCE_LOST, instance=instance)
         self._known[instance] = set()
         self._times.lost(instance, self._clock())
+        self._spans.lost(instance, self._clock())
         self._tell(InstanceLost(instance=instance))
 
     def _on_stillborn(self, instance: InstanceId, deaths: int) -> None:
@@ -798,18 +827,23 @@ class Daemon:
     def _measure(self, stream: RequestStream, now: float, tokens: int) -> None:
         model = stream.request.model
         due = stream.arrived + stream.slo.ttft_seconds + len(stream.output) * stream.slo.tbt_seconds
-        stream.late += tokens * (now > due)
+        pace, late = self._paces[model], now > due
+        pace.token(now, tokens, late=late)
+        stream.late += tokens * late
         if stream.output:
             self.metrics_of_run.tokens(model, 1, now - stream.newest)
+            pace.next_token(now, now - stream.newest)
         else:
             stream.first = now
             prompt = len(stream.request.prompt)
+            pace.first_token(now, now - stream.arrived)
             self.metrics_of_run.first_token(model, prompt, tokens, now - stream.arrived)
         stream.newest = now
 
     def _observe(self, event: Event) -> None:
         """What a worker reports beside what the machine needs to know."""
         self._times.reported(event, self._clock())
+        self._spans.reported(event, self._clock())
         if isinstance(event, KvMoved):
             self.metrics_of_run.kv_swapped(event.direction, event.model, event.moved_bytes)
             if event.moved:
@@ -1014,21 +1048,45 @@ class Daemon:
             model=self._running.get(instance.id),
             pool_bytes={} if report is None else {k: n * size for k, n in report.slabs.items()},
             pool_high_water_bytes=0 if report is None else report.high_water_slabs * size,
+            runtime_bytes=self._runtime_slabs * size,
+            prefetched=tuple(sorted(self._prefetched.get(instance.id, ()))),
+            computing_seconds=self._spans.work[instance.id].computing_seconds,
+            switches=self._spans.work[instance.id].switches,
+            moved_bytes=dict(self._spans.work[instance.id].moved_bytes),
+            gpus=()
+            if self._gpus is None
+            else gpu_activities(self._gpus.readings, self._devices[instance.id]),
         )
 
     def _model_activity(self, name: ModelName) -> ModelActivity:
+        mine = [r for r in self.machine.requests.values() if r.model == name]
+        running = sum(r.stage in COMPUTED for r in mine)
+        return self._activity_of(name, running, len(mine) - running)
+
+    def _model_activities(self) -> tuple[ModelActivity, ...]:
+        """All of them, for which every request is looked at once."""
+        live = self.machine.requests.values()
+        everybody = Counter([request.model for request in live])
+        running = Counter([request.model for request in live if request.stage in COMPUTED])
+        return tuple(
+            self._activity_of(name, running[name], everybody[name] - running[name])
+            for name in self._served
+        )
+
+    def _activity_of(self, name: ModelName, running: int, waiting: int) -> ModelActivity:
         served = self._served[name]
         spec = served.spec
-        mine = [r for r in self.machine.requests.values() if r.model == name]
-        running = sum(r.stage in (Stage.RUNNING, Stage.PREFILLING) for r in mine)
+        pace = self._paces[name]
         return ModelActivity(
             model=name,
             state=self._state(name),
             residency=self._residency(name),
             running=running,
-            waiting=len(mine) - running,
+            waiting=waiting,
             draining=spec.draining,
             wanted=name in self.machine.foreman.wishes,
+            output_tokens=pace.output_tokens,
+            lately=pace.lately(self._clock()),
             terms=ModelTerms(
                 slo=spec.slo,
                 batch_slo=spec.batch_slo,
@@ -1058,7 +1116,7 @@ class Daemon:
             for shape, (used, slabs) in ledger.kv_use().items()
         )
         host_peak = ledger.peak_kv_slabs * self._setup.slab_bytes
-        return {"device": _tier(device, device_peak), "host": _tier(host, host_peak)}
+        return {"device": kv_tier(device, device_peak), "host": kv_tier(host, host_peak)}
 
     def _refresh_metrics(self) -> None:
         """Bring what is counted elsewhere into the registry."""
@@ -1084,9 +1142,9 @@ class Daemon:
         for tier, kv in self._kv_activity().items():
             shapes = {shape: use.fragmentation for shape, use in kv.shapes.items()}
             metrics.kv_fragmentation(tier, shapes, kv.fragmentation)
-            metrics.kv(tier, _kv_uses(kv))
-        for name in self._served:
-            activity = self._model_activity(name)
+            metrics.kv(tier, kv_uses(kv))
+        for activity in self._model_activities():
+            name = activity.model
             metrics.queues(name, activity.running, activity.waiting)
             for _ in range(self.machine.preemptions[name] - self._preemptions_counted[name]):
                 metrics.preemption(name)
@@ -1104,31 +1162,6 @@ class Daemon:
                 waits[request.model] = max(waits[request.model], now - request.arrived)
         oldest = self.machine.oldest_progress()
         self.metrics_of_run.ages(waits, 0.0 if oldest is None else now - oldest)
-
-
-def _kv_uses(kv: KvTierActivity) -> dict[tuple[str, str], int]:
-    """Bytes by shape and use."""
-    return {
-        (shape, use): size
-        for shape, activity in kv.shapes.items()
-        for use, size in (
-            ("mapped", activity.mapped_bytes),
-            ("used", activity.used_bytes),
-            ("cold", activity.cold_bytes),
-        )
-    }
-
-
-def _tier(shapes: Mapping[int, KvBytes], peak_bytes: int) -> KvTierActivity:
-    overall = together(shapes.values())._replace(peak_bytes=peak_bytes)
-    return KvTierActivity(
-        fragmentation=fragmentation(overall),
-        shapes={
-            str(shape): KvShapeActivity(**use._asdict(), fragmentation=fragmentation(use))
-            for shape, use in shapes.items()
-            if use.peak_bytes
-        },
-    )
 
 
 def _call_on(

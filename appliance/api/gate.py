@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -112,6 +112,7 @@ class _Gate:
             activity,
             models=tuple(model for model in activity.models if key.allows(model.model)),
             instances=tuple(_shown(instance, key) for instance in activity.instances),
+            host_bytes=_known(activity.host_bytes, key),
         )
 
     def submit(self, request: SubmitRequest) -> Generation:
@@ -139,10 +140,11 @@ class _Gate:
 
     def requests(self) -> list[RequestActivity]:
         """Also those that wait for their turn."""
+        return self._with_waiting(self._service.requests())
+
+    def _with_waiting(self, live: Sequence[RequestActivity]) -> list[RequestActivity]:
         waiting = [self._shown(metered) for metered in self._queue]
-        return sorted(
-            [*self._service.requests(), *waiting], key=lambda one: one.age_seconds, reverse=True
-        )
+        return sorted([*live, *waiting], key=lambda one: one.age_seconds, reverse=True)
 
     def request(self, request: RequestId) -> RequestActivity:
         metered = self._find(request)
@@ -157,7 +159,8 @@ class _Gate:
 
     def snapshot(self) -> Snapshot:
         snapshot = self._service.snapshot()
-        return msgspec.structs.replace(snapshot, requests=tuple(self.requests()))
+        requests = tuple(self._with_waiting(snapshot.requests))
+        return msgspec.structs.replace(snapshot, requests=requests)
 
     def metrics(self) -> bytes:
         self._metrics.waiting(Counter(metered.name for metered in self._queue))
@@ -392,14 +395,21 @@ class _Metered:
 def _shown(instance: InstanceActivity, key: Key) -> InstanceActivity:
     """An instance, without the models that the key does not know."""
     runs = instance.model is not None and key.allows(instance.model)
-    pool = {
+    return msgspec.structs.replace(
+        instance,
+        model=instance.model if runs else None,
+        pool_bytes=_known(instance.pool_bytes, key),
+        prefetched=tuple(model for model in instance.prefetched if key.allows(model)),
+    )
+
+
+def _known(sizes: Mapping[str, int], key: Key) -> dict[str, int]:
+    """Sizes by owner, of nobody and of the models that the key knows."""
+    return {
         owner: size
-        for owner, size in instance.pool_bytes.items()
+        for owner, size in sizes.items()
         if not (model := owner.partition(":")[2]) or key.allows(model)
     }
-    return msgspec.structs.replace(
-        instance, model=instance.model if runs else None, pool_bytes=pool
-    )
 
 
 def _as_allowed(request: SubmitRequest, caller: Caller, key: Key) -> SubmitRequest:

@@ -69,11 +69,13 @@ def state_of(snapshot: Snapshot, before: Document) -> Document:
             ),
             "readiness": whole["readiness"],
             "kv": status["kv"],
+            "host_bytes": status["host_bytes"],
             "instances": _keyed(status["instances"], "instance"),
             "models": _keyed(status["models"], "model"),
             "requests": {
                 row["id"]: _request(row, now, known.get(row["id"])) for row in whole["requests"]
             },
+            "spans": _keyed(whole["spans"], "number"),
         }
     )
 

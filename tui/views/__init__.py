@@ -5,6 +5,7 @@ from __future__ import annotations
 from tui.view import View
 from tui.views.events import Events
 from tui.views.models import Models
+from tui.views.overview import Overview
 from tui.views.requests import Requests
 
-VIEWS: tuple[type[View], ...] = (Models, Requests, Events)
+VIEWS: tuple[type[View], ...] = (Overview, Models, Requests, Events)
