@@ -54,7 +54,9 @@ _REST_SECONDS: Final = 30.0
 """How long the target may take until nothing lives any more."""
 
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n")
-_BY_NAME: Final = re.compile(rb"is being drained|shutting down|was cancelled|model_draining")
+_BY_NAME: Final = re.compile(
+    rb"is being drained|shutting down|was cancelled|model_draining|is quarantined"
+)
 
 
 class Finding(NamedTuple):
