@@ -9,7 +9,9 @@ GIB = 1 << 30
 MODELS = ("llama-a", "llama-b", "qwen-a", "qwen-b", "gemma-a", "phi-mini")
 
 
-def span(number: int, kind: str, of: str, began: float, ended: float | None, **more: object) -> Document:
+def span(
+    number: int, kind: str, of: str, began: float, ended: float | None, **more: object
+) -> Document:
     row: Document = {
         "number": number, "instance": 0, "kind": kind, "model": of,
         "began_unix_seconds": NOW + began, "steps": 0, "moved_bytes": 0, "requests": [],

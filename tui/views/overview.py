@@ -203,7 +203,7 @@ class Overview(View):
 
 def _attainment(models: dict[str, Document], speeds: dict[str, float]) -> float | None:
     """Of all models, each as much as it delivers; None if nothing was delivered."""
-    known = [
+    known: list[tuple[float, float]] = [
         (row["lately"]["attainment"], speeds[key])
         for key, row in models.items()
         if "attainment" in row.get("lately", {})
