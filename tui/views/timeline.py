@@ -269,14 +269,14 @@ def described(span: Document, sight: Sight) -> list[Line]:
     ]
     if "quota_seconds" in span:
         facts.append(("quota", duration(span["quota_seconds"])))
-    if span["steps"]:
+    if span.get("steps"):
         facts.append(("steps", f"{span['steps']}, {duration(took / span['steps'])} each"))
-    if span["kv_slabs"]:
+    if span.get("kv_slabs"):
         facts.append(("KV", f"at most {span['kv_slabs']} slabs"))
-    if span["moved_bytes"]:
+    if span.get("moved_bytes"):
         speed = f", {size(span['moved_bytes'] / took)}/s" if took > 0 else ""
         facts.append(("moved", size(span["moved_bytes"]) + speed))
-    if span["chunk_tokens"]:
+    if span.get("chunk_tokens"):
         facts.append(("chunks", f"{span['chunk_tokens']} tokens of prompts a step"))
     decision = span.get("decision", {})
     if "hook" in decision:
@@ -287,7 +287,7 @@ def described(span: Document, sight: Sight) -> list[Line]:
         turns = ", ".join(f"{model} {duration(quota)}" for model, quota in decision["plan"])
         facts.append(("then", turns))
     lines: list[Line] = [[(f"{name:12}", look.accent), (text, "")] for name, text in facts]
-    for title, members in (("batch", span["requests"]), ("prompts", span["prompts"])):
+    for title, members in (("batch", span.get("requests")), ("prompts", span.get("prompts"))):
         if members:
             lines += [[], [(f"{title} ({len(members)})", look.accent)]]
             lines += [[(f"  {member}", ""), *_request(str(member), sight)] for member in members]
