@@ -175,7 +175,7 @@ def llama(appliance: Appliance) -> Iterator[ollama.Client]:
 
 def until(true: Callable[[], bool]) -> None:
     """Ask again and again until it is so: the daemon is another process."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.01)
