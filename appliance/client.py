@@ -55,9 +55,23 @@ def connect(url: str) -> httpx.Client:
     if url.startswith(UNIX):
         transport = httpx.HTTPTransport(uds=url.removeprefix(UNIX))
         return httpx.Client(base_url="http://appliance", transport=transport, timeout=timeout)
+    _check_address(url)
     key = os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.isascii():
+        fail(f"${KEY_VARIABLE} is no API key: there are only ASCII characters in one", 2)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(base_url=url, headers=headers, timeout=timeout)
+
+
+def _check_address(url: str) -> None:
+    """Ends the command for what cannot be the address of an HTTP server."""
+    try:
+        address = httpx.URL(url)
+        if address.scheme in ("http", "https") and address.host:
+            return
+    except httpx.InvalidURL:
+        pass
+    fail(f"--url: {url!r} is no address: give http(s)://HOST:PORT, or unix:/PATH", 2)
 
 
 def unreachable(url: str, error: httpx.TransportError) -> NoReturn:

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial, singledispatchmethod
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -88,7 +89,6 @@ from appliance.vocabulary import (
     ModelAdded,
     ModelChanged,
     ModelDismissed,
-    ModelFailed,
     ModelLoaded,
     ModelName,
     ModelRemoved,
@@ -109,6 +109,9 @@ from appliance.vocabulary import (
     TokenCount,
     TokensProduced,
 )
+
+if TYPE_CHECKING:
+    from appliance.telemetry import Traces
 
 RETRY_AFTER_SECONDS = 1.0
 WATCHDOG_PATIENCE = 10
@@ -183,11 +186,12 @@ class Daemon:
         devices: Sequence[str] = (),
         runtime_slabs: int = 0,
         images: str = "",
+        traces: Traces | None = None,
     ) -> None:
         """`pool_slabs` is the pool of each rank of an instance, which has `ranks` of them;
         `cpus[i]` are the processors of instance i, and `devices[i]` is what it computes on, if that
         is not the CPU. A GPU has `runtime_slabs` beside its pool. Packed weights are kept in the
-        folder `images`, if that is one.
+        folder `images`, if that is one. `traces` are told of every request that ends.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
@@ -227,7 +231,8 @@ class Daemon:
         self._prefetched: dict[InstanceId, set[ModelName]] = {}
         self._pools: dict[InstanceId, wire.PoolReport] = {}
         self._host_meter = KvMeter()
-        self._times = Timekeeper()
+        self._traces = traces
+        self._times = Timekeeper(keeps_stretches=traces is not None)
         began = time.time() - clock()
         self._spans = Spans(list(self.machine.instances), lambda at: began + at)
         self._paces: defaultdict[ModelName, Pace] = defaultdict(Pace)
@@ -236,6 +241,8 @@ class Daemon:
         self._interpreter = Interpreter()
         self._leaving: dict[ModelName, asyncio.Event] = {}
         """Models that were removed, and when they are gone."""
+        self._failed: set[ModelName] = set()
+        """Models of which it was told that they cannot be served."""
         self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
         self._restarts_counted: dict[InstanceId, int] = {}
         for name in self._served:
@@ -309,6 +316,8 @@ class Daemon:
         await asyncio.gather(*stops, self._interpreter.stop(), return_exceptions=True)
         if self._alarm is not None:  # of a worker's end
             self._alarm.cancel()
+        if self._traces is not None:
+            await self._traces.stop()
         self._policies.stack.close()
         self.host.close()
         if self._journal is not None:
@@ -644,6 +653,8 @@ class Daemon:
         self._follow(now, commands, type(event).__name__)
 
     def _follow(self, now: float, commands: list[Command], after: str) -> None:
+        if self.machine.failed.keys() != self._failed:
+            self._note_failures()
         for command in commands:
             self._times.ordered(command, now)
             if type(command) in HOOKS:
@@ -653,6 +664,14 @@ class Daemon:
         self._policies.note_faults()
         if self._leaving:
             self._forget_models()
+
+    def _note_failures(self) -> None:
+        """Models that are not served from now on, whoever found that out."""
+        found = self.machine.failed
+        for model in found.keys() - self._failed - set(self.machine.leaving):
+            log.error("model %s cannot be served: %s", model, found[model])
+            self.feed.tell(NoticeKind.MODEL_FAILED, model=model, reason=found[model])
+        self._failed = set(found)
 
     # --- policies --------------------------------------------------------------------------------
 
@@ -840,9 +859,6 @@ class Daemon:
             )
         elif isinstance(event, PrefillDone):
             self.metrics_of_run.prefill(event.model)
-        elif isinstance(event, ModelFailed):
-            log.error("model %s cannot be served: %s", event.model, event.reason)
-            self.feed.tell(NoticeKind.MODEL_FAILED, model=event.model, reason=event.reason)
 
     def _measure_transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
         self.metrics_of_run.transfer(
@@ -905,6 +921,8 @@ class Daemon:
             self.metrics_of_run.finished(stream.request.model, reason, now - stream.arrived)
             self.metrics_of_run.requests.ended(stream, stream.times)
         log_request(stream, stream.times, outcome, failure, now)
+        if self._traces is not None:
+            self._traces.ended(stream, stream.times, outcome, failure, now)
         stream.end(failure)
 
     def _forget(self, request: RequestId) -> RequestStream:

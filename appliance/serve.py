@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import logging
 import os
@@ -12,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
@@ -37,6 +38,9 @@ from appliance.liveconfig import LiveConfig
 from appliance.memory.imagefile import image_name, prepare_folder
 from appliance.servedmodels import served_model
 from appliance.systemd import Notifier, refuse_strangers, take_sockets
+
+if TYPE_CHECKING:
+    from appliance.telemetry import Traces
 
 GRACE_SECONDS = 3
 """How long connections may take to send what they have after the drain."""
@@ -68,6 +72,7 @@ async def _serve(config: Config, path: Path) -> int:
     if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
         os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
     settings = LiveConfig(daemon, config, path)
+    await settings.finish_deletions()
     server = make_server(daemon, config, settings)
     admin = make_admin_server(server, config)
     lifetime = Lifetime(
@@ -78,6 +83,10 @@ async def _serve(config: Config, path: Path) -> int:
         drain_seconds=float(config.api.drain_seconds),
     )
     daemon.on_failure = lifetime.fail
+    # All of this stays: a collection need not look at it again, for tens of milliseconds in which
+    # no request is heard and no token sent.
+    gc.collect()
+    gc.freeze()
     with reloading(settings, notifier):
         async with beside(admin):
             return await lifetime.run()
@@ -122,6 +131,20 @@ def make_daemon(config: Config) -> Daemon:
         devices=[f"cuda:{number}" for number in range(devices.instances)] if devices.cuda else (),
         runtime_slabs=devices.runtime_slabs,
         images=_prepared_images(config),
+        traces=_traces(config),
+    )
+
+
+def _traces(config: Config) -> Traces | None:
+    """Who is told of requests, if anybody is. Imported here: others need it not."""
+    if not config.telemetry.traces:
+        return None
+    from appliance.telemetry import Traces, otlp
+
+    return Traces(
+        otlp(config.telemetry.endpoint),
+        sample_ratio=config.telemetry.sample_ratio,
+        service_name=config.telemetry.service_name,
     )
 
 
@@ -137,6 +160,7 @@ def make_server(daemon: Daemon, config: Config, settings: Settings | None = None
         max_waiting=config.api.max_waiting,
         max_wait_seconds=config.api.max_wait_seconds,
         batches=_batches(daemon, config),
+        traced=config.telemetry.traces,
     )
     return Server(
         uvicorn.Config(

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from appliance.api import tracing
 from appliance.api.auth import Access, Caller, Forbidden, LimitMet, Used, current
 from appliance.api.errors import BadRequest
 from appliance.api.keymetrics import WAITING
@@ -117,6 +118,8 @@ class _Gate:
     def submit(self, request: SubmitRequest) -> Generation:
         """Raises what the service raises, `Forbidden`, and `LimitMet`."""
         caller = current.get()
+        if (trace := tracing.current.get()) is not None:
+            request = msgspec.structs.replace(request, trace=trace)
         meter = caller.meter
         if meter is None:
             return self._service.submit(msgspec.structs.replace(request, slo=caller.slo))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -141,6 +141,14 @@ class RequestNotFound(Exception):
         self.request = request
 
 
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request was asked, and the trace that it is part of: `parent` is the header
+    ``traceparent`` (W3C) as it came, "" without."""
+
+    path: str
+    parent: str = ""
+
+
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. `id` is unique and shows the id that the client is given."""
 
@@ -154,10 +162,20 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     slo: AskedSlo = AskedSlo()
     key: str | None = None
     """Name of the API key that asks."""
+    trace: Trace | None = None
+    """Told when requests are traced."""
     together_tokens: int = 0
     """Most tokens, prompts included, of all sequences that are asked for at once, if there are
     several: they are taken together or not at all. Of prompts that are pooled, which come one after
     another, only the first one says it."""
+
+
+class Stretch(NamedTuple):
+    """A phase of a request from one moment to another, of the daemon's clock."""
+
+    phase: str
+    began: float
+    ended: float
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +194,9 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     """How often it stopped in mid-generation for another model or a prompt."""
     instances: tuple[InstanceId, ...] = ()
     """Where it was computed, in order."""
+    stretches: tuple[Stretch, ...] = ()
+    """The phases as they came, where that is kept: not all of a long life. A load lies within the
+    wait or the prompt that it is part of."""
 
     @property
     def phases(self) -> dict[str, float]:

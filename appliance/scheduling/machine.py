@@ -90,6 +90,11 @@ MAX_REQUEST_LOSSES = 5
 """A request that was computed when a worker died, this often without a token in between, ends."""
 
 
+MAX_MODEL_LOSSES = 10
+"""A model is given up when so many workers in a row died computing its requests, and none of these
+got a token in between."""
+
+
 class Machine:
     """Decides who runs next, where, and what is in memory for it.
 
@@ -135,6 +140,7 @@ class Machine:
         self._layouts: dict[ModelName, str] = {}
         """How the weights lie in their master images."""
         self._build_losses: dict[ModelName, int] = {}
+        self._run_losses: dict[ModelName, int] = {}
         self._leaving: dict[ModelName, set[InstanceId] | None] = {}
         """Models that were removed and are not forgotten yet: whose word for that is missing. None
         while something is held for them."""
@@ -508,10 +514,12 @@ class Machine:
         match lost.job:
             case BuildJob(model=model):
                 self._count_build_loss(model, lost.id)
-            case PrefillJob(request=request):
+            case PrefillJob(model=model, request=request):
                 self._count_request_losses([request])
-            case TurnJob(requests=requests, prompts=prompts):
+                self._count_run_loss(model, lost.id)
+            case TurnJob(model=model, requests=requests, prompts=prompts):
                 self._count_request_losses((*requests, *prompts))
+                self._count_run_loss(model, lost.id)
 
     def _count_request_losses(self, names: Iterable[RequestId]) -> None:
         for request in [self.requests[name] for name in names if name in self.requests]:
@@ -519,6 +527,11 @@ class Machine:
             if request.losses >= MAX_REQUEST_LOSSES:
                 message = f"{request.losses} workers in a row died computing it"
                 self._reject(request, "request_failed", message)
+
+    def _count_run_loss(self, model: ModelName, instance: InstanceId) -> None:
+        losses = self._run_losses[model] = self._run_losses.get(model, 0) + 1
+        if losses >= MAX_MODEL_LOSSES:
+            self._fail(model, f"{losses} workers in a row died computing its requests", instance)
 
     def _count_build_loss(self, model: ModelName, instance: InstanceId) -> None:
         losses = self._build_losses[model] = self._build_losses.get(model, 0) + 1
@@ -708,6 +721,7 @@ class Machine:
         del self.foreman.preemptions[model]
         self._layouts.pop(model, None)
         self._build_losses.pop(model, None)
+        self._run_losses.pop(model, None)
         self.masters.pin(model, False)
         self.demands.forget(model)
         self.costs.forget(model)
@@ -721,6 +735,8 @@ class Machine:
         ended = False
         instance = self.instances[event.instance]
         instance.progressed = self._desk.now
+        if self._run_losses:
+            self._run_losses.pop(event.model, None)
         produced = 0
         for entry in event.tokens:
             request = self.requests.get(entry.request)

@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types import Batch
 from openai.types.chat import ChatCompletion
 
-from tests.system.conftest import Appliance, start
-
-
-@pytest.fixture(scope="module")
-def appliance(checkpoints: Path) -> Iterator[Appliance]:
-    with start(checkpoints, "aegaeon", instances=1) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused", max_retries=0) as made:
-        yield made
-
+from tests.system.conftest import EMBEDDER, THINKER, Appliance, until
 
 CHATS = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "Hello, river"}]
+GENERATING = ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a")
+HELLO: Any = [{"role": "user", "content": "Hello, river"}]
 
 
 def test_models(client: openai.OpenAI) -> None:
     """Every configured model is listed, the cold ones too."""
     names = {model.id for model in client.models.list()}
 
-    assert names == {"llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a"}
+    assert names == {*GENERATING, THINKER, EMBEDDER}
     assert client.models.retrieve("qwen3-a").owned_by == "appliance"
 
 
@@ -85,30 +73,68 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_a_batch_says_the_same(client: openai.OpenAI) -> None:
     """Six lines for six models: what each is answered is what HTTP answers."""
-    bodies = [
-        {"model": model.id, "messages": HELLO, "max_tokens": 8, "temperature": 0}
-        for model in client.models.list()
+    bodies: list[Any] = [
+        {"model": model, "messages": HELLO, "max_tokens": 8, "temperature": 0}
+        for model in GENERATING
     ]
-    lines = [
-        {"custom_id": body["model"], "method": "POST", "url": CHATS, "body": body}
-        for body in bodies
-    ]
-    content = "\n".join(json.dumps(line) for line in lines).encode()
-    file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint=CHATS, completion_window="24h")
-    deadline = time.monotonic() + 120
-    while batch.status not in ("completed", "failed") and time.monotonic() < deadline:
-        time.sleep(0.1)
-        batch = client.batches.retrieve(batch.id)
-    assert batch.status == "completed", batch
-    assert batch.output_file_id is not None
-    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).iter_lines()]
+    batch = over(client, begun(client, bodies))
+    answers = lines_of(client, batch.output_file_id)
 
-    assert [answer["custom_id"] for answer in answers] == [body["model"] for body in bodies]
+    assert batch.status == "completed", batch
+    assert [answer["custom_id"] for answer in answers] == list(map(str, range(len(bodies))))
     for body, answer in zip(bodies, answers, strict=True):
         direct = client.chat.completions.create(**body)
         batched = ChatCompletion.model_validate(answer["response"]["body"])
         assert (batched.choices, batched.usage) == (direct.choices, direct.usage)
+
+
+def test_a_line_that_is_wrong_has_its_error(client: openai.OpenAI) -> None:
+    """In a file of its own, as HTTP would tell it; the others are answered."""
+    good: Any = {"model": "llama-a", "messages": HELLO, "max_tokens": 2}
+    batch = over(client, begun(client, [good, good | {"max_tokens": 0}]))
+    (answer,) = lines_of(client, batch.output_file_id)
+    (error,) = lines_of(client, batch.error_file_id)
+
+    assert (answer["custom_id"], answer["response"]["status_code"]) == ("0", 200)
+    assert (error["custom_id"], error["response"]["status_code"]) == ("1", 400)
+    assert error["response"]["body"]["error"]["param"] == "max_tokens"
+
+
+def test_a_batch_that_is_cancelled(appliance: Appliance, client: openai.OpenAI) -> None:
+    """What ran is ended, at once; every line is told so."""
+    endless: Any = {"model": "llama-c", "messages": HELLO, "max_tokens": 900, "ignore_eos": True}
+    batch = begun(client, [endless] * 3)
+    until(lambda: appliance.busy("llama-c"))
+    client.batches.cancel(batch)
+    done = over(client, batch)
+
+    assert (done.status, done.output_file_id) == ("cancelled", None)
+    codes = [line["error"]["code"] for line in lines_of(client, done.error_file_id)]
+    assert codes == ["batch_cancelled"] * 3
+    until(lambda: not appliance.busy("llama-c"))
+
+
+def begun(client: openai.OpenAI, bodies: list[Any]) -> str:
+    """The id of a batch of chats."""
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": CHATS, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    content = "\n".join(json.dumps(line) for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint=CHATS, completion_window="24h")
+    return made.id
+
+
+def over(client: openai.OpenAI, batch: str) -> Batch:
+    ended = ("completed", "failed", "cancelled", "expired")
+    until(lambda: client.batches.retrieve(batch).status in ended)
+    return client.batches.retrieve(batch)
+
+
+def lines_of(client: openai.OpenAI, file: str | None) -> list[Any]:
+    assert file is not None
+    return [json.loads(line) for line in client.files.content(file).iter_lines()]
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -192,26 +218,35 @@ def test_bad_values_are_named(client: openai.OpenAI, field: str, value: object) 
     assert caught.value.param.startswith(field)
 
 
-def test_hanging_up_cancels(appliance: Appliance) -> None:
+def test_hanging_up_cancels(appliance: Appliance, client: openai.OpenAI) -> None:
     """A client that leaves takes its request with it, streaming or waiting for the whole."""
-    for stream in (True, False):
-        before = _cancelled(appliance)
-        body = {"model": "llama-b", "messages": HELLO, "max_tokens": 900, "stream": stream}
-        with _asked(appliance, body | {"ignore_eos": True}):
-            asyncio.run(_until(appliance, lambda: _busy(appliance, "llama-b")))
-        asyncio.run(_until(appliance, lambda: not _busy(appliance, "llama-b")))
-        assert _cancelled(appliance) == before + 1
+    before = appliance.cancelled()
+    body: Any = {"model": "llama-b", "messages": HELLO, "max_tokens": 900}
+    endless = {"ignore_eos": True}
+    with client.chat.completions.create(**body, stream=True, extra_body=endless) as stream:
+        next(iter(stream))
+    until(lambda: appliance.cancelled() == before + 1)
+    with _asked(appliance, body | endless):
+        until(lambda: appliance.busy("llama-b"))
+    until(lambda: appliance.cancelled() == before + 2)
+
+    assert not appliance.busy("llama-b")
 
 
-def test_hanging_up_while_the_model_is_cold(checkpoints: Path) -> None:
+def test_hanging_up_while_the_model_is_cold(appliance: Appliance, checkpoints: Path) -> None:
     """A client that leaves while its model is being built takes its request with it, too."""
-    with start(checkpoints, "serverlessllm", instances=1) as cold:
-        body = {"model": "qwen3-a", "messages": HELLO, "max_tokens": 9}
-        with _asked(cold, body):
-            asyncio.run(_until(cold, lambda: _busy(cold, "qwen3-a")))
-        asyncio.run(_until(cold, lambda: _cancelled(cold) == 1))
-        assert not _busy(cold, "qwen3-a")
-        assert cold.metrics()["appliance_prefills_total", "qwen3-a"] == 0
+    before = appliance.cancelled()
+    with httpx.Client(base_url=appliance.url, timeout=60) as operator:
+        new = {"name": "cold", "path": str(checkpoints / "qwen2-a"), "max_context": 256}
+        operator.post("/api/models", json=new).raise_for_status()
+        with _asked(appliance, {"model": "cold", "messages": HELLO, "max_tokens": 9}):
+            until(lambda: appliance.busy("cold"))
+        until(lambda: appliance.cancelled() == before + 1)
+        prefills = appliance.metrics()["appliance_prefills_total", "cold"]
+        operator.delete("/api/models/cold").raise_for_status()
+        until(lambda: operator.get("/api/models/cold").status_code == 404)
+
+    assert prefills == 0
 
 
 @contextmanager
@@ -225,25 +260,6 @@ def _asked(appliance: Appliance, body: dict[str, object]) -> Iterator[None]:
             b"content-length: %d\r\n\r\n%s" % (len(content), content)
         )
         yield
-
-
-def _busy(appliance: Appliance, name: str) -> bool:
-    models = appliance.status()["models"]
-    mine = next(model for model in models if model["model"] == name)
-    return bool(mine["running"] + mine["waiting"])
-
-
-def _cancelled(appliance: Appliance) -> float:
-    text = httpx.get(f"{appliance.url}/metrics").text
-    lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
-    return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
-
-
-async def _until(appliance: Appliance, true: Callable[[], bool]) -> None:
-    """Ask again and again until it is so."""
-    async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110 - the daemon is another process
-            await asyncio.sleep(0)
 
 
 def test_probes_and_metrics(appliance: Appliance, client: openai.OpenAI) -> None:

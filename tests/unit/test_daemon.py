@@ -38,9 +38,11 @@ from appliance.engines.protocol import (
     Sampling,
     Verdict,
 )
+from appliance.feed import NoticeKind
 from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup, read, replay
 from appliance.policywords import Missed
+from appliance.scheduling.machine import MAX_BUILD_LOSSES
 from appliance.serve import share_cpus
 from appliance.vocabulary import (
     Command,
@@ -1273,6 +1275,29 @@ async def test_a_worker_that_is_not_there_is_no_reason_to_end(make_box: MakeBox)
     box.workers[0].greet()
     box.settle()
     assert len(await tokens_of(stream)) == 5
+
+
+async def test_a_model_that_the_machine_gives_up_is_named(
+    make_box: MakeBox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model whose building ends worker after worker: in the log and in the feed, once."""
+    box = make_box()
+    before = box.daemon.feed.newest
+    box.daemon.start()
+    for _ in range(MAX_BUILD_LOSSES):
+        box.workers[0].greet()
+        box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+
+    told = f"its worker died {MAX_BUILD_LOSSES} times while the engine was built"
+    notices = [notice for notice in box.daemon.feed._ring if notice.number > before]
+    failed = [notice.facts for notice in notices if notice.kind is NoticeKind.MODEL_FAILED]
+    assert failed == [{"model": "a", "reason": told}]
+    assert caplog.text.count(f"model a cannot be served: {told}") == 1
+    stream = box.ask("r", "b")
+    box.settle()
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5]
 
 
 # --- what a request leaves behind ----------------------------------------------------------------
