@@ -72,9 +72,8 @@ class Timeline(View):
         width, height = self._canvas.size
         self._lanes = [Lane(key, name) for key in sight.state.rows("instances") for name in LANES]
         self._lane = max(0, min(self._lane, len(self._lanes) - 1))
-        cells = max(10, width - LABEL)
-        seconds = ZOOMS[self._zoom]
-        right = sight.now if self._right is None else self._right
+        cells, seconds = max(10, width - LABEL), ZOOMS[self._zoom]
+        right = self._edge(sight, cells)
         drawn = self._drawn(sight, right - seconds, right)
         room = max(1, height - 2)
         self._top = min(self._top, self._lane, max(0, len(self._lanes) - room))
@@ -91,6 +90,13 @@ class Timeline(View):
             lines.append([])
         lines.append([(LEGEND, sight.look.dim)])
         self._canvas.paint(lines)
+
+    def _edge(self, sight: Sight, cells: int) -> float:
+        """The time at the right edge: one at which a cell ends, so that what is over stays as it is
+        drawn while it moves to the left."""
+        each = ZOOMS[self._zoom] / cells
+        right = sight.now if self._right is None else self._right
+        return -(-right // each) * each
 
     def _drawn(self, sight: Sight, left: float, right: float) -> defaultdict[Lane, list[Document]]:
         """Spans that are seen, by lane, the earliest first."""
@@ -225,7 +231,7 @@ class Timeline(View):
             return
         self._lane = place
         cells, seconds = max(10, self._canvas.size.width - LABEL), ZOOMS[self._zoom]
-        right = sight.now if self._right is None else self._right
+        right = self._edge(sight, cells)
         left = right - seconds + (event.x - LABEL) * seconds / cells
         under = [
             span

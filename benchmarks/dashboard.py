@@ -1,0 +1,152 @@
+"""What the dashboard takes of a processor: 100 models, 16 instances, 500 events a second.
+
+    python -m benchmarks.dashboard [--seconds 20]
+
+Every view is shown for so long, without a terminal. Printed are its share of one core (time of the
+process, not of the clock), how often it was brought up to date, and the most memory at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import resource
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tui.app import Dashboard
+from tui.messages import Document, Kind, Message, Refused
+from tui.views import VIEWS
+
+MODELS, INSTANCES, REQUESTS = 100, 16, 400
+EVENTS_PER_SECOND = 500
+DELTAS_PER_SECOND = 4
+SIZE = (160, 48)
+WARM_SECONDS = 2.0
+
+
+class Busy:
+    """A daemon that has a lot to say. Implements `tui.messages.Source`."""
+
+    name = "benchmark"
+    live = True
+
+    def __init__(self) -> None:
+        self._dice = random.Random(0)
+        self._numbers = iter(range(1, 10**9))
+        self._tokens = dict.fromkeys((f"model-{n:03}" for n in range(MODELS)), 0)
+        self._names = list(self._tokens)
+
+    async def follow(self) -> AsyncIterator[Message]:
+        now = time.time()
+        whole = {"unix_seconds": now, "missed": True, "state": self._state(now)}
+        yield Message(now, Kind.STATE, whole)
+        due = now
+        while True:
+            due += 1 / DELTAS_PER_SECOND
+            await asyncio.sleep(max(0.0, due - time.time()))
+            now = time.time()
+            for _ in range(EVENTS_PER_SECOND // DELTAS_PER_SECOND):
+                facts = {"id": f"chat-{self._dice.randrange(9999)}", "model": self._model()}
+                number = next(self._numbers)
+                notice = {"number": number, "unix_seconds": now, "kind": "request_ended"}
+                yield Message(now, Kind.NOTICE, notice | {"facts": facts})
+            yield Message(now, Kind.DELTA, {"unix_seconds": now, "patch": self._patch(now)})
+
+    async def ask(self, method: str, path: str, body: object = None) -> Any:
+        raise Refused("nobody answers")
+
+    def _model(self) -> str:
+        return self._dice.choice(self._names)
+
+    def _state(self, now: float) -> Document:
+        pool = {f"weights:{name}": 1 << 30 for name in self._names[:6]}
+        return {
+            "version": "0",
+            "started_unix_seconds": now,
+            "readiness": {"ok": True, "reasons": []},
+            "host_bytes": {**{f"weights:{n}": 1 << 30 for n in self._names}, "free": 1 << 36},
+            "instances": {
+                str(n): {"instance": n, "role": "mixed", "state": "up", "pid": n,
+                         "model": self._model(), "pool_bytes": {**pool, "free": 1 << 35}}
+                for n in range(INSTANCES)
+            },
+            "models": {
+                name: {"model": name, "state": "loaded", "running": 1, "waiting": 2,
+                       "residency": {str(n): "stored" for n in range(INSTANCES)},
+                       "lately": {"attainment": 0.98, "ttft_p50_seconds": 0.3}}
+                for name in self._names
+            },
+            "requests": {f"chat-{n}": self._request(n, now) for n in range(REQUESTS)},
+            "spans": {},
+        }  # fmt: skip
+
+    def _request(self, number: int, now: float) -> Document:
+        return {
+            "id": f"chat-{number}", "model": self._model(), "phase": "running",
+            "arrived_unix_seconds": now, "output_tokens": 0, "max_tokens": 99,
+            "prompt_tokens": 9, "instance": number % INSTANCES, "kv": "device",
+            "request_class": "interactive",
+        }  # fmt: skip
+
+    def _patch(self, now: float) -> Document:
+        """Every instance went on, half of the models and of the requests have new tokens."""
+        some = self._dice.sample(self._names, MODELS // 2)
+        for name in some:
+            self._tokens[name] += self._dice.randrange(50)
+        return {
+            "models": {name: {"output_tokens": self._tokens[name]} for name in some},
+            "instances": {
+                str(n): {"model": self._model(), "computing_seconds": now, "switches": int(now)}
+                for n in range(INSTANCES)
+            },
+            "requests": {
+                f"chat-{n}": {"output_tokens": self._dice.randrange(99)}
+                for n in self._dice.sample(range(REQUESTS), REQUESTS // 2)
+            },
+            "spans": {
+                str(next(self._numbers)): {
+                    "number": 0, "instance": n, "kind": "turn", "model": self._model(),
+                    "began_unix_seconds": now - 0.25, "ended_unix_seconds": now,
+                }
+                for n in range(INSTANCES)
+            },
+        }  # fmt: skip
+
+
+class Counted(Dashboard):
+    """Counts how often it is brought up to date."""
+
+    updates = 0
+
+    def refresh_shown(self) -> None:
+        self.updates += 1
+        super().refresh_shown()
+
+
+async def measure(seconds: float) -> None:
+    app = Counted(Busy())
+    async with app.run_test(size=SIZE):
+        for kind in VIEWS:
+            app.show_view(kind.names[0])
+            await asyncio.sleep(WARM_SECONDS)
+            cpu, clock, updates = time.process_time(), time.perf_counter(), app.updates
+            await asyncio.sleep(seconds)
+            passed = time.perf_counter() - clock
+            took = (time.process_time() - cpu) / passed
+            often = (app.updates - updates) / passed
+            print(f"{kind.title:10} {took:6.1%} of a core, {often:.1f} updates/s")
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{'memory':10} {most / 1024:6.0f} MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    asyncio.run(measure(parser.parse_args().seconds))
+
+
+if __name__ == "__main__":
+    main()
