@@ -116,7 +116,7 @@ REJECTION_STATUS = {
     "request_failed": 400,
     "overloaded": 503,
     "model_draining": 503,
-    "model_removed": 409,
+    "model_removed": 404,
 }
 
 log = logging.getLogger("appliance.daemon")

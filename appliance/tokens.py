@@ -7,7 +7,7 @@ Reads what a checkpoint directory holds (`tokenizer.json`, `tokenizer_config.jso
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -69,9 +69,16 @@ class Tokenizer:
         """Token ids of `text`, with the special tokens the model expects around it if asked."""
         return tuple(self._encoder.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_pair(self, first: str, second: str) -> tuple[int, ...]:
-        """Token ids of two texts, with the special tokens that the model expects between them."""
-        return tuple(self._encoder.encode(first, second).ids)
+    def encode_pairs(self, first: str) -> Callable[[str], tuple[int, ...]]:
+        """What makes token ids of `first` and of another text, with the special tokens that the
+        model expects between them. `first` is encoded once."""
+        known = self._encoder.encode(first, add_special_tokens=False)
+
+        def pair(second: str) -> tuple[int, ...]:
+            other = self._encoder.encode(second, add_special_tokens=False)
+            return tuple(self._encoder.post_process(known, other).ids)
+
+        return pair
 
     def encode_beginning(self, text: str, most: int) -> tuple[int, ...]:
         """As `encode`, of no more of `text` from its beginning than makes `most` tokens, the

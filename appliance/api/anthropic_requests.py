@@ -59,6 +59,15 @@ class TextBlock(_Strict, kw_only=True, tag_field="type", tag="text"):
     citations: None = None
 
 
+class OnlyText(_Strict, kw_only=True):
+    """The same where there is no other kind of block: a tag would not have to be there then."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
 class ThinkingBlock(_Strict, kw_only=True, tag_field="type", tag="thinking"):
     """What the assistant thought. Nothing is signed here, so no signature is looked at."""
 
@@ -81,7 +90,7 @@ class ToolResult(_Strict, kw_only=True, tag_field="type", tag="tool_result"):
     """What a call gave. Models are told no more of an error than its text says."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[OnlyText] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -190,7 +199,7 @@ class CountRequest(_Strict, kw_only=True):
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[OnlyText] | None = None
     cache_control: CacheControl | None = None
     thinking: ThinkingDisabled | ThinkingEnabled | ThinkingAdaptive | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -337,7 +346,7 @@ def _assistant(blocks: Sequence[Block]) -> ChatMessage:
     )
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
+def _text(content: str | Sequence[TextBlock | OnlyText]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(block.text for block in content)

@@ -1,18 +1,101 @@
-"""HTTP connections: when one is lost, every request on it hears of that.
+"""HTTP connections: how long a client may take, and what becomes of those that leave or stall.
 
-uvicorn tells only the request that came last. With several sent at once (pipelining) the one that
-is being answered is an earlier one, and would go on for nobody: a stream of events for ever.
+uvicorn bounds only how long a connection may be idle between two requests. Here
+
+- a request's head has to be whole in time, and its body has to come on: else 408, where nothing was
+  answered yet, and the end of the connection;
+- what is around a body (a head, the sizes of chunks, trailers) is bounded, too: 431;
+- who does not take what is sent loses the connection, and with it what is being made for it: the
+  server itself holds no more than it has just made;
+- all requests of a connection that is lost hear of that. uvicorn tells only the last one; with
+  several sent at once (pipelining) an earlier one is being answered, and would go on for nobody.
+
+Where it is we who keep a client waiting (an earlier answer is under way, a body is not read yet)
+its time does not run out. The event loop looks for bytes before it looks at the time: a loop that
+was held up is not taken for a client that was.
 """
 
 from __future__ import annotations
 
+from asyncio import BaseTransport, TimerHandle
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import ClassVar, Final
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from appliance.api.errors import ApiError, BadRequest
+from appliance.api.errorshapes import shape_of
+from appliance.api.requestids import request_id
+
+HEAD_SECONDS: Final = 20.0
+"""Some hundred bytes, over a slow line; what proxies and other servers give, too."""
+BODY_SECONDS: Final = 30.0
+BODY_BYTES: Final = 16 * 1024
+"""In every `BODY_SECONDS` so much of a body has to come, or its end: any line is faster."""
+UNREAD_SECONDS: Final = 60.0
+"""How long a client may take nothing of what waits for it."""
+AROUND_BYTES: Final = 64 * 1024
+AROUND_EACH: Final = 8
+"""What is around a body: so much, and so many times the body, as chunks of one byte take six."""
+
+
+class Awaited(Enum):
+    """What a client is to send."""
+
+    NOTHING = auto()
+    HEAD = auto()
+    BODY = auto()
 
 
 class Connection(HttpToolsProtocol):
-    """Knows all its requests that are not answered yet."""
+    """Knows all its requests that are not answered yet, and what it waits for."""
+
+    head_seconds: ClassVar = HEAD_SECONDS
+    body_seconds: ClassVar = BODY_SECONDS
+    body_bytes: ClassVar = BODY_BYTES
+    unread_seconds: ClassVar = UNREAD_SECONDS
+    around_bytes: ClassVar = AROUND_BYTES
 
     unanswered: tuple[RequestResponseCycle, ...] = ()
+    _awaited = Awaited.NOTHING
+    _reading: TimerHandle | None = None
+    _writing: TimerHandle | None = None
+    _unread = 0
+    """Bytes that the client had not taken when it was last looked at."""
+    _requests = 0
+    """Begun so far."""
+    _around = 0
+    _body = 0
+    """Bytes of the request that is coming: around its body, and of it."""
+    _body_before = 0
+    """Of its body, when it was last looked at."""
+
+    # --- what a client sends ---------------------------------------------------------------------
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        # Whatever the system does not take is waited for, also when nothing more is to be sent.
+        self.transport.set_write_buffer_limits(high=0)
+        self._await(Awaited.HEAD)
+
+    def data_received(self, data: bytes) -> None:
+        request, body = self._requests, self._body
+        super().data_received(data)
+        if self._requests != request or self.transport.is_closing():
+            return
+        if self._awaited is Awaited.NOTHING and self._all_answered():  # empty lines, for ever
+            self._await(Awaited.HEAD)
+        self._around += len(data) - (self._body - body)
+        if self._around > self.around_bytes + AROUND_EACH * self._body:
+            self._refuse(ApiError(431, "too much beside the body", code="head_too_large"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._requests += 1
+        self._around = self._body = 0
+        if self._awaited is not Awaited.HEAD:
+            self._await(Awaited.HEAD)
 
     def on_headers_complete(self) -> None:
         before = self.cycle
@@ -21,9 +104,112 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not before:
             waiting.append(self.cycle)
         self.unanswered = tuple(waiting)
+        self._await(Awaited.BODY)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._body += len(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._await(Awaited.NOTHING)
+
+    def _await(self, what: Awaited) -> None:
+        self._awaited = what
+        self._body_before = self._body
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        if what is not Awaited.NOTHING:
+            seconds = self.head_seconds if what is Awaited.HEAD else self.body_seconds
+            self._reading = self.loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """The time for what is awaited is over."""
+        others = [one for one in self.unanswered if not one.response_complete]
+        comes = False
+        if self._awaited is Awaited.BODY:
+            others = [one for one in others if one is not self.cycle]
+            comes = self._body - self._body_before >= self.body_bytes
+        if others or comes or self.flow.read_paused:
+            self._await(self._awaited)
+        elif self._requests or self._around:
+            what = "head" if self._awaited is Awaited.HEAD else "body"
+            self._refuse(ApiError(408, f"the request's {what} did not come in time", code="slow"))
+        else:
+            self.transport.close()  # whoever sent nothing expects no answer
+
+    def _all_answered(self) -> bool:
+        return all(one.response_complete for one in self.unanswered)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(BadRequest(msg, code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what cannot be handed on, if nothing of another answer was sent, and close."""
+        others = [one for one in self.unanswered if not one.response_complete]
+        path, fresh = "", True
+        if self._awaited is Awaited.BODY:
+            others = [one for one in others if one is not self.cycle]
+            path, fresh = self.cycle.scope["path"], not self.cycle.response_started
+        if fresh and not others:
+            self.transport.write(self._worded(error, path))
+        self._let_go()
+        self.transport.close()
+
+    def _worded(self, error: ApiError, path: str) -> bytes:
+        scope = {"headers": []} if self.scope is None else self.scope
+        name = request_id(scope)  # type: ignore[arg-type]
+        body = shape_of(path)(error, name)
+        head = (
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            f"x-request-id: {name}\r\nrequest-id: {name}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+    def _should_upgrade(self) -> bool:
+        return False  # to WebSockets: there are none
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Whoever asks for another protocol gets HTTP, and that is no news."""
+
+    # --- what a client takes ---------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.transport.get_write_buffer_size()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self.unread_seconds, self._look_at_unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_looking_at_unread()
+
+    def _look_at_unread(self) -> None:
+        self._writing = None
+        before = self._unread
+        if self.transport.get_write_buffer_size() < before:
+            self.pause_writing()
+        else:
+            self.transport.abort()
+
+    def _stop_looking_at_unread(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    # --- the end ---------------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._await(Awaited.NOTHING)
+        self._stop_looking_at_unread()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for cycle in self.unanswered:
             if not cycle.response_complete:
                 cycle.disconnected = True

@@ -30,6 +30,9 @@ from appliance.api.service import Readiness
 _EVENTS: Final = "text/event-stream"
 _LINES: Final = "application/x-ndjson"
 _TEXT: Final = "text/plain"
+ANYWHERE: Final = (400, 401, 403)
+"""A header that cannot be read, no valid key, a key that does not allow it."""
+BODY_STALLS: Final = 408
 _READ: Final = (400, 404, 413, 429)
 _GENERATED: Final = (400, 404, 413, 429, 500, 503)
 
@@ -195,7 +198,7 @@ ENDPOINTS: Final = (
     ),
     Endpoint(
         "delete", "/api/delete", "Remove a model; an operator's.", (),
-        OllamaShow, "application/json", (400, 404, 409, 413, 422), OllamaError,
+        OllamaShow, _TEXT, (400, 404, 409, 413, 422), OllamaError,
     ),
     Endpoint("get", "/", "What Ollama's clients look for.", (), stream=_TEXT, open=True),
     Endpoint("head", "/", "What Ollama's clients look for.", (), open=True),
@@ -233,7 +236,9 @@ def paths(schema_of: dict[type, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _operation(one: Endpoint, path: str, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
     name = re.sub(r"\W+", "_", path).strip("_") or "root"
-    refusals = one.refusals if one.open else sorted({*one.refusals, 400, 401, 403})
+    refusals = one.refusals if one.open else sorted({*one.refusals, *ANYWHERE})
+    if one.body is not None:
+        refusals = sorted({*refusals, BODY_STALLS})
     told: dict[str, Any] = {"200": {"description": "Done.", "content": _content(one)}}
     for status in refusals:
         told[str(status)] = {

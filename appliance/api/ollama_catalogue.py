@@ -47,7 +47,7 @@ def ollama_catalogue_routes(settings: Settings) -> list[HTTPRouteHandler]:
             if not name.endswith(_LATEST):
                 raise
             await settings.remove_model(name.removesuffix(_LATEST), force=False, files=True)
-        return ASGIResponse(body=b"", media_type="application/json")
+        return ASGIResponse(body=b"", media_type="text/plain")  # no JSON is that short
 
     return [pull, remove]
 

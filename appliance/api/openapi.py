@@ -35,8 +35,6 @@ REFERENCE: Final = "#/components/schemas/{name}"
 CANNOT_BE_READ: Final = 400
 CANNOT_BE_USED: Final = 422
 
-_ANYWHERE: Final = (400, 401, 403)
-"""A header that cannot be read, no valid key, a key that does not allow it."""
 _EVENTS: Final = {
     "description": "Events, each with an id, until the client leaves or the appliance ends.",
     "content": {"text/event-stream": {"schema": {"description": "Text, as it comes."}}},
@@ -217,6 +215,9 @@ def document() -> dict[str, Any]:
 def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
     verb = one.path.replace("/api/", "").replace("/{name}", "")
     verb = re.sub(r"\W", "_", verb)
+    refusals = {*one.refusals, *inference.ANYWHERE}
+    if one.body is not None:
+        refusals.add(inference.BODY_STALLS)
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,
@@ -224,7 +225,7 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
             "200": _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer]),
             **{
                 str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
-                for status in sorted({*one.refusals, *_ANYWHERE})
+                for status in sorted(refusals)
             },
         },
     }

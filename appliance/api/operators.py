@@ -23,7 +23,7 @@ class OperatorProtocol(Connection):
     gid: int | None = None
 
     def connection_made(self, transport: BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
+        super().connection_made(transport)
         peer = peer_of(transport.get_extra_info("socket"))
         if may_operate(peer, self.gid):
             self.app = _as_operator(self.app)

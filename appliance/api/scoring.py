@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -182,9 +184,7 @@ class _Scorer:
         if self._pairs:
             matches = list(first) * len(second) if len(first) == 1 else first
             length = sum(map(len, matches)) + sum(map(len, second))
-            prompts = await off_loop(
-                length, lambda: [self._pair(*pair) for pair in zip(matches, second, strict=True)]
-            )
+            prompts = await off_loop(length, lambda: self._paired(matches, second))
         else:
             encode = self._tokenizer.encode
             length = sum(map(len, first)) + sum(map(len, second))
@@ -195,17 +195,26 @@ class _Scorer:
         requests = requests_for(self._card, prompts, pooling, name)
         return await pool(receive, requests, self._service)
 
-    def _pair(self, first: str, second: str) -> tuple[int, ...]:
+    def _paired(self, first: Sequence[str], second: Sequence[str]) -> list[tuple[int, ...]]:
         """Raises `BadRequest` for a pair that the model cannot read: none is encoded behind it, as
         together they may be far longer than what was sent."""
         encode, most = self._tokenizer.encode, self._card.max_context_tokens
+        prompts = []
+        for match, pairs in groupby(zip(first, second, strict=True), key=itemgetter(0)):
+            with_match = self._with(match)
+            for _, other in pairs:
+                prompt = with_match(other)
+                alone = len(prompt) > most and len(encode(match, add_special_tokens=False)) > most
+                check_length(self._card, prompt, self._fields[0 if alone else 1])
+                prompts.append(prompt)
+        return prompts
+
+    def _with(self, match: str) -> Callable[[str], tuple[int, ...]]:
+        """What makes a prompt of `match` and another text. Without marks between them, tokens may
+        lie across both, and nothing can be made beforehand."""
         if self._card.purpose.separated:
-            prompt = self._tokenizer.encode_pair(first, second)
-        else:
-            prompt = encode(first + second)
-        alone = len(prompt) > most and len(encode(first, add_special_tokens=False)) > most
-        check_length(self._card, prompt, self._fields[0 if alone else 1])
-        return prompt
+            return self._tokenizer.encode_pairs(match)
+        return lambda other: self._tokenizer.encode(match + other)
 
     def scores(self, pooled: Pooled, first: int, second: int) -> list[float]:
         """Of so many texts with so many others."""

@@ -81,8 +81,9 @@ class GenerationFailed(Exception):
 
 
 def removed(model: ModelName) -> GenerationFailed:
-    """The model left the catalogue before it got to what was asked of it."""
-    return GenerationFailed("model_removed", f"{model} was removed", 409)
+    """The model left the catalogue before it got to what was asked of it: from now on there is no
+    such model, and to ask again, as official clients do after a 409, would not help."""
+    return GenerationFailed("model_removed", f"{model} was removed", 404)
 
 
 def cancelled() -> GenerationFailed:

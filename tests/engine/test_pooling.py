@@ -240,7 +240,7 @@ def test_texts_are_matched_as_by_plain_vllm(
     tokenizer, engine = Tokenizer.load(Path(paths[name])), pooled.engines[name]
     engine.begin_load().wait()
     if TASKS[name] is Task.SCORE:
-        found = [pool(engine, tokenizer.encode_pair(QUERY, text))[0] for text in DOCUMENTS]
+        found = [pool(engine, tokenizer.encode_pairs(QUERY)(text))[0] for text in DOCUMENTS]
     else:
         query = pool(engine, tokenizer.encode(QUERY))
         found = [cosine(query, pool(engine, tokenizer.encode(text))) for text in DOCUMENTS]

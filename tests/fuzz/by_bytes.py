@@ -5,6 +5,9 @@
 Nothing may be answered with a server's error (but for 503 where an operator drained a model or
 ended a request), nothing may stay behind, and the target has to go on answering, without an error
 in its log. A case is made from its number and the seed alone, but for the ids of files and batches.
+
+What was not answered in time is asked again, alone and with more patience: only if that is of no
+use either it is the target's fault, not that of a busy box.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ _ANSWER_SECONDS: Final = 0.7
 """How long a case listens; streams that have no end are left then."""
 _STATUS_SECONDS: Final = 30.0
 """How long a request that is whole may take until its answer begins, on a box that is busy."""
+_PATIENCE: Final = 4
+"""Times that, for what is asked again."""
 _WHOLE_EVERY: Final = 10
 """Cases of which one is whole."""
 _WITH_BODY: Final = 0.7
@@ -67,6 +72,8 @@ class Outcome(NamedTuple):
     cases: int
     statuses: Counter[int]
     """Of all answers; 0 for a connection that was closed without one."""
+    slow: int
+    """Answers that came only when they were asked for again: the box was busy."""
     findings: list[Finding]
     samples: list[Held]
     """What the target held: when it was warm, and from then on until the end."""
@@ -91,14 +98,17 @@ async def fuzz(
         pause = time.monotonic() + 30
         await run.until(cases, pause if ends is None else min(pause, ends))
         samples.append(await run.rest())
-    return Outcome(run.cases, run.statuses, run.findings, samples)
+    return Outcome(run.cases, run.statuses, run.slow, run.findings, samples)
 
 
 class _Run:
     def __init__(self, target: Target, seed: int, keys: bool) -> None:
         self.cases = 0
         self.statuses: Counter[int] = Counter()
+        self.slow = 0
         self.findings: list[Finding] = []
+        self._alone = asyncio.Lock()
+        """Held by who asks again."""
         self._target = target
         self._seed = seed
         self._seeds = seeds(create_app(FakeService(), settings=object()))  # type: ignore[arg-type]
@@ -106,7 +116,9 @@ class _Run:
         """What is written for the ids of a file and of a batch, until there is one."""
         self._secrets = list(SECRETS.values()) if keys else []
         headers = {"Authorization": f"Bearer {SECRETS[Scope.ADMIN]}"} if keys else {}
-        self._operator = httpx.AsyncClient(base_url=target.url, headers=headers, timeout=10)
+        self._operator = httpx.AsyncClient(
+            base_url=target.url, headers=headers, timeout=_PATIENCE * _STATUS_SECONDS
+        )
 
     async def until(self, cases: int | None, ends: float | None) -> None:
         """Several cases at once, until it is enough, or too late."""
@@ -116,8 +128,9 @@ class _Run:
                 ends is None or time.monotonic() < ends
             ):
                 self.cases += 1
-                await self._case(self.cases)
-                if self.cases % _MEND_EVERY == 0:
+                number = self.cases  # others count on meanwhile
+                await self._case(number)
+                if number % _MEND_EVERY == 0:
                     await self._mend()
 
         await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
@@ -127,7 +140,9 @@ class _Run:
         await self._mend()
         await self._operator.aclose()
         self._operator = httpx.AsyncClient(
-            base_url=self._operator.base_url, headers=self._operator.headers, timeout=10
+            base_url=self._operator.base_url,
+            headers=self._operator.headers,
+            timeout=self._operator.timeout,
         )
         began = time.monotonic()
         before, held = None, self._target.held()
@@ -191,7 +206,7 @@ class _Run:
         """Nothing but its JSON is spoilt, and somebody listens: its answer begins."""
         sent = mutations.framed(rng, self._chosen(rng), self._keyed(rng))
         try:
-            line = await status_line(self._target.port, sent, _STATUS_SECONDS)
+            line = await self._begun(sent)
         except (OSError, TimeoutError) as error:
             self.findings.append(Finding(f"no answer begins: {error!r}", number, sent))
             return
@@ -200,6 +215,16 @@ class _Run:
         self.statuses[status] += 1
         if not found or (status >= 500 and status != 503):
             self.findings.append(Finding(f"status {status}", number, sent, line))
+
+    async def _begun(self, sent: bytes) -> bytes:
+        """The first line of an answer."""
+        try:
+            return await status_line(self._target.port, sent, _STATUS_SECONDS)
+        except TimeoutError:
+            async with self._alone:
+                line = await status_line(self._target.port, sent, _PATIENCE * _STATUS_SECONDS)
+            self.slow += 1
+            return line
 
     def made(self, rng: random.Random) -> bytes:
         """The bytes of a case; sometimes several requests behind each other."""
@@ -311,7 +336,10 @@ def main() -> int:
     answers = ", ".join(f"{status}: {n}" for status, n in sorted(outcome.statuses.items()))
     growth = grown(outcome.samples)
     print(growth)
-    print(f"{outcome.cases} cases, {len(outcome.findings)} findings; answers {answers}")
+    print(
+        f"{outcome.cases} cases, {len(outcome.findings)} findings, {outcome.slow} slow answers; "
+        f"statuses {answers}"
+    )
     return 1 if outcome.findings or complaints or growth else 0
 
 

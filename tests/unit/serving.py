@@ -29,11 +29,11 @@ async def unserved(app: Litestar) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def served(app: Litestar) -> AsyncIterator[int]:
+async def served(app: Litestar, http: type[Connection] = Connection) -> AsyncIterator[int]:
     """The port on which `app` answers meanwhile: a real server in the test's own event loop."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
-            uvicorn.Config(app, http=Connection, log_config=None, timeout_graceful_shutdown=1)
+            uvicorn.Config(app, http=http, log_config=None, timeout_graceful_shutdown=1)
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

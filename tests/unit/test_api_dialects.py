@@ -175,6 +175,11 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org"
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
         ({"system": [IMAGE]}, "system[0]"),
+        ({"system": [{"text": "x"}]}, "system[0].type"),
+        (
+            block(type="tool_result", tool_use_id="t", content=[{"text": "x"}]),
+            "messages[0].content[0].content[0].type",
+        ),
         (block(type="text", text="hello " * 300), "maximum context length is 200"),
     ],
 )

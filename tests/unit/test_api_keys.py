@@ -679,7 +679,7 @@ async def test_what_fails_at_its_turn_fails_alone(
         assert (await running).status_code == 200
         refused = await waits
 
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_removed")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_removed")
 
 
 class Asked(FakeService):

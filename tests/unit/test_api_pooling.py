@@ -7,7 +7,7 @@ import base64
 import json
 import struct
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -230,7 +230,7 @@ async def test_one_that_fails_ends_all(client: openai.AsyncOpenAI, service: Fake
 async def test_a_model_that_leaves_meanwhile(
     client: openai.AsyncOpenAI, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts that have not begun never will: not that there is no such model, but that it left."""
+    """Texts that have not begun never will, and it is told why there is no such model."""
     service.script = None
     making = asyncio.create_task(client.embeddings.create(model="embedder", input=["a"] * 40))
     first, *others = [await service.arrivals.get() for _ in range(UNDER_WAY)]
@@ -238,7 +238,7 @@ async def test_a_model_that_leaves_meanwhile(
     monkeypatch.setattr(service, "submit", lambda request: service.model("embedder"))
     first.pool([1.0])
 
-    with pytest.raises(openai.ConflictError, match="embedder was removed") as told:
+    with pytest.raises(openai.NotFoundError, match="embedder was removed") as told:
         await making
     assert told.value.code == "model_removed"
     assert all(other.reason is FinishReason.CANCELLED for other in others)
@@ -278,7 +278,7 @@ async def test_scores_of_pairs(http: httpx.AsyncClient, service: FakeService) ->
 
     answer = (await http.post("/v1/score", json=body)).json()
 
-    pairs = [small_tokenizer().encode_pair("hello", text) for text in body["text_2"]]
+    pairs = [small_tokenizer().encode_pairs("hello")(text) for text in body["text_2"]]
     assert [generation.request.prompt for generation in service.submitted] == pairs
     assert [one["score"] for one in answer["data"]] == pytest.approx([1 / len(p) for p in pairs])
     assert answer["usage"]["prompt_tokens"] == sum(map(len, pairs))
@@ -308,19 +308,26 @@ def test_cosine() -> None:
 
 
 class WatchedTokenizer(Tokenizer):
-    """Knows in which threads it encoded pairs."""
+    """Knows in which threads it encoded pairs, and what with."""
 
     def __init__(self) -> None:
         super().__init__(byte_level_encoder())
         self.threads: list[int] = []
+        self.firsts: list[str] = []
 
-    def encode_pair(self, first: str, second: str) -> tuple[int, ...]:
-        self.threads.append(threading.get_ident())
-        return super().encode_pair(first, second)
+    def encode_pairs(self, first: str) -> Callable[[str], tuple[int, ...]]:
+        self.firsts.append(first)
+        pair = super().encode_pairs(first)
+
+        def watched(second: str) -> tuple[int, ...]:
+            self.threads.append(threading.get_ident())
+            return pair(second)
+
+        return watched
 
 
 async def test_one_text_with_many_others(http: httpx.AsyncClient, service: FakeService) -> None:
-    """It is encoded with each of them, which the event loop does not wait for."""
+    """It is encoded once, and put together with each, which the event loop does not wait for."""
     service.text = tokenizer = WatchedTokenizer()
     query = "hello " * 30
 
@@ -333,6 +340,7 @@ async def test_one_text_with_many_others(http: httpx.AsyncClient, service: FakeS
 
     assert answer.status_code == 200
     assert len(tokenizer.threads) == 101
+    assert tokenizer.firsts == [query, query]  # one for each request
     assert threading.get_ident() not in tokenizer.threads[1:]
 
 

@@ -561,6 +561,15 @@ async def test_a_name_that_is_taken_is_not_pulled(call: Call, path: Path) -> Non
 
 
 @pytest.mark.usefixtures("at_work")
+async def test_ollama_s_delete_says_nothing(client: httpx.AsyncClient) -> None:
+    """And does not call that JSON."""
+    answer = await client.request("DELETE", "/api/delete", json={"model": "a"})
+
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/plain")
+
+
+@pytest.mark.usefixtures("at_work")
 async def test_ollama_s_client_pulls_and_deletes(
     box: Box, settings: LiveConfig, path: Path
 ) -> None:

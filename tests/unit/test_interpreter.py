@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import queue
 import socket
@@ -17,7 +18,7 @@ from appliance.api.service import ChatRefused, GenerationFailed
 from appliance.dialogue import Begin, Parsers, ParserUnusable
 from appliance.engines.protocol import Guide, GuideKind
 from appliance.interpreter import converse
-from appliance.interpreting import Interpreter
+from appliance.interpreting import MISHAPS, MOVES, Interpreter
 from appliance.toolcalls import CallPiece, Heard
 
 LIMIT_SECONDS = 10.0
@@ -31,8 +32,12 @@ BEGUN: queue.SimpleQueue[weakref.ref[Script]] = queue.SimpleQueue()
 """All that have begun."""
 
 
+class Broken(BaseException):
+    """The process is no more."""
+
+
 class Script:
-    """Upper case is content; it does what its chat says."""
+    """Upper case is content, or what was heard before; it does what its chat says."""
 
     guide = Guide(GuideKind.REGEX, "x")
     special_tokens = True
@@ -49,6 +54,7 @@ class Script:
                 OPENING.set()
                 assert HEARD.wait(LIMIT_SECONDS)
         self._begin = begin
+        self._before: list[str] = []
         BEGUN.put(weakref.ref(self))
 
     def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
@@ -58,6 +64,11 @@ class Script:
             threading.Event().wait(LIMIT_SECONDS)
         if text == "half":
             return Heard("\ud83d")
+        if text == "break":
+            raise Broken
+        if text == "tell":
+            return Heard(" ".join(self._before))
+        self._before.append(text)
         if text != "quiet":
             HEARD.set()
         name = f"{self._begin.parsers.tool} {choice} {len(tokens)} {finished}"
@@ -69,10 +80,13 @@ class ThreadProcess:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection.dup()
-        self.thread = threading.Thread(
-            target=converse, args=(self._connection, Script), daemon=True
-        )
+        self.thread = threading.Thread(target=self._converse, daemon=True)
         self.thread.start()
+
+    def _converse(self) -> None:
+        with contextlib.suppress(Broken):
+            converse(self._connection, Script)
+        self._connection.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
         self._connection.shutdown(socket.SHUT_RDWR)
@@ -291,30 +305,88 @@ async def test_text_that_is_none(bench: Bench) -> None:
 
 
 async def test_a_lost_process_is_started_anew(bench: Bench) -> None:
-    """What it was reading fails; what comes next is read."""
+    """What it was reading is read by the next one, from its beginning."""
     chat = await bench.begin()
+    for text in ("a", "b"):
+        await chat.hear(0, text, (), False)
     bench.processes[0].kill()
     bench.processes[0].thread.join(LIMIT_SECONDS)
 
-    with pytest.raises(GenerationFailed) as caught:
-        await chat.hear(0, "x", (), False)
-    assert caught.value.code == "interpreter_lost"
+    assert (await chat.hear(0, "tell", (), False)).content == "a b"
     chat.end()
     assert (await (await bench.begin()).hear(0, "x", (), False)).content == "X"
     assert len(bench.processes) == 2
 
 
 async def test_a_parser_that_hangs_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes those with it that wait in its process; the next chat has another one."""
-    monkeypatch.setattr("appliance.interpreting.HEAR_SECONDS", 0.05)
-    one, two = await bench.begin(), await bench.begin()
+    """Its chat fails; those that wait in its process, or will, are read by another one."""
+    one, two, idle = [await bench.begin() for _ in range(3)]
+    for chat, text in ((two, "a"), (idle, "b")):
+        await chat.hear(0, text, (), False)
+    monkeypatch.setattr("appliance.interpreting.HEAR_SECONDS", 0.5)
 
-    results = await asyncio.gather(
-        one.hear(0, "hang", (), False), two.hear(0, "x", (), False), return_exceptions=True
+    failed, told = await asyncio.gather(
+        one.hear(0, "hang", (), False), two.hear(0, "tell", (), False), return_exceptions=True
     )
 
-    assert [getattr(result, "code", None) for result in results] == ["interpreter_lost"] * 2
+    monkeypatch.undo()
+    assert failed.code == "interpreter_lost"
+    assert told.content == "a"
+    assert (await idle.hear(0, "tell", (), False)).content == "b"
     assert (await bench.begin()).guide == Script.guide
+    assert len(bench.processes) == 2
+
+
+async def test_a_process_that_breaks(bench: Bench) -> None:
+    """Whose text it was reading has failed; who is behind has not."""
+    one, two, begins = await bench.begin(), await bench.begin(), bench.begin(b"slow")
+
+    failed, told, begun = await asyncio.gather(
+        one.hear(0, "break", (), False), two.hear(0, "x", (), False), begins, return_exceptions=True
+    )
+
+    assert failed.code == "interpreter_lost"
+    assert told.content == "X"
+    assert begun.guide == Script.guide
+
+
+async def test_a_chat_with_which_processes_break(bench: Bench) -> None:
+    """Once may be an accident."""
+    chat = await bench.begin()
+
+    with pytest.raises(GenerationFailed) as caught:
+        await chat.hear(0, "break", (), False)
+    assert caught.value.code == "interpreter_lost"
+    assert len(bench.processes) == MISHAPS
+
+
+async def test_processes_that_are_lost_again_and_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat moves so many times, and no more."""
+    chat = await bench.begin()
+    for _ in range(MOVES + 1):
+        other = await bench.begin()
+        assert (await chat.hear(0, "x", (), False)).content == "X"
+        monkeypatch.setattr("appliance.interpreting.HEAR_SECONDS", 0.05)
+        with pytest.raises(GenerationFailed):
+            await other.hear(0, "hang", (), False)
+        monkeypatch.undo()
+
+    with pytest.raises(GenerationFailed) as caught:
+        await chat.hear(0, "x", (), False)
+    assert caught.value.code == "interpreter_lost"
+
+
+async def test_no_process_is_started_at_the_end(bench: Bench) -> None:
+    """Whatever is still to be read fails."""
+    chat = await bench.begin()
+    await bench.interpreter.stop()
+
+    with pytest.raises(GenerationFailed) as caught:
+        await chat.hear(0, "x", (), False)
+    assert caught.value.code == "interpreter_lost"
+    assert len(bench.processes) == 1
 
 
 async def test_a_process_that_cannot_be_started(bench: Bench) -> None:

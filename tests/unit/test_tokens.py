@@ -33,14 +33,17 @@ def test_two_texts_with_marks_between_them(checkpoint: Path) -> None:
     """As the tokenizer of the checkpoint puts them."""
     encoder = byte_level_encoder()
     plain = Tokenizer.load(checkpoint)
-    assert plain.encode_pair("hello", "one") == plain.encode("hello") + plain.encode("one")
+    assert plain.encode_pairs("hello")("one") == plain.encode("hello") + plain.encode("one")
     encoder = tokenizers.Tokenizer.from_str(encoder.to_str())
     encoder.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}", pair=f"$A {EOS} $B {EOS}", special_tokens=[(EOS, 0)]
     )
     marked = Tokenizer(encoder)
+    pair = marked.encode_pairs("hello")
 
-    assert marked.encode_pair("hello", "one") == (*marked.encode("hello"), *marked.encode("one"))
+    for other in ("one", "", "two three"):
+        assert pair(other) == (*marked.encode("hello"), *marked.encode(other))
+        assert pair(other) == tuple(encoder.encode("hello", other).ids)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 40, 41])

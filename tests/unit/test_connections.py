@@ -1,0 +1,275 @@
+"""Clients that dawdle over a real connection: they lose it, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+
+from appliance.api.app import create_app
+from appliance.api.connections import Connection
+from appliance.vocabulary import FinishReason
+from tests.unit.fake_service import FakeService, small_tokenizer
+from tests.unit.serving import served
+
+TIMEOUT_SECONDS = 60
+MOMENT = 0.02
+LONG = 1000.0
+
+HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+
+
+@asynccontextmanager
+async def connected(
+    service: FakeService, **limits: float
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A raw connection to an appliance that waits for clients as long as `limits` say, else as good
+    as for ever."""
+    patient = {"head_seconds": LONG, "body_seconds": LONG, "unread_seconds": LONG}
+    http = type("Tested", (Connection,), patient | limits)
+    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(service), http) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+def refusal(answer: bytes) -> tuple[int, Any]:
+    """The status, and the body, of an answer that is the last one of its connection."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in head
+    assert b"\r\ncontent-type: application/json" in head
+    assert b"\r\nx-request-id: " in head
+    return int(head.split()[1]), json.loads(body)
+
+
+@pytest.mark.parametrize("begin", [b"GET /livez HTTP/1.1\r\nHost: x\r\n", b"P", b"\r\n"])
+async def test_a_head_that_does_not_end(begin: bytes) -> None:
+    """Is answered with 408, and the connection closed."""
+    async with connected(FakeService(), head_seconds=MOMENT) as (reader, writer):
+        writer.write(begin)
+        status, body = refusal(await reader.read())
+
+    assert (status, body["error"]["code"]) == (408, "slow")
+
+
+async def test_a_connection_on_which_nothing_comes() -> None:
+    """Is closed without a word."""
+    async with connected(FakeService(), head_seconds=MOMENT) as (reader, _):
+        assert await reader.read() == b""
+
+
+async def test_empty_lines_behind_a_request() -> None:
+    """Are no request: whoever sends nothing else loses the connection."""
+    async with connected(FakeService(), head_seconds=MOMENT) as (reader, writer):
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\r\n")
+        await reader.read()
+
+
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [
+        ("/v1/completions", ("error", "message")),
+        ("/v1/messages", ("error", "message")),
+        ("/api/chat", ("error",)),
+    ],
+)
+async def test_a_body_that_stalls(path: str, where: tuple[str, ...]) -> None:
+    """Is told in the words of its dialect."""
+    async with connected(FakeService(), body_seconds=MOMENT) as (reader, writer):
+        writer.write(HEAD % (path.encode(), 100) + b'{"model"')
+        status, body = refusal(await reader.read())
+    for name in where:
+        body = body[name]
+
+    assert (status, body) == (408, "the request's body did not come in time")
+
+
+async def test_a_body_that_stalls_behind_its_answer() -> None:
+    """Is no reason to answer twice."""
+    async with connected(FakeService(), body_seconds=MOMENT) as (reader, writer):
+        writer.write(HEAD % (b"/nowhere", 100) + b"{")
+        answer = await reader.read()
+
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+class Watched(Connection):
+    """Tells how often it found that time was over."""
+
+    head_seconds = LONG
+    body_seconds = MOMENT
+    body_bytes = 0
+    looked = 0
+    enough = 0
+    on_enough: Callable[[], None]
+
+    def _look(self) -> None:
+        super()._look()
+        Watched.looked += 1
+        if Watched.looked == Watched.enough:
+            Watched.on_enough()
+
+
+async def test_a_body_that_comes_slowly() -> None:
+    """Is waited for, as long as enough of it comes each time."""
+    body = json.dumps({"model": "small", "prompt": "hello"}).encode()
+    seen = asyncio.Event()
+    Watched.looked, Watched.enough, Watched.on_enough = 0, 3, staticmethod(seen.set)
+    service = FakeService(lambda generation: generation.say("hello"))
+    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(service), Watched) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD % (b"/v1/completions", len(body)) + body[:5])
+        await seen.wait()
+        writer.write(body[5:])
+        status = await reader.readline()
+        writer.close()
+
+    assert status == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_a_request_that_is_answered_takes_its_time() -> None:
+    """An answer may take longer than a head, also if another head has begun behind it."""
+    service = FakeService()
+    body = json.dumps({"model": "small", "prompt": "hello"}).encode()
+    seen = asyncio.Event()
+    Watched.looked, Watched.enough, Watched.on_enough = 0, 3, staticmethod(seen.set)
+    hasty = type("Hasty", (Watched,), {"head_seconds": MOMENT})
+    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(service), hasty) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD % (b"/v1/completions", len(body)) + body + b"GET /li")
+        generation = await service.arrivals.get()
+        await seen.wait()
+        generation.say("hello")
+        answer = await reader.read()
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert generation.reason is None
+    assert b"HTTP/1.1 408" in answer  # behind the answer, for what has begun
+
+
+class Heard(Connection):
+    """Tells when something came."""
+
+    around_bytes = 500
+    came: asyncio.Event
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        Heard.came.set()
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"GET /livez HTTP/1.1\r\nX: ", b"a" * 501),
+        (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"e" * 501),
+    ],
+)
+async def test_too_much_beside_a_body(begin: bytes, more: bytes) -> None:
+    """A head without an end, or what stands between chunks, is not kept."""
+    Heard.came = asyncio.Event()
+    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(FakeService()), Heard) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begin)
+        await Heard.came.wait()
+        writer.write(more)
+        status, body = refusal(await reader.read())
+        writer.close()
+
+    assert (status, body["error"]["code"]) == (431, "head_too_large")
+
+
+async def test_what_is_no_http() -> None:
+    """Is refused in JSON, like everything else."""
+    async with connected(FakeService()) as (reader, writer):
+        writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+        status, body = refusal(await reader.read())
+
+    assert (status, body["error"]["code"]) == (400, "invalid_http")
+
+
+async def test_no_other_protocol_is_spoken() -> None:
+    """Who asks for one is answered in HTTP."""
+    async with connected(FakeService()) as (reader, writer):
+        writer.write(
+            b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\n"
+            b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n\r\n"
+        )
+        status = await reader.readline()
+
+    assert status == b"HTTP/1.1 200 OK\r\n"
+
+
+class Narrow(Connection):
+    """Of what is sent the system takes little."""
+
+    unread_seconds = MOMENT
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        super().connection_made(transport)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("what", ["stream", "answer"])
+def test_who_does_not_read(loop: Callable[[], asyncio.AbstractEventLoop], what: str) -> None:
+    """Loses the connection, on either event loop."""
+    case = {"stream": a_stream_that_is_not_read, "answer": an_answer_that_is_not_read}[what]
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(case())
+
+
+async def a_stream_that_is_not_read() -> None:
+    """It is held back as soon as the system takes no more, and given up in the end; another stream
+    goes on."""
+    service = FakeService()
+    app = create_app(service)
+    body = json.dumps({"model": "small", "prompt": "hello", "stream": True}).encode()
+    async with asyncio.timeout(TIMEOUT_SECONDS), served(app, Narrow) as port:
+        with socket.socket() as stuck:
+            stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stuck.connect(("127.0.0.1", port))
+            stuck.sendall(HEAD % (b"/v1/completions", len(body)) + body)
+            unread = await service.arrivals.get()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD % (b"/v1/completions", len(body)) + body)
+            read = await service.arrivals.get()
+            for _ in range(200):
+                unread.feed(small_tokenizer().encode("hello " * 200))
+            await unread.cancelled.wait()
+            read.say("hello")
+            await reader.readuntil(b"data: [DONE]")
+            writer.close()
+
+    assert unread.reason is FinishReason.CANCELLED
+    assert read.reason is None
+
+
+async def an_answer_that_is_not_read() -> None:
+    """All of it was made, and the connection is closed behind it."""
+    lost = asyncio.Event()
+
+    class Told(Narrow):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            lost.set()
+
+    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(FakeService()), Told) as port:
+        with socket.socket() as stuck:
+            stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stuck.connect(("127.0.0.1", port))
+            stuck.sendall(b"GET /api/openapi.json HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            await lost.wait()
