@@ -18,6 +18,7 @@ from appliance.config import Config, load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, metrics_by_model, reference, running_daemon
 from appliance.demo.traffic import Chat, burst
+from tests.patience import PATIENCE_SECONDS
 
 CHATS_PER_MODEL = 8
 MEMORY_BYTES = 48 << 20
@@ -44,7 +45,9 @@ class Appliance:
     journal: Path
 
     def status(self) -> dict:
-        return httpx.get(f"{self.url}/api/status", timeout=10).raise_for_status().json()
+        return (
+            httpx.get(f"{self.url}/api/status", timeout=PATIENCE_SECONDS).raise_for_status().json()
+        )
 
     def metrics(self) -> dict[tuple[str, str], float]:
         return metrics_by_model(self.url)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_SECONDS
+
 
 def test_demo(checkpoints: Path) -> None:
     """It exits 0 and shows six models, preempted in mid-generation, every output identical."""
@@ -14,7 +16,7 @@ def test_demo(checkpoints: Path) -> None:
         [sys.executable, "-m", "appliance", "demo", "--json", "--dir", str(checkpoints)],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=400,
+        timeout=PATIENCE_SECONDS,
         check=True,
     )
 

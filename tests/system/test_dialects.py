@@ -14,6 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, start
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
@@ -244,13 +245,13 @@ def test_hanging_up_cancels(
 
 
 def _cancelled(appliance: Appliance) -> float:
-    text = httpx.get(f"{appliance.url}/metrics").text
+    text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
     lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
     return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
 
 
 async def _until(true: Callable[[], bool]) -> None:
     """Ask again and again until it is so."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not true():  # noqa: ASYNC110 - the daemon is another process
             await asyncio.sleep(0)

@@ -17,6 +17,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, start
 
 
@@ -96,7 +97,7 @@ def test_a_batch_says_the_same(client: openai.OpenAI) -> None:
     content = "\n".join(json.dumps(line) for line in lines).encode()
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHATS, completion_window="24h")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while batch.status not in ("completed", "failed") and time.monotonic() < deadline:
         time.sleep(0.1)
         batch = client.batches.retrieve(batch.id)
@@ -234,14 +235,14 @@ def _busy(appliance: Appliance, name: str) -> bool:
 
 
 def _cancelled(appliance: Appliance) -> float:
-    text = httpx.get(f"{appliance.url}/metrics").text
+    text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
     lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
     return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
 
 
 async def _until(appliance: Appliance, true: Callable[[], bool]) -> None:
     """Ask again and again until it is so."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not true():  # noqa: ASYNC110 - the daemon is another process
             await asyncio.sleep(0)
 
@@ -250,9 +251,9 @@ def test_probes_and_metrics(appliance: Appliance, client: openai.OpenAI) -> None
     """Probes answer; metrics have what dashboards need."""
     client.completions.create(model="llama-a", prompt="x", max_tokens=2)
 
-    assert httpx.get(f"{appliance.url}/livez").status_code == 200
-    assert httpx.get(f"{appliance.url}/readyz").status_code == 200
-    text = httpx.get(f"{appliance.url}/metrics").text
+    assert httpx.get(f"{appliance.url}/livez", timeout=PATIENCE_SECONDS).status_code == 200
+    assert httpx.get(f"{appliance.url}/readyz", timeout=PATIENCE_SECONDS).status_code == 200
+    text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
     for sample in (
         'appliance_switches_total{instance="0",model="llama-a",reason="prefill"} ',
         'appliance_preemptions_total{model="llama-a"} ',
@@ -274,7 +275,7 @@ def test_command_line(appliance: Appliance) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
         return done.stdout
 

@@ -22,6 +22,7 @@ from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, burst, send
 from appliance.dropins import directory
 from appliance.vocabulary import ModelDismissed, ModelWanted, WaitCode
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance
 
 PER_MODEL = 3
@@ -54,7 +55,7 @@ async def operate(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str],
     models = cycle(sorted({chat.model for chat in chats}))
 
     async def work() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             for verb in cycle(["evict", "load", "evict", "pin", "evict", "unpin"]):
                 for _ in range(TOKENS_BETWEEN):
                     await pieces.acquire()
@@ -104,7 +105,7 @@ def test_models_are_dismissed_and_wanted_under_load(appliance: Appliance) -> Non
 
 def until(done: Callable[[], bool]) -> None:
     """Returns when something has come about that takes a daemon no longer than a minute."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not done():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.05)
@@ -116,7 +117,9 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     url, model = appliance.url, appliance.config.models[-1].name
 
     def post(verb: str) -> dict[str, Any]:
-        answer = httpx.post(f"{url}/api/models/{model}/{verb}", timeout=60).raise_for_status()
+        answer = httpx.post(
+            f"{url}/api/models/{model}/{verb}", timeout=PATIENCE_SECONDS
+        ).raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
 
@@ -133,7 +136,11 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     until(lambda: model not in held())
     post("load")
     until(lambda: model in held())
-    until(lambda: not httpx.get(f"{url}/api/models/{model}", timeout=10).json()["wanted"])
+    until(
+        lambda: (
+            not httpx.get(f"{url}/api/models/{model}", timeout=PATIENCE_SECONDS).json()["wanted"]
+        )
+    )
     post("evict")
     until(lambda: model not in held())
     (answer,) = asyncio.run(send(url, [Chat(model, "Hello", 8)], lambda _: None))
@@ -150,9 +157,11 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
 
     def cancel(answer: Answer) -> None:
         if len(answer.tokens) > 2 and not cancelled:
-            (request,) = httpx.get(f"{url}/api/requests", timeout=10).json()["requests"]
+            (request,) = httpx.get(f"{url}/api/requests", timeout=PATIENCE_SECONDS).json()[
+                "requests"
+            ]
             path = f"{url}/api/requests/{request['id']}"
-            cancelled.append(httpx.delete(path, timeout=10).status_code)
+            cancelled.append(httpx.delete(path, timeout=PATIENCE_SECONDS).status_code)
 
     (broken,) = asyncio.run(send(url, [Chat(model, "Hello", 900, ignore_eos=True)], cancel))
     assert (broken.error, cancelled) == ("an operator cancelled the request", [200])
@@ -163,10 +172,12 @@ def test_a_signal_reloads(appliance: Appliance, file: Path) -> None:
     """HUP applies what needs no restart; what an operator changed is in the file for the next."""
     url, model = appliance.url, appliance.config.models[0].name
     body = {"slo": {"ttft": "7s"}, "max_queue": 5}
-    httpx.put(f"{url}/api/models/{model}/limits", json=body, timeout=60).raise_for_status()
+    httpx.put(
+        f"{url}/api/models/{model}/limits", json=body, timeout=PATIENCE_SECONDS
+    ).raise_for_status()
     (directory(file) / "60-mine.toml").write_text("[api]\nmax_queue = 77\n")
 
-    with httpx.stream("GET", f"{url}/api/events", timeout=60) as events:
+    with httpx.stream("GET", f"{url}/api/events", timeout=PATIENCE_SECONDS) as events:
         lines = events.iter_lines()
         while next(lines) != "event: snapshot":
             pass
@@ -174,8 +185,8 @@ def test_a_signal_reloads(appliance: Appliance, file: Path) -> None:
         while next(lines) != "event: config_reloaded":
             pass
 
-    shown = httpx.get(f"{url}/api/config", timeout=10).json()["config"]
+    shown = httpx.get(f"{url}/api/config", timeout=PATIENCE_SECONDS).json()["config"]
     assert shown["api"]["max_queue"] == 77
     found = load_config(file).models[0]
     assert (found.slo.ttft_seconds, found.max_queue) == (7, 5)
-    assert httpx.post(f"{url}/api/config/check", timeout=60).json()["changes"] == []
+    assert httpx.post(f"{url}/api/config/check", timeout=PATIENCE_SECONDS).json()["changes"] == []

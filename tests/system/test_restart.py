@@ -18,12 +18,12 @@ import httpx
 
 from appliance.demo.checkpoints import write_config
 from tests.activation import start_activated
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.notify_double import Manager, manager
 
 CLIENTS = 8
 BEFORE, AFTER = 12, 12
 """Answers before the signal, and after it."""
-PATIENCE_SECONDS = 480
 
 
 def test_a_restart_under_load(checkpoints: Path, tmp_path: Path) -> None:
