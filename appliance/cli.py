@@ -25,6 +25,7 @@ from appliance.config import Config, load_config, warnings
 from appliance.configcommands import diff, log_level, reload
 from appliance.configoption import config_option
 from appliance.errors import ApplianceError, ConfigError
+from appliance.instancecommands import instance
 from appliance.keycommand import key
 from appliance.modelcommands import drain, limit, load, pin, resume, stop, unpin
 from appliance.policycommand import policy
@@ -189,12 +190,14 @@ def docs() -> None:
     click.echo(configdoc.generate_docs(), nl=False)
 
 
+cli.add_command(instance)
 cli.add_command(key)
 cli.add_command(policy)
 for command in (requests, why, cancel):
     cli.add_command(command)
 for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
     cli.add_command(command)
+cli.add_command(top, "tui")
 for command in (reload, log_level, top, logs):
     cli.add_command(command)
 config.add_command(diff)

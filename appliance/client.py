@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import click
 import httpx
@@ -18,6 +19,8 @@ UNPROCESSABLE = 422
 
 KEY_VARIABLE = "APPLIANCE_API_KEY"
 
+FC = TypeVar("FC", bound=Callable[..., Any])
+
 
 def default_url() -> str:
     """The admin socket of a daemon that runs here, or where one listens that was told nothing."""
@@ -25,12 +28,18 @@ def default_url() -> str:
     return DEFAULT_URL if path is None else f"{UNIX}{path}"
 
 
-url_option = click.option(
-    "--url", default=default_url, show_default=f"the admin socket, else {DEFAULT_URL}",
-    envvar="APPLIANCE_URL", show_envvar=True,
-    help=f"Where the daemon listens: http(s)://HOST:PORT, with the key in ${KEY_VARIABLE} if it "
-    "wants one, or unix:/PATH, its admin socket.",
-)  # fmt: skip
+def url_option_named(*names: str) -> Callable[[FC], FC]:
+    """`--url`, also by these names."""
+    return click.option(
+        "--url", *names, "url", default=default_url,
+        show_default=f"the admin socket, else {DEFAULT_URL}",
+        envvar="APPLIANCE_URL", show_envvar=True,
+        help=f"Where the daemon listens: http(s)://HOST:PORT, with the key in ${KEY_VARIABLE} if "
+        "it wants one, or unix:/PATH, its admin socket.",
+    )  # fmt: skip
+
+
+url_option = url_option_named()
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
@@ -46,9 +55,23 @@ def connect(url: str) -> httpx.Client:
     if url.startswith(UNIX):
         transport = httpx.HTTPTransport(uds=url.removeprefix(UNIX))
         return httpx.Client(base_url="http://appliance", transport=transport, timeout=timeout)
+    _check_address(url)
     key = os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.isascii():
+        fail(f"${KEY_VARIABLE} is no API key: there are only ASCII characters in one", 2)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(base_url=url, headers=headers, timeout=timeout)
+
+
+def _check_address(url: str) -> None:
+    """Ends the command for what cannot be the address of an HTTP server."""
+    try:
+        address = httpx.URL(url)
+        if address.scheme in ("http", "https") and address.host:
+            return
+    except httpx.InvalidURL:
+        pass
+    fail(f"--url: {url!r} is no address: give http(s)://HOST:PORT, or unix:/PATH", 2)
 
 
 def unreachable(url: str, error: httpx.TransportError) -> NoReturn:

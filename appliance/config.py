@@ -8,6 +8,7 @@ the daemon read a file with the same `load_config`.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -302,8 +303,9 @@ class Batches(Section, kw_only=True):
     max_stored_bytes: Annotated[
         Bytes,
         Meta(
-            description="All files together, outputs too. An upload that would go beyond it is "
-            "refused, and every new batch once outputs went beyond it; an output never is."
+            description="All files and logs of batches together. An upload that would go beyond it "
+            "is refused; once answers went beyond it, new batches are, and others stand still. "
+            "What is done is always written to files."
         ),
     ] = msgspec.field(default=Bytes(10 << 30), name="max_stored")
     keep_days: Annotated[
@@ -322,6 +324,33 @@ class Log(Section, kw_only=True):
     level: Annotated[LogLevel, Meta(description="The daemon tells what is at least so urgent.")] = (
         "info"
     )
+
+
+class Telemetry(Section, kw_only=True):
+    """Requests as traces of OpenTelemetry, sent over OTLP (HTTP). See docs/telemetry.md."""
+
+    traces: Annotated[
+        bool, Meta(description="Send them. Needs the extra `otel` of this package.")
+    ] = False
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="Address of the collector, such as `http://127.0.0.1:4318`; "
+            '"" for `$OTEL_EXPORTER_OTLP_ENDPOINT`, or `http://localhost:4318`.'
+        ),
+    ] = ""
+    sample_ratio: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of the requests that are traced, of those whose caller does not say "
+            "(`traceparent`).",
+        ),
+    ] = 1.0
+    service_name: Annotated[
+        str, Meta(description='"" for `$OTEL_SERVICE_NAME`, or `appliance`.')
+    ] = ""
 
 
 class Catalog(Section, kw_only=True):
@@ -447,6 +476,7 @@ class Config(Section, kw_only=True):
     journal: JournalFile = JournalFile()
     batches: Batches = Batches()
     log: Log = Log()
+    telemetry: Telemetry = Telemetry()
     catalog: Catalog = Catalog()
     models: Annotated[tuple[Model, ...], Meta(min_length=1)] = msgspec.field(name="model")
 
@@ -693,6 +723,7 @@ def _with_devices(config: Config, report: _Report) -> Config:
 def _check(config: Config, report: _Report, check_files: bool) -> None:
     _check_reach(config.api, report)
     _check_devices(config.devices, report)
+    _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
     _check_names(config.models, report)
     if check_files:
@@ -717,6 +748,28 @@ def _check_reach(api: Api, report: _Report) -> None:
             'add keys = "keys.json" and make one with `appliance key create NAME`, or use '
             "127.0.0.1",
         )
+
+
+def _check_telemetry(telemetry: Telemetry, report: _Report) -> None:
+    if telemetry.endpoint and not telemetry.endpoint.startswith(("http://", "https://")):
+        report.add(
+            ("telemetry", "endpoint"),
+            f"{telemetry.endpoint!r} is not the address of an HTTP server",
+            'use one such as "http://127.0.0.1:4318"',
+        )
+    if telemetry.traces and not _has_opentelemetry():
+        report.add(
+            ("telemetry", "traces"),
+            "OpenTelemetry is not installed",
+            'install the extra "otel" of this package, or use false',
+        )
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def _check_api_files(api: Api, report: _Report) -> None:
@@ -972,6 +1025,7 @@ def schema() -> dict[str, tuple[type[Section], dict[str, SchemaField]]]:
         "[journal]": (JournalFile, fields(JournalFile)),
         "[batches]": (Batches, fields(Batches)),
         "[log]": (Log, fields(Log)),
+        "[telemetry]": (Telemetry, fields(Telemetry)),
         "[catalog]": (Catalog, fields(Catalog)),
         "[[model]]": (Model, fields(Model)),
     }

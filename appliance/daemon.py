@@ -11,10 +11,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial, singledispatchmethod
-from itertools import chain
+from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,12 +24,12 @@ from appliance import wire
 from appliance.api.metrics import Metrics
 from appliance.api.service import (
     Activity,
+    Decision,
     Generation,
     GenerationFailed,
     InstanceActivity,
     InstanceVerification,
     Interpretation,
-    KvShapeActivity,
     KvTierActivity,
     ModelActivity,
     ModelCard,
@@ -48,13 +49,14 @@ from appliance.api.service import (
 from appliance.dialogue import Parsers
 from appliance.engines.protocol import Guide, KvBytes
 from appliance.feed import Feed, Notice, NoticeKind
-from appliance.fragmentation import KvMeter, by_shape, fragmentation, together
+from appliance.fragmentation import KvMeter, by_shape
 from appliance.generation import RequestStream
 from appliance.gpuwatch import GpuWatch
 from appliance.guiding import GuideChecks, GuideUnanswered
 from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
+from appliance.pace import Pace
 from appliance.policies import installed
 from appliance.policyguard import BUDGET_SECONDS
 from appliance.policystack import PolicyStack
@@ -62,11 +64,14 @@ from appliance.policywatch import PolicyWatch
 from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
 from appliance.processes import WorkerProcess
 from appliance.purpose import Purpose
+from appliance.quarantine import Quarantine
 from appliance.requestlog import log_request
 from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.reasons import wait_reason
 from appliance.scheduling.state import BuildJob, InstanceState, PrefillJob
+from appliance.shown import gpu_activities, host_bytes, kv_tier, kv_uses
+from appliance.spans import HOOKS, MOST_PLANNED, Spans
 from appliance.timekeeper import Timekeeper
 from appliance.tokens import Tokenizer
 from appliance.verification import Verifications
@@ -84,7 +89,6 @@ from appliance.vocabulary import (
     ModelAdded,
     ModelChanged,
     ModelDismissed,
-    ModelFailed,
     ModelLoaded,
     ModelName,
     ModelRemoved,
@@ -106,9 +110,13 @@ from appliance.vocabulary import (
     TokensProduced,
 )
 
+if TYPE_CHECKING:
+    from appliance.telemetry import Traces
+
 RETRY_AFTER_SECONDS = 1.0
 WATCHDOG_PATIENCE = 10
 """Times the progress deadline without any sign of a worker until the daemon counts as stuck."""
+COMPUTED = (Stage.RUNNING, Stage.PREFILLING)
 REJECTION_STATUS = {
     "model_not_found": 404,
     "context_length_exceeded": 400,
@@ -116,6 +124,7 @@ REJECTION_STATUS = {
     "request_failed": 400,
     "overloaded": 503,
     "model_draining": 503,
+    "no_instance": 503,
     "model_removed": 404,
 }
 
@@ -177,11 +186,12 @@ class Daemon:
         devices: Sequence[str] = (),
         runtime_slabs: int = 0,
         images: str = "",
+        traces: Traces | None = None,
     ) -> None:
         """`pool_slabs` is the pool of each rank of an instance, which has `ranks` of them;
         `cpus[i]` are the processors of instance i, and `devices[i]` is what it computes on, if that
         is not the CPU. A GPU has `runtime_slabs` beside its pool. Packed weights are kept in the
-        folder `images`, if that is one.
+        folder `images`, if that is one. `traces` are told of every request that ends.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
@@ -221,12 +231,18 @@ class Daemon:
         self._prefetched: dict[InstanceId, set[ModelName]] = {}
         self._pools: dict[InstanceId, wire.PoolReport] = {}
         self._host_meter = KvMeter()
-        self._times = Timekeeper()
+        self._traces = traces
+        self._times = Timekeeper(keeps_stretches=traces is not None)
+        began = time.time() - clock()
+        self._spans = Spans(list(self.machine.instances), lambda at: began + at)
+        self._paces: defaultdict[ModelName, Pace] = defaultdict(Pace)
         self._verifications = Verifications(self._send_verify, self._images)
         self._guides = GuideChecks(self._send_guide)
         self._interpreter = Interpreter()
         self._leaving: dict[ModelName, asyncio.Event] = {}
         """Models that were removed, and when they are gone."""
+        self._failed: set[ModelName] = set()
+        """Models of which it was told that they cannot be served."""
         self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
         self._restarts_counted: dict[InstanceId, int] = {}
         for name in self._served:
@@ -249,19 +265,26 @@ class Daemon:
                 self.host.fd,
                 self._on_message,
                 self._on_lost,
+                self._on_stillborn,
                 self._on_failure,
             )
             for number in self.machine.instances
         }
+        self._quarantine = Quarantine(
+            self.machine.instances, self.workers, devices, self.feed, self._tell
+        )
         gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
         self._gpus = GpuWatch(gpus) if gpus else None
+        self._devices = devices
+        self._runtime_slabs = runtime_slabs
 
     def start(self) -> None:
         """Start the workers; requests are taken at once. The host tier's pages are brought in and
         locked meanwhile, once, so that no request waits for that."""
         threading.Thread(target=self._lock_host, name="host-tier", daemon=True).start()
         if self._gpus is not None:
-            self._gpus.start()
+            loop = asyncio.get_running_loop()
+            self._gpus.start(partial(_call_on, loop, self._quarantine.gpu_failed))
         for worker in self.workers.values():
             worker.start()
         if any(served.parsers.reasoning for served in self._served.values()):
@@ -293,6 +316,8 @@ class Daemon:
         await asyncio.gather(*stops, self._interpreter.stop(), return_exceptions=True)
         if self._alarm is not None:  # of a worker's end
             self._alarm.cancel()
+        if self._traces is not None:
+            await self._traces.stop()
         self._policies.stack.close()
         self.host.close()
         if self._journal is not None:
@@ -325,7 +350,10 @@ class Daemon:
 
     async def check_guide(self, name: ModelName, guide: Guide) -> None:
         self._find(name)
-        up = [instance.id for instance in self.machine.instances.values() if instance.up]
+
+        def up() -> list[InstanceId]:
+            return [instance.id for instance in self.machine.instances.values() if instance.up]
+
         try:
             await self._guides.ask(up, name, guide)
         except GuideUnanswered as error:
@@ -383,11 +411,17 @@ class Daemon:
         if not any(instance.up for instance in self.machine.instances.values()):
             deaths = sum(worker.stillborn for worker in self.workers.values())
             told = f", {deaths} died before they were; see the log" if deaths else ""
+            if quarantined := len(self._quarantine.reasons):
+                told += f", {quarantined} of {len(self.workers)} instances are quarantined"
             reasons.append(f"no worker is up{told}")
         oldest = self.machine.oldest_progress()
         if oldest is not None and self._clock() - oldest > self.limits.progress_seconds:
             reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
-        return Readiness(ok=not reasons, reasons=tuple(reasons))
+        degraded = [
+            f"instance {number} is quarantined: {reason}"
+            for number, reason in self._quarantine.reasons.items()
+        ]
+        return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
 
     def progresses(self) -> bool:
         """Whether something still happens, or nothing has to. A request that waits while workers
@@ -398,7 +432,7 @@ class Daemon:
         if oldest is None or now - max(oldest, self._heard) <= bound:
             return not self._broken
         return any(
-            not instance.up
+            not (instance.up or instance.quarantine)
             or isinstance(instance.job, BuildJob | PrefillJob)
             or instance.ledger.loading
             for instance in self.machine.instances.values()
@@ -417,8 +451,9 @@ class Daemon:
             version=appliance.__version__,
             uptime_seconds=self._clock() - self._started,
             instances=tuple(self._instance_activity(i) for i in self.machine.instances.values()),
-            models=tuple(self._model_activity(name) for name in self._served),
+            models=self._model_activities(),
             kv=self._kv_activity(),
+            host_bytes=host_bytes(self.machine.host),
         )
 
     def requests(self) -> list[RequestActivity]:
@@ -449,6 +484,12 @@ class Daemon:
             raise RequestNotFound(request)
         stream.end(cancelled())
         self._cancel(request)
+
+    def quarantine_instance(self, number: InstanceId, reason: str) -> None:
+        self._quarantine.impose(number, reason)
+
+    def release_instance(self, number: InstanceId) -> None:
+        self._quarantine.lift(number)
 
     def model_activity(self, name: ModelName) -> ModelActivity:
         if name not in self._leaving:
@@ -514,6 +555,7 @@ class Daemon:
         """Those that the machine has forgotten."""
         for name in [name for name in self._leaving if name not in self.machine.models]:
             del self._served[name], self._live[name], self._preemptions_counted[name]
+            self._paces.pop(name, None)
             for number, worker in self.workers.items():
                 worker.drop(name)
                 self._prefetched.get(number, set()).discard(name)
@@ -552,6 +594,7 @@ class Daemon:
             readiness=self.readiness(),
             status=self.activity(),
             requests=tuple(self.requests()),
+            spans=self._spans.shown(),
         )
 
     def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
@@ -607,16 +650,28 @@ class Daemon:
         finally:
             self.metrics_of_run.decision(type(event).__name__, time.perf_counter() - began)
             self._write_down(now, event, commands)
-        self._follow(now, commands)
+        self._follow(now, commands, type(event).__name__)
 
-    def _follow(self, now: float, commands: list[Command]) -> None:
+    def _follow(self, now: float, commands: list[Command], after: str) -> None:
+        if self.machine.failed.keys() != self._failed:
+            self._note_failures()
         for command in commands:
             self._times.ordered(command, now)
+            if type(command) in HOOKS:
+                self._spans.ordered(command, now, self._explain(command, after))
             self._perform(command)
         self._set_alarm(now)
         self._policies.note_faults()
         if self._leaving:
             self._forget_models()
+
+    def _note_failures(self) -> None:
+        """Models that are not served from now on, whoever found that out."""
+        found = self.machine.failed
+        for model in found.keys() - self._failed - set(self.machine.leaving):
+            log.error("model %s cannot be served: %s", model, found[model])
+            self.feed.tell(NoticeKind.MODEL_FAILED, model=model, reason=found[model])
+        self._failed = set(found)
 
     # --- policies --------------------------------------------------------------------------------
 
@@ -661,11 +716,25 @@ class Daemon:
                 commands = self.machine.set_policy(stack, now)
             finally:
                 self._write_down(now, PolicyChosen(choice=choice), commands)
-            self._follow(now, commands)
+            self._follow(now, commands, PolicyChosen.__name__)
 
         if self._broken:
             raise _shutting_down()
         self._do(swap)
+
+    def _explain(self, command: Command, after: str) -> Decision:
+        """What led to a command that a span begins with."""
+        hook = HOOKS[type(command)]
+        if hook is None:
+            return Decision(after=after)
+        instance: InstanceId = command.instance  # type: ignore[attr-defined]
+        work = self.machine.instances[instance].work
+        return Decision(
+            after=after,
+            hook=hook,
+            policy=self._policies.stack.answered(hook, instance),
+            plan=tuple((turn.model, turn.quota_seconds) for turn in islice(work, MOST_PLANNED)),
+        )
 
     def _set_alarm(self, now: float) -> None:
         """Be woken when the machine has something to do that no event brings about."""
@@ -703,6 +772,7 @@ class Daemon:
                 self._known[message.instance] = set()
                 self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
                 self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
+                self._guides.greeted()
             case wire.Tokens():
                 self._on_tokens(message)
             case wire.PoolReport():
@@ -725,7 +795,11 @@ class Daemon:
         self.feed.tell(NoticeKind.INSTANCE_LOST, instance=instance)
         self._known[instance] = set()
         self._times.lost(instance, self._clock())
+        self._spans.lost(instance, self._clock())
         self._tell(InstanceLost(instance=instance))
+
+    def _on_stillborn(self, instance: InstanceId, deaths: int) -> None:
+        self._quarantine.stillborn(instance, deaths)
 
     def _on_failure(self, error: BaseException) -> None:
         """A worker's keeper failed; if the machine did before, that was told."""
@@ -753,18 +827,23 @@ class Daemon:
     def _measure(self, stream: RequestStream, now: float, tokens: int) -> None:
         model = stream.request.model
         due = stream.arrived + stream.slo.ttft_seconds + len(stream.output) * stream.slo.tbt_seconds
-        stream.late += tokens * (now > due)
+        pace, late = self._paces[model], now > due
+        pace.token(now, tokens, late=late)
+        stream.late += tokens * late
         if stream.output:
             self.metrics_of_run.tokens(model, 1, now - stream.newest)
+            pace.next_token(now, now - stream.newest)
         else:
             stream.first = now
             prompt = len(stream.request.prompt)
+            pace.first_token(now, now - stream.arrived)
             self.metrics_of_run.first_token(model, prompt, tokens, now - stream.arrived)
         stream.newest = now
 
     def _observe(self, event: Event) -> None:
         """What a worker reports beside what the machine needs to know."""
         self._times.reported(event, self._clock())
+        self._spans.reported(event, self._clock())
         if isinstance(event, KvMoved):
             self.metrics_of_run.kv_swapped(event.direction, event.model, event.moved_bytes)
             if event.moved:
@@ -780,9 +859,6 @@ class Daemon:
             )
         elif isinstance(event, PrefillDone):
             self.metrics_of_run.prefill(event.model)
-        elif isinstance(event, ModelFailed):
-            log.error("model %s cannot be served: %s", event.model, event.reason)
-            self.feed.tell(NoticeKind.MODEL_FAILED, model=event.model, reason=event.reason)
 
     def _measure_transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
         self.metrics_of_run.transfer(
@@ -845,6 +921,8 @@ class Daemon:
             self.metrics_of_run.finished(stream.request.model, reason, now - stream.arrived)
             self.metrics_of_run.requests.ended(stream, stream.times)
         log_request(stream, stream.times, outcome, failure, now)
+        if self._traces is not None:
+            self._traces.ended(stream, stream.times, outcome, failure, now)
         stream.end(failure)
 
     def _forget(self, request: RequestId) -> RequestStream:
@@ -958,30 +1036,57 @@ class Daemon:
         worker = self.workers[instance.id]
         report = self._pools.get(instance.id)
         state = "up" if instance.up else "lost" if worker.restarts else "starting"
+        if instance.quarantine is not None:
+            state = "quarantined"
         size = self._setup.slab_bytes
         return InstanceActivity(
             instance=instance.id,
             role=instance.placement.role.value,
             state=state,
+            quarantine=instance.quarantine,
             pid=worker.pid,
             model=self._running.get(instance.id),
             pool_bytes={} if report is None else {k: n * size for k, n in report.slabs.items()},
             pool_high_water_bytes=0 if report is None else report.high_water_slabs * size,
+            runtime_bytes=self._runtime_slabs * size,
+            prefetched=tuple(sorted(self._prefetched.get(instance.id, ()))),
+            computing_seconds=self._spans.work[instance.id].computing_seconds,
+            switches=self._spans.work[instance.id].switches,
+            moved_bytes=dict(self._spans.work[instance.id].moved_bytes),
+            gpus=()
+            if self._gpus is None
+            else gpu_activities(self._gpus.readings, self._devices[instance.id]),
         )
 
     def _model_activity(self, name: ModelName) -> ModelActivity:
+        mine = [r for r in self.machine.requests.values() if r.model == name]
+        running = sum(r.stage in COMPUTED for r in mine)
+        return self._activity_of(name, running, len(mine) - running)
+
+    def _model_activities(self) -> tuple[ModelActivity, ...]:
+        """All of them, for which every request is looked at once."""
+        live = self.machine.requests.values()
+        everybody = Counter([request.model for request in live])
+        running = Counter([request.model for request in live if request.stage in COMPUTED])
+        return tuple(
+            self._activity_of(name, running[name], everybody[name] - running[name])
+            for name in self._served
+        )
+
+    def _activity_of(self, name: ModelName, running: int, waiting: int) -> ModelActivity:
         served = self._served[name]
         spec = served.spec
-        mine = [r for r in self.machine.requests.values() if r.model == name]
-        running = sum(r.stage in (Stage.RUNNING, Stage.PREFILLING) for r in mine)
+        pace = self._paces[name]
         return ModelActivity(
             model=name,
             state=self._state(name),
             residency=self._residency(name),
             running=running,
-            waiting=len(mine) - running,
+            waiting=waiting,
             draining=spec.draining,
             wanted=name in self.machine.foreman.wishes,
+            output_tokens=pace.output_tokens,
+            lately=pace.lately(self._clock()),
             terms=ModelTerms(
                 slo=spec.slo,
                 batch_slo=spec.batch_slo,
@@ -1011,7 +1116,7 @@ class Daemon:
             for shape, (used, slabs) in ledger.kv_use().items()
         )
         host_peak = ledger.peak_kv_slabs * self._setup.slab_bytes
-        return {"device": _tier(device, device_peak), "host": _tier(host, host_peak)}
+        return {"device": kv_tier(device, device_peak), "host": kv_tier(host, host_peak)}
 
     def _refresh_metrics(self) -> None:
         """Bring what is counted elsewhere into the registry."""
@@ -1023,6 +1128,7 @@ class Daemon:
             metrics.pool(instance.id, shown.pool_bytes, shown.pool_high_water_bytes)
             pools.update(shown.pool_bytes)
             states.append(shown.state)
+            metrics.quarantined(instance.id, instance.quarantine is not None)
         metrics.instances(states)
         for name in self._served:
             metrics.kv_usage(name, pools[f"kv:{name}"] / max(1, pools.total()))
@@ -1036,9 +1142,9 @@ class Daemon:
         for tier, kv in self._kv_activity().items():
             shapes = {shape: use.fragmentation for shape, use in kv.shapes.items()}
             metrics.kv_fragmentation(tier, shapes, kv.fragmentation)
-            metrics.kv(tier, _kv_uses(kv))
-        for name in self._served:
-            activity = self._model_activity(name)
+            metrics.kv(tier, kv_uses(kv))
+        for activity in self._model_activities():
+            name = activity.model
             metrics.queues(name, activity.running, activity.waiting)
             for _ in range(self.machine.preemptions[name] - self._preemptions_counted[name]):
                 metrics.preemption(name)
@@ -1058,29 +1164,12 @@ class Daemon:
         self.metrics_of_run.ages(waits, 0.0 if oldest is None else now - oldest)
 
 
-def _kv_uses(kv: KvTierActivity) -> dict[tuple[str, str], int]:
-    """Bytes by shape and use."""
-    return {
-        (shape, use): size
-        for shape, activity in kv.shapes.items()
-        for use, size in (
-            ("mapped", activity.mapped_bytes),
-            ("used", activity.used_bytes),
-            ("cold", activity.cold_bytes),
-        )
-    }
-
-
-def _tier(shapes: Mapping[int, KvBytes], peak_bytes: int) -> KvTierActivity:
-    overall = together(shapes.values())._replace(peak_bytes=peak_bytes)
-    return KvTierActivity(
-        fragmentation=fragmentation(overall),
-        shapes={
-            str(shape): KvShapeActivity(**use._asdict(), fragmentation=fragmentation(use))
-            for shape, use in shapes.items()
-            if use.peak_bytes
-        },
-    )
+def _call_on(
+    loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object
+) -> None:
+    """Have something done on an event loop, from another thread, if it still runs."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(act, *arguments)
 
 
 def _shutting_down() -> GenerationFailed:

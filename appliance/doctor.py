@@ -349,6 +349,8 @@ class Daemon(NamedTuple):
     reasons: tuple[str, ...] = ()
     """Why not, in both cases."""
     answers: bool = False
+    degraded: tuple[str, ...] = ()
+    """What is out of order though it is ready."""
 
     @classmethod
     def find(cls, config: Config) -> Daemon:
@@ -374,12 +376,13 @@ class Daemon(NamedTuple):
             return cls(url, reasons=(str(error),))
         except msgspec.MsgspecError:
             return cls(url, reasons=("what answers is not the appliance",), answers=True)
-        return cls(url, body.ok, body.reasons, answers=True)
+        return cls(url, body.ok, body.reasons, answers=True, degraded=body.degraded)
 
 
 class _Readiness(msgspec.Struct):
     ok: bool
     reasons: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
 
 
 class _Verification(msgspec.Struct):
@@ -395,6 +398,9 @@ class _Verifications(msgspec.Struct):
 def check_daemon(daemon: Daemon) -> Finding:
     """Whether it runs, and makes progress."""
     what, reasons = "daemon", "; ".join(daemon.reasons)
+    if daemon.ready and daemon.degraded:
+        told = f"ready at {daemon.url}, but {'; '.join(daemon.degraded)}"
+        return warn(what, told, "when that is mended: `appliance instance release`")
     if daemon.ready:
         return ok(what, f"ready at {daemon.url}")
     if daemon.ready is not None:

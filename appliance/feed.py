@@ -38,6 +38,8 @@ class NoticeKind(StrEnum):
     MODEL_REMOVED = "model_removed"
     INSTANCE_UP = "instance_up"
     INSTANCE_LOST = "instance_lost"
+    INSTANCE_QUARANTINED = "instance_quarantined"
+    INSTANCE_RELEASED = "instance_released"
     POLICIES_CHOSEN = "policies_chosen"
     CONFIG_RELOADED = "config_reloaded"
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from appliance.gpus import GpusUnknown, nvml_open
 
 SAMPLE_SECONDS = 5.0
 RETRY_SECONDS = 60.0
 """After NVML failed."""
+XIDS_OF_PROGRAMS: Final = frozenset({13, 31, 43, 45, 68, 109})
+"""Critical errors that a program brings about: they end what runs, and the GPU is fine. NVIDIA's
+device plugin for Kubernetes passes over the same."""
+
+Tell: TypeAlias = Callable[[int, str], None]
+"""Hears the number of a GPU that fails, and why."""
 
 log = logging.getLogger("appliance.gpus")
 
@@ -34,6 +41,10 @@ class GpuReading(NamedTuple):
 class GpuWatch:
     """Looks every few seconds, and hears of critical errors (XID) as they happen.
 
+    A GPU fails when it has a critical error that no program brings about, when it has an
+    uncorrectable memory error (ECC), or when it is lost: it has fallen off the bus. Of one that is
+    lost is told at every look.
+
     `readings` by GPU and `xids` by GPU and code are replaced, never changed, by a thread of its
     own: NVML may take its time.
     """
@@ -47,8 +58,15 @@ class GpuWatch:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure = ""
+        self._tell: Tell | None = None
+        self._uncorrected: dict[int, int] = {}
+        """Memory errors that were seen."""
+        self._lost: set[int] = set()
+        """GPUs that were lost at the last look."""
 
-    def start(self) -> None:
+    def start(self, tell: Tell | None = None) -> None:
+        """`tell` is called in the thread of the watch."""
+        self._tell = tell
         self._thread = threading.Thread(target=self._keep_watching, name="gpus", daemon=True)
         self._thread.start()
 
@@ -75,14 +93,11 @@ class GpuWatch:
                 self._over.wait(RETRY_SECONDS)
 
     def _watch(self, nvml: Any) -> None:
-        handles = {number: nvml.nvmlDeviceGetHandleByIndex(number) for number in self._gpus}
         events = nvml.nvmlEventSetCreate()
         try:
-            heard = [_register(nvml, handle, events) for handle in handles.values()]
+            heard = [self._register(nvml, number, events) for number in self._gpus]
             while not self._over.is_set():
-                self.readings = MappingProxyType(
-                    {number: _read(nvml, handle) for number, handle in handles.items()}
-                )
+                self._look(nvml)
                 if any(heard):
                     self._wait_for_errors(nvml, events)
                 else:
@@ -90,24 +105,65 @@ class GpuWatch:
         finally:
             nvml.nvmlEventSetFree(events)
 
+    def _register(self, nvml: Any, number: int, events: Any) -> bool:
+        """Whether the GPU will tell of its critical errors."""
+        with self._unless_lost(nvml, number):
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            try:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+            except nvml.NVMLError_NotSupported:
+                return False
+            return True
+        return False
+
+    def _look(self, nvml: Any) -> None:
+        readings = {}
+        for number in self._gpus:
+            with self._unless_lost(nvml, number):
+                reading = _read(nvml, nvml.nvmlDeviceGetHandleByIndex(number))
+                readings[number] = reading
+                if reading.ecc_uncorrected is not None:
+                    self._compare(number, reading.ecc_uncorrected)
+        self.readings = MappingProxyType(readings)
+
+    def _compare(self, number: int, errors: int) -> None:
+        """What happened before the watch began says nothing: the memory may have been mended."""
+        new = errors - self._uncorrected.get(number, errors)
+        self._uncorrected[number] = errors
+        if new > 0:
+            log.error("GPU %d has %d uncorrectable memory errors more", number, new)
+            self._fails(number, f"uncorrectable memory errors (ECC) of GPU {number}")
+
+    def _fails(self, number: int, reason: str) -> None:
+        if self._tell is not None:
+            self._tell(number, reason)
+
+    @contextlib.contextmanager
+    def _unless_lost(self, nvml: Any, number: int) -> Iterator[None]:
+        try:
+            yield
+        except nvml.NVMLError_GpuIsLost:
+            if number not in self._lost:
+                log.error("GPU %d is lost: it has fallen off the bus", number)
+            self._lost.add(number)
+            self._fails(number, f"GPU {number} is lost: it has fallen off the bus")
+        else:
+            self._lost.discard(number)
+
     def _wait_for_errors(self, nvml: Any, events: Any) -> None:
         try:
             event = nvml.nvmlEventSetWait_v2(events, int(self._every_seconds * 1000))
         except nvml.NVMLError_Timeout:
             return
-        number, code = nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
+        try:
+            number, code = nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
+        except nvml.NVMLError_GpuIsLost:
+            return  # the next look finds which
         log.error("GPU %d reports a critical error, XID %d", number, code)
         seen = self.xids.get((number, code), 0)
         self.xids = MappingProxyType({**self.xids, (number, code): seen + 1})
-
-
-def _register(nvml: Any, handle: Any, events: Any) -> bool:
-    """Whether the GPU will tell of its critical errors."""
-    try:
-        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
-    except nvml.NVMLError_NotSupported:
-        return False
-    return True
+        if code not in XIDS_OF_PROGRAMS:
+            self._fails(number, f"critical error of GPU {number}, XID {code}")
 
 
 def _read(nvml: Any, handle: Any) -> GpuReading:

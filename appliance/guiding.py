@@ -6,7 +6,7 @@ So a guide that cannot be compiled is refused at once, and no turn of others wai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from appliance import wire
@@ -14,7 +14,10 @@ from appliance.engines.protocol import Guide, GuideRefused
 from appliance.vocabulary import InstanceId, ModelName
 
 COMPILE_SECONDS: Final = 60.0
-"""How long a guide may take, the model's tokenizer and the guides before it included."""
+"""How long a guide may take, the model's tokenizer and the guides before it included; and how long
+a worker may take to come up after none survived it."""
+MOST_LOSSES: Final = 2
+"""A guide that no worker survived so often in a row is not asked again: it may be what kills."""
 
 _LOST: Final = object()
 """Instead of an answer: the worker died."""
@@ -33,13 +36,27 @@ class GuideChecks:
         self._send = send
         self._asked = 0
         self._open: dict[tuple[InstanceId, int], _Answer] = {}
+        self._greeted = asyncio.Event()
 
-    async def ask(self, instances: Iterable[InstanceId], model: ModelName, guide: Guide) -> None:
-        """Return when all of them have compiled it. Who dies meanwhile compiles it when the request
-        comes, if another one could.
+    async def ask(
+        self, up: Callable[[], Sequence[InstanceId]], model: ModelName, guide: Guide
+    ) -> None:
+        """Return when all that are `up` have compiled it. Who dies meanwhile compiles it when the
+        request comes, if another one could; if none could, the next that comes up is asked.
 
         Raises `GuideRefused` and `GuideUnanswered`.
         """
+        for losses in range(MOST_LOSSES):
+            if losses and not up():
+                await self._until_one_is_up()
+            if await self._all_could(up(), model, guide):
+                return
+        raise GuideUnanswered(f"{MOST_LOSSES} times no worker survived while it compiled the guide")
+
+    async def _all_could(
+        self, instances: Sequence[InstanceId], model: ModelName, guide: Guide
+    ) -> bool:
+        """Whether they compiled it, or nobody was asked; not so if all of them died."""
         self._asked += 1
         number = self._asked
         answers: dict[InstanceId, _Answer] = {}
@@ -59,8 +76,21 @@ class GuideChecks:
                 raise GuideRefused(reason)
         if len(said) < len(answers):
             raise GuideUnanswered(f"no compiler had time for the guide in {COMPILE_SECONDS:g} s")
-        if said and all(reason is _LOST for reason in said):
-            raise GuideUnanswered("the worker that compiled the guide died")
+        return not said or any(reason is not _LOST for reason in said)
+
+    async def _until_one_is_up(self) -> None:
+        try:
+            await asyncio.wait_for(self._greeted.wait(), COMPILE_SECONDS)
+        except TimeoutError:
+            raise GuideUnanswered(
+                f"the worker that compiled the guide died, and for {COMPILE_SECONDS:g} s no other "
+                "was up"
+            ) from None
+
+    def greeted(self) -> None:
+        """A worker is up."""
+        self._greeted.set()
+        self._greeted = asyncio.Event()
 
     def answered(self, message: wire.GuidePrepared) -> None:
         """A worker answers; too late is as good as never."""

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
@@ -324,16 +325,42 @@ class _Life:
         await self._process.wait()
 
 
+class _InScratch:
+    """A process with a temporary directory of its own, which goes when the process has ended: what
+    it imports (torch) leaves folders there."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, scratch: tempfile.TemporaryDirectory[str]
+    ) -> None:
+        self._process = process
+        self._scratch = scratch
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def wait(self) -> None:
+        await self._process.wait()
+        self._scratch.cleanup()
+
+
 async def _start(theirs: socket.socket) -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "appliance.interpreter",
-        str(theirs.fileno()),
-        pass_fds=(theirs.fileno(),),
-        stdin=asyncio.subprocess.DEVNULL,
-        env=dict(os.environ),
+    scratch = tempfile.TemporaryDirectory(
+        prefix="appliance-interpreter-", ignore_cleanup_errors=True
     )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "appliance.interpreter",
+            str(theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": scratch.name},
+        )
+    except BaseException:
+        scratch.cleanup()
+        raise
+    return _InScratch(process, scratch)
 
 
 def _busy() -> GenerationFailed:

@@ -87,6 +87,7 @@ class PolicyStack:
         self._missed: list[Missed] = []
         self._questions = 0
         self._expected: dict[tuple[int, str], Missed] = {}
+        self._answered: dict[tuple[str, InstanceId | None], str] = {}
 
     # --- what became of the questions ------------------------------------------------------------
 
@@ -121,6 +122,10 @@ class PolicyStack:
     def states(self) -> tuple[PolicyState, ...]:
         """How each policy fares."""
         return tuple(policy.state() for policy in self._policies.values())
+
+    def answered(self, hook: str, instance: InstanceId) -> str | None:
+        """Whose answer was the last one to a question about an instance, or about several."""
+        return self._answered.get((hook, instance)) or self._answered.get((hook, None))
 
     def asked(self) -> dict[str, tuple[str, ...]]:
         """Who is asked, by decision."""
@@ -257,6 +262,7 @@ class PolicyStack:
                 self._blame(policy, hook, reason)
             elif answer is not None:
                 policy.answered()
+                self._answered[hook, getattr(views.get("instance"), "id", None)] = policy.name
                 return answer
         raise PolicyError(f"no policy answered {hook}")
 

@@ -27,6 +27,8 @@ READ_BYTES = 1 << 18
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 10.0
 SHUTDOWN_SECONDS = 2.0
+LAST_SECONDS = 10.0
+"""How long a killed worker may take to be gone; a driver in trouble may keep it for ever."""
 
 log = logging.getLogger("appliance.processes")
 
@@ -34,8 +36,9 @@ log = logging.getLogger("appliance.processes")
 class WorkerProcess:
     """Keeps one instance's worker alive. Callbacks run on the event loop.
 
-    `on_message` gets every frame, `on_lost` is called once for each death after a `Hello`, and
-    `on_failure` when keeping the worker alive itself failed (a callback raised).
+    `on_message` gets every frame, `on_lost` is called once for each death after a `Hello`,
+    `on_stillborn` for each before one, with how many there were in a row, and `on_failure` when
+    keeping the worker alive itself failed (a callback raised).
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class WorkerProcess:
         host_fd: int,
         on_message: Callable[[wire.Up], None],
         on_lost: Callable[[InstanceId], None],
+        on_stillborn: Callable[[InstanceId, int], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.instance = configuration.instance
@@ -55,10 +59,13 @@ class WorkerProcess:
         self._host_fd = host_fd
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_stillborn = on_stillborn
         self._on_failure = on_failure
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
+        self._held = False
+        """Whether there is to be no worker."""
         self._worked = False
         self._greeted = False
 
@@ -78,6 +85,18 @@ class WorkerProcess:
         self._task = asyncio.get_running_loop().create_task(self._keep_alive())
         self._task.add_done_callback(self._ended)
 
+    def hold(self) -> None:
+        """End the worker by force, and start none until it is let go. Its death is told as any."""
+        self._held = True
+        self._kill()
+
+    def let_go(self) -> None:
+        """Start a worker again, after `hold`."""
+        self._held = False
+        self.stillborn = 0
+        if self._task is not None and self._task.done() and not self._stopping.is_set():
+            self.start()
+
     def send(self, message: wire.Down) -> None:
         """Order something; lost without a trace if the worker is dead, as its death is told."""
         if self._writer is not None:
@@ -92,10 +111,17 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(asyncio.shield(self._task), SHUTDOWN_SECONDS)
         except TimeoutError:
-            if self.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
+            self._kill()
             await self._task
+
+    def _kill(self) -> None:
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        if self._writer is not None:
+            # Ends the listening: the stream of a worker that a driver keeps from dying has no end.
+            self._writer.close()
+            self._writer = None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -103,20 +129,31 @@ class WorkerProcess:
 
     async def _keep_alive(self) -> None:
         pause = FIRST_PAUSE_SECONDS
-        while not self._stopping.is_set():
+        while not self._over:
             self._worked = False
             try:
                 await self._run_once()
             except OSError:
                 log.exception("worker of instance %d could not be started", self.instance)
-            if self._stopping.is_set():
+            self._count_death()
+            if self._over:
                 return
-            self.stillborn = 0 if self._greeted else self.stillborn + 1
             pause = FIRST_PAUSE_SECONDS if self._worked else min(pause * 2, LONGEST_PAUSE_SECONDS)
             log.warning("worker of instance %d died; next in %.2f s", self.instance, pause)
             self.restarts += 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    @property
+    def _over(self) -> bool:
+        return self._stopping.is_set() or self._held
+
+    def _count_death(self) -> None:
+        if self._greeted:
+            self.stillborn = 0
+        elif not self._over:
+            self.stillborn += 1
+            self._on_stillborn(self.instance, self.stillborn)
 
     async def _run_once(self) -> None:
         """One life of the worker. What it leaves in its temporary directory goes with it."""
@@ -145,16 +182,21 @@ class WorkerProcess:
         finally:
             theirs.close()
         self.pid = process.pid
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self.send(self._configuration)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
-            await self._listen(reader)
+            if not self._over:
+                self._writer = writer
+                self.send(self._configuration)
+                await self._listen(reader)
         finally:
-            self._writer.close()
             self._writer = None
+            writer.close()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            try:
+                await asyncio.wait_for(process.wait(), LAST_SECONDS)
+            except TimeoutError:
+                log.error("process %d was killed and does not end", process.pid)
             self.pid = None
             if self._greeted:
                 self._on_lost(self.instance)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
@@ -37,6 +37,9 @@ from appliance.liveconfig import LiveConfig
 from appliance.memory.imagefile import image_name, prepare_folder
 from appliance.servedmodels import served_model
 from appliance.systemd import Notifier, refuse_strangers, take_sockets
+
+if TYPE_CHECKING:
+    from appliance.telemetry import Traces
 
 GRACE_SECONDS = 3
 """How long connections may take to send what they have after the drain."""
@@ -122,6 +125,20 @@ def make_daemon(config: Config) -> Daemon:
         devices=[f"cuda:{number}" for number in range(devices.instances)] if devices.cuda else (),
         runtime_slabs=devices.runtime_slabs,
         images=_prepared_images(config),
+        traces=_traces(config),
+    )
+
+
+def _traces(config: Config) -> Traces | None:
+    """Who is told of requests, if anybody is. Imported here: others need it not."""
+    if not config.telemetry.traces:
+        return None
+    from appliance.telemetry import Traces, otlp
+
+    return Traces(
+        otlp(config.telemetry.endpoint),
+        sample_ratio=config.telemetry.sample_ratio,
+        service_name=config.telemetry.service_name,
     )
 
 
@@ -137,6 +154,7 @@ def make_server(daemon: Daemon, config: Config, settings: Settings | None = None
         max_waiting=config.api.max_waiting,
         max_wait_seconds=config.api.max_wait_seconds,
         batches=_batches(daemon, config),
+        traced=config.telemetry.traces,
     )
     return Server(
         uvicorn.Config(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
+from typing import Final
 
-from appliance.api.service import RequestTimes
+from appliance.api.service import RequestTimes, Stretch
 from appliance.vocabulary import (
     Command,
     Event,
@@ -22,6 +23,12 @@ from appliance.vocabulary import (
 )
 
 QUEUE, LOAD, PREFILL, DECODE, PREEMPTED = range(5)
+PHASES = ("queue", "load", "prefill", "decode", "preempted")
+
+MOST_STRETCHES: Final = 128
+"""Kept of one request."""
+PAUSE_SECONDS: Final = 0.001
+"""Between two turns of its own a request is not told to have stopped for less."""
 
 
 @dataclass(slots=True)
@@ -34,6 +41,7 @@ class _Record:
     seconds: list[float] = field(default_factory=lambda: [0.0] * 5)
     instances: list[InstanceId] = field(default_factory=list)
     preemptions: int = 0
+    stretches: list[Stretch] = field(default_factory=list)
 
 
 class Timekeeper:
@@ -45,7 +53,9 @@ class Timekeeper:
     a report costs O(requests it names); a worker's death looks at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_stretches: bool = False) -> None:
+        """With `keeps_stretches` it also tells when each phase was, of the first of them."""
+        self._keeps_stretches = keeps_stretches
         self._records: dict[RequestId, _Record] = {}
         self._loads: dict[tuple[InstanceId, ModelName], tuple[float, float | None]] = {}
         """When the last one was ordered, and when it was over."""
@@ -70,6 +80,7 @@ class Timekeeper:
             preempted_seconds=preempted,
             preemptions=record.preemptions,
             instances=tuple(record.instances),
+            stretches=tuple(record.stretches),
         )
 
     def lost(self, instance: InstanceId, now: float) -> None:
@@ -163,15 +174,31 @@ class Timekeeper:
 
     def _enter(self, record: _Record, phase: int, now: float) -> None:
         """The phase before is over; what of it was the load of its weights is told apart."""
-        spent = now - record.since
-        load = 0.0
+        loaded = (now, now)
         if PREFILL in (record.phase, phase) and record.instances:
-            load = self._overlap(record, now)
+            loaded = self._overlap(record, now)
+        load = loaded[1] - loaded[0]
         record.seconds[LOAD] += load
-        record.seconds[record.phase] += spent - load
+        record.seconds[record.phase] += now - record.since - load
+        if self._keeps_stretches:
+            _keep(record, record.phase, record.since, now)
+            _keep(record, LOAD, *loaded)
         record.phase, record.since = phase, now
 
-    def _overlap(self, record: _Record, now: float) -> float:
-        """Seconds since its phase began in which its instance loaded its model."""
+    def _overlap(self, record: _Record, now: float) -> tuple[float, float]:
+        """From when to when its instance loaded its model, since its phase began."""
         began, end = self._loads.get((record.instances[-1], record.model), (now, now))
-        return max(0.0, (now if end is None else min(end, now)) - max(began, record.since))
+        began, end = max(began, record.since), now if end is None else min(end, now)
+        return began, max(began, end)
+
+
+def _keep(record: _Record, phase: int, began: float, ended: float) -> None:
+    """Stretches that touch are one."""
+    kept, name = record.stretches, PHASES[phase]
+    short = PAUSE_SECONDS if phase == PREEMPTED else 0.0
+    if ended - began <= short:
+        return
+    if kept and kept[-1].phase == name and began - kept[-1].ended <= PAUSE_SECONDS:
+        kept[-1] = kept[-1]._replace(ended=ended)
+    elif len(kept) < MOST_STRETCHES:
+        kept.append(Stretch(name, began, ended))

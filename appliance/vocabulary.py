@@ -232,6 +232,20 @@ class InstanceLost(Event, frozen=True, kw_only=True):
     instance: InstanceId
 
 
+class InstanceQuarantined(Event, frozen=True, kw_only=True):
+    """The instance is out of service until it is released, and why. Its worker, if it has one, is
+    being ended; that it has is told by `InstanceLost`."""
+
+    instance: InstanceId
+    reason: str
+
+
+class InstanceReleased(Event, frozen=True, kw_only=True):
+    """A quarantined instance may serve again, as soon as it has a worker."""
+
+    instance: InstanceId
+
+
 class ModelBuilt(Event, frozen=True, kw_only=True):
     """An engine exists on the instance. Its weights need `weight_slabs` slabs on each device;
     `layout` tells how they lie there: instances may share a master image only if it is the same."""
@@ -528,6 +542,8 @@ class Reject(Command, frozen=True):
 AnyEvent: TypeAlias = (
     InstanceUp
     | InstanceLost
+    | InstanceQuarantined
+    | InstanceReleased
     | ModelBuilt
     | ModelFailed
     | WeightsStored

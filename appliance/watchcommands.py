@@ -3,42 +3,94 @@
 from __future__ import annotations
 
 import json
-import time
+import os
+import sys
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import click
 import httpx
 
-from appliance.client import checked, connect, fail, get, unreachable, url_option
+from appliance.client import (
+    KEY_VARIABLE,
+    checked,
+    connect,
+    fail,
+    get,
+    unreachable,
+    url_option,
+    url_option_named,
+)
 from appliance.printing import json_option, print_json, print_table
 from appliance.requestcommands import print_requests
 from appliance.units import human
 
-REFRESH_SECONDS = 2.0
 SHOWN_REQUESTS = 20
+THEMES = ("dark", "light", "colour-blind")
+
+new_file = click.Path(dir_okay=False, path_type=Path)
+file = click.Path(dir_okay=False, exists=True, path_type=Path)
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Show it once, and end.")
-@url_option
+@click.option("--once", is_flag=True, help="Print what there is now, and end.")
+@click.option("--readonly", is_flag=True, help="Change nothing, whatever keys are pressed.")
+@click.option("--record", type=new_file, help="Write the session to this new file.")
+@click.option("--replay", type=file, help="Show a recorded session instead of a daemon.")
+@click.option("--theme", type=click.Choice(THEMES), default=THEMES[0], show_default=True)
+@url_option_named("--connect")
 @json_option
-def top(once: bool, url: str, as_json: bool) -> None:
-    """Show what instances, models and requests do, again every two seconds."""
-    if as_json:
-        if not once:
-            raise click.UsageError("--json is for --once; `appliance logs --json` goes on")
-        print_json(get(url, "/api/snapshot"))
-        return
-    while True:
+def top(
+    once: bool,
+    readonly: bool,
+    record: Path | None,
+    replay: Path | None,
+    theme: str,
+    url: str,
+    as_json: bool,
+) -> None:
+    """Show the whole appliance, live, and steer it: the dashboard, in this terminal.
+
+    `--once` prints instances, models and requests without it, for people or with `--json`.
+    """
+    if as_json and not once:
+        raise click.UsageError("--json is for --once; `appliance logs --json` goes on")
+    if once:
         found = get(url, "/api/snapshot")
-        if not once:
-            click.clear()
-        _show(found)
-        if once:
-            return
-        time.sleep(REFRESH_SECONDS)
+        if as_json:
+            print_json(found)
+        else:
+            _show(found)
+        return
+    _dashboard(url, readonly, record, replay, theme)
+
+
+def on_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _dashboard(
+    url: str, readonly: bool, record: Path | None, replay: Path | None, theme: str
+) -> None:
+    try:
+        from tui.recording import NoRecording
+        from tui.start import run  # Textual is an extra
+    except ModuleNotFoundError as error:
+        fail(
+            f"the dashboard needs {error.name}: install appliance[tui]; "
+            "`appliance top --once` works without"
+        )
+    if not on_a_terminal():
+        fail("the dashboard needs a terminal; `appliance top --once` does not", 2)
+    key = os.environ.get(KEY_VARIABLE)
+    try:
+        run(url, key=key, readonly=readonly, record=record, replay=replay, theme=theme)
+    except NoRecording as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(f"{record}: {error.strerror}; --record makes a new file", 2)
 
 
 @click.command()
@@ -85,6 +137,8 @@ def _show(found: dict[str, Any]) -> None:
     status, ready = found["status"], found["readiness"]
     told = "ready" if ready["ok"] else f"not ready: {'; '.join(ready['reasons'])}"
     click.echo(f"appliance {status['version']}, up {status['uptime_seconds']:.0f} s, {told}")
+    for reason in ready["degraded"]:
+        click.echo(reason)
     click.echo()
     instances = [
         [

@@ -36,6 +36,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-snapshots",
+        action="store_true",
+        help="write what the dashboard looks like now as what it has to look like",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _no_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test meets the admin socket of a daemon that happens to run here."""

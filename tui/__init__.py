@@ -1,1 +1,1 @@
-"""The terminal interface: a client of the daemon's admin API, which it knows only over HTTP."""
+"""The terminal dashboard: a client of the daemon's admin API, which it knows only over HTTP."""

@@ -47,6 +47,7 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/api/pull"): {"model": "downloads/new", "stream": False},
     ("delete", "/api/delete"): {"model": "new"},
     ("post", "/api/models"): {"name": "mine", "path": "downloads/new", "max_context": 128},
+    ("post", "/api/instances/{name}/quarantine"): {"reason": "its fan is loud"},
     ("put", "/api/models/{name}/limits"): {"slo": {"ttft": "5s", "tbt": "100ms"}, "max_queue": 20},
     ("put", "/api/policies"): {"use": ["serverlessllm"]},
     ("put", "/api/log-level"): {"level": "info"},

@@ -17,6 +17,7 @@ from appliance.api.errorshapes import EXCEPTION_HANDLERS
 from appliance.api.events import event_routes
 from appliance.api.files import file_routes
 from appliance.api.gate import MAX_WAIT_SECONDS, MAX_WAITING, gated
+from appliance.api.instances import instance_routes
 from appliance.api.models import model_admin_routes
 from appliance.api.ollama import ollama_routes
 from appliance.api.ollama_catalogue import ollama_catalogue_routes
@@ -32,6 +33,8 @@ from appliance.api.scoring import scoring_routes
 from appliance.api.service import Service
 from appliance.api.settings import Settings
 from appliance.api.tokenization import tokenization_routes
+from appliance.api.tracing import Tracing
+from appliance.api.watch import watch_routes
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -47,6 +50,7 @@ def create_app(
     max_waiting: int = MAX_WAITING,
     max_wait_seconds: float = MAX_WAIT_SECONDS,
     batches: Callable[[Service, Access], BatchRunner] | None = None,
+    traced: bool = False,
 ) -> Litestar:
     """The API in front of `service`, for any ASGI server.
 
@@ -54,7 +58,8 @@ def create_app(
     While an open stream has nothing to say, it is kept alive every `keep_alive_seconds`. Without
     `access` nobody needs a key; of each key `max_waiting` sequences wait when there is no room, for
     `max_wait_seconds` at most. `batches` makes who carries batches out, as long as the application
-    lives (ASGI's lifespan); without it there are none, and no files.
+    lives (ASGI's lifespan); without it there are none, and no files. `traced` requests know the
+    trace that they are part of.
     """
     access = Access() if access is None else access
     service = gated(service, access, max_waiting=max_waiting, max_wait_seconds=max_wait_seconds)
@@ -75,17 +80,19 @@ def create_app(
             *operator_routes(service),
             *policy_routes(service),
             *request_routes(service),
+            *instance_routes(service),
             *model_admin_routes(service, settings),
             *([] if settings is None else config_routes(service, settings)),
             *([] if settings is None else catalogue_routes(service, settings)),
             *([] if settings is None else ollama_catalogue_routes(settings)),
             *log_routes(),
             *event_routes(service, keep_alive_seconds),
+            *watch_routes(service, keep_alive_seconds),
             *openapi_routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         before_send=[name_answer],
-        middleware=[Authentication(access), Options()],
+        middleware=[Authentication(access), Options(), *([Tracing()] if traced else [])],
         request_max_body_size=max_body_bytes,
         logging_config=None,
         lifespan=[] if runner is None else [runner.running],

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import cache, lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
@@ -78,16 +78,30 @@ class LimitMet(ApiError):
         )
 
 
+class Used(NamedTuple):
+    """What a sequence that is over came to."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
 class Caller:
     """Who asks. Without a meter it is somebody who needs no key: everything is allowed."""
 
     def __init__(
-        self, meter: Meter | None = None, slo: AskedSlo | None = None, *, waits: bool = True
+        self,
+        meter: Meter | None = None,
+        slo: AskedSlo | None = None,
+        *,
+        waits: bool = True,
+        bill: list[Used] | None = None,
     ) -> None:
-        """Unless it `waits`, it has no place among those who wait for room."""
+        """Unless it `waits`, it has no place among those who wait for room. With a `bill`, its
+        sequences are written there, and count for its key when somebody says so."""
         self.meter = meter
         self.slo = AskedSlo() if slo is None else slo
         self.waits = waits
+        self.bill = bill
 
     @property
     def key(self) -> Key | None:
@@ -158,7 +172,16 @@ class Access:
         key = None if self._keys is None else self._keys.known(owner, self._wall_clock())
         if key is None or KeyScope.INFER not in key.scopes:
             return None
-        return Caller(self._meter(key), waits=False)
+        return Caller(self._meter(key), waits=False, bill=[])
+
+    def count(self, caller: Caller) -> None:
+        """Its bill counts: what was asked has an outcome, and is not asked again."""
+        if caller.key is None or caller.bill is None:
+            return
+        for used in caller.bill:
+            self.metrics.taken(caller.key.name)
+            self.metrics.ended(caller.key.name, *used)
+        caller.bill.clear()
 
     def is_open(self, path: str) -> bool:
         """Whether nobody needs a key for an endpoint."""

@@ -4,6 +4,7 @@ outcome that is written down."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextvars import Context
 from typing import Final
@@ -33,6 +34,8 @@ _HELD_UP: Final = frozenset({"overloaded", "model_draining"})
 """What passes, however long it takes: as with a full queue, it is not the request's fault."""
 _AFTER_RESTART: Final = frozenset({"shutting_down", "internal_error"})
 """Failures of a whole appliance, which serves nothing before its next start."""
+
+log = logging.getLogger("appliance.batches")
 
 
 class Run:
@@ -65,7 +68,8 @@ class _Used(msgspec.Struct, frozen=True):
 
 
 class BatchRequests:
-    """The requests of all batches that are carried out. While `halted` none begins."""
+    """The requests of all batches that are carried out. While `halted`, or while there is no room
+    for what comes of them, none begins."""
 
     def __init__(
         self,
@@ -75,10 +79,14 @@ class BatchRequests:
         disk: Disk,
         at_once: int,
         *,
+        full: Callable[[], bool],
         wall_clock: Callable[[], float],
         retry_seconds: float,
     ) -> None:
-        """What could not be done is tried again after `retry_seconds` at the latest."""
+        """What could not be done is tried again after `retry_seconds` at the latest. `full` says
+        whether there is no room."""
+        self._full = full
+        self._waits_for_room = False
         self.halted = True
         self._endpoints = endpoints
         self._access = access
@@ -113,6 +121,9 @@ class BatchRequests:
         if self.halted:
             return
         loop = asyncio.get_running_loop()
+        if self._is_full():
+            self._alarm = loop.call_later(self._retry_seconds, self._pump)
+            return
         while (turn := self._turns.next(loop.time())) is not None:
             run = self._runs[turn.batch]
             # A context of its own, for the caller that is set in it.
@@ -122,6 +133,14 @@ class BatchRequests:
         if (time := self._turns.next_time(loop.time())) is not None:
             self._alarm = loop.call_at(time, self._pump)
 
+    def _is_full(self) -> bool:
+        """Whether there is no room, which is said once."""
+        full = self._full()
+        if full and self._runs and not self._waits_for_room:
+            log.warning("batches stand still: files and logs take more than batches.max_stored")
+        self._waits_for_room = full
+        return full
+
     async def _carry_out(self, run: Run, turn: Turn) -> None:
         wait_seconds: float | None = None
         try:
@@ -129,6 +148,7 @@ class BatchRequests:
             if isinstance(outcome, LineDone):
                 await run.scribe.write(outcome)
                 run.tries.pop(turn.request, None)
+                self._access.count(current.get())
                 self._metrics.request_done(outcome.ok)
             else:
                 wait_seconds = outcome

@@ -26,7 +26,7 @@ from appliance.api.batchmetrics import BatchMetrics
 from appliance.api.batchrequests import KEY_GONE, BatchRequests, Run
 from appliance.api.service import Service
 from appliance.batches.disk import Disk
-from appliance.batches.files import FileStore
+from appliance.batches.files import FileStore, counted
 from appliance.batches.log import BatchLog, load, shorten, sync
 from appliance.batches.records import (
     Batch,
@@ -66,8 +66,8 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_line_bytes: int
     """What HTTP would take of the body of a request."""
     max_stored_bytes: int
-    """All files together; an upload is refused that would take more, and a batch once outputs take
-    more. Logs do not count."""
+    """All files and logs together; an upload is refused that would take more, and a batch once they
+    take more, while those that run stand still. What is done is written to files nevertheless."""
     keep_seconds: float
     """For how long files, and batches that are over, are kept."""
 
@@ -102,6 +102,7 @@ class BatchRunner:
             settings.folder / "files",
             max_bytes=settings.max_stored_bytes,
             keep_seconds=settings.keep_seconds,
+            beside_bytes=self._logs_bytes,
         )
         self.disk = Disk()
         self._service = service
@@ -119,6 +120,7 @@ class BatchRunner:
             metrics,
             self.disk,
             settings.at_once,
+            full=lambda: self.files.full,
             wall_clock=wall_clock,
             retry_seconds=retry_seconds,
         )
@@ -246,10 +248,17 @@ class BatchRunner:
             metadata=metadata,
         )
         self._creating.append(created)
+        path = self._path(created.id)
+        creating = asyncio.ensure_future(self.disk(_create_log, path, created))
         try:
-            written = await self.disk(_create_log, self._path(created.id), created)
+            written = await asyncio.shield(creating)
         except OSError as error:
             raise Unavailable(f"the batch cannot be written down: {error.strerror}") from error
+        except asyncio.CancelledError:  # nobody will hear of it, so there is to be none
+            with suppress(OSError):
+                (await creating).close()
+                await self.disk(path.unlink)
+            raise
         finally:
             self._creating.remove(created)
         batch = self._batches[created.id] = Batch(created)
@@ -273,6 +282,11 @@ class BatchRunner:
 
     def _path(self, id: str) -> Path:
         return self._logs / f"{id}.jsonl"
+
+    def _logs_bytes(self) -> int:
+        """The logs of all batches; that of one which is over is short."""
+        running = [counted(run.log.size_bytes) for run in list(self._runs.values())]
+        return sum(running) + counted(0) * (len(self._batches) - len(running))
 
     def _begin(self, batch: Batch, written: BatchLog) -> None:
         scribe = Scribe(batch, written, self.disk, retry_seconds=self._retry_seconds)

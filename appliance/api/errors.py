@@ -10,6 +10,7 @@ from litestar.exceptions import HTTPException
 
 from appliance.api.service import (
     GenerationFailed,
+    InstanceNotFound,
     ModelExists,
     ModelNotFound,
     ModelQueueFull,
@@ -96,6 +97,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(404, str(error), param="model", code="files_left")
         case ModelExists():
             return ApiError(409, str(error), param="name", code="model_exists")
+        case InstanceNotFound():
+            return ApiError(404, str(error), param="number", code="instance_not_found")
         case RequestNotFound():
             return ApiError(404, str(error), param="id", code="request_not_found")
         case QueueFull() | ModelQueueFull():

@@ -31,13 +31,17 @@ def event_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteH
 
     @get("/api/events", operation_id="events")
     async def events(request: Request[Any, Any, Any]) -> ASGIResponse:
-        seen = request.headers.get("last-event-id")
-        if seen is not None and not (seen.isascii() and seen.isdigit() and len(seen) < 20):
-            raise BadRequest("Last-Event-ID is not the id of an event", "Last-Event-ID")
-        after = None if seen is None else int(seen)
-        return Watch(_worded(service, after, keep_alive_seconds))
+        return Watch(_worded(service, last_seen(request), keep_alive_seconds))
 
     return [snapshot, events]
+
+
+def last_seen(request: Request[Any, Any, Any]) -> int | None:
+    """The number of the last event that a client saw before it came back. Raises `BadRequest`."""
+    seen = request.headers.get("last-event-id")
+    if seen is not None and not (seen.isascii() and seen.isdigit() and len(seen) < 20):
+        raise BadRequest("Last-Event-ID is not the id of an event", "Last-Event-ID")
+    return None if seen is None else int(seen)
 
 
 async def _worded(
@@ -57,10 +61,10 @@ async def _worded(
                 if batch is None:
                     state = service.snapshot()
                     shown = state.newest_event  # more may have happened since it was found missing
-                    yield _event(state.newest_event, "snapshot", msgspec.json.encode(state))
+                    yield server_sent("snapshot", msgspec.json.encode(state), state.newest_event)
                 elif batch:
                     new = [notice for notice in batch if notice.number > shown]
-                    events = [_event(n.number, n.kind, msgspec.json.encode(n)) for n in new]
+                    events = [server_sent(n.kind, msgspec.json.encode(n), n.number) for n in new]
                     yield b"".join(events)
                 else:
                     return
@@ -70,8 +74,10 @@ async def _worded(
             await asyncio.gather(coming, return_exceptions=True)
 
 
-def _event(number: int, kind: str, data: bytes) -> bytes:
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, kind.encode(), data)
+def server_sent(kind: str, data: bytes, number: int | None = None) -> bytes:
+    """An event as it goes out. Without a number the client keeps the last one it saw."""
+    numbered = b"" if number is None else b"id: %d\n" % number
+    return numbered + b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
 class Watch(ASGIResponse):

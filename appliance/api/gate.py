@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
 
-from appliance.api.auth import Access, Caller, Forbidden, LimitMet, current
+from appliance.api import tracing
+from appliance.api.auth import Access, Caller, Forbidden, LimitMet, Used, current
 from appliance.api.errors import BadRequest
 from appliance.api.keymetrics import WAITING
 from appliance.api.service import (
@@ -111,34 +112,39 @@ class _Gate:
             activity,
             models=tuple(model for model in activity.models if key.allows(model.model)),
             instances=tuple(_shown(instance, key) for instance in activity.instances),
+            host_bytes=_known(activity.host_bytes, key),
         )
 
     def submit(self, request: SubmitRequest) -> Generation:
         """Raises what the service raises, `Forbidden`, and `LimitMet`."""
         caller = current.get()
+        if (trace := tracing.current.get()) is not None:
+            request = msgspec.structs.replace(request, trace=trace)
         meter = caller.meter
         if meter is None:
             return self._service.submit(msgspec.structs.replace(request, slo=caller.slo))
         self._check(meter.key, request.model)
         request = _as_allowed(request, caller, meter.key)
         reserved = self._reserve(meter, request)
-        metered = _Metered(self, request, reserved, meter)
+        metered = _Metered(self, request, reserved, meter, caller.bill)
         try:
             self._admit(metered, waits=caller.waits)
         except BaseException:
             meter.settle(reserved, 0, self._clock())
             raise
-        self._metrics.taken(meter.key.name)
+        if caller.bill is None:
+            self._metrics.taken(meter.key.name)
         return metered
 
     # --- what an operator is shown ---------------------------------------------------------------
 
     def requests(self) -> list[RequestActivity]:
         """Also those that wait for their turn."""
+        return self._with_waiting(self._service.requests())
+
+    def _with_waiting(self, live: Sequence[RequestActivity]) -> list[RequestActivity]:
         waiting = [self._shown(metered) for metered in self._queue]
-        return sorted(
-            [*self._service.requests(), *waiting], key=lambda one: one.age_seconds, reverse=True
-        )
+        return sorted([*live, *waiting], key=lambda one: one.age_seconds, reverse=True)
 
     def request(self, request: RequestId) -> RequestActivity:
         metered = self._find(request)
@@ -153,7 +159,8 @@ class _Gate:
 
     def snapshot(self) -> Snapshot:
         snapshot = self._service.snapshot()
-        return msgspec.structs.replace(snapshot, requests=tuple(self.requests()))
+        requests = tuple(self._with_waiting(snapshot.requests))
+        return msgspec.structs.replace(snapshot, requests=requests)
 
     def metrics(self) -> bytes:
         self._metrics.waiting(Counter(metered.name for metered in self._queue))
@@ -288,7 +295,10 @@ class _Gate:
     ) -> None:
         """A sequence is over that came to so many tokens of prompt and of output."""
         meter.settle(reserved, prompt + output, self._clock())
-        self._metrics.ended(metered.name, prompt, output)
+        if metered.bill is None:
+            self._metrics.ended(metered.name, prompt, output)
+        elif metered.begun:
+            metered.bill.append(Used(prompt, output))
         if metered.waits:
             self._queue.remove(metered.key, metered)
             self._waited(metered)
@@ -298,8 +308,16 @@ class _Gate:
 class _Metered:
     """A sequence of a key, which may have to wait before it begins. Implements `Generation`."""
 
-    def __init__(self, gate: _Gate, request: SubmitRequest, reserved: float, meter: Meter) -> None:
+    def __init__(
+        self,
+        gate: _Gate,
+        request: SubmitRequest,
+        reserved: float,
+        meter: Meter,
+        bill: list[Used] | None,
+    ) -> None:
         self.request = request
+        self.bill = bill
         self.key = meter.key.sha256
         self.name = meter.key.name
         self.alarm: asyncio.TimerHandle | None = None
@@ -377,14 +395,21 @@ class _Metered:
 def _shown(instance: InstanceActivity, key: Key) -> InstanceActivity:
     """An instance, without the models that the key does not know."""
     runs = instance.model is not None and key.allows(instance.model)
-    pool = {
+    return msgspec.structs.replace(
+        instance,
+        model=instance.model if runs else None,
+        pool_bytes=_known(instance.pool_bytes, key),
+        prefetched=tuple(model for model in instance.prefetched if key.allows(model)),
+    )
+
+
+def _known(sizes: Mapping[str, int], key: Key) -> dict[str, int]:
+    """Sizes by owner, of nobody and of the models that the key knows."""
+    return {
         owner: size
-        for owner, size in instance.pool_bytes.items()
+        for owner, size in sizes.items()
         if not (model := owner.partition(":")[2]) or key.allows(model)
     }
-    return msgspec.structs.replace(
-        instance, model=instance.model if runs else None, pool_bytes=pool
-    )
 
 
 def _as_allowed(request: SubmitRequest, caller: Caller, key: Key) -> SubmitRequest:

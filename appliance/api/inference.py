@@ -210,10 +210,13 @@ ENDPOINTS: Final = (
     Endpoint("get", "/version", "Which version this is.", ("version",), open=True),
     Endpoint("get", "/livez", "Whether the process answers.", ("status",), open=True),
     Endpoint(
-        "get", "/readyz", "Whether requests make progress.", ("ok", "reasons"),
+        "get", "/readyz", "Whether requests make progress.", ("ok", "reasons", "degraded"),
         refusals=(503,), error=Readiness, open=True,
     ),
-    Endpoint("get", "/health", "Whether the process answers.", ("status",), open=True),
+    Endpoint(
+        "get", "/health", "Whether the process answers, and what is out of order.",
+        ("status", "reasons"), open=True,
+    ),
     Endpoint("get", "/metrics", "Metrics for Prometheus.", (), stream=_TEXT),
 )  # fmt: skip
 """Those that generate, those that tell of models, and those that probes ask."""

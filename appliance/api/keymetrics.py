@@ -18,11 +18,15 @@ class KeyMetrics:
         self.registry = Registry()
         self._known: set[str] = set()
         self._requests = self.registry.counter(
-            "appliance_key_requests", "Sequences of a key that were taken in.", "key"
+            "appliance_key_requests",
+            "Sequences of a key that were taken in, those of a batch once their line has an "
+            "outcome.",
+            "key",
         )
         self._tokens = self.registry.counter(
             "appliance_key_tokens",
-            "Tokens of a key's sequences that are over; `kind` is `prompt` or `output`.",
+            "Tokens of a key's sequences that are over, those of a batch once their line has an "
+            "outcome; `kind` is `prompt` or `output`.",
             "key",
             "kind",
         )

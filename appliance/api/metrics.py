@@ -29,7 +29,7 @@ _POLICY_CALL_BUCKETS = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.0025, 0.005),
     *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
 )
-INSTANCE_STATES = ("starting", "up", "lost")
+INSTANCE_STATES = ("starting", "up", "lost", "quarantined")
 _TRANSFER_KINDS = ("weights", "kv_in", "kv_out")
 
 
@@ -167,6 +167,9 @@ class Metrics:
         for state, count in counts.items():
             self._instances.labels(state).set(count)
 
+    def quarantined(self, instance: InstanceId, holds: bool) -> None:
+        self._quarantined.labels(instance).set(holds)
+
     def kv(self, tier: str, uses: Mapping[tuple[str, str], int]) -> None:
         """Bytes by shape and use; one that is not named has none there."""
         for gone in self._kv_uses.get(tier, set()) - uses.keys():
@@ -275,6 +278,9 @@ class Metrics:
             "appliance_progress_age_seconds", "Time since the slowest request last progressed."
         )
         self._instances = gauge("appliance_instances", "Instances by state.", "state")
+        self._quarantined = gauge(
+            "appliance_instance_quarantined", "1 while it is out of service.", "instance"
+        )
         self._kv = gauge(
             "appliance_kv_bytes",
             "KV memory of the shape whose blocks have so many bytes: mapped, used or cold.",

@@ -81,9 +81,14 @@ def model_routes(service: Service) -> list[HTTPRouteHandler]:
 def operator_routes(service: Service) -> list[HTTPRouteHandler]:
     """Probes, metrics and status, and what `appliance doctor` asks."""
 
-    @get(["/livez", "/health"], operation_id="live")
+    @get("/livez", operation_id="live")
     async def live() -> ASGIResponse:
         return json_answer({"status": "ok"})
+
+    @get("/health", operation_id="health")
+    async def health() -> ASGIResponse:
+        degraded = service.readiness().degraded
+        return json_answer({"status": "degraded" if degraded else "ok", "reasons": degraded})
 
     @get("/readyz", operation_id="ready")
     async def ready() -> ASGIResponse:
@@ -106,7 +111,7 @@ def operator_routes(service: Service) -> list[HTTPRouteHandler]:
     async def verify() -> ASGIResponse:
         return json_answer({"instances": await service.verify()})
 
-    return [live, ready, version, metrics, status, verify]
+    return [live, health, ready, version, metrics, status, verify]
 
 
 class _Model(msgspec.Struct, kw_only=True):

@@ -20,15 +20,18 @@ from appliance.api.apiexamples import EXAMPLES
 from appliance.api.catalogue import NewModel
 from appliance.api.config import LogLevel, ModelLimits
 from appliance.api.errors import ErrorBody
+from appliance.api.instances import QuarantineReason
 from appliance.api.jsonanswers import json_answer
 from appliance.api.service import (
     Activity,
+    InstanceActivity,
     InstanceVerification,
     ModelActivity,
     RequestActivity,
     Snapshot,
 )
 from appliance.api.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
+from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
 from appliance.policywords import PolicyChoice, PolicyReport
 
 REFERENCE: Final = "#/components/schemas/{name}"
@@ -38,6 +41,13 @@ CANNOT_BE_USED: Final = 422
 _EVENTS: Final = {
     "description": "Events, each with an id, until the client leaves or the appliance ends.",
     "content": {"text/event-stream": {"schema": {"description": "Text, as it comes."}}},
+}
+_LAST_EVENT: Final = {
+    "Last-Event-ID": {
+        "type": "string",
+        "pattern": "^[0-9]{1,19}$",
+        "description": "The newest event that was seen: those after it follow.",
+    }
 }
 _KEYS: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -62,6 +72,12 @@ class Models(msgspec.Struct, kw_only=True):
     """All models, in the order of the catalogue."""
 
     models: list[ModelActivity]
+
+
+class Instances(msgspec.Struct, kw_only=True):
+    """All instances."""
+
+    instances: list[InstanceActivity]
 
 
 class Verifications(msgspec.Struct, kw_only=True):
@@ -93,6 +109,8 @@ class Operation:
     refusals: tuple[int, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     """Flags in the query, and what each means."""
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What else the query may say, and the schema of each."""
     headers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Headers of the request that mean something, and the schema of each."""
 
@@ -106,6 +124,16 @@ OPERATIONS: Final = (
         refusals=(404,),
     ),
     Operation("delete", "/api/requests/{name}", "End a request.", Cancelled, refusals=(404,)),
+    Operation("get", "/api/instances", "List the instances.", Instances),
+    Operation("get", "/api/instances/{name}", "One instance.", InstanceActivity, refusals=(404,)),
+    Operation(
+        "post", "/api/instances/{name}/quarantine", "Take it out of service.", InstanceActivity,
+        QuarantineReason, (CANNOT_BE_READ, 404),
+    ),
+    Operation(
+        "post", "/api/instances/{name}/release", "Have it serve again.", InstanceActivity,
+        refusals=(404,),
+    ),
     Operation("get", "/api/models", "List the models.", Models),
     Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
     Operation(
@@ -174,13 +202,20 @@ OPERATIONS: Final = (
     Operation("post", "/api/verify", "Compare weights with their images.", Verifications),
     Operation(
         "get", "/api/events", "Everything at one time, and what happens from then on.", None,
-        headers={
-            "Last-Event-ID": {
-                "type": "string",
-                "pattern": "^[0-9]{1,19}$",
-                "description": "The newest event that was seen: those after it follow.",
+        headers=_LAST_EVENT,
+    ),
+    Operation(
+        "get", "/api/watch", "The state, then what changes of it, and what happens.", None,
+        query={
+            "every": {
+                "type": "number",
+                "minimum": LEAST_SECONDS,
+                "maximum": MOST_SECONDS,
+                "default": EVERY_SECONDS,
+                "description": "Seconds between two changes, at least.",
             }
         },
+        headers=_LAST_EVENT,
     ),
     Operation("get", "/api/openapi.json", "This document.", Document),
 )  # fmt: skip
@@ -236,6 +271,9 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
     parameters += [
         {"name": name, "in": "query", "description": about, "schema": {"type": "boolean"}}
         for name, about in one.options.items()
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()
     ]
     parameters += [
         {"name": name, "in": "header", "schema": schema} for name, schema in one.headers.items()

@@ -7,7 +7,8 @@ Everything here is called on the event loop and must return at once; only iterat
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from enum import StrEnum
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -43,6 +44,13 @@ class ModelExists(Exception):
         which = "still leaving: try again later" if leaving else "in the catalogue already"
         super().__init__(f"a model {model!r} is {which}")
         self.model = model
+
+
+class InstanceNotFound(Exception):
+    """There is no instance of this number."""
+
+    def __init__(self, number: InstanceId | str) -> None:
+        super().__init__(f"there is no instance {number}; `appliance ps` lists them")
 
 
 class QueueFull(Exception):
@@ -133,6 +141,14 @@ class RequestNotFound(Exception):
         self.request = request
 
 
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request was asked, and the trace that it is part of: `parent` is the header
+    ``traceparent`` (W3C) as it came, "" without."""
+
+    path: str
+    parent: str = ""
+
+
 class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. `id` is unique and shows the id that the client is given."""
 
@@ -146,10 +162,20 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     slo: AskedSlo = AskedSlo()
     key: str | None = None
     """Name of the API key that asks."""
+    trace: Trace | None = None
+    """Told when requests are traced."""
     together_tokens: int = 0
     """Most tokens, prompts included, of all sequences that are asked for at once, if there are
     several: they are taken together or not at all. Of prompts that are pooled, which come one after
     another, only the first one says it."""
+
+
+class Stretch(NamedTuple):
+    """A phase of a request from one moment to another, of the daemon's clock."""
+
+    phase: str
+    began: float
+    ended: float
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +194,9 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     """How often it stopped in mid-generation for another model or a prompt."""
     instances: tuple[InstanceId, ...] = ()
     """Where it was computed, in order."""
+    stretches: tuple[Stretch, ...] = ()
+    """The phases as they came, where that is kept: not all of a long life. A load lies within the
+    wait or the prompt that it is part of."""
 
     @property
     def phases(self) -> dict[str, float]:
@@ -248,10 +277,25 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether requests make progress; when not, why, in words for the operator."""
+    """Whether requests make progress; when not, why, in words for the operator. `degraded` says
+    what is out of order beside that."""
 
     ok: bool
     reasons: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+
+
+class GpuActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVML tells of a GPU; a sensor that it has not is left out."""
+
+    gpu: int
+    """NVML's number."""
+    utilization: float | None = None
+    """Share of the time in which it computed, 0 to 1."""
+    power_watts: float | None = None
+    celsius: float | None = None
+    memory_used_bytes: int
+    memory_bytes: int
 
 
 class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,12 +304,25 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
     instance: InstanceId
     role: str
     state: str
-    """``starting``, ``up`` or ``lost``."""
+    """``starting``, ``up``, ``lost`` or ``quarantined``."""
+    quarantine: str | None = None
+    """Why it is out of service, if it is."""
     pid: int | None = None
     model: ModelName | None = None
     """The model that runs."""
     pool_bytes: dict[str, int] = {}
     pool_high_water_bytes: int = 0
+    runtime_bytes: int = 0
+    """Memory of a GPU beside the pool, for its context, its graphs and its kernels' own."""
+    prefetched: tuple[ModelName, ...] = ()
+    """Models whose weights came before they were asked for, and did not run since."""
+    computing_seconds: float = 0.0
+    """Of turns and prompts that are over, since the daemon started."""
+    switches: int = 0
+    """Since then."""
+    moved_bytes: dict[str, int] = {}
+    """Since then, by what moved: ``weights``, ``kv_in``, ``kv_out``."""
+    gpus: tuple[GpuActivity, ...] = ()
 
 
 class ModelTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -296,6 +353,17 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
+class LatePace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model delivered in the last minute. `attainment` is the share of tokens that came
+    before they were due: token k at arrival + TTFT + k times TBT. Other times to within 5 %."""
+
+    attainment: float | None = None
+    ttft_p50_seconds: float | None = None
+    ttft_p99_seconds: float | None = None
+    tbt_p50_seconds: float | None = None
+    tbt_p99_seconds: float | None = None
+
+
 class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     """What a model does now. `residency` by instance id (a string, as JSON wants it)."""
 
@@ -308,6 +376,10 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Whether new requests are refused."""
     wanted: bool = False
     """Whether an operator wants it on a device, where it is not yet."""
+    output_tokens: int = 0
+    """Since the daemon started."""
+    lately: LatePace | None = None
+    """None if nothing came of it in the last minute."""
     terms: ModelTerms | None = None
     facts: ModelFacts | None = None
 
@@ -359,6 +431,58 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelActivity, ...]
     kv: dict[str, KvTierActivity] = {}
     """By tier: ``device``, ``host``."""
+    host_bytes: dict[str, int] = {}
+    """The host cache by owner: weights:<model>, kv, free."""
+
+
+class SpanKind(StrEnum):
+    """What an instance takes time for."""
+
+    TURN = "turn"
+    PREFILL = "prefill"
+    BUILD = "build"
+    """An engine is made."""
+    FILL = "fill"
+    """Weights are read from disk into the host cache."""
+    LOAD = "load"
+    PREFETCH = "prefetch"
+    SWAP_IN = "swap_in"
+    SWAP_OUT = "swap_out"
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Why something was ordered: the event it followed from, the question that was asked, and the
+    policy that answered. Without a question it follows from what is ordered with it."""
+
+    after: str
+    hook: str | None = None
+    policy: str | None = None
+    plan: tuple[tuple[ModelName, float], ...] = ()
+    """The turns that were to follow this one: models, and seconds."""
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """A time in which an instance computed or moved something; without an end it still does."""
+
+    number: int
+    instance: InstanceId
+    kind: SpanKind
+    model: ModelName
+    began_unix_seconds: float
+    ended_unix_seconds: float | None = None
+    outcome: str | None = None
+    """Of a turn why it ended; else ``done``, ``deferred``, ``refused``, ``failed``, ``given up``,
+    ``lost``."""
+    requests: tuple[RequestId, ...] = ()
+    """That decode in a turn, or whose KV moves."""
+    prompts: tuple[RequestId, ...] = ()
+    quota_seconds: float | None = None
+    chunk_tokens: int = 0
+    kv_slabs: int = 0
+    """Slabs of KV that its model might have."""
+    steps: int = 0
+    moved_bytes: int = 0
+    decision: Decision | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,6 +494,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     readiness: Readiness
     status: Activity
     requests: tuple[RequestActivity, ...]
+    spans: tuple[Span, ...] = ()
+    """What instances computed and moved lately, by number."""
 
 
 class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
@@ -435,6 +561,12 @@ class Service(Protocol):
 
     def drain_model(self, name: ModelName, draining: bool) -> None:
         """Refuse new requests for it from now on, or take them again. Raises `ModelNotFound`."""
+
+    def quarantine_instance(self, number: InstanceId, reason: str) -> None:
+        """End its worker, and have others go on with what it had. Raises `InstanceNotFound`."""
+
+    def release_instance(self, number: InstanceId) -> None:
+        """Have it serve again. Raises `InstanceNotFound`."""
 
     def readiness(self) -> Readiness: ...
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,11 @@ _UPLOAD: Final = ".upload-"
 _ABOUT: Final = ".json"
 _CONTENT: Final = ".jsonl"
 _PAGE_BYTES: Final = 4096
+
+
+def counted(size_bytes: int) -> int:
+    """What a file takes, as far as is counted: a page at least."""
+    return max(_PAGE_BYTES, size_bytes)
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +76,20 @@ class Upload:
 class FileStore:
     """The files in a folder. What is said to take time waits for the disk: call it in a thread."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, keep_seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        keep_seconds: float,
+        beside_bytes: Callable[[], int] = int,
+    ) -> None:
+        """`beside_bytes` count as well, though they are of no file of anybody's: asked in any
+        thread."""
         self._folder = folder
+        self._beside_bytes = beside_bytes
+        self._counting = threading.Lock()
+        self._files_bytes = 0
         self._max_bytes = max_bytes
         self._keep_seconds = keep_seconds
         self._files: dict[str, StoredFile] = {}
@@ -86,7 +104,7 @@ class FileStore:
             except msgspec.DecodeError:
                 continue
             if about.id == path.name.removesuffix(_ABOUT) and self.path(about.id).is_file():
-                self._files[about.id] = about
+                self._know(about)
         for pattern in (f"{_UPLOAD}*", ".new-*", f"file-*{_ABOUT}", f"file-*{_CONTENT}"):
             for path in self._folder.glob(pattern):
                 if path.name.partition(".")[0] not in self._files:
@@ -94,10 +112,10 @@ class FileStore:
 
     @property
     def stored_bytes(self) -> int:
-        """All files together, also those on their way in; a small one counts as a page."""
-        sizes = [file.size_bytes for file in list(self._files.values())]
-        sizes += [upload.size_bytes for upload in list(self._uploads)]
-        return sum(max(_PAGE_BYTES, size) for size in sizes)
+        """All files together, also those on their way in, and what is beside them; whatever is
+        small counts as a page."""
+        coming = sum(counted(upload.size_bytes) for upload in list(self._uploads))
+        return self._files_bytes + coming + self._beside_bytes()
 
     def path(self, id: str) -> Path:
         """Where the content of a file is."""
@@ -141,9 +159,14 @@ class FileStore:
         self._uploads.discard(upload)
         upload.drop()
 
+    @property
+    def full(self) -> bool:
+        """Whether there is more than may be."""
+        return self.stored_bytes > self._max_bytes
+
     def check_room(self) -> None:
-        """Raises `StoreFull` if there is more than may be: what batches write is never refused."""
-        if self.stored_bytes > self._max_bytes:
+        """Raises `StoreFull` if there is more than may be."""
+        if self.full:
             raise StoreFull(self._max_bytes)
 
     def write(
@@ -156,7 +179,9 @@ class FileStore:
     def delete(self, id: str) -> None:
         """Takes time; raises `OSError`."""
         (self._folder / f"{id}{_ABOUT}").unlink(missing_ok=True)
-        self._files.pop(id, None)
+        with self._counting:
+            if (file := self._files.pop(id, None)) is not None:
+                self._files_bytes -= counted(file.size_bytes)
         self.path(id).unlink(missing_ok=True)
         sync(self._folder)
 
@@ -173,5 +198,12 @@ class FileStore:
             expires_at=now + self._keep_seconds,
         )
         replace(self._folder / f"{id}{_ABOUT}", [msgspec.json.encode(file)])
-        self._files[id] = file
+        self._know(file)
         return file
+
+    def _know(self, file: StoredFile) -> None:
+        with self._counting:
+            if (before := self._files.get(file.id)) is not None:
+                self._files_bytes -= counted(before.size_bytes)
+            self._files[file.id] = file
+            self._files_bytes += counted(file.size_bytes)

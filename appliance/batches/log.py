@@ -61,6 +61,11 @@ class BatchLog:
         self._torn = False
         self._size += len(data)
 
+    @property
+    def size_bytes(self) -> int:
+        """What is whole of it."""
+        return self._size
+
     def records(self) -> Iterator[Record]:
         """All of them, from the first on. Raises `msgspec.DecodeError` for what is none."""
         with self.path.open("rb") as file:

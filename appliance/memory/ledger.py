@@ -123,6 +123,11 @@ class HostLedger:
         return self._free_slabs
 
     @property
+    def weights(self) -> dict[ModelName, int]:
+        """Slabs of each master image."""
+        return {model: len(offsets) for model, offsets in self._weights.items()}
+
+    @property
     def weight_slabs(self) -> int:
         return sum(len(offsets) for offsets in self._weights.values())
 

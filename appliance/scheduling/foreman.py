@@ -81,7 +81,7 @@ class Foreman:
     def advance(self, instance: InstanceState) -> bool:
         """Give a free instance its next job. True if a request was rejected meanwhile: others may
         have room now."""
-        if not instance.up or instance.job is not None:
+        if not instance.serves or instance.job is not None:
             return False
         self._rejected = False
         ordered = len(self._desk.out)

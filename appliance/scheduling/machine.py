@@ -47,6 +47,8 @@ from appliance.vocabulary import (
     FinishReason,
     InstanceId,
     InstanceLost,
+    InstanceQuarantined,
+    InstanceReleased,
     InstanceUp,
     KvMoved,
     KvShape,
@@ -86,6 +88,11 @@ PLAN_SECONDS = 1.0
 
 MAX_REQUEST_LOSSES = 5
 """A request that was computed when a worker died, this often without a token in between, ends."""
+
+
+MAX_MODEL_LOSSES = 10
+"""A model is given up when so many workers in a row died computing its requests, and none of these
+got a token in between."""
 
 
 class Machine:
@@ -133,6 +140,7 @@ class Machine:
         self._layouts: dict[ModelName, str] = {}
         """How the weights lie in their master images."""
         self._build_losses: dict[ModelName, int] = {}
+        self._run_losses: dict[ModelName, int] = {}
         self._leaving: dict[ModelName, set[InstanceId] | None] = {}
         """Models that were removed and are not forgotten yet: whose word for that is missing. None
         while something is held for them."""
@@ -277,7 +285,10 @@ class Machine:
 
     def _place(self, request: RequestState) -> None:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
-        It stays unplaced while no instance is up."""
+        It stays unplaced while no instance is up, and is refused when none will be."""
+        if self.floor.all_quarantined():
+            self._reject(request, "no_instance", self._why_no_instance())
+            return
         if request.kv is not KvPlace.NONE:
             self._place_decode(request)
             return
@@ -331,7 +342,7 @@ class Machine:
         others = [
             other
             for other in self.instances.values()
-            if other is not instance and other.up and other.placement.role is not Role.PREFILL
+            if other is not instance and other.serves and other.placement.role is not Role.PREFILL
         ]
         requests = self.floor.decoding_views(instance) if others else []
         if not requests:
@@ -430,9 +441,33 @@ class Machine:
         instance.restart(self.models, event.slabs)
         instance.up = True
         self._plan()
-        unplaced = [r for r in self.requests.values() if r.stage is Stage.UNPLACED]
-        self._place_all(unplaced)
+        self._place_unplaced()
         return True
+
+    @_on.register
+    def _(self, event: InstanceQuarantined) -> bool:
+        """What it has stays in the books until its worker has ended; then it is as one lost."""
+        self._set_quarantine(event.instance, event.reason)
+        return True
+
+    @_on.register
+    def _(self, event: InstanceReleased) -> bool:
+        self._set_quarantine(event.instance, None)
+        return True
+
+    def _set_quarantine(self, number: InstanceId, reason: str | None) -> None:
+        instance = self.instances[number]
+        instance.quarantine = reason
+        instance.view = None
+        self._plan()
+        self._place_unplaced()
+
+    def _place_unplaced(self) -> None:
+        self._place_all([r for r in self.requests.values() if r.stage is Stage.UNPLACED])
+
+    def _why_no_instance(self) -> str:
+        reasons = [f"instance {i.id}: {i.quarantine}" for i in self.instances.values()]
+        return f"every instance is quarantined ({'; '.join(reasons)}); an operator may release one"
 
     @_on.register
     def _(self, event: InstanceLost) -> bool:
@@ -441,7 +476,8 @@ class Machine:
         self.masters.lost(instance.id)
         for awaited in self._leaving.values():
             (awaited or set()).discard(instance.id)
-        self._blame(instance)
+        if instance.quarantine is None:  # else it is not for what it was at
+            self._blame(instance)
         # Behind the blame, which may end requests whose KV is on its way: nobody reports that now.
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:
             self.host.give_blocks(self._zombies.pop(zombie)[1])
@@ -478,10 +514,12 @@ class Machine:
         match lost.job:
             case BuildJob(model=model):
                 self._count_build_loss(model, lost.id)
-            case PrefillJob(request=request):
+            case PrefillJob(model=model, request=request):
                 self._count_request_losses([request])
-            case TurnJob(requests=requests, prompts=prompts):
+                self._count_run_loss(model, lost.id)
+            case TurnJob(model=model, requests=requests, prompts=prompts):
                 self._count_request_losses((*requests, *prompts))
+                self._count_run_loss(model, lost.id)
 
     def _count_request_losses(self, names: Iterable[RequestId]) -> None:
         for request in [self.requests[name] for name in names if name in self.requests]:
@@ -489,6 +527,11 @@ class Machine:
             if request.losses >= MAX_REQUEST_LOSSES:
                 message = f"{request.losses} workers in a row died computing it"
                 self._reject(request, "request_failed", message)
+
+    def _count_run_loss(self, model: ModelName, instance: InstanceId) -> None:
+        losses = self._run_losses[model] = self._run_losses.get(model, 0) + 1
+        if losses >= MAX_MODEL_LOSSES:
+            self._fail(model, f"{losses} workers in a row died computing its requests", instance)
 
     def _count_build_loss(self, model: ModelName, instance: InstanceId) -> None:
         losses = self._build_losses[model] = self._build_losses.get(model, 0) + 1
@@ -678,6 +721,7 @@ class Machine:
         del self.foreman.preemptions[model]
         self._layouts.pop(model, None)
         self._build_losses.pop(model, None)
+        self._run_losses.pop(model, None)
         self.masters.pin(model, False)
         self.demands.forget(model)
         self.costs.forget(model)
@@ -691,6 +735,8 @@ class Machine:
         ended = False
         instance = self.instances[event.instance]
         instance.progressed = self._desk.now
+        if self._run_losses:
+            self._run_losses.pop(event.model, None)
         produced = 0
         for entry in event.tokens:
             request = self.requests.get(entry.request)

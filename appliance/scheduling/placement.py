@@ -55,12 +55,16 @@ class Floor:
     def candidates(self, request: RequestSpec, wanted: Role) -> list[InstanceState]:
         """Live instances that are meant for the request in this role. A promise goes before a plan:
         if there is none, any that has the model; if there is none either, any."""
-        live = [instance for instance in self.instances.values() if instance.up]
+        live = [instance for instance in self.instances.values() if instance.serves]
         able = [instance for instance in live if instance.may_serve(request.model)]
         takes = TAKES[request.request_class]
         open_ = [instance for instance in able if instance.instance_class in takes]
         fitting = [i for i in open_ if i.placement.role in (wanted, Role.MIXED)]
         return fitting or open_ or able or live
+
+    def all_quarantined(self) -> bool:
+        """Whether no instance is left that could ever serve, unless one is released."""
+        return all([instance.quarantine is not None for instance in self.instances.values()])
 
     def place(self, placements: Sequence[Placement], fleet: Fleet) -> bool:
         """Give every instance what it is for from now on; whether anything changed."""
@@ -139,7 +143,7 @@ class Floor:
             role=instance.placement.role,
             instance_class=instance.instance_class,
             models=instance.placement.models,
-            up=instance.up,
+            up=instance.serves,
             current_model=instance.current_model,
             groups=tuple([group.view or self._group_view(group) for group in instance.groups]),
             batches=tuple(

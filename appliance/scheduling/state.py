@@ -278,6 +278,9 @@ class InstanceState:
     placement: Placement = field(default_factory=Placement)
     instance_class: InstanceClass = InstanceClass.MIXED
     up: bool = False
+    """Whether it has a worker."""
+    quarantine: str | None = None
+    """Why it is out of service, if it is."""
     ledger: DeviceLedger = field(default_factory=lambda: DeviceLedger(0))
     groups: list[Group] = field(default_factory=list)
     batches: dict[ModelName, Batch] = field(default_factory=dict)
@@ -337,9 +340,14 @@ class InstanceState:
         return busy or model in self.ledger.weights or model in self.ledger.kv
 
     @property
+    def serves(self) -> bool:
+        """Whether work may be given to it."""
+        return self.up and self.quarantine is None
+
+    @property
     def idle(self) -> bool:
-        """Whether it is up and has nothing to do."""
-        return self.up and self.job is None and not self.groups and not self.batches
+        """Whether it serves and has nothing to do."""
+        return self.serves and self.job is None and not self.groups and not self.batches
 
     def may_serve(self, model: ModelName) -> bool:
         return self.placement.models is None or model in self.placement.models

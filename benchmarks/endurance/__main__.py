@@ -24,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from appliance.config import load_config
@@ -33,7 +33,8 @@ from appliance.demo.run import STOP_SECONDS, free_port, reference, running_daemo
 from appliance.demo.traffic import Chat, burst
 from appliance.policies import installed
 from benchmarks.endurance.asks import EMBEDDER
-from benchmarks.endurance.run import Plan, Result, endure
+from benchmarks.endurance.run import Plan, Result, endure, judge
+from benchmarks.endurance.watch import Watch
 from benchmarks.provenance import made_on_cpu
 
 CHATS_PER_MODEL = 12
@@ -85,34 +86,22 @@ def soak(plan: Plan, place: Path) -> Result:
     truths = reference(load_config(write_config(place)), chats)
     file = write_config(place, bind=f"127.0.0.1:{free_port()}")
     # So few that some requests are refused.
-    limit = f"max_queue = {plan.connections}\n"
+    limit = f"max_queue = {plan.connections * 6 // 5}\n"
     text = file.read_text().replace("[api]\n", f"[api]\n{limit}")
     file.write_text(text + MORE.format(embedder=EMBEDDER))
     scratch = place / "tmp"
     scratch.mkdir()
     os.environ["TMPDIR"] = str(scratch)
+    log = place / "daemon.log"
     with running_daemon(file, load_config(file)) as (url, pid):
-        result = asyncio.run(
-            endure(
-                plan,
-                url,
-                pid,
-                truths=truths,
-                checkpoints=place,
-                log=place / "daemon.log",
-                journal=place / "journal.jsonl",
-            )
-        )
+        watch = Watch(pid, url, place / "journal.jsonl")
+        life = asyncio.run(endure(plan, watch, truths=truths, checkpoints=place, log=log))
         ending = time.monotonic()
+    result = judge(life, watch, log)
     if time.monotonic() - ending >= STOP_SECONDS:
         result.complaints.append("the daemon did not end by itself")
     result.complaints += [
         f"{name} is not flat: {said}" for name, said in result.flatness.items() if not said["flat"]
-    ]
-    result.complaints += [
-        f"process {one} outlives the daemon"
-        for one in sorted(result.processes)
-        if Path(f"/proc/{one}").exists()
     ]
     result.complaints += [f"{left.name} is left behind" for left in scratch.iterdir()]
     if result.complaints:
@@ -129,7 +118,7 @@ def report(plan: Plan, result: Result, file: Path | None) -> None:
         "benchmark": "endurance",
         **made_on_cpu(),
         "plan": asdict(plan),
-        **{k: v for k, v in asdict(replace(result, processes=set())).items() if k != "processes"},
+        **asdict(result),
     }
     if file is not None:
         file.write_text(json.dumps(shown, indent=1) + "\n")

@@ -107,7 +107,7 @@ class Book:
         return replace(_chat(dice.choice(self._truths), dice, stream=False), kind="batch")
 
     def untold(self) -> list[Ask]:
-        """Requests whose answers are to be found out; none is streamed."""
+        """Requests whose answers are to be found out."""
         texts = ["Hello, river", "The quick brown fox. " * 20, "one"]
         embeds = [
             Ask("embeddings", "/v1/embeddings", "embd-", {"model": EMBEDDER, "input": texts}, 3),
@@ -216,5 +216,7 @@ def _others(truth: Truth) -> list[Ask]:
     return [
         Ask("seeded", path, prefix, common | seeded, 2),
         Ask("guided", path, prefix, common | guided),
+        # Whole, a call is written anew by vLLM's parser; streamed, it is what the model wrote.
         Ask("tool", path, prefix, common | tool),
+        Ask("tool", path, prefix, common | tool | {"stream": True}),
     ]

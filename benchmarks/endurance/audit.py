@@ -18,17 +18,15 @@ ENDED = ("stop", "length")
 
 @dataclass(frozen=True)
 class Books:
-    """What the appliance wrote down."""
+    """What the appliance wrote into its log."""
 
     lines: list[dict[str, Any]]
-    """Of its log, one for each request that was taken in and is over."""
-    arrived: list[str]
-    """Ids of the requests in its journal."""
+    """One for each request that was taken in and is over."""
     trouble: list[str]
-    """Errors in its log."""
+    """Errors."""
 
 
-def read_books(log: Path, journal: Path, known: set[str]) -> Books:
+def read_books(log: Path, known: set[str]) -> Books:
     """Of all requests but those that are `known` already."""
     lines, trouble = [], []
     for text in log.read_text(errors="replace").splitlines():
@@ -37,34 +35,61 @@ def read_books(log: Path, journal: Path, known: set[str]) -> Books:
         except json.JSONDecodeError:
             trouble += [text] if "Traceback" in text or "Error" in text else []
             continue
-        if record.get("logger") == "appliance.requests" and record["request"] not in known:
-            lines.append(record)
+        if record.get("logger") == "appliance.requests":
+            lines += [record] if record["request"] not in known else []
         elif record.get("level") in ("error", "critical") or "exception" in record:
             trouble.append(text)
-    arrived = []
+    return Books(lines, trouble)
+
+
+def arrived(journal: Path, known: set[str]) -> list[str]:
+    """Ids of the other requests in the journal."""
+    names = []
     with journal.open("rb") as stream:
         for line in stream:
             if b"RequestArrived" in line:
-                name = json.loads(line)["event"]["request"]["id"]
-                arrived += [name] if name not in known else []
-    return Books(lines, arrived, trouble)
+                names.append(json.loads(line)["event"]["request"]["id"])
+    return [name for name in names if name not in known]
 
 
-def compare(books: Books, outcomes: Sequence[Outcome], cancelled: Sequence[str]) -> list[str]:
-    """What does not fit. `cancelled` are the ids that an operator ended."""
+def compare(books: Books, arrived: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
+    """What of the log does not fit the journal, or what clients saw."""
     names = [line["request"] for line in books.lines]
     found = [*books.trouble]
     found += [f"{name} ended {n} times" for name, n in Counter(names).items() if n > 1]
-    found += [f"{name} arrived {n} times" for name, n in Counter(books.arrived).items() if n > 1]
-    found += [f"{name} arrived and never ended" for name in {*books.arrived} - {*names}]
-    found += [f"{name} ended and never arrived" for name in {*names} - {*books.arrived}]
+    found += [f"{name} arrived {n} times" for name, n in Counter(arrived).items() if n > 1]
+    found += [f"{name} arrived and never ended" for name in {*arrived} - {*names}]
+    found += [f"{name} ended and never arrived" for name in {*names} - {*arrived}]
     found += [
         f"{line['request']} ended as {line['outcome']} ({line['status']}): {line.get('reason')}"
         for line in books.lines
         if line["outcome"] not in (*ENDED, "cancelled")
     ]
     found += _counts(books.lines, outcomes)
-    found += _named(books.lines, outcomes, {_base(name) for name in cancelled})
+    by_answer = _ends(books)
+    for outcome in outcomes:
+        if outcome.end != "whole" or outcome.id is None:
+            continue
+        ends = by_answer.get(outcome.id, [])
+        if len(ends) != outcome.most or not {*ends} <= {*ENDED}:
+            found.append(f"{outcome.id} was whole, {outcome.most} choices; the log says {ends}")
+    return found
+
+
+def cancelled_by(books: Books, outcomes: Sequence[Outcome], cancelled: Sequence[str]) -> list[str]:
+    """What does not fit the requests that an operator cancelled."""
+    found = []
+    answers = {_base(name) for name in cancelled}
+    told = [outcome for outcome in outcomes if outcome.end == "cancelled"]
+    found += [f"{o.id} was cancelled by nobody" for o in told if o.id and o.id not in answers]
+    if len(told) > len(answers):
+        found.append(f"{len(told)} answers were cancelled, an operator did so to {len(answers)}")
+    ends = {line["request"]: line["outcome"] for line in books.lines}
+    found += [
+        f"{name} was cancelled, but ended as {ends.get(name)}"
+        for name in cancelled
+        if ends.get(name) != "cancelled"
+    ]
     return found
 
 
@@ -100,28 +125,12 @@ def _counts(lines: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> lis
     return found
 
 
-def _named(
-    lines: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], cancelled: set[str]
-) -> list[str]:
-    """Each answer whose id the client knows is in the log as the client saw it."""
-    found = []
-    by_base: dict[str, list[str]] = {}
-    for line in lines:
-        by_base.setdefault(_base(line["request"]), []).append(line["outcome"])
-    for outcome in outcomes:
-        if outcome.id is None or outcome.end not in ("whole", "cancelled"):
-            continue
-        ends = by_base.get(outcome.id, [])
-        if len(ends) != outcome.most and outcome.end == "whole":
-            found.append(f"{outcome.id} is {len(ends)} times in the log, {outcome.most} expected")
-        if outcome.end == "whole" and not {*ends} <= {*ENDED}:
-            found.append(f"{outcome.id} was whole, but the log says {ends}")
-        if outcome.end == "cancelled" and outcome.id not in cancelled:
-            found.append(f"{outcome.id} was cancelled, but by nobody")
-    told = sum(outcome.end == "cancelled" for outcome in outcomes)
-    if told > len(cancelled):
-        found.append(f"{told} answers were cancelled, an operator cancelled {len(cancelled)}")
-    return found
+def _ends(books: Books) -> dict[str, list[str]]:
+    """How the choices of each answer ended, by its id."""
+    ends: dict[str, list[str]] = {}
+    for line in books.lines:
+        ends.setdefault(_base(line["request"]), []).append(line["outcome"])
+    return ends
 
 
 def at_rest(snapshot: dict[str, Any], metrics: dict[tuple[str, str], float]) -> list[str]:

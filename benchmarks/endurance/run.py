@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from appliance.demo.run import metrics_by_model
 from appliance.demo.traffic import Chat
+from appliance.journal import replay
 from benchmarks.endurance.asks import Book
-from benchmarks.endurance.audit import at_rest, compare, read_books
+from benchmarks.endurance.audit import arrived, at_rest, cancelled_by, compare, read_books
 from benchmarks.endurance.batches import BatchClient
 from benchmarks.endurance.clients import Client, Tally, find_out
 from benchmarks.endurance.connection import Connection, ask_json
 from benchmarks.endurance.disturbances import Disturbances
-from benchmarks.endurance.watch import Watch, descendants
+from benchmarks.endurance.watch import Watch
 
 SETTLE_SECONDS = 600.0
 """How long workers may take to be up again, and batches to end, when the load is over."""
@@ -55,96 +55,114 @@ class Result:
     recoveries: int
     preemptions: int
     switches: int
+    events_replayed: int
     not_ready: int
     flatness: dict[str, dict[str, Any]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    processes: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Life:
+    """A daemon's life as seen from outside."""
+
+    tally: Tally
+    disturbances: Disturbances
+    known: set[str]
+    """Requests of before, when nothing disturbed it."""
+    failed: list[str]
+    snapshot: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def total(self, metric: str) -> int:
+        return int(sum(value for (name, _), value in self.metrics.items() if name == metric))
 
 
 async def endure(
-    plan: Plan,
-    url: str,
-    pid: int,
-    *,
-    truths: Mapping[Chat, Sequence[int]],
-    checkpoints: Path,
-    log: Path,
-    journal: Path,
-) -> Result:
-    """Do it to the daemon at `url`; when it returns, nothing runs there any more."""
-    address = urlsplit(url)
-    host, port = address.hostname or "", address.port or 0
-    book, tally, over = Book(truths, checkpoints), Tally(), asyncio.Event()
+    plan: Plan, watch: Watch, *, truths: Mapping[Chat, Sequence[int]], checkpoints: Path, log: Path
+) -> Life:
+    """Do it to the daemon that `watch` watches; when this returns, nothing runs there any more."""
+    host, port = watch.address
+    book = Book(truths, checkpoints)
     await find_out(book, host, port)
-    known = {line["request"] for line in read_books(log, journal, set()).lines}
+    known = {line["request"] for line in read_books(log, set()).lines}
     disturbances = Disturbances(host, port, random.Random(f"{plan.seed} disturbances"))
-    watch = Watch(pid, host, port, journal)
-    watching = asyncio.create_task(watch.run(plan.sample_every))
-    disturbing = [
+    life = Life(Tally(), disturbances, known, [])
+    await _live(plan, watch, book, life)
+    await _settled(host, port)
+    watch.note()
+    _, life.snapshot = await ask_json(host, port, "GET", "/api/snapshot")
+    life.metrics = metrics_by_model(watch.url)
+    return life
+
+
+async def _live(plan: Plan, watch: Watch, book: Book, life: Life) -> None:
+    """The load, and what disturbs it, for as long as is planned; what was asked is heard."""
+    host, port = watch.address
+    over, disturbances = asyncio.Event(), life.disturbances
+    clients: list[Client | BatchClient] = [
+        Client(Connection(host, port), book, life.tally, random.Random(f"{plan.seed} client {i}"))
+        for i in range(plan.connections)
+    ]
+    clients += [
+        BatchClient(Connection(host, port), book, life.tally, random.Random(f"{plan.seed} {i}"))
+        for i in range(plan.batches)
+    ]
+    beside = [
+        asyncio.create_task(watch.run(plan.sample_every)),
         asyncio.create_task(disturbances.kill_workers(plan.kill_every)),
         asyncio.create_task(disturbances.change_policies(plan.policy_every, list(plan.policies))),
         asyncio.create_task(disturbances.cancel_requests(plan.cancel_every)),
     ]
-    clients: list[Client | BatchClient] = [
-        Client(Connection(host, port), book, tally, random.Random(f"{plan.seed} client {i}"))
-        for i in range(plan.connections)
-    ]
-    clients += [
-        BatchClient(Connection(host, port), book, tally, random.Random(f"{plan.seed} batches {i}"))
-        for i in range(plan.batches)
-    ]
     running = [asyncio.create_task(client.run(over)) for client in clients]
     await asyncio.sleep(plan.seconds)
-    for task in disturbing:
+    for task in beside:
         task.cancel()
-    ends = await asyncio.gather(*disturbing, return_exceptions=True)
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    ends = await asyncio.gather(*beside, return_exceptions=True)
     over.set()
-    left = await asyncio.gather(*running, return_exceptions=True)
-    await _settled(host, port)
-    watch.seen |= set(descendants(pid))
+    ends += await asyncio.gather(*running, return_exceptions=True)
+    life.failed += [f"{type(e).__name__}: {e}" for e in ends if isinstance(e, Exception)]
 
-    _, snapshot = await ask_json(host, port, "GET", "/api/snapshot")
-    metrics = metrics_by_model(url)
-    books = read_books(log, journal, known)
-    failed = [e for e in (*ends, *left) if isinstance(e, Exception)]
+
+def judge(life: Life, watch: Watch, log: Path) -> Result:
+    """What is to be said of a daemon that has ended."""
+    books = read_books(log, life.known)
+    disturbances, killed = life.disturbances, len(life.disturbances.killed)
     complaints = [
-        *tally.complaints,
+        *life.tally.complaints,
         *disturbances.complaints,
         *watch.complaints,
-        *(f"{type(error).__name__}: {error}" for error in failed),
-        *compare(books, tally.outcomes, disturbances.cancelled),
-        *at_rest(snapshot, metrics),
+        *life.failed,
+        *compare(books, arrived(watch.journal, life.known), life.tally.outcomes),
+        *cancelled_by(books, life.tally.outcomes, disturbances.cancelled),
+        *at_rest(life.snapshot, life.metrics),
+        *(f"{thing} outlives the daemon" for thing in watch.left_behind()),
     ]
-
-    def total(metric: str) -> int:
-        return int(sum(value for (name, _), value in metrics.items() if name == metric))
-
-    restarts = total("appliance_worker_restarts_total")
-    if restarts != len(disturbances.killed):
-        complaints.append(f"{restarts} workers died, {len(disturbances.killed)} were killed")
-    ended = total("appliance_requests_total")
-    if ended != len(books.lines) + len(known):
-        complaints.append(
-            f"metrics count {ended} requests, the log {len(books.lines) + len(known)}"
-        )
+    restarts, ended = (
+        life.total(f"appliance_{what}_total") for what in ("worker_restarts", "requests")
+    )
+    if restarts != killed:
+        complaints.append(f"{restarts} workers died, {killed} were killed")
+    if ended != len(books.lines) + len(life.known):
+        logged = len(books.lines) + len(life.known)
+        complaints.append(f"metrics count {ended} requests, the log {logged}")
+    events, differences = replay(watch.journal)
+    complaints += [f"replayed otherwise: {difference}" for difference in differences[:3]]
     return Result(
         complaints=complaints,
-        requests=tally.ends,
-        fates=dict(tally.fates),
+        requests=life.tally.ends,
+        fates=dict(life.tally.fates),
         sequences=len(books.lines),
-        tokens_compared=tally.tokens_compared,
-        kills=len(disturbances.killed),
+        tokens_compared=life.tally.tokens_compared,
+        kills=killed,
         policies=disturbances.policies,
         cancelled=len(disturbances.cancelled),
-        recoveries=total("appliance_recoveries_total"),
-        preemptions=total("appliance_preemptions_total"),
-        switches=total("appliance_switches_total"),
+        recoveries=life.total("appliance_recoveries_total"),
+        preemptions=life.total("appliance_preemptions_total"),
+        switches=life.total("appliance_switches_total"),
+        events_replayed=events,
         not_ready=sum(not sample.ready for sample in watch.samples),
         flatness=watch.flatness(),
         samples=[asdict(sample) for sample in watch.samples],
-        processes=watch.seen,
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from benchmarks.endurance.connection import ask_json
 
@@ -42,14 +44,18 @@ class Sample:
 class Watch:
     """Samples of a daemon and all that it started."""
 
-    def __init__(self, pid: int, host: str, port: int, journal: Path) -> None:
+    def __init__(self, pid: int, url: str, journal: Path) -> None:
+        self.url = url
+        self.journal = journal
+        address = urlsplit(url)
+        self.address = (address.hostname or "", address.port or 0)
         self.samples: list[Sample] = []
         self.complaints: list[str] = []
         self.seen: set[int] = set()
         """Every process there was."""
+        self.memory: set[int] = set()
+        """Inodes of all shared memory there was."""
         self._pid = pid
-        self._address = (host, port)
-        self._journal = journal
         self._zombies: set[int] = set()
         self._began = time.monotonic()
 
@@ -57,12 +63,11 @@ class Watch:
         """Look again and again, until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
-            status, _ = await ask_json(*self._address, "GET", "/readyz")
+            status, _ = await ask_json(*self.address, "GET", "/readyz")
             self.samples.append(self._look(ready=status == 200))
 
     def _look(self, *, ready: bool) -> Sample:
-        tree = descendants(self._pid)
-        self.seen |= set(tree)
+        tree = self.note()
         rolled = {pid: _rollup(pid) for pid in tree}
         zombies = {pid for pid in tree if _state(pid) == "Z"}
         for pid in zombies & self._zombies:
@@ -78,9 +83,24 @@ class Watch:
             threads=len(list(Path(f"/proc/{self._pid}/task").iterdir())),
             processes=len(tree),
             zombies=len(zombies),
-            journal_bytes=self._journal.stat().st_size,
+            journal_bytes=self.journal.stat().st_size,
             ready=ready,
         )
+
+    def note(self) -> list[int]:
+        """Remember who is there and what they hold, for `left_behind`; the processes."""
+        tree = descendants(self._pid)
+        self.seen |= set(tree)
+        self.memory |= {inode for pid in tree for inode in _memory(pid)}
+        return tree
+
+    def left_behind(self) -> list[str]:
+        """What outlives the daemon."""
+        found = [f"process {pid}" for pid in sorted(self.seen) if Path(f"/proc/{pid}").exists()]
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and self.memory & _memory(int(entry.name)):
+                found.append(f"memory that process {entry.name} holds")
+        return found
 
     def flatness(self) -> dict[str, dict[str, Any]]:
         """Of each quantity the medians of the second and of the last quarter, and the bound."""
@@ -108,6 +128,19 @@ def descendants(pid: int) -> list[int]:
     found = [pid]
     for one in found:
         found += children.get(one, [])
+    return found
+
+
+def _memory(pid: int) -> set[int]:
+    """Inodes of the appliance's memfds that a process holds."""
+    found = set()
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                if str(entry.readlink()).startswith("/memfd:appliance"):
+                    found.add(entry.stat().st_ino)
+    except OSError:  # the process has gone
+        return set()
     return found
 
 

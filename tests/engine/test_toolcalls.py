@@ -256,9 +256,12 @@ def test_reasoning(thinker: Thinker, parser: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
-def test_reasoning_that_the_prompt_has_ended(thinker: Thinker, parser: str, stream: bool) -> None:
-    """All that comes is the answer, streamed or not."""
-    conversation = thinker.converse(parser, "so: <think></think>", stream=stream)
+@pytest.mark.parametrize("tool", [None, "hermes"])
+def test_reasoning_that_the_prompt_has_ended(
+    thinker: Thinker, parser: str, tool: str | None, stream: bool
+) -> None:
+    """All that comes is the answer, streamed or not, whether the model could call tools or not."""
+    conversation = thinker.converse(parser, "so: <think></think>", tool, stream=stream)
     heard = thinker.hear(conversation, ANSWER, stream)
 
     assert heard == Heard(ANSWER)

@@ -50,7 +50,7 @@ _MEND_EVERY: Final = 100
 """Cases after which what operators' requests changed is put in order again."""
 _ANOTHER_BATCH_EVERY: Final = 1000
 """Cases after which another batch is begun."""
-_REST_SECONDS: Final = 10.0
+_REST_SECONDS: Final = 30.0
 """How long the target may take until nothing lives any more."""
 
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n")

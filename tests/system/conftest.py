@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import anthropic
 import filelock
 import httpx
 import msgspec
+import ollama
+import openai
 import pytest
 
 from appliance.config import Config, load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, metrics_by_model, reference, running_daemon
 from appliance.demo.traffic import Chat, burst
+from tests.parrot import make_parrot
 from tests.patience import PATIENCE_SECONDS
 
 CHATS_PER_MODEL = 8
 MEMORY_BYTES = 48 << 20
 
 
-LONGEST = ("test_kills", "test_ranks", "test_demo")
+LONGEST = (
+    "test_kills",
+    "test_ranks",
+    "test_demo",
+    "test_endurance",
+    "test_restart",
+    "test_catalogue",
+)
 """Files that begin first, so that no process is left alone with one at the end."""
+SHARING = ("test_dialects", "test_guides_and_tools", "test_openai_client", "test_thinking")
+"""Files that share a daemon, which begin last: it is not there beside those of others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: (item.path.stem in SHARING) - (item.path.stem in LONGEST))
     for item in items:
         if "tests/system" in str(item.path):
             item.add_marker(pytest.mark.system)
@@ -51,6 +65,17 @@ class Appliance:
 
     def metrics(self) -> dict[tuple[str, str], float]:
         return metrics_by_model(self.url)
+
+    def busy(self, name: str) -> bool:
+        """Whether a model has requests."""
+        (mine,) = (model for model in self.status()["models"] if model["model"] == name)
+        return bool(mine["running"] + mine["waiting"])
+
+    def cancelled(self) -> float:
+        """How many requests were cancelled so far."""
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_SECONDS).text
+        lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
+        return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
 
     def worker_pids(self) -> list[int]:
         return [instance["pid"] for instance in self.status()["instances"] if instance["pid"]]
@@ -90,6 +115,73 @@ def start(
     config = load_config(file)
     with running_daemon(file, config) as (url, pid):
         yield Appliance(url, pid, config, journal)
+
+
+HERMES, THINKER, EMBEDDER = "qwen3-a", "thinker", "vectors"
+"""Of the daemon that clients share: a model with a tool parser, a parrot that thinks and calls, and
+a model that generates, served a second time: the state of its last token is a vector."""
+
+
+@pytest.fixture(scope="session")
+def appliance(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Appliance]:
+    """The daemon of all tests with official clients: one instance, the six models and three more,
+    batches. What a test changes of it, it changes back."""
+    folder = tmp_path_factory.mktemp("shared")
+    make_parrot(checkpoints / "llama-a", folder / THINKER)
+    text = write_config(checkpoints, instances=1, bind=f"127.0.0.1:{free_port()}").read_text()
+    named = f'name = "{HERMES}"\n'
+    text = text.replace(named, f'{named}tool_parser = "hermes"\n')
+    file = folder / "appliance.toml"
+    file.write_text(
+        f"""{text}
+[batches]
+directory = "batches"
+
+[[model]]
+name = "{THINKER}"
+path = "{THINKER}"
+max_context = 512
+dtype = "float32"
+tool_parser = "hermes"
+reasoning_parser = "qwen3"
+
+[[model]]
+name = "{EMBEDDER}"
+path = {str(checkpoints / "qwen3-a")!r}
+max_context = 512
+dtype = "float32"
+task = "embed"
+"""
+    )
+    config = load_config(file)
+    with running_daemon(file, config) as (url, pid):
+        yield Appliance(url, pid, config, Path())
+
+
+@pytest.fixture(scope="session")
+def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def claude(appliance: Appliance) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=appliance.url, api_key="unused", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def llama(appliance: Appliance) -> Iterator[ollama.Client]:
+    with ollama.Client(appliance.url) as made:
+        yield made
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Ask again and again until it is so: the daemon is another process."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

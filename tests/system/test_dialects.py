@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
-import httpx
 import ollama
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.patience import PATIENCE_SECONDS
-from tests.system.conftest import Appliance, start
+from tests.system.conftest import EMBEDDER, THINKER, Appliance, until
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
 LONG = 700
-EMBEDDER = """
-[[model]]
-name = "vectors"
-path = "qwen3-a"
-max_context = 512
-dtype = "float32"
-task = "embed"
-"""
-"""A model that generates, served a second time: the state of its last token is a vector."""
 GREEDY = {"temperature": 0.0, "num_predict": 24}
-
-
-@pytest.fixture(scope="module")
-def appliance(checkpoints: Path) -> Iterator[Appliance]:
-    with start(checkpoints, "aegaeon", instances=1, more=EMBEDDER) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def claude(appliance: Appliance) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=appliance.url, api_key="unused", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def llama(appliance: Appliance) -> Iterator[ollama.Client]:
-    with ollama.Client(appliance.url) as made:
-        yield made
 
 
 def message(claude: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
@@ -65,13 +33,12 @@ def text_of(answer: anthropic.types.Message) -> str:
 
 
 def test_all_dialects_say_the_same(
-    appliance: Appliance, claude: anthropic.Anthropic, llama: ollama.Client
+    client: openai.OpenAI, claude: anthropic.Anthropic, llama: ollama.Client
 ) -> None:
     """One chat, one text, one count of tokens, whole or streamed, in every dialect."""
-    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused") as client:
-        asked = client.chat.completions.create(
-            model="qwen3-a", messages=HELLO, max_tokens=24, temperature=0
-        )
+    asked = client.chat.completions.create(
+        model="qwen3-a", messages=HELLO, max_tokens=24, temperature=0
+    )
     with claude.messages.stream(
         model="qwen3-a", max_tokens=24, messages=HELLO, extra_body={"temperature": 0}
     ) as stream:
@@ -99,17 +66,16 @@ def test_all_dialects_say_the_same(
 
 
 def test_embeddings_among_chats(
-    appliance: Appliance, claude: anthropic.Anthropic, llama: ollama.Client
+    client: openai.OpenAI, claude: anthropic.Anthropic, llama: ollama.Client
 ) -> None:
     """Vectors are the same in every dialect, and after other models had the memory."""
     texts = ["Hello, river", "The quick brown fox. " * 20, "one"]
-    first = llama.embed("vectors", texts)
+    first = llama.embed(EMBEDDER, texts)
     for model in ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b"):
         message(claude, model=model)
-    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused") as client:
-        again = client.embeddings.create(model="vectors", input=texts)
-        with pytest.raises(openai.BadRequestError, match="does not support Chat Completions API"):
-            client.chat.completions.create(model="vectors", messages=HELLO)
+    again = client.embeddings.create(model=EMBEDDER, input=texts)
+    with pytest.raises(openai.BadRequestError, match="does not support Chat Completions API"):
+        client.chat.completions.create(model=EMBEDDER, messages=HELLO)
 
     assert first.prompt_eval_count == again.usage.prompt_tokens
     assert len({tuple(vector) for vector in first.embeddings}) == 3
@@ -161,7 +127,7 @@ def test_an_answer_of_a_schema(claude: anthropic.Anthropic, llama: ollama.Client
     assert Stay.model_validate_json(text_of(answer))
 
 
-def test_tools_that_have_to_be_called(appliance: Appliance, claude: anthropic.Anthropic) -> None:
+def test_tools_that_have_to_be_called(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     """Models of random weights call them with what their schema allows, in the dialects that can
     ask for it."""
     schema = Stay.model_json_schema()
@@ -170,15 +136,14 @@ def test_tools_that_have_to_be_called(appliance: Appliance, claude: anthropic.An
     single = {"type": "any", "disable_parallel_tool_use": True}
     with claude.messages.stream(**asked, messages=HELLO, tool_choice=single) as stream:
         answer = stream.get_final_message()
-    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused") as client:
-        tool: Any = {"type": "function", "name": "book", "parameters": schema, "strict": True}
-        response = client.responses.create(
-            model="llama-a",
-            input="Hello, river",
-            tools=[tool],
-            tool_choice={"type": "function", "name": "book"},
-            max_output_tokens=LONG,
-        )
+    tool: Any = {"type": "function", "name": "book", "parameters": schema, "strict": True}
+    response = client.responses.create(
+        model="llama-a",
+        input="Hello, river",
+        tools=[tool],
+        tool_choice={"type": "function", "name": "book"},
+        max_output_tokens=LONG,
+    )
 
     (used,) = answer.content
     assert used.type == "tool_use"
@@ -196,9 +161,10 @@ def test_models(appliance: Appliance, llama: ollama.Client) -> None:
     running = {model.model: model for model in llama.ps().models}
     shown = llama.show("qwen2-a")
 
-    names = {f"{name}:latest" for name in ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b")}
-    assert set(listed) == {*names, "qwen3-a:latest", "vectors:latest"}
-    assert llama.show("vectors").capabilities == ["embedding"]
+    names = [configured.name for configured in appliance.config.models]
+    assert set(listed) == {f"{name}:latest" for name in names}
+    assert llama.show(EMBEDDER).capabilities == ["embedding"]
+    assert llama.show(THINKER).capabilities == ["completion", "tools", "thinking"]
     assert all(model.size for model in listed.values())
     assert len({model.digest for model in listed.values()}) == len(listed)
     assert (running["llama-a:latest"].size or 0) >= (listed["llama-a:latest"].size or 0)
@@ -228,30 +194,16 @@ def test_hanging_up_cancels(
     appliance: Appliance, claude: anthropic.Anthropic, llama: ollama.Client
 ) -> None:
     """A client that leaves its stream takes its request with it, in every dialect."""
-    before = _cancelled(appliance)
+    before = appliance.cancelled()
     with claude.messages.stream(
         model="llama-b", max_tokens=900, messages=HELLO, extra_body={"temperature": 0}
     ) as stream:
         next(iter(stream.text_stream))
-    asyncio.run(_until(lambda: _cancelled(appliance) == before + 1))
+    until(lambda: appliance.cancelled() == before + 1)
     endless = GREEDY | {"num_predict": 900}
     lines: Any = llama.chat("llama-b", HELLO, stream=True, options=endless)
     next(lines)
     lines.close()
-    asyncio.run(_until(lambda: _cancelled(appliance) == before + 2))
+    until(lambda: appliance.cancelled() == before + 2)
 
-    (busy,) = (m for m in appliance.status()["models"] if m["model"] == "llama-b")
-    assert busy["running"] + busy["waiting"] == 0
-
-
-def _cancelled(appliance: Appliance) -> float:
-    text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
-    lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
-    return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
-
-
-async def _until(true: Callable[[], bool]) -> None:
-    """Ask again and again until it is so."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not true():  # noqa: ASYNC110 - the daemon is another process
-            await asyncio.sleep(0)
+    assert not appliance.busy("llama-b")

@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
 
-from appliance.config import load_config
-from appliance.demo.checkpoints import write_config
-from appliance.demo.run import free_port, running_daemon
-from tests.system.conftest import Appliance
+from tests.system.conftest import HERMES, Appliance
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
 MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
-CHOOSES = "qwen3-a"
-"""The model that has a tool parser."""
+CHOOSES = HERMES
 LONG = 700
 
 
@@ -35,24 +29,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": Stay.model_json_schema()}}
     for name in ("book", "cancel")
 ]
-
-
-@pytest.fixture(scope="module")
-def appliance(checkpoints: Path) -> Iterator[Appliance]:
-    """One instance, three models in turn."""
-    bind = f"127.0.0.1:{free_port()}"
-    file = write_config(checkpoints, MODELS, instances=1, bind=bind)
-    named = f'name = "{CHOOSES}"\n'
-    file.write_text(file.read_text().replace(named, f'{named}tool_parser = "hermes"\n'))
-    config = load_config(file)
-    with running_daemon(file, config) as (url, pid):
-        yield Appliance(url, pid, config, Path())
-
-
-@pytest.fixture(scope="module")
-def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused", max_retries=0) as made:
-        yield made
 
 
 def ask(client: openai.OpenAI, model: str, seed: int) -> Stay | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -18,30 +18,18 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.patience import PATIENCE_SECONDS
-from tests.system.conftest import Appliance, start
-
-
-@pytest.fixture(scope="module")
-def appliance(checkpoints: Path) -> Iterator[Appliance]:
-    with start(checkpoints, "aegaeon", instances=1) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(appliance: Appliance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{appliance.url}/v1", api_key="unused", max_retries=0) as made:
-        yield made
-
+from tests.system.conftest import EMBEDDER, THINKER, Appliance, until
 
 CHATS = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "Hello, river"}]
+GENERATING = ("llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a")
+HELLO: Any = [{"role": "user", "content": "Hello, river"}]
 
 
 def test_models(client: openai.OpenAI) -> None:
     """Every configured model is listed, the cold ones too."""
     names = {model.id for model in client.models.list()}
 
-    assert names == {"llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a"}
+    assert names == {*GENERATING, THINKER, EMBEDDER}
     assert client.models.retrieve("qwen3-a").owned_by == "appliance"
 
 
@@ -87,8 +75,8 @@ def test_completions(client: openai.OpenAI) -> None:
 def test_a_batch_says_the_same(client: openai.OpenAI) -> None:
     """Six lines for six models: what each is answered is what HTTP answers."""
     bodies = [
-        {"model": model.id, "messages": HELLO, "max_tokens": 8, "temperature": 0}
-        for model in client.models.list()
+        {"model": model, "messages": HELLO, "max_tokens": 8, "temperature": 0}
+        for model in GENERATING
     ]
     lines = [
         {"custom_id": body["model"], "method": "POST", "url": CHATS, "body": body}
@@ -193,26 +181,35 @@ def test_bad_values_are_named(client: openai.OpenAI, field: str, value: object) 
     assert caught.value.param.startswith(field)
 
 
-def test_hanging_up_cancels(appliance: Appliance) -> None:
+def test_hanging_up_cancels(appliance: Appliance, client: openai.OpenAI) -> None:
     """A client that leaves takes its request with it, streaming or waiting for the whole."""
-    for stream in (True, False):
-        before = _cancelled(appliance)
-        body = {"model": "llama-b", "messages": HELLO, "max_tokens": 900, "stream": stream}
-        with _asked(appliance, body | {"ignore_eos": True}):
-            asyncio.run(_until(appliance, lambda: _busy(appliance, "llama-b")))
-        asyncio.run(_until(appliance, lambda: not _busy(appliance, "llama-b")))
-        assert _cancelled(appliance) == before + 1
+    before = appliance.cancelled()
+    body: Any = {"model": "llama-b", "messages": HELLO, "max_tokens": 900}
+    endless = {"ignore_eos": True}
+    with client.chat.completions.create(**body, stream=True, extra_body=endless) as stream:
+        next(iter(stream))
+    until(lambda: appliance.cancelled() == before + 1)
+    with _asked(appliance, body | endless):
+        until(lambda: appliance.busy("llama-b"))
+    until(lambda: appliance.cancelled() == before + 2)
+
+    assert not appliance.busy("llama-b")
 
 
-def test_hanging_up_while_the_model_is_cold(checkpoints: Path) -> None:
+def test_hanging_up_while_the_model_is_cold(appliance: Appliance, checkpoints: Path) -> None:
     """A client that leaves while its model is being built takes its request with it, too."""
-    with start(checkpoints, "serverlessllm", instances=1) as cold:
-        body = {"model": "qwen3-a", "messages": HELLO, "max_tokens": 9}
-        with _asked(cold, body):
-            asyncio.run(_until(cold, lambda: _busy(cold, "qwen3-a")))
-        asyncio.run(_until(cold, lambda: _cancelled(cold) == 1))
-        assert not _busy(cold, "qwen3-a")
-        assert cold.metrics()["appliance_prefills_total", "qwen3-a"] == 0
+    before = appliance.cancelled()
+    with httpx.Client(base_url=appliance.url, timeout=PATIENCE_SECONDS) as operator:
+        new = {"name": "cold", "path": str(checkpoints / "qwen2-a"), "max_context": 256}
+        operator.post("/api/models", json=new).raise_for_status()
+        with _asked(appliance, {"model": "cold", "messages": HELLO, "max_tokens": 9}):
+            until(lambda: appliance.busy("cold"))
+        until(lambda: appliance.cancelled() == before + 1)
+        prefills = appliance.metrics()["appliance_prefills_total", "cold"]
+        operator.delete("/api/models/cold").raise_for_status()
+        until(lambda: operator.get("/api/models/cold").status_code == 404)
+
+    assert prefills == 0
 
 
 @contextmanager
@@ -226,25 +223,6 @@ def _asked(appliance: Appliance, body: dict[str, object]) -> Iterator[None]:
             b"content-length: %d\r\n\r\n%s" % (len(content), content)
         )
         yield
-
-
-def _busy(appliance: Appliance, name: str) -> bool:
-    models = appliance.status()["models"]
-    mine = next(model for model in models if model["model"] == name)
-    return bool(mine["running"] + mine["waiting"])
-
-
-def _cancelled(appliance: Appliance) -> float:
-    text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
-    lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
-    return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
-
-
-async def _until(appliance: Appliance, true: Callable[[], bool]) -> None:
-    """Ask again and again until it is so."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not true():  # noqa: ASYNC110 - the daemon is another process
-            await asyncio.sleep(0)
 
 
 def test_probes_and_metrics(appliance: Appliance, client: openai.OpenAI) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from appliance.demo.traffic import Answer, Chat, burst, send
 from appliance.dropins import directory
 from appliance.vocabulary import ModelDismissed, ModelWanted, WaitCode
 from tests.patience import PATIENCE_SECONDS
-from tests.system.conftest import Appliance
+from tests.system.conftest import Appliance, until
 
 PER_MODEL = 3
 TOKENS_BETWEEN = 15
@@ -103,14 +103,6 @@ def test_models_are_dismissed_and_wanted_under_load(appliance: Appliance) -> Non
     assert journal.replay(appliance.journal)[1] == []
 
 
-def until(done: Callable[[], bool]) -> None:
-    """Returns when something has come about that takes a daemon no longer than a minute."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not done():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
-
-
 def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     """A wanted model is loaded by an idle daemon, and a dismissed one gives all its slabs back; a
     drained one takes no requests, and a request that is cancelled hears it."""
@@ -165,6 +157,57 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
 
     (broken,) = asyncio.run(send(url, [Chat(model, "Hello", 900, ignore_eos=True)], cancel))
     assert (broken.error, cancelled) == ("an operator cancelled the request", [200])
+    assert journal.replay(appliance.journal)[1] == []
+
+
+async def set_aside(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str]]:
+    """All chats, and in the midst of them instance 0 is quarantined; what /health said then."""
+    pieces = asyncio.Semaphore(0)
+
+    async def work() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
+            for _ in range(3 * TOKENS_BETWEEN):
+                await pieces.acquire()
+            await client.post("/api/instances/0/quarantine", json={"reason": "a test"})
+            health = (await client.get("/health")).raise_for_status().json()
+            return [health["status"], *health["reasons"]]
+
+    told, answers = await asyncio.gather(work(), send(url, chats, lambda _: pieces.release()))
+    return answers, told
+
+
+def switches(url: str, instance: int) -> float:
+    """How often another model came to run there."""
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_SECONDS).raise_for_status().text
+    values = re.findall(
+        rf'^appliance_switches_total{{instance="{instance}",.*}} (\S+)$', text, re.M
+    )
+    return sum(map(float, values))
+
+
+def test_an_instance_is_set_aside_and_comes_back(appliance: Appliance) -> None:
+    """In the midst of answers its worker is ended: they go on at the other one, token for token as
+    undisturbed. When it is released it has a worker again, and work."""
+    chats = burst([model.name for model in appliance.config.models], PER_MODEL)
+
+    answers, told = asyncio.run(set_aside(appliance.url, chats))
+
+    instances = appliance.status()["instances"]
+    assert told == ["degraded", "instance 0 is quarantined: a test"]
+    assert [(one["state"], one["pid"] is None) for one in instances] == [
+        ("quarantined", True),
+        ("up", False),
+    ]
+    before = switches(appliance.url, 0)
+
+    path = f"{appliance.url}/api/instances/0/release"
+    httpx.post(path, timeout=PATIENCE_SECONDS).raise_for_status()
+    until(lambda: appliance.status()["instances"][0]["state"] == "up")
+    undisturbed = asyncio.run(send(appliance.url, chats, lambda _: None))
+
+    assert [answer.error for answer in answers] == [None] * len(chats)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in undisturbed]
+    assert switches(appliance.url, 0) > before
     assert journal.replay(appliance.journal)[1] == []
 
 

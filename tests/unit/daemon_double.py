@@ -89,6 +89,7 @@ class WorkerDouble:
         host_fd: int,
         on_message: Callable[[wire.Up], None],
         on_lost: Callable[[InstanceId], None],
+        on_stillborn: Callable[[InstanceId, int], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.instance = configuration.instance
@@ -98,12 +99,14 @@ class WorkerDouble:
         self.stillborn = 0
         self.started = False
         self.stopped = False
+        self.held = False
         self.stop_error: Exception | None = None
         self.sent: list[wire.Down] = []
         """Every frame down, in order, over all lives."""
         self.double: InstanceDouble | None = None
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_stillborn = on_stillborn
         self._on_failure = on_failure
         self._known: dict[str, int] = {}
         """Tokens of the output that it knows, by request."""
@@ -120,6 +123,19 @@ class WorkerDouble:
     def drop(self, name: str) -> None:
         models = [model for model in self.configuration.models if model.name != name]
         self.configuration = msgspec.structs.replace(self.configuration, models=models)
+
+    def hold(self) -> None:
+        """The test has it die, later: so does a real one."""
+        self.held = True
+
+    def let_go(self) -> None:
+        """The test has the next one greet."""
+        self.held = False
+
+    def be_stillborn(self) -> None:
+        """It dies before it greets."""
+        self.stillborn += 1
+        self._on_stillborn(self.instance, self.stillborn)
 
     async def stop(self) -> None:
         self.stopped = True

@@ -19,6 +19,8 @@ from appliance.vocabulary import (
     Event,
     Finish,
     InstanceLost,
+    InstanceQuarantined,
+    InstanceReleased,
     InstanceUp,
     KvShape,
     ModelAdded,
@@ -190,6 +192,13 @@ class FloorDouble:
     def lose(self, number: int) -> None:
         del self.up[number]
         self.tell(InstanceLost(instance=number))
+
+    def quarantine(self, number: int, reason: str = "it fails") -> None:
+        """Out of service; its worker, if it has one, is to be lost next."""
+        self.tell(InstanceQuarantined(instance=number, reason=reason))
+
+    def release(self, number: int) -> None:
+        self.tell(InstanceReleased(instance=number))
 
     def ask(
         self,

@@ -21,6 +21,9 @@ class PretendNvml(ModuleType):
     class NVMLError_Timeout(NVMLError):  # noqa: N801
         pass
 
+    class NVMLError_GpuIsLost(NVMLError):  # noqa: N801
+        pass
+
     NVML_TEMPERATURE_GPU = 0
     NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
     NVML_VOLATILE_ECC = 0
@@ -40,6 +43,10 @@ class PretendNvml(ModuleType):
         self.reads: queue.SimpleQueue[int] = queue.SimpleQueue()
         """An item for every time that a GPU begins to be read."""
         self.registered: list[int] = []
+        self.lost: set[int] = set()
+        """GPUs that fell off the bus."""
+        self.uncorrected = 0
+        """Memory errors of every GPU that could not be corrected."""
 
     def nvmlInit(self) -> None:  # noqa: N802
         if self.broken:
@@ -53,6 +60,8 @@ class PretendNvml(ModuleType):
         return len(self.sizes)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        if index in self.lost:
+            raise self.NVMLError_GpuIsLost("GPU is lost")
         return index
 
     def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
@@ -80,7 +89,7 @@ class PretendNvml(ModuleType):
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:  # noqa: N802
         self._sensor("ecc")
-        return 7 if kind == self.NVML_MEMORY_ERROR_TYPE_CORRECTED else 0
+        return 7 if kind == self.NVML_MEMORY_ERROR_TYPE_CORRECTED else self.uncorrected
 
     def nvmlEventSetCreate(self) -> str:  # noqa: N802
         return "events"
@@ -104,6 +113,8 @@ class PretendNvml(ModuleType):
         return SimpleNamespace(device=handle, eventType=8, eventData=code)
 
     def nvmlDeviceGetIndex(self, handle: int) -> int:  # noqa: N802
+        if handle in self.lost:
+            raise self.NVMLError_GpuIsLost("GPU is lost")
         return handle
 
     def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802

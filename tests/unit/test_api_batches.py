@@ -268,8 +268,8 @@ async def test_no_more_is_stored_than_may_be(house: House) -> None:
 
 
 async def test_no_batch_is_made_while_outputs_take_too_much(house: House) -> None:
-    """They are whole nevertheless; when some are deleted the next batch is made."""
-    house.bounds = {"max_stored_bytes": 10_000}
+    """They are whole nevertheless; when some are deleted the next batch is made. Logs count."""
+    house.bounds = {"max_stored_bytes": 4 * 4096 + 2000}
     async with house.client() as client:
         file = await upload(client, [chat("a")])
         given: Any = {"input_file_id": file, "endpoint": CHATS, "completion_window": "24h"}
@@ -280,11 +280,74 @@ async def test_no_batch_is_made_while_outputs_take_too_much(house: House) -> Non
             await client.batches.create(**given)
         assert len(await lines_of(client, second.output_file_id)) == 1
         assert first.output_file_id is not None
+        assert second.output_file_id is not None
         await client.files.delete(first.output_file_id)
+        await client.files.delete(second.output_file_id)
         third = await over(client, (await client.batches.create(**given)).id)
 
     assert caught.value.status_code == 413
     assert third.status == "completed"
+
+
+async def test_a_batch_stands_still_while_there_is_no_room(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has so far takes more than may be: the rest is asked when something was deleted."""
+    house.bounds = {"max_stored_bytes": 20_000, "at_once": 1}
+    house.service.script = lambda generation: generation.say("hello " * 150)
+    async with house.client() as client:
+        ballast = await client.files.create(file=("a", b"x" * 8000), purpose="batch")
+        batch = await begin(client, [chat(str(number), max_tokens=150) for number in range(8)])
+        await until_logged(caplog, "batches stand still")
+        seen = await client.batches.retrieve(batch)
+        assert seen.status == "in_progress"
+        assert seen.request_counts is not None
+        assert 0 < seen.request_counts.completed < 8
+        with pytest.raises(openai.APIStatusError, match="delete some"):
+            await client.files.create(file=("a", b""), purpose="batch")
+        await client.files.delete(ballast.id)
+        done = await over(client, batch)
+
+    assert done.status == "completed"
+    assert done.request_counts is not None
+    assert done.request_counts.completed == 8
+    assert caplog.text.count("batches stand still") == 1
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    async def logged() -> bool | None:
+        return text in caplog.text or None
+
+    await polled(logged)
+
+
+async def test_a_batch_that_nobody_waits_for_is_none(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked was given up before it was on the disk: it is not there after the next start."""
+    coming, go_on = threading.Event(), threading.Event()
+    append = BatchLog.append
+
+    def slow_append(log: BatchLog, records: Sequence[Record]) -> None:
+        coming.set()
+        go_on.wait(20)
+        append(log, records)
+
+    monkeypatch.setattr(BatchLog, "append", slow_append)
+    runner = BatchRunner(
+        house.service, house.access, settings=house.settings, metrics=house.metrics
+    )
+    async with runner.running(house.app()):
+        create = runner.create("", CHATS, "file-1", "24h", None)
+        creating = asyncio.create_task(create)
+        await asyncio.to_thread(coming.wait, 20)
+        creating.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await creating
+        assert not runner.needed("file-1")
+
+    assert list((house.folder / "batches").iterdir()) == []
 
 
 async def test_an_upload_that_cannot_be_described(

@@ -69,6 +69,12 @@ def test_scheduling_loads_no_input_or_output() -> None:
     assert loaded.isdisjoint({"asyncio", "socket", "logging", "litestar", "uvicorn", "httpx"})
 
 
+def test_opentelemetry_is_loaded_by_whom_it_is_for() -> None:
+    """Not by a daemon that traces nothing."""
+    assert "opentelemetry" not in loaded_by("appliance.serve")
+    assert "opentelemetry" in loaded_by("appliance.telemetry")
+
+
 def test_tui_loads_nothing_of_the_appliance() -> None:
     """The TUI knows the daemon over HTTP only."""
     assert "appliance" not in loaded_by("tui")

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.api.auth import NOBODY, Access, Caller, current
 from appliance.api.gate import gated
-from appliance.api.service import QueueFull, SubmitRequest
+from appliance.api.service import GenerationFailed, QueueFull, SubmitRequest
 from appliance.engines.protocol import Sampling
 from appliance.keys import Key, KeyFile, KeyRing, digest
 from appliance.vocabulary import FinishReason, RequestClass
@@ -217,3 +217,62 @@ async def test_batches_take_no_place_in_the_queue(house: House, file: KeyFile) -
     assert len(service.submitted) == 1
     assert house.access.on_behalf_of("") is NOBODY
     assert house.access.on_behalf_of(digest("sk-nobody")) is None
+
+
+async def test_what_is_asked_again_counts_once(house: House, file: KeyFile) -> None:
+    """Of a line that was not done when the daemon ended nothing is counted for the key, not even
+    its choice that was whole; later all choices are, once."""
+    secret = add(file, "alice")
+    drains = GenerationFailed("shutting_down", "no more of this", 503)
+
+    def first_life(generation: FakeGeneration) -> None:
+        if len(house.service.submitted) == 3:
+            generation.fail(drains)
+        else:
+            generation.say("hello")
+
+    house.bounds["at_once"] = 1
+    house.service.script = first_life
+    async with house.client() as client:
+        alice = client.with_options(api_key=secret)
+        batch = await begin(alice, [chat("a"), chat("b", n=2)])
+        for _ in range(3):
+            await house.service.arrivals.get()
+        await until(alice, batch, lambda seen: seen.request_counts.completed == 1)
+        of_a = counted(house)
+    after_first = counted(house)
+
+    house.service.script = lambda generation: generation.say("hello")
+    async with house.client() as client:
+        alice = client.with_options(api_key=secret)
+        done = await over(alice, batch)
+        await polled(lambda: _true(counted(house)["requests"] == 3))
+
+    prompts = [len(one.request.prompt) for one in house.service.submitted]
+    assert len(prompts) == 5
+    assert of_a == after_first
+    assert (of_a["requests"], of_a["prompt"]) == (1, prompts[0])
+    assert done.usage is not None
+    assert counted(house) == {
+        "requests": 3,
+        "prompt": prompts[0] + prompts[3] + prompts[4],
+        "output": done.usage.output_tokens,
+    }
+
+
+async def _true(value: bool) -> bool | None:
+    return value or None
+
+
+def counted(house: House) -> dict[str, int]:
+    """What the metrics say that `alice` had."""
+    text = house.access.metrics.registry.exposition().decode()
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith("appliance_key_requests_total{"):
+            found["requests"] = int(float(value))
+        for kind in ("prompt", "output"):
+            if name.startswith("appliance_key_tokens_total{") and kind in name:
+                found[kind] = int(float(value))
+    return found

@@ -38,9 +38,11 @@ from appliance.engines.protocol import (
     Sampling,
     Verdict,
 )
+from appliance.feed import NoticeKind
 from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup, read, replay
 from appliance.policywords import Missed
+from appliance.scheduling.machine import MAX_BUILD_LOSSES
 from appliance.serve import share_cpus
 from appliance.vocabulary import (
     Command,
@@ -82,6 +84,12 @@ async def tokens_of(stream: Generation) -> list[int]:
 
 def token(request: str, number: int, finished: FinishReason | None = None) -> wire.Tokens:
     return wire.Tokens(0, "a", [Produced(request=request, token=number, finished=finished)])
+
+
+def request_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of the line that each request left, whatever else is logged."""
+    records = [record for record in caplog.records if record.name == "appliance.requests"]
+    return [record.fields for record in records]  # type: ignore[attr-defined]
 
 
 def introductions(box: Box, number: int = 0) -> list[tuple[str, tuple[int, ...]]]:
@@ -891,30 +899,34 @@ async def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
     assert shown.residency == {"0": "loaded", "1": "stored"}
 
 
+def without_counts(box: Box) -> InstanceActivity:
+    """The only instance, less what it did so far."""
+    (shown,) = box.daemon.activity().instances
+    return msgspec.structs.replace(shown, computing_seconds=0.0, moved_bytes={})
+
+
 async def test_activity_of_instances(make_box: MakeBox) -> None:
     """Starting, up with its process, model and pool, lost, and up again."""
     box = make_box()
     started = InstanceActivity(instance=0, role="mixed", state="starting")
-    assert box.daemon.activity().instances == (started,)
+    assert without_counts(box) == started
     box.start()
     box.ask("r", "a")
     box.settle()
     box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 6, {}, 0))
 
-    assert box.daemon.activity().instances == (
-        InstanceActivity(
-            instance=0,
-            role="mixed",
-            state="up",
-            pid=PID,
-            model="a",
-            pool_bytes={"free": 20000},
-            pool_high_water_bytes=6000,
-        ),
+    assert without_counts(box) == InstanceActivity(
+        instance=0,
+        role="mixed",
+        state="up",
+        pid=PID,
+        model="a",
+        pool_bytes={"free": 20000},
+        pool_high_water_bytes=6000,
     )
     box.workers[0].die()
     lost = InstanceActivity(instance=0, role="mixed", state="lost")
-    assert box.daemon.activity().instances == (lost,)
+    assert without_counts(box) == lost
     box.workers[0].greet()
     assert box.daemon.activity().instances[0].pid == PID + 1
     assert box.daemon.activity().instances[0].state == "up"
@@ -1103,16 +1115,63 @@ async def test_a_guide_that_nobody_answers_for_is_not_the_clients_fault(
     prepared(box, 0)
 
 
-async def test_a_guide_that_no_worker_survived_is_not_accepted(make_box: MakeBox) -> None:
-    """It may have been the guide; where another one compiled it, its successor will."""
+async def test_a_guide_whose_worker_dies_is_asked_of_the_next(make_box: MakeBox) -> None:
+    """Its client waits for a worker to be up, and hears nothing of a death."""
     box = make_box()
     box.start()
 
     task = await preparing(box)
     box.workers[0].die()
+    for _ in range(10):  # it gets to where it waits
+        await asyncio.sleep(0)
+    assert not task.done()
+    box.workers[0].greet()
+    box.settle()
+    await until_asked_again(box)
+    prepared(box, 0)
 
-    with pytest.raises(GenerationFailed, match="died"):
+    await task
+
+
+async def until_asked_again(box: Box) -> None:
+    """Until a worker was asked for a second time."""
+    async with asyncio.timeout(10):
+        while len(box.workers[0].heard(wire.PrepareGuide)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_guide_that_no_worker_survives_is_not_accepted(make_box: MakeBox) -> None:
+    """It may be the guide that kills them, so not one worker after the other is asked."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    box.workers[0].die()
+    await asyncio.sleep(0)
+    box.workers[0].greet()
+    box.settle()
+    await until_asked_again(box)
+    box.workers[0].die()
+
+    with pytest.raises(GenerationFailed, match="2 times no worker survived") as caught:
         await task
+    assert caught.value.status == 503
+
+
+async def test_a_guide_that_nobody_is_left_to_compile(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for a worker has an end, too."""
+    box = make_box()
+    box.start()
+
+    task = await preparing(box)
+    monkeypatch.setattr("appliance.guiding.COMPILE_SECONDS", 0.0)
+    box.workers[0].die()
+
+    with pytest.raises(GenerationFailed, match="no other was up") as caught:
+        await task
+    assert caught.value.status == 503
 
 
 # --- tools ---------------------------------------------------------------------------------------
@@ -1218,6 +1277,29 @@ async def test_a_worker_that_is_not_there_is_no_reason_to_end(make_box: MakeBox)
     assert len(await tokens_of(stream)) == 5
 
 
+async def test_a_model_that_the_machine_gives_up_is_named(
+    make_box: MakeBox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model whose building ends worker after worker: in the log and in the feed, once."""
+    box = make_box()
+    before = box.daemon.feed.newest
+    box.daemon.start()
+    for _ in range(MAX_BUILD_LOSSES):
+        box.workers[0].greet()
+        box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+
+    told = f"its worker died {MAX_BUILD_LOSSES} times while the engine was built"
+    notices = [notice for notice in box.daemon.feed._ring if notice.number > before]
+    failed = [notice.facts for notice in notices if notice.kind is NoticeKind.MODEL_FAILED]
+    assert failed == [{"model": "a", "reason": told}]
+    assert caplog.text.count(f"model a cannot be served: {told}") == 1
+    stream = box.ask("r", "b")
+    box.settle()
+    assert await tokens_of(stream) == [1, 2, 3, 4, 5]
+
+
 # --- what a request leaves behind ----------------------------------------------------------------
 
 
@@ -1231,8 +1313,8 @@ async def test_a_request_leaves_one_line_and_its_phases(
         streams = [box.ask("ra", "a", output=20), box.ask("rb", "b", output=30)]
         box.settle()
 
-    lines = {record.fields["request"]: record.fields for record in caplog.records}  # type: ignore[attr-defined]
-    assert len(caplog.records) == 2
+    lines = {fields["request"]: fields for fields in request_lines(caplog)}
+    assert len(request_lines(caplog)) == len(lines) == 2
     for stream in streams:
         line, times = lines[stream.id], stream.times
         assert times is not None
@@ -1267,7 +1349,7 @@ async def test_what_is_refused_leaves_a_line_too(
         await box.daemon.drain(0)
         box.settle()
 
-    found = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    found = request_lines(caplog)
     assert [(line["outcome"], line["status"]) for line in found] == [
         ("context_length_exceeded", 400),
         ("shutting_down", 503),
@@ -1307,7 +1389,7 @@ async def test_ages_are_those_of_now(make_box: MakeBox) -> None:
     assert box.samples("appliance_queue_age_seconds") == {"model=a": 7, "model=b": 0}
     assert box.samples("appliance_progress_age_seconds") == {"": 7}
     assert box.samples("appliance_instances") == {
-        "state=starting": 1, "state=up": 0, "state=lost": 0,
+        "state=starting": 1, "state=up": 0, "state=lost": 0, "state=quarantined": 0,
     }  # fmt: skip
 
     box.workers[0].greet()

@@ -406,6 +406,20 @@ def test_a_daemon_that_is_not_ready(make_file: Make, fake_checkpoint: Make, serv
     assert "the daemon that runs" in found["memory"].finding
 
 
+def test_a_daemon_with_an_instance_less(
+    make_file: Make, fake_checkpoint: Make, server: Server
+) -> None:
+    """It is ready, and something is to be done about it."""
+    fake_checkpoint()
+    told = {"ok": True, "reasons": [], "degraded": ["instance 1 is quarantined: XID 79"]}
+    server.answers["GET /readyz"] = (200, told)
+    found = by_what(examine(make_file(bind=server.bind)))
+
+    assert found["daemon"].level is Level.WARN
+    assert found["daemon"].finding.endswith("but instance 1 is quarantined: XID 79")
+    assert "appliance instance release" in found["daemon"].remedy
+
+
 def test_somebody_else_where_the_daemon_should_be(
     make_file: Make, fake_checkpoint: Make, server: Server
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from appliance.api.metrics import Metrics
-from appliance.gpuwatch import GpuReading, GpuWatch
+from appliance.gpuwatch import XIDS_OF_PROGRAMS, GpuReading, GpuWatch
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import box_maker
 from tests.unit.pretend_nvml import PretendNvml, install
@@ -27,10 +28,12 @@ READING = GpuReading(
 
 
 @contextmanager
-def watching(nvml: PretendNvml, *gpus: int) -> Iterator[GpuWatch]:
+def watching(
+    nvml: PretendNvml, *gpus: int, tell: Callable[[int, str], None] | None = None
+) -> Iterator[GpuWatch]:
     """A watch that has looked once."""
     watch = GpuWatch(gpus, every_seconds=0.05)
-    watch.start()
+    watch.start(tell)
     if "events" not in nvml.lacking:
         nvml.waits.get(timeout=PATIENCE_SECONDS)
     try:
@@ -75,6 +78,62 @@ def test_critical_errors_are_heard(
 
         assert watch.xids == {(1, 79): 2, (0, 48): 1}
     assert caplog.text.count("XID 79") == 2
+
+
+def test_a_gpu_fails_of_errors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of those that programs bring about."""
+    nvml = install(monkeypatch, [8 * GIB, 8 * GIB])
+    told: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    with watching(nvml, 0, 1, tell=lambda *about: told.put(about)):
+        for code in (*sorted(XIDS_OF_PROGRAMS), 79):
+            nvml.errors.put((1, code))
+
+        first = told.get(timeout=PATIENCE_SECONDS)
+
+    assert first == (1, "critical error of GPU 1, XID 79")
+    assert told.empty()
+
+
+def test_a_gpu_fails_of_memory_errors_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those from before the watch say nothing; each later one is told once."""
+    nvml = install(monkeypatch, [8 * GIB])
+    nvml.uncorrected = 3
+    told: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    with watching(nvml, 0, tell=lambda *about: told.put(about)):
+        for _ in range(2):
+            nvml.waits.get(timeout=PATIENCE_SECONDS)
+        assert told.empty()
+        nvml.uncorrected = 4
+        assert told.get(timeout=PATIENCE_SECONDS) == (
+            0,
+            "uncorrectable memory errors (ECC) of GPU 0",
+        )
+        for _ in range(2):
+            nvml.waits.get(timeout=PATIENCE_SECONDS)
+
+    assert told.empty()
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_gpu_that_is_lost_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, from_the_start: bool
+) -> None:
+    """At every look, as it may have been released meanwhile; the log has it once, and the others
+    are read on."""
+    nvml = install(monkeypatch, [8 * GIB, 8 * GIB])
+    told: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    nvml.lost = {1} if from_the_start else set()
+
+    with watching(nvml, 0, 1, tell=lambda *about: told.put(about)) as watch:
+        nvml.lost = {1}
+        nvml.errors.put((1, 79))  # of which NVML cannot say any more whose it is
+        heard = [told.get(timeout=PATIENCE_SECONDS) for _ in range(3)]
+        assert watch.readings == {0: READING}
+
+    assert set(heard) == {(1, "GPU 1 is lost: it has fallen off the bus")}
+    assert caplog.text.count("fallen off the bus") == 1
 
 
 def test_a_driver_that_breaks_is_told_once(

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -427,3 +428,23 @@ async def test_the_process_ends_with_the_daemon(bench: Bench) -> None:
 
     bench.processes[0].thread.join(PATIENCE_SECONDS)
     assert not bench.processes[0].thread.is_alive()
+
+
+def left_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+async def test_what_the_process_leaves_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has a temporary directory of its own as long as it lives."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    interpreter = Interpreter()
+    interpreter.prepare()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not left_in(tmp_path):  # noqa: ASYNC110 - the process is another one
+            await asyncio.sleep(0)
+
+    await interpreter.stop()
+
+    assert left_in(tmp_path) == []

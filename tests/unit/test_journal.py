@@ -57,6 +57,11 @@ def record(path: Path, policy: str = "aegaeon") -> None:
     floor.cancel("r5")
     floor.lose(1)
     floor.start(1)
+    floor.quarantine(0)
+    floor.lose(0)
+    floor.ask("late", "a", output=20)
+    floor.release(0)
+    floor.start(0)
     floor.settle()
     with Journal(path, setup_of([policy], {})) as journal:
         for now, event, commands in floor.journal:

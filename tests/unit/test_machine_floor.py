@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
-from appliance.scheduling.machine import MAX_REQUEST_LOSSES
+from appliance.scheduling.machine import MAX_MODEL_LOSSES, MAX_REQUEST_LOSSES
+from appliance.scheduling.state import PrefillJob
 from appliance.vocabulary import (
     BuildModel,
     Direction,
@@ -312,5 +313,36 @@ def test_a_request_that_kills_workers_is_given_up() -> None:
         floor.work_until(0, lambda before=before: other.produced > before + 2)
         floor.lose(0)
         floor.start(0)
+    floor.settle()
+    assert other.outcome == "length"
+
+
+def test_a_model_that_kills_workers_is_given_up() -> None:
+    """Whichever of its requests a worker dies of, the next one's does: the model fails, by name,
+    and others are served. A token in between forgives."""
+    floor = FloorDouble({name: ModelDouble(4, shape()) for name in "ab"}, instances=1)
+    floor.start()
+    floor.settle()
+
+    def deaths(name: str, count: int) -> None:
+        floor.ask(name, "a", output=50)
+        for _ in range(count):
+            floor.work_until(0, lambda: isinstance(floor.machine.instances[0].job, PrefillJob))
+            floor.lose(0)
+            floor.start(0)
+
+    deaths("r0", MAX_REQUEST_LOSSES - 1)
+    floor.settle()
+    assert floor.world.lives["r0"].outcome == "length"
+
+    for number in range(1, 1 + MAX_MODEL_LOSSES // MAX_REQUEST_LOSSES):
+        assert floor.machine.failed == {}
+        deaths(f"r{number}", MAX_REQUEST_LOSSES)
+        assert floor.world.lives[f"r{number}"].outcome == "request_failed"
+
+    told = f"{MAX_MODEL_LOSSES} workers in a row died computing its requests"
+    assert floor.machine.failed == {"a": told}
+    assert floor.ask("late", "a").outcome == "model_failed"
+    other = floor.ask("other", "b")
     floor.settle()
     assert other.outcome == "length"

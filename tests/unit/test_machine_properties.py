@@ -18,11 +18,14 @@ from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
 from appliance.scheduling.reasons import wait_reason
 from appliance.vocabulary import (
+    BuildModel,
     ModelChanged,
     ModelDismissed,
     ModelRemoved,
     ModelWanted,
+    PrefetchModel,
     RequestClass,
+    RunPrefill,
     RunTurn,
     Ticked,
     TurnEnded,
@@ -89,6 +92,10 @@ class BusyFloor(RuleBasedStateMachine):
         self.steps = steps
         self.asked = 0
         self.losses = 0
+        self.dying: set[int] = set()
+        """Instances whose workers are being ended."""
+        self.emptied = False
+        """Whether there was a time without any instance."""
         self.whims = policy == WHIMSICAL
         self.rosters: dict[int, tuple[int, tuple[frozenset[str], ...]]] = {}
         """What each instance was seen with last: its roster, and who is in which group or batch."""
@@ -172,8 +179,28 @@ class BusyFloor(RuleBasedStateMachine):
     @precondition(lambda self: self.floor.up)
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        self.floor.lose(data.draw(st.sampled_from(sorted(self.floor.up))))
+        self.end_worker(data.draw(st.sampled_from(sorted(self.floor.up))))
+
+    def end_worker(self, number: int) -> None:
+        self.dying.discard(number)
+        self.floor.lose(number)
         self.losses += 1
+
+    @rule(data=st.data(), at_once=st.booleans())
+    def quarantine(self, data: st.DataObject, at_once: bool) -> None:
+        """An instance is taken out of service, up or not; its worker ends sooner or later."""
+        number = data.draw(st.sampled_from(sorted(self.floor.machine.instances)))
+        self.floor.quarantine(number)
+        self.emptied |= self.floor.machine.floor.all_quarantined()
+        if number in self.floor.up:
+            self.dying.add(number)
+            if at_once:
+                self.end_worker(number)
+
+    @rule(number=st.integers(0, 2))
+    def release(self, number: int) -> None:
+        if number in self.floor.machine.instances:
+            self.floor.release(number)
 
     @precondition(lambda self: not self.floor.world.unreadable)
     @rule(data=st.data())
@@ -198,7 +225,8 @@ class BusyFloor(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 2))
     def come_back(self, number: int) -> None:
-        if number in self.floor.machine.instances and number not in self.floor.up:
+        instance = self.floor.machine.instances.get(number)
+        if instance is not None and instance.quarantine is None and not instance.up:
             self.floor.start(number)
             self.tune()
 
@@ -207,6 +235,19 @@ class BusyFloor(RuleBasedStateMachine):
         """The machine knows exactly the requests that have no outcome."""
         open_lives = {n for n, life in self.floor.world.lives.items() if life.outcome is None}
         assert set(self.floor.machine.requests) == open_lives
+
+    @invariant()
+    def no_work_is_given_to_the_quarantined(self) -> None:
+        """Of what an event ordered, nothing begins on an instance that is out of service."""
+        for command in self.floor.journal[-1][2] if self.floor.journal else []:
+            if isinstance(command, BuildModel | RunPrefill | RunTurn | PrefetchModel):
+                assert self.floor.machine.instances[command.instance].quarantine is None
+
+    @invariant()
+    def who_waits_could_be_served(self) -> None:
+        """Nobody waits for instances that all are out of service and without a worker."""
+        waiting = [r for r in self.floor.machine.requests.values() if r.stage is Stage.UNPLACED]
+        assert not waiting or not self.floor.machine.floor.all_quarantined()
 
     @invariant()
     def every_wait_has_a_reason(self) -> None:
@@ -234,7 +275,10 @@ class BusyFloor(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "floor"):
             return
+        for number in sorted(self.dying):
+            self.end_worker(number)
         for number in self.floor.machine.instances:
+            self.floor.release(number)
             self.come_back(number)
         self.floor.settle()
         assert not self.floor.machine.requests
@@ -243,6 +287,7 @@ class BusyFloor(RuleBasedStateMachine):
             ended
             | {"cancelled", "model_draining", "model_removed", "model_not_found"}
             | ({"overloaded"} if self.whims else set())
+            | ({"no_instance"} if self.emptied else set())
         )
         if self.losses >= MAX_BUILD_LOSSES:
             allowed.add("model_failed")

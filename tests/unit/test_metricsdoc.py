@@ -76,6 +76,7 @@ def test_every_metric_of_the_dashboard_exists() -> None:
 def test_the_dashboard_shows_everything_of_ours() -> None:
     """A metric that no panel shows is named here, with a reason."""
     elsewhere = {
+        "appliance_instance_quarantined",  # for alerts: the panel of instances counts them
         "appliance_kv_fragmentation",  # by shape: the panel has the whole
         "appliance_prefills_total",  # equals the requests unless a worker is lost
         "appliance_prefetches_total",  # the panel has the ratio

@@ -17,6 +17,7 @@ from appliance.dropins import directory
 from appliance.manpages import command_page, configuration_page, write_pages
 from appliance.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.commandtree import commands, groups
 
 UNITS = Path(__file__).parents[2] / "packaging" / "systemd"
 HARDENING = {
@@ -109,20 +110,26 @@ def test_the_socket_is_where_clients_look() -> None:
 
 
 def test_the_manual_has_every_command() -> None:
-    """With its options."""
-    page = command_page()
+    """Each in a section of its own, with its arguments and options and what they mean."""
+    sections = command_page().split(".SS ")[1:]
+    found = {section.splitlines()[0]: section for section in sections}
 
-    for path in ("serve", "config check", "policy set", "lab run", "doctor"):
-        assert f".SS appliance {path}" in page
-        command: click.Command = cli
-        for word in path.split():
-            assert isinstance(command, click.Group)
-            found = command.get_command(click.Context(command), word)
-            assert found is not None
-            command = found
+    for path, command in commands():
+        words = roff(f"appliance {path} ")
+        (section,) = (found[title] for title in found if f"{title} ".startswith(words))
         for parameter in command.params:
-            if isinstance(parameter, click.Option):
-                assert parameter.opts[-1].replace("-", r"\-") in page
+            if isinstance(parameter, click.Argument):
+                assert roff(parameter.human_readable_name) in section
+                continue
+            assert isinstance(parameter, click.Option)
+            for name in parameter.opts:
+                assert roff(name) in section, (path, name)
+            assert roff((parameter.help or "").split("\n")[0]) in section
+    assert len(found) == len(list(commands()))
+
+
+def roff(text: str) -> str:
+    return text.replace("-", r"\-")
 
 
 def test_the_manual_has_every_key() -> None:
@@ -163,16 +170,32 @@ def test_completions_are_made(shell: str) -> None:
 
 
 def test_a_completion_knows_the_commands() -> None:
-    """What the shell is answered for the beginning of a word."""
+    """What the shell is answered for the beginning of a word, and for none: all that may follow, of
+    every group and every command."""
+    assert completed("ser") == ["serve"]
+    for path, group in groups():
+        names = group.list_commands(click.Context(group))
+        assert completed(*path.split(), "") == names
+    for path, command in commands():
+        options = {
+            name
+            for parameter in command.params
+            if isinstance(parameter, click.Option) and not parameter.hidden
+            for name in (*parameter.opts, *parameter.secondary_opts)
+            if name.startswith("--")
+        }
+        assert set(completed(*path.split(), "--")) == options | {"--help"}
+
+
+def completed(*words: str) -> list[str]:
+    """What bash is offered in place of the last word."""
     environment = {
         "_APPLIANCE_COMPLETE": "bash_complete",
-        "COMP_WORDS": "appliance ser",
-        "COMP_CWORD": "1",
+        "COMP_WORDS": f"appliance {' '.join(words)}",
+        "COMP_CWORD": str(len(words)),
     }
-
     answer = CliRunner().invoke(cli, prog_name="appliance", env=environment).output
-
-    assert answer == "plain,serve\n"
+    return [line.partition(",")[2] for line in answer.splitlines()]
 
 
 def test_the_manual_of_operations_names_real_commands() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,10 +46,16 @@ class Keeper:
     def __init__(self, host_fd: int) -> None:
         self.messages: list[wire.Up] = []
         self.lost: list[int] = []
+        self.stillborn: list[int] = []
         self.failures: list[BaseException] = []
         self.news = asyncio.Event()
         self.process = WorkerProcess(
-            CONFIGURATION, host_fd, self.on_message, self.on_lost, self.on_failure
+            CONFIGURATION,
+            host_fd,
+            self.on_message,
+            self.on_lost,
+            self.on_stillborn,
+            self.on_failure,
         )
 
     def on_message(self, message: wire.Up) -> None:
@@ -57,6 +64,11 @@ class Keeper:
 
     def on_lost(self, instance: int) -> None:
         self.lost.append(instance)
+        self.news.set()
+
+    def on_stillborn(self, instance: int, deaths: int) -> None:
+        assert instance == 3
+        self.stillborn.append(deaths)
         self.news.set()
 
     def on_failure(self, error: BaseException) -> None:
@@ -156,6 +168,7 @@ async def test_a_worker_that_never_greeted_is_not_lost(
     await keeper.process.stop()
 
     assert (keeper.messages, keeper.lost) == ([], [])
+    assert keeper.stillborn[:5] == [1, 2, 3, 4, 5]
     assert deaths[:5] == pytest.approx([0.002, 0.004, 0.005, 0.005, 0.005])
 
 
@@ -187,6 +200,84 @@ async def test_a_worker_that_does_not_end_is_killed(
 
     assert keeper.lost == [3]
     assert keeper.process.pid is None
+
+
+async def test_a_worker_that_is_held_is_not_started_again(keep: Callable[[str], Keeper]) -> None:
+    """It is ended by force, its death is told, and there is none until it is let go."""
+    keeper = keep(GREET + IGNORE_EVERYTHING)
+    keeper.process.start()
+    await keeper.until(lambda: bool(keeper.messages))
+    first = keeper.process.pid
+
+    keeper.process.hold()
+    keeper.process.send(wire.Shutdown())
+    await keeper.until(lambda: bool(keeper.lost))
+    task = keeper.process._task
+    assert task is not None
+    await task
+    assert (keeper.process.pid, keeper.process.restarts) == (None, 0)
+
+    keeper.process.let_go()
+    await keeper.until(lambda: len(keeper.messages) == 2)
+    assert keeper.process.pid not in (None, first)
+    await keeper.process.stop()
+    assert (keeper.lost, keeper.stillborn) == ([3, 3], [])
+
+
+async def test_a_worker_may_be_let_go_before_it_has_ended(keep: Callable[[str], Keeper]) -> None:
+    """Then another follows as after any death."""
+    keeper = keep(GREET + IGNORE_EVERYTHING)
+    keeper.process.start()
+    await keeper.until(lambda: bool(keeper.messages))
+
+    keeper.process.hold()
+    keeper.process.let_go()
+    await keeper.until(lambda: len(keeper.messages) == 2)
+
+    await keeper.process.stop()
+    assert keeper.lost == [3, 3]
+
+
+async def test_a_worker_that_is_held_while_it_starts_is_not_listened_to(
+    keep: Callable[[str], Keeper],
+) -> None:
+    """It is ended before it has said anything, and that is no death of its own."""
+    keeper = keep(GREET + IGNORE_EVERYTHING)
+    keeper.process.start()
+    await asyncio.sleep(0)
+
+    keeper.process.hold()
+    task = keeper.process._task
+    assert task is not None
+    await task
+
+    assert (keeper.messages, keeper.lost, keeper.stillborn) == ([], [], [])
+    await keeper.process.stop()
+
+
+async def test_a_worker_that_cannot_die_is_given_up(
+    keep: Callable[[str], Keeper],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its driver keeps it, and its stream open: it is lost all the same, after a while."""
+    monkeypatch.setattr(processes, "LAST_SECONDS", 0.01)
+    keeper = keep(GREET + "import time\ntime.sleep(600)\n")
+    keeper.process.start()
+    await keeper.until(lambda: bool(keeper.messages))
+    pid = keeper.process.pid
+    assert pid is not None
+    kill = os.kill
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(asyncio.subprocess.Process, "kill", lambda process: None)
+
+    keeper.process.hold()
+    await keeper.until(lambda: bool(keeper.lost))
+
+    assert keeper.lost == [3]
+    assert f"process {pid} was killed and does not end" in caplog.text
+    kill(pid, signal.SIGKILL)
+    await keeper.process.stop()
 
 
 async def test_a_callback_that_raises_is_a_failure(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from appliance.vocabulary import ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import PID, Box, setup_of, small
 from tests.unit.serving import served
+from tui.recording import NoRecording
 
 Call = Callable[..., Awaitable[Result]]
 
@@ -105,12 +108,21 @@ async def test_a_snapshot_is_everything(box: Box, url: str) -> None:
     async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
         found = (await client.get(f"{url}/api/snapshot")).json()
 
-    assert found["readiness"] == {"ok": True, "reasons": []}
+    assert found["readiness"] == {"ok": True, "reasons": [], "degraded": []}
     assert [row["id"] for row in found["requests"]] == ["r"]
     assert [row["model"] for row in found["status"]["models"]] == ["a", "b"]
     assert found["status"]["instances"][0]["state"] == "up"
     assert found["newest_event"] == box.daemon.feed.newest
     box.settle()
+
+
+async def test_top_says_what_is_out_of_order(box: Box, url: str) -> None:
+    """An instance in quarantine, with the reason."""
+    box.daemon.quarantine_instance(0, "its fan is loud")
+
+    result = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--once", "--url", url])
+
+    assert "instance 0 is quarantined: its fan is loud" in result.stdout
 
 
 async def test_events_begin_with_a_snapshot(box: Box, url: str) -> None:
@@ -195,6 +207,8 @@ async def test_everything_that_happens_is_told(box: Box) -> None:
     with pytest.raises(Exception, match="its files are gone"):
         box.ask("r", "a")
     box.settle()
+    box.daemon.quarantine_instance(0, "a test")
+    box.daemon.release_instance(0)
     spec = box.daemon.machine.models["b"]
     gone = box.daemon.remove_model("b", force=True)
     box.settle()
@@ -213,6 +227,8 @@ async def test_everything_that_happens_is_told(box: Box) -> None:
         "model_failed",
         "request_arrived",
         "request_rejected",
+        "instance_quarantined",
+        "instance_released",
         "model_leaving",
         "model_removed",
         "model_added",
@@ -250,6 +266,54 @@ async def test_top_shows_everything_once(box: Box, call: Call) -> None:
     assert len(json.loads(whole.stdout)["requests"]) == 25
     assert wrong.exit_code == 2
     box.settle()
+
+
+def test_the_dashboard_needs_a_terminal() -> None:
+    """A pipe is none; it is said what works there."""
+    result = CliRunner().invoke(cli, ["top"])
+
+    assert (result.exit_code, "appliance top --once" in result.stderr) == (2, True)
+
+
+def test_the_dashboard_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, `appliance top` says how to get it, also under its other name."""
+    for name in ("tui.start", "tui.app"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "textual", None)
+
+    result = CliRunner().invoke(cli, ["tui"])
+
+    assert result.exit_code == 1
+    assert "needs textual: install appliance[tui]" in result.stderr
+
+
+def test_the_dashboard_is_started_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the daemon, with the key, and with what is to be recorded; what goes wrong is said."""
+    started: list[tuple[str, dict[str, Any]]] = []
+
+    def run(url: str, **options: Any) -> None:
+        started.append((url, options))
+        if options["replay"] is not None:
+            raise NoRecording("that is none")
+        if options["record"] is not None:
+            raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr("tui.start.run", run)
+    monkeypatch.setattr("appliance.watchcommands.on_a_terminal", lambda: True)
+    monkeypatch.setenv("APPLIANCE_API_KEY", "secret")
+    there = tmp_path / "there"
+    there.touch()
+
+    assert CliRunner().invoke(cli, ["top", "--connect", "http://x:1", "--readonly"]).exit_code == 0
+    assert started == [
+        (
+            "http://x:1",
+            {"key": "secret", "readonly": True, "record": None, "replay": None, "theme": "dark"},
+        )
+    ]
+    for option, words in [("--replay", "that is none"), ("--record", "File exists")]:
+        result = CliRunner().invoke(cli, ["top", option, str(there)])
+        assert (result.exit_code, words in result.stderr) == (2, True)
 
 
 async def test_logs_follow_what_happens(box: Box, call: Call) -> None:

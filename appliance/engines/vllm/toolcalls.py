@@ -161,13 +161,14 @@ def _stamp(found: os.stat_result) -> tuple[int, int, int]:
 def _parser_class(parsers: Parsers, path: str, calls: bool, strictness: str) -> type[Parser]:
     """Raises `ParserUnusable` for parsers that there are not, or not for this model."""
     reasoning = None if parsers.reasoning is None else _reasoning_parser(parsers.reasoning, path)
-    if parsers.tool is None and (calls or reasoning is None):
+    tool = parsers.tool if calls else None
+    if tool is None and (calls or reasoning is None):
         return _json_parser(reasoning)
     try:
         return cast(
             type[Parser],
             ParserManager.get_parser(
-                tool_parser_name=parsers.tool if calls else None,
+                tool_parser_name=tool,
                 reasoning_parser_name=parsers.reasoning,
                 enable_auto_tools=True,
                 tool_strict_level=strictness,

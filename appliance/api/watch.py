@@ -1,0 +1,174 @@
+"""The appliance as somebody watches it: its state once, then what changes, and what happens.
+
+The state is `GET /api/snapshot` with its rows under their ids, and points in time where that has
+ages, so that what stands still is not told again. A watcher costs the daemon one state, the one
+that it was told last: one that reads slowly hears of fewer changes, larger ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from litestar import Request, get
+from litestar.handlers import HTTPRouteHandler
+from litestar.response.base import ASGIResponse
+
+from appliance.api.errors import BadRequest
+from appliance.api.events import KEEP_ALIVE, Watch, last_seen, server_sent
+from appliance.api.service import Service, Snapshot
+from appliance.mergepatch import Document, difference, without_nulls
+
+EVERY_SECONDS = 0.5
+LEAST_SECONDS = 0.05
+MOST_SECONDS = 60.0
+
+DELTA = "delta"
+STATE = "state"
+
+
+def watch_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
+    """Server-sent: ``state``, then ``delta`` as often as `every` seconds say, and all events
+    between, with their numbers. Who comes back with ``Last-Event-ID`` hears of the events that it
+    missed, after a new ``state``; if they are not kept any more, that state says so."""
+
+    @get("/api/watch", operation_id="watch")
+    async def watch(request: Request[Any, Any, Any]) -> ASGIResponse:
+        every = _seconds(request.query_params.get("every"))
+        return Watch(_watched(service, last_seen(request), every, keep_alive_seconds))
+
+    return [watch]
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        every = EVERY_SECONDS if text is None else float(text)
+    except ValueError:
+        every = -1.0
+    if not LEAST_SECONDS <= every <= MOST_SECONDS:
+        raise BadRequest(
+            f"every is a number of seconds, {LEAST_SECONDS} to {MOST_SECONDS}", "every"
+        )
+    return every
+
+
+def state_of(snapshot: Snapshot, before: Document) -> Document:
+    """The state to be told, of which somebody was told `before`. Points in time that were computed
+    from ages stay what they were said to be."""
+    whole = msgspec.to_builtins(snapshot)
+    status, now = whole["status"], snapshot.unix_seconds
+    known = before.get("requests", {})
+    return without_nulls(
+        {
+            "version": status["version"],
+            "started_unix_seconds": before.get(
+                "started_unix_seconds", now - status["uptime_seconds"]
+            ),
+            "readiness": whole["readiness"],
+            "kv": status["kv"],
+            "host_bytes": status["host_bytes"],
+            "instances": _keyed(status["instances"], "instance"),
+            "models": _keyed(status["models"], "model"),
+            "requests": {
+                row["id"]: _request(row, now, known.get(row["id"])) for row in whole["requests"]
+            },
+            "spans": _keyed(whole["spans"], "number"),
+        }
+    )
+
+
+def _keyed(rows: Iterable[Document], key: str) -> Document:
+    return {str(row[key]): row for row in rows}
+
+
+def _request(row: Document, now: float, known: Document | None) -> Document:
+    age = row.pop("age_seconds")
+    arrived = now - age if known is None else known["arrived_unix_seconds"]
+    reason = row.pop("reason")
+    if reason is not None:  # how much longer, and the sentence that says it, change all the time
+        reason = {key: reason[key] for key in ("code", "instance", "behind")}
+    return {**row, "arrived_unix_seconds": arrived, "reason": reason}
+
+
+class _Told:
+    """What a watcher was told: the state, and events up to a number."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._state: Document = {}
+        self._number = 0
+
+    def whole(self, *, missed: bool) -> bytes:
+        """The state as it is, with the events it accounts for."""
+        snapshot = self._service.snapshot()
+        self._state = state_of(snapshot, {})
+        if missed:
+            self._number = snapshot.newest_event
+        data = {
+            "unix_seconds": snapshot.unix_seconds,
+            "newest_event": snapshot.newest_event,
+            "missed": missed,
+            "state": self._state,
+        }
+        # Only a state that stands for events has their number: who comes back wants the others.
+        return server_sent(STATE, msgspec.json.encode(data), self._number if missed else None)
+
+    def changes(self) -> bytes:
+        """What changed since; nothing if nothing did, or before there was a state."""
+        if not self._state:
+            return b""
+        snapshot = self._service.snapshot()
+        state = state_of(snapshot, self._state)
+        patch = difference(self._state, state)
+        self._state = state
+        if not patch:
+            return b""
+        data = {"unix_seconds": snapshot.unix_seconds, "patch": patch}
+        return server_sent(DELTA, msgspec.json.encode(data))
+
+    def events(self, batch: Iterable[Any]) -> bytes:
+        """Those that no state stood for."""
+        return b"".join(
+            server_sent(notice.kind, msgspec.json.encode(notice), notice.number)
+            for notice in batch
+            if notice.number > self._number
+        )
+
+
+async def _watched(
+    service: Service, after: int | None, every_seconds: float, keep_alive_seconds: float
+) -> AsyncIterator[bytes]:
+    told = _Told(service)
+    loop = asyncio.get_running_loop()
+    async with aclosing(service.events(after)) as batches:  # type: ignore[type-var]
+        coming = asyncio.ensure_future(anext(batches, []))
+        silent_since = now = loop.time()
+        due = now + every_seconds
+        try:
+            if after is not None:
+                yield told.whole(missed=False)
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=max(0.0, due - loop.time()))
+                said = b""
+                if done:
+                    batch = coming.result()
+                    if batch == []:
+                        yield told.changes()
+                        return
+                    said = told.whole(missed=True) if batch is None else told.events(batch)
+                    coming = asyncio.ensure_future(anext(batches, []))
+                if (now := loop.time()) >= due:
+                    said += told.changes()
+                    due = now + every_seconds
+                if said:
+                    silent_since = now
+                    yield said
+                elif now - silent_since >= keep_alive_seconds:
+                    silent_since = now
+                    yield KEEP_ALIVE
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)

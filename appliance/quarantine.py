@@ -1,0 +1,95 @@
+"""Instances that are taken out of service, by an operator or by what is seen of them, and back.
+
+A quarantined instance has no worker: its worker is ended, and what it had goes on elsewhere. It
+stays so until an operator releases it, or the daemon is restarted; what is still wrong then is seen
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+from appliance.api.service import InstanceNotFound
+from appliance.feed import Feed, NoticeKind
+from appliance.scheduling.state import InstanceState
+from appliance.vocabulary import Event, InstanceId, InstanceQuarantined, InstanceReleased
+
+MOST_STILLBORN: Final = 5
+"""A worker that dies so often in a row before it is up, while another instance serves, is not
+started again."""
+
+log = logging.getLogger(__name__)
+
+
+class Keeper(Protocol):
+    """Keeps a worker alive, or not."""
+
+    def hold(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+class Quarantine:
+    """Used on the daemon's event loop. That an instance is in quarantine, and why, is in the
+    machine's books."""
+
+    def __init__(
+        self,
+        instances: Mapping[InstanceId, InstanceState],
+        keepers: Mapping[InstanceId, Keeper],
+        devices: Sequence[str],
+        feed: Feed,
+        tell: Callable[[Event], None],
+    ) -> None:
+        """`devices[i]` is what instance i computes on: `cuda:0` is the first GPU. `tell` is for the
+        machine."""
+        self._instances = instances
+        self._keepers = keepers
+        self._devices = devices
+        self._feed = feed
+        self._tell = tell
+
+    @property
+    def reasons(self) -> dict[InstanceId, str]:
+        """Why instances are in quarantine, those that are."""
+        found = {number: one.quarantine for number, one in self._instances.items()}
+        return {number: reason for number, reason in found.items() if reason is not None}
+
+    def impose(self, number: InstanceId, reason: str) -> None:
+        """Take the instance out of service; without effect if it is. Raises `InstanceNotFound`."""
+        if self._find(number).quarantine is not None:
+            return
+        log.error("instance %d is quarantined: %s", number, reason)
+        self._feed.tell(NoticeKind.INSTANCE_QUARANTINED, instance=number, reason=reason)
+        self._tell(InstanceQuarantined(instance=number, reason=reason))
+        self._keepers[number].hold()
+
+    def lift(self, number: InstanceId) -> None:
+        """Have the instance serve again; without effect if it may. Raises `InstanceNotFound`."""
+        if self._find(number).quarantine is None:
+            return
+        log.warning("instance %d is released", number)
+        self._feed.tell(NoticeKind.INSTANCE_RELEASED, instance=number)
+        self._tell(InstanceReleased(instance=number))
+        self._keepers[number].let_go()
+
+    def gpu_failed(self, gpu: int, reason: str) -> None:
+        """A GPU is not to be relied upon: who computes on it does not."""
+        for number, device in enumerate(self._devices):
+            if device == f"cuda:{gpu}":
+                self.impose(number, reason)
+
+    def stillborn(self, number: InstanceId, deaths: int) -> None:
+        """A worker died before it was up, so often in a row. Where nobody else serves, it may be
+        everybody's trouble, and is tried again."""
+        others = any(one.serves for other, one in self._instances.items() if other != number)
+        if deaths >= MOST_STILLBORN and others:
+            self.impose(number, f"its worker died {deaths} times in a row before it was up")
+
+    def _find(self, number: InstanceId) -> InstanceState:
+        instance = self._instances.get(number)
+        if instance is None:
+            raise InstanceNotFound(number)
+        return instance

@@ -1,0 +1,59 @@
+"""Memory and sensors as the API shows them, from the books and meters that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from appliance.api.service import GpuActivity, KvShapeActivity, KvTierActivity
+from appliance.engines.protocol import KvBytes
+from appliance.fragmentation import fragmentation, together
+from appliance.gpuwatch import GpuReading
+from appliance.memory.ledger import HostLedger
+
+
+def gpu_activities(readings: Mapping[int, GpuReading], device: str) -> tuple[GpuActivity, ...]:
+    """The GPU that an instance computes on (``cuda:N``), as far as NVML tells of it."""
+    return tuple(
+        GpuActivity(
+            gpu=number,
+            utilization=reading.utilization,
+            power_watts=reading.power_watts,
+            celsius=reading.celsius,
+            memory_used_bytes=reading.memory_used_bytes,
+            memory_bytes=reading.memory_bytes,
+        )
+        for number, reading in readings.items()
+        if device == f"cuda:{number}"
+    )
+
+
+def host_bytes(host: HostLedger) -> dict[str, int]:
+    """The host tier by owner: weights:<model>, kv, free."""
+    slab = host.slab_bytes
+    sizes = {f"weights:{model}": slabs * slab for model, slabs in host.weights.items()}
+    return sizes | {"kv": host.kv_slabs * slab, "free": host.free_slabs * slab}
+
+
+def kv_uses(kv: KvTierActivity) -> dict[tuple[str, str], int]:
+    """Bytes by shape and use."""
+    return {
+        (shape, use): size
+        for shape, activity in kv.shapes.items()
+        for use, size in (
+            ("mapped", activity.mapped_bytes),
+            ("used", activity.used_bytes),
+            ("cold", activity.cold_bytes),
+        )
+    }
+
+
+def kv_tier(shapes: Mapping[int, KvBytes], peak_bytes: int) -> KvTierActivity:
+    overall = together(shapes.values())._replace(peak_bytes=peak_bytes)
+    return KvTierActivity(
+        fragmentation=fragmentation(overall),
+        shapes={
+            str(shape): KvShapeActivity(**use._asdict(), fragmentation=fragmentation(use))
+            for shape, use in shapes.items()
+            if use.peak_bytes
+        },
+    )

@@ -1,0 +1,78 @@
+"""What a model delivered in the last minute, as time goes on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.pace import SLICE_SECONDS, WINDOW_SECONDS, Pace
+
+TIMES = st.floats(1e-5, 1e4)
+
+
+def test_nothing_came() -> None:
+    """Of a model nobody asks there is nothing to say."""
+    assert Pace().lately(0.0) is None
+
+
+def test_attainment_is_of_the_last_minute() -> None:
+    """Late tokens count until they are a minute old, and what was made before is still counted."""
+    pace = Pace()
+    pace.token(0.0, 3, late=True)
+    pace.token(30.0, 1, late=False)
+
+    def attained(now: float) -> float | None:
+        lately = pace.lately(now)
+        return None if lately is None else lately.attainment
+
+    assert [attained(now) for now in (30.0, WINDOW_SECONDS, 91.0)] == [0.25, 1.0, None]
+    assert pace.output_tokens == 4
+
+
+def test_a_pooled_prompt_has_a_first_time_and_no_tokens() -> None:
+    """So there is nothing of which a share could be late."""
+    pace = Pace()
+    pace.token(1.0, 0, late=True)
+    pace.first_token(1.0, 0.5)
+    lately = pace.lately(1.0)
+
+    assert lately is not None
+    assert lately.attainment is None
+    assert lately.ttft_p50_seconds == pytest.approx(0.5, rel=0.05)
+    assert lately.tbt_p99_seconds is None
+
+
+@given(st.lists(TIMES, min_size=1, max_size=200))
+def test_quantiles(times: list[float]) -> None:
+    """To within 5 % of the time that so many were not above."""
+    pace = Pace()
+    for seconds in times:
+        pace.next_token(3.0, seconds)
+    lately = pace.lately(3.0)
+    ordered = sorted(times)
+
+    assert lately is not None
+    for found, share in [(lately.tbt_p50_seconds, 0.5), (lately.tbt_p99_seconds, 0.99)]:
+        exact = ordered[-(-int(share * 100) * len(times) // 100) - 1]
+        assert found == pytest.approx(exact, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.booleans(), TIMES), max_size=60))
+def test_what_is_old_is_forgotten(steps: list[tuple[float, bool, float]]) -> None:
+    """As if it had never been, to within a slice; and little is kept."""
+    pace, now = Pace(), 0.0
+    tokens: list[tuple[float, bool]] = []
+    for later, late, seconds in steps:
+        now += later
+        pace.token(now, 1, late=late)
+        pace.first_token(now, seconds)
+        tokens.append((now, late))
+    lately = pace.lately(now)
+    surely = [late for at, late in tokens if now - at < WINDOW_SECONDS - SLICE_SECONDS]
+    perhaps = [late for at, late in tokens if now - at < WINDOW_SECONDS + SLICE_SECONDS]
+
+    assert (lately is None) <= (not surely)
+    if lately is not None and lately.attainment is not None and len(surely) == len(perhaps):
+        assert lately.attainment == pytest.approx(1 - sum(surely) / len(surely))
+    assert len(pace._slices) <= WINDOW_SECONDS / SLICE_SECONDS + 1

@@ -1,0 +1,185 @@
+"""A dashboard on a source that says what a test wants, with a clock that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual import events
+from textual.keys import _character_to_key
+from textual.widget import Widget
+
+from tui.app import Dashboard
+from tui.messages import Document, Kind, Message, Refused
+
+NOW = 1_700_000_000.0
+"""2023-11-14 22:13:20 UTC."""
+
+
+def state(tree: Document, at: float = NOW, *, missed: bool = False) -> Message:
+    data = {"unix_seconds": at, "newest_event": 1, "missed": missed, "state": copy.deepcopy(tree)}
+    return Message(at, Kind.STATE, data)
+
+
+def delta(patch: Document, at: float = NOW) -> Message:
+    return Message(at, Kind.DELTA, {"unix_seconds": at, "patch": copy.deepcopy(patch)})
+
+
+def notice(number: int, kind: str, at: float = NOW, **facts: Any) -> Message:
+    data = {"number": number, "unix_seconds": at, "kind": kind, "facts": facts}
+    return Message(at, Kind.NOTICE, data)
+
+
+def lost(reason: str, seconds: float = 2.0, at: float = NOW) -> Message:
+    return Message(at, Kind.LOST, {"reason": reason, "seconds": seconds})
+
+
+def model(name: str, **members: Any) -> Document:
+    return {
+        "model": name, "state": "loaded", "residency": {"0": "loaded"}, "running": 0, "waiting": 0,
+        "draining": False, "wanted": False, "output_tokens": 0,
+        "terms": {"max_queue": 9, "pinned": False},
+        "facts": {"architecture": "LlamaForCausalLM", "weight_bytes": 3 << 30},
+    } | members  # fmt: skip
+
+
+def request(name: str, of: str, **members: Any) -> Document:
+    return {
+        "id": name, "model": of, "request_class": "interactive", "phase": "running",
+        "arrived_unix_seconds": NOW - 3, "prompt_tokens": 12, "output_tokens": 5, "max_tokens": 64,
+        "instance": 0, "kv": "device",
+    } | members  # fmt: skip
+
+
+def tree(models: str = "abc", requests: Iterable[Document] = (), **members: Any) -> Document:
+    return {
+        "version": "1.2.3",
+        "started_unix_seconds": NOW - 90,
+        "readiness": {"ok": True, "reasons": []},
+        "instances": {
+            "0": {"instance": 0, "role": "mixed", "state": "up", "pid": 7, "model": models[0]}
+        },
+        "models": {name: model(name) for name in models},
+        "requests": {row["id"]: row for row in requests},
+    } | members
+
+
+class Told:
+    """A source that says what it is told to, at once, and answers from `answers`."""
+
+    name = "http://127.0.0.1:11500"
+
+    def __init__(self, *messages: Message, live: bool = True) -> None:
+        self.live = live
+        self.asked: list[tuple[str, str, object]] = []
+        self.answers: dict[tuple[str, str], Any] = {}
+        self._queue: asyncio.Queue[Message | None] = asyncio.Queue()
+        for message in messages:
+            self.say(message)
+
+    def say(self, message: Message | None) -> None:
+        """None is the end."""
+        self._queue.put_nowait(message)
+
+    async def follow(self) -> AsyncIterator[Message]:
+        while (message := await self._queue.get()) is not None:
+            yield message
+
+    async def ask(self, method: str, path: str, body: object = None) -> Any:
+        self.asked.append((method, path, body))
+        answer = self.answers.get((method, path), Refused(f"{path} is not known"))
+        if isinstance(answer, Refused):
+            raise answer
+        return answer
+
+
+@asynccontextmanager
+async def dashboard(
+    source: Told, *, size: tuple[int, int] = (80, 24), **options: Any
+) -> AsyncIterator[Dashboard]:
+    """It has heard all that the source has said so far."""
+    app = Dashboard(source, clock=lambda: NOW, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        async with app.run_test(size=size, notifications=True):
+            await settle(app)
+            yield app
+    time.tzset()
+
+
+QUIET_ROUNDS = 25
+"""Of the event loop. A message that is handled takes a few, and then it is in no queue."""
+
+
+async def settle(app: Dashboard) -> None:
+    """What was said is heard, what was pressed is done, and the screen shows it.
+
+    Textual's own pilot waits for the process to be idle, which takes 40 ms a key.
+    """
+    for _ in range(2):
+        quiet = 0
+        while quiet < QUIET_ROUNDS:
+            await asyncio.sleep(0)
+            pumps = [app, *(node for screen in app.screen_stack for node in walk(screen))]
+            busy = any(not pump._message_queue.empty() for pump in pumps)
+            quiet = 0 if busy else quiet + 1
+        app.refresh_shown()
+        for shown in app.screen_stack:
+            shown._on_timer_update()
+
+
+def walk(node: Widget) -> Iterator[Widget]:
+    yield node
+    for child in node._nodes:
+        yield from walk(child)
+
+
+async def press(app: Dashboard, *keys: str) -> None:
+    """Press keys, by their names, one after the other."""
+    for key in keys:
+        name = key if len(key) > 1 or key.isalnum() else _character_to_key(key)
+        character = key if len(key) == 1 else {"space": " "}.get(key)
+        app.post_message(events.Key(name, character))
+        await settle(app)
+
+
+async def command(app: Dashboard, text: str) -> None:
+    """Type a command and give it."""
+    await press(app, ":", *text, "enter")
+
+
+async def click(app: Dashboard, x: int, y: int, times: int = 1) -> None:
+    """With the left button, at a place of the screen."""
+    for kind in [events.MouseDown, events.MouseUp] * times:
+        app.post_message(
+            kind(None, x, y, 0, 0, 1, False, False, False, x, y)  # type: ignore[arg-type]
+        )
+        await settle(app)
+
+
+def screen(app: Dashboard) -> list[str]:
+    """What stands on the screen, a text for each line."""
+    strips = app.screen._compositor.render_strips()
+    return ["".join([segment.text for segment in strip]).rstrip() for strip in strips]
+
+
+def seen(app: Dashboard) -> str:
+    return "\n".join(screen(app))
+
+
+def compare(app: Dashboard, path: Path, *, update: bool) -> None:
+    """What is on the screen is, to the last colour, what stands in an SVG file."""
+    found = app.export_screenshot(simplify=True)
+    if update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == found, (
+        f"{path.name} differs; look at it, then run with --update-snapshots"
+    )

@@ -1,0 +1,145 @@
+"""An appliance at a moment, as a dashboard hears of it: six models, two instances, some load."""
+
+from __future__ import annotations
+
+from tests.unit.tui_bench import NOW, Told, delta, model, notice, request, state
+from tui.messages import Document
+
+GIB = 1 << 30
+MODELS = ("llama-a", "llama-b", "qwen-a", "qwen-b", "gemma-a", "phi-mini")
+
+
+def span(number: int, kind: str, of: str, began: float, ended: float | None, **more: object) -> Document:
+    row: Document = {
+        "number": number, "instance": 0, "kind": kind, "model": of,
+        "began_unix_seconds": NOW + began, "steps": 0, "moved_bytes": 0, "requests": [],
+        "prompts": [], "chunk_tokens": 0, "kv_slabs": 0,
+    }  # fmt: skip
+    if ended is not None:
+        row |= {"ended_unix_seconds": NOW + ended, "outcome": "done"}
+    return row | more
+
+
+DECISION = {
+    "after": "TurnEnded", "hook": "round", "policy": "appliance",
+    "plan": [["qwen-a", 0.4], ["llama-b", 0.3]],
+}  # fmt: skip
+
+
+def spans() -> dict[str, Document]:
+    """The last half minute of both instances."""
+    found = [
+        span(1, "build", "llama-a", -30, -29),
+        span(2, "load", "llama-a", -29, -27.5, moved_bytes=14 * GIB),
+        span(3, "prefill", "llama-a", -27.5, -27, prompts=["chat-0"]),
+        span(4, "turn", "llama-a", -27, -20, requests=["chat-0", "chat-3"], quota_seconds=7.0,
+             outcome="quota", steps=160, kv_slabs=90, decision=DECISION),
+        span(5, "prefetch", "qwen-a", -25, -21.5, moved_bytes=9 * GIB),
+        span(6, "swap_out", "llama-a", -20, -19.7, requests=["chat-0", "chat-3"], moved_bytes=GIB),
+        span(7, "turn", "qwen-a", -19.7, -12, requests=["chat-2"], quota_seconds=8.0,
+             outcome="drained", steps=210, kv_slabs=60, decision=DECISION),
+        span(8, "fill", "gemma-a", -18, -11),
+        span(9, "swap_in", "llama-a", -12, -11.6, requests=["chat-0", "chat-3"], moved_bytes=GIB),
+        span(10, "turn", "llama-a", -11.6, -4, requests=["chat-0", "chat-3"], quota_seconds=7.0,
+             outcome="quota", steps=170, kv_slabs=90, decision=DECISION),
+        span(11, "prefetch", "gemma-a", -6, None),
+        span(12, "turn", "qwen-a", -4, None, requests=["chat-2", "chat-5"], quota_seconds=9.0,
+             kv_slabs=60, decision=DECISION),
+        span(13, "prefill", "llama-b", -24, -22, instance=1, prompts=["chat-1"]),
+        span(14, "turn", "llama-b", -22, -9, instance=1, requests=["chat-1"], quota_seconds=13.0,
+             outcome="preempted", steps=300, kv_slabs=40, decision=DECISION),
+        span(15, "load", "phi-mini", -9, -8, instance=1, moved_bytes=3 * GIB),
+        span(16, "prefill", "phi-mini", -8, -7.2, instance=1, prompts=["chat-4"]),
+        span(17, "turn", "phi-mini", -7.2, None, instance=1, requests=["chat-4"],
+             quota_seconds=9.0, kv_slabs=20, decision=DECISION),
+    ]  # fmt: skip
+    return {str(row["number"]): row for row in found}
+
+
+def pool() -> Document:
+    stages = ("loaded", "loaded", "loaded", "stored", "loading", "stored")
+    lately = {
+        "attainment": 0.997, "ttft_p50_seconds": 0.42, "ttft_p99_seconds": 2.4,
+        "tbt_p50_seconds": 0.021, "tbt_p99_seconds": 0.12,
+    }  # fmt: skip
+    models = {
+        name: model(name, state=stage, residency={"0": stage, "1": "stored"}, running=number % 3,
+                    waiting=number % 2, output_tokens=1000 * number)
+        for number, (name, stage) in enumerate(zip(MODELS, stages, strict=True))
+    }  # fmt: skip
+    models["llama-a"] |= {"lately": lately, "terms": {"pinned": True}}
+    models["llama-b"] |= {"lately": lately | {"attainment": 0.93}, "draining": True}
+    models["phi-mini"] |= {"lately": lately | {"attainment": 0.41}, "residency": {"1": "loaded"}}
+    phases = ("ready", "running", "running", "ready", "running", "queued")
+    requests = [
+        request(f"chat-{number}", MODELS[number % 6], phase=phase, instance=number % 2,
+                arrived_unix_seconds=NOW - 30 + 5 * number, output_tokens=37 * (5 - number))
+        for number, phase in enumerate(phases)
+    ]  # fmt: skip
+    requests[0]["reason"] = {"code": "other_model", "instance": 0, "behind": "qwen-a"}
+    requests[3]["reason"] = {"code": "other_model", "instance": 0, "behind": "qwen-a"}
+    requests[5]["reason"] = {"code": "loading_weights", "instance": 1}
+    return {
+        "version": "1.2.3",
+        "started_unix_seconds": NOW - 4000,
+        "readiness": {"ok": True, "reasons": []},
+        "kv": {},
+        "host_bytes": {
+            **{f"weights:{name}": 14 * GIB for name in MODELS}, "kv": 6 * GIB, "free": 38 * GIB,
+        },
+        "instances": {
+            "0": {
+                "instance": 0, "role": "mixed", "state": "up", "pid": 4711, "model": "qwen-a",
+                "pool_bytes": {
+                    "weights:llama-a": 14 * GIB, "weights:qwen-a": 9 * GIB,
+                    "weights:gemma-a": 5 * GIB, "kv:llama-a": 6 * GIB, "kv:qwen-a": 11 * GIB,
+                    "free": 19 * GIB,
+                },
+                "prefetched": ["gemma-a"], "runtime_bytes": 4 * GIB, "switches": 40,
+                "computing_seconds": 500.0, "moved_bytes": {"weights": 900 * GIB},
+                "gpus": [{"gpu": 0, "celsius": 61.0, "power_watts": 405.0}],
+            },
+            "1": {
+                "instance": 1, "role": "mixed", "state": "up", "pid": 4712, "model": "phi-mini",
+                "pool_bytes": {
+                    "weights:phi-mini": 3 * GIB, "weights:llama-b": 14 * GIB,
+                    "kv:phi-mini": 2 * GIB, "free": 45 * GIB,
+                },
+                "prefetched": [], "runtime_bytes": 4 * GIB, "switches": 12,
+                "computing_seconds": 300.0, "moved_bytes": {"weights": 200 * GIB},
+                "gpus": [{"gpu": 1, "celsius": 48.0, "power_watts": 210.0}],
+            },
+        },
+        "models": models,
+        "requests": {row["id"]: row for row in requests},
+        "spans": spans(),
+    }  # fmt: skip
+
+
+def loaded() -> Told:
+    """A pool that works: its counters went up in the last seconds."""
+    before, tree = NOW - 20, pool()
+    messages = [state(tree, before)]
+    for second in range(1, 21):
+        patch: Document = {
+            "instances": {
+                number: {
+                    "computing_seconds": start + second * busy,
+                    "switches": switches + second // 4,
+                    "moved_bytes": {"weights": (start + second) * GIB},
+                }
+                for number, start, busy, switches in (("0", 500, 0.93, 40), ("1", 300, 0.6, 12))
+            },
+            "models": {
+                name: {"output_tokens": 1000 * number + second * (7 * number % 40)}
+                for number, name in enumerate(MODELS)
+            },
+        }
+        messages.append(delta(patch, before + second))
+    happened = [
+        notice(1, "instance_up", NOW - 60, instance=0, pid=4711),
+        notice(2, "request_arrived", NOW - 30, id="chat-0", model="llama-a"),
+        notice(3, "model_switched", NOW - 19, instance=0, model="qwen-a"),
+        notice(4, "request_rejected", NOW - 9, id="x", model="phi-mini", code="overloaded"),
+    ]
+    return Told(*messages, *happened)

@@ -1,0 +1,387 @@
+"""The dashboard: hears a daemon, shows one view of it, and does what keys and commands say."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual import events
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
+from textual.screen import Screen
+from textual.widgets import ContentSwitcher
+
+from tui.bars import Header, Hints, Tabs
+from tui.canvas import Line
+from tui.dialogs import Page, Question
+from tui.look import LOOKS
+from tui.messages import Refused, Source
+from tui.prompt import Command, Prompt
+from tui.recording import NoRecording, Recorder
+from tui.state import State
+from tui.view import Action, Sight, View, raw, told
+from tui.views import VIEWS
+
+TICK_SECONDS = 0.25
+IDLE_SECONDS = 1.0
+"""Ages are brought up to date so often when nothing is heard."""
+FEW = 3
+
+KEYS = (
+    ("1 … 9 0, Tab", "views"),
+    ("Enter", "detail of the row, kept up to date"),
+    ("d", "describe: all the daemon says of it"),
+    ("y", "the row as JSON"),
+    ("s, S", "sort by the next column; the other way round"),
+    ("/ and /!", "rows that match a regular expression; that do not"),
+    ("Space", "mark the row, for actions"),
+    ("Ctrl-S", "save the table as CSV"),
+    (":", "a command; Tab completes"),
+    ("Ctrl-P", "palette"),
+    ("?", "this help"),
+    ("Esc", "back; takes the filter away"),
+    ("q", "quit"),
+)
+
+
+class Dashboard(App[None]):
+    """A client of one `Source`. Whatever it shows it read in its `State`."""
+
+    TITLE = "appliance"
+    CSS = """
+    Screen { layout: vertical; }
+    ContentSwitcher, View, Canvas { height: 1fr; }
+    Header, Tabs, Hints { height: 1; }
+    Header { background: $panel; }
+    View { padding: 0 1; }
+    Prompt { height: 1; border: none; background: $panel; padding: 0; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("tab", "next_view(1)", show=False, priority=True),
+        Binding("shift+tab", "next_view(-1)", show=False, priority=True),
+        Binding("ctrl+s", "save", show=False, priority=True),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    ]
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        readonly: bool = False,
+        recorder: Recorder | None = None,
+        theme: str = "dark",
+        clock: Callable[[], float] = time.time,
+        folder: Path | None = None,
+    ) -> None:
+        """Tables are saved in `folder`, the current one if none is given."""
+        super().__init__()
+        self.state = State()
+        self.source = source
+        self.readonly = readonly or not source.live
+        self.folder = Path() if folder is None else folder
+        self._recorder = recorder
+        self._clock = clock
+        self._theme_wanted = theme
+        self._shown_version = -1
+        self._shown_at = 0.0
+        self._views: list[View] = []
+        self._header, self._tabs, self._hints = Header(), Tabs(), Hints()
+        self._prompt = Prompt(self.commands)
+
+    # --- what is on the screen -------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        self._views = [kind() for kind in VIEWS]
+        for view in self._views:
+            view.id = view.names[0]
+        yield self._header
+        yield self._tabs
+        with ContentSwitcher(initial=self._views[0].id):
+            yield from self._views
+        yield self._hints
+        yield self._prompt
+
+    def on_mount(self) -> None:
+        for look in LOOKS.values():
+            self.register_theme(look.theme)
+        self.theme = self._theme_wanted
+        self.theme_changed_signal.subscribe(self, lambda theme: self.refresh_shown())
+        self.view.focus()
+        self.set_interval(TICK_SECONDS, self._tick)
+        self.run_worker(self._follow(), name="follow")
+
+    @property
+    def view(self) -> View:
+        """The one on the screen."""
+        current = self.query_one(ContentSwitcher).current
+        return next(view for view in self._views if view.id == current)
+
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.state, self.state.now(self._clock()), LOOKS[self.theme])
+
+    async def _follow(self) -> None:
+        try:
+            async for message in self.source.follow():
+                if self._recorder is not None:
+                    self._recorder.write(message)
+                self.state.hear(message)
+        except (NoRecording, OSError) as error:
+            self.notify(str(error), severity="error", timeout=60)
+            return
+        self.notify("the recording ends here")
+
+    def _tick(self) -> None:
+        idle = self._clock() - self._shown_at >= IDLE_SECONDS
+        if idle or self.state.version != self._shown_version:
+            self.refresh_shown()
+
+    def refresh_shown(self) -> None:
+        """Bring what is seen in line with the state."""
+        if not self._views or self.theme not in LOOKS or not self.is_mounted(self._header):
+            return
+        self._shown_version, self._shown_at = self.state.version, self._clock()
+        sight, view = self.sight, self.view
+        view.show(sight)
+        self._header.show(sight, self.source, self._clock(), readonly=self.readonly)
+        self._tabs.show(sight, self._views, view)
+        self._hints.show(sight, view, readonly=self.readonly)
+        if isinstance(self.screen, Page):
+            self.screen.show(sight)
+
+    def show_view(self, name: str) -> None:
+        self.query_one(ContentSwitcher).current = name
+        self.view.focus()
+        self.refresh_shown()
+
+    def show_page(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+        """Lay a page over the view."""
+        self.push_screen(Page(title, lines))
+        self.call_after_refresh(self.refresh_shown)
+
+    # --- keys ------------------------------------------------------------------------------------
+
+    def on_key(self, event: events.Key) -> None:
+        """What the view has no use for itself."""
+        if not self._keys_are_ours:
+            return
+        character = event.character or ""
+        keys: dict[str, Callable[[], object]] = {
+            ":": partial(self._prompt_for, ":"), "/": partial(self._prompt_for, "/"),
+            "?": self._help, "q": self.exit, "d": self._describe, "y": self._raw,
+            "s": partial(self._on_view, lambda view: view.sort_by(None)), "enter": self._detail,
+            "space": partial(self._on_view, lambda view: view.mark()),
+            "escape": partial(self._filter_by, ""),
+        }  # fmt: skip
+        action = next((one for one in self.view.actions if one.key in (character, event.key)), None)
+        if action is not None:
+            self.act(action)
+        elif character.isdigit() and 0 < (int(character) or 10) <= len(self._views):
+            self.show_view(self._views[(int(character) or 10) - 1].names[0])
+        elif (do := keys.get(character, keys.get(event.key))) is not None:
+            do()
+        else:
+            return
+        event.stop()
+
+    def on_click(self, event: events.Click) -> None:
+        if event.chain == 2 and self._keys_are_ours:
+            self._detail()
+
+    def on_tabs_chosen(self, message: Tabs.Chosen) -> None:
+        self.show_view(message.view)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Tab belongs to whoever lies over the view, or is being typed in."""
+        if action == "next_view":
+            return self._keys_are_ours
+        return super().check_action(action, parameters)
+
+    @property
+    def _keys_are_ours(self) -> bool:
+        """Nothing lies over the view, and nothing is being typed."""
+        return self.screen is self.screen_stack[0] and not self._prompt.display
+
+    def action_next_view(self, by: int) -> None:
+        place = self._views.index(self.view) + by
+        self.show_view(self._views[place % len(self._views)].names[0])
+
+    def action_save(self) -> None:
+        rows = self.view.table()
+        if not rows:
+            self.notify("there is no table here to save", severity="warning")
+            return
+        at = datetime.fromtimestamp(self._clock()).strftime("%Y%m%d-%H%M%S")
+        path = self.folder / f"appliance-{self.view.names[0]}-{at}.csv"
+        try:
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(rows)
+        except OSError as error:
+            self.notify(f"{path}: {error.strerror}", severity="error")
+        else:
+            self.notify(f"saved {path}")
+
+    def _on_view(self, do: Callable[[View], None]) -> None:
+        do(self.view)
+        self.refresh_shown()
+
+    def _filter_by(self, text: str) -> None:
+        self._on_view(lambda view: view.filter_by(text))
+
+    def _prompt_for(self, sign: str) -> None:
+        self._hints.display = False
+        self._prompt.open(sign)
+
+    def on_prompt_closed(self) -> None:
+        self._hints.display = True
+        self.view.focus()
+
+    def on_prompt_filtered(self, message: Prompt.Filtered) -> None:
+        self._filter_by(message.text)
+
+    def on_prompt_entered(self, message: Prompt.Entered) -> None:
+        name, _, argument = message.text.partition(" ")
+        command = self.commands().get(name)
+        if command is None:
+            self.notify(f"no command {name!r}; ? lists them", severity="error")
+        else:
+            command.run(argument.strip())
+
+    # --- pages -----------------------------------------------------------------------------------
+
+    def _detail(self) -> None:
+        view, row = self.view, self.view.current()
+        if row is not None and view.detail(row[0], self.sight) is not None:
+            self.show_page(row[0], partial(view.detail, row[0]))
+
+    def _raw(self) -> None:
+        if (row := self.view.current()) is not None:
+            lines = raw(row[1])
+            self.show_page(row[0], lambda sight: lines)
+
+    def _describe(self) -> None:
+        row = self.view.current()
+        path = None if row is None else self.view.path(row[0])
+        if row is None or path is None:
+            self.notify("there is nothing here to describe", severity="warning")
+            return
+        self.run_worker(self._ask_and_show(row[0], path))
+
+    async def _ask_and_show(self, title: str, path: str) -> None:
+        try:
+            found = await self.source.ask("GET", path)
+        except Refused as refusal:
+            self.notify(str(refusal), severity="error")
+        else:
+            self.show_page(title, lambda sight: told(found, sight.look))
+
+    def _help(self) -> None:
+        view = self.view
+        keys = [*KEYS, *view.help, *((one.key, one.help) for one in view.actions)]
+
+        def lines(sight: Sight) -> list[Line]:
+            title, accent = f"bold {sight.look.accent}", sight.look.accent
+            return [
+                [("Keys", title)],
+                *([(f"  {key:14}", accent), (text, "")] for key, text in keys),
+                [],
+                [("Commands", title)],
+                *(
+                    [(f"  :{name:13}", accent), (command.help, "")]
+                    for name, command in self.commands().items()
+                ),
+            ]
+
+        self.show_page("Help", lines)
+
+    # --- commands and actions --------------------------------------------------------------------
+
+    def commands(self) -> dict[str, Command]:
+        """What may be typed behind `:`; also in the palette."""
+        found: dict[str, Command] = {}
+        for view in self._views:
+            name, *others = view.names
+            found[name] = Command(f"the view {view.title}", partial(self._go, name))
+            found |= {alias: Command(name, partial(self._go, name)) for alias in others}
+        for action in self.view.actions:
+            found[action.name] = Command(action.help, partial(self._act, action))
+        view = self.view
+        return found | {
+            "sort": Command("sort the table", self._sort_by, view.sorts),
+            "filter": Command("filter the table", self._filter_by),
+            "theme": Command("choose the colours", self._set_theme, lambda: LOOKS),
+            "save": Command("save the table as CSV", lambda _: self.action_save()),
+            "help": Command("keys and commands", lambda _: self._help()),
+            "quit": Command("end the dashboard", lambda _: self.exit()),
+        }
+
+    def _go(self, name: str, _: str) -> None:
+        self.show_view(name)
+
+    def _act(self, action: Action, _: str) -> None:
+        self.act(action)
+
+    def _sort_by(self, title: str) -> None:
+        known = {one.lower(): one for one in self.view.sorts()}
+        if title.lower() in known:
+            self._on_view(lambda view: view.sort_by(known[title.lower()]))
+        else:
+            self.notify(f"it is sorted by one of {', '.join(known) or 'nothing'}", severity="error")
+
+    def _set_theme(self, name: str) -> None:
+        if name in LOOKS:
+            self.theme = name
+        else:
+            self.notify(f"themes are {', '.join(LOOKS)}", severity="error")
+
+    def act(self, action: Action) -> None:
+        """Do it to the rows that are picked, after a question if it has one."""
+        keys = self.view.picked()
+        if self.readonly:
+            why = (
+                "this is a recording" if not self.source.live else "it was started with --readonly"
+            )
+            self.notify(f"{action.name}: {why}", severity="warning")
+        elif not keys:
+            self.notify(f"{action.name}: there is no row for it", severity="warning")
+        elif action.question is None:
+            self.run_worker(self._carry_out(action, keys))
+        else:
+            some = ", ".join(keys[:FEW]) + (f" and {len(keys) - FEW} more" * (len(keys) > FEW))
+            self.push_screen(
+                Question(action.question.replace("{}", some)), partial(self._answered, action, keys)
+            )
+
+    def _answered(self, action: Action, keys: list[str], yes: bool | None) -> None:
+        if yes:
+            self.run_worker(self._carry_out(action, keys))
+
+    async def _carry_out(self, action: Action, keys: list[str]) -> None:
+        for key in keys:
+            try:
+                done = await action.do(self.source, key)
+            except Refused as refusal:
+                self.notify(f"{key}: {refusal}", severity="error")
+            else:
+                self.notify(done)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """The commands that need nothing more."""
+        yield from (
+            SystemCommand(name, command.help, partial(command.run, ""))
+            for name, command in self.commands().items()
+            if not list(command.words()) and name != "filter"
+        )
+        for name in LOOKS:
+            yield SystemCommand(
+                f"theme {name}", "choose the colours", partial(self._set_theme, name)
+            )
+
+    def on_command_palette_closed(self, message: CommandPalette.Closed) -> None:
+        self.view.focus()

@@ -1,0 +1,129 @@
+"""The lines above and below a view: how the daemon is, which view this is, what keys do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.cells import cell_len
+from textual import events
+from textual.message import Message
+
+from tui.amounts import duration
+from tui.canvas import Canvas, Line, plain
+from tui.messages import Source
+from tui.view import Sight, View
+
+SHORT = 4
+
+
+def spread(left: Line, right: Line, width: int) -> Line:
+    """Both on one line; the left one is cut where there is no room."""
+    room = width - sum(cell_len(text) for text, _ in right)
+    line: Line = []
+    for text, style in left:
+        text = text[: max(0, room)]
+        line.append((text, style))
+        room -= cell_len(text)
+    return [*line, (" " * max(0, room), ""), *right]
+
+
+class Header(Canvas):
+    """The appliance in a line; in words, why there is nothing to see, if that is so."""
+
+    def show(self, sight: Sight, source: Source, clock: float, *, readonly: bool) -> None:
+        state, look = sight.state, sight.look
+        mode = "" if source.live else "replay "
+        mode += "read-only " if readonly and source.live else ""
+        at = datetime.fromtimestamp(sight.now).strftime("%H:%M:%S") if state.tree else ""
+        right: Line = [(f" {mode}", look.warn), (f"{at} ", look.dim)]
+        if state.lost is not None:
+            wait = max(0.0, state.retry_at - clock)
+            again = f"again in {wait:.0f} s" if wait > 0.5 else "trying again"
+            what = "LOST" if state.tree else "NOT CONNECTED"
+            left: Line = [(f" {what}: {state.lost}, {again} · {source.name} ", f"bold {look.bad}")]
+            self.paint([spread(left, right, self.size.width)])
+            return
+        tree = state.tree
+        ready = tree.get("readiness", {})
+        told = (
+            ("ready", look.good)
+            if ready.get("ok")
+            else ("NOT READY: " + "; ".join(ready.get("reasons", ())), f"bold {look.bad}")
+        )
+        instances, requests = state.rows("instances"), state.rows("requests")
+        up = sum(row.get("state") == "up" for row in instances.values())
+        running = sum(row["phase"] in ("running", "prefilling") for row in requests.values())
+        age = duration(max(0.0, sight.now - tree.get("started_unix_seconds", sight.now)))
+        left = [
+            (f" appliance {tree.get('version', '')} ", look.strong),
+            told,
+            (f" · {up}/{len(instances)} up", "" if up == len(instances) else look.bad),
+            (f" · {len(state.rows('models'))} models", ""),
+            (f" · {len(requests)} requests, {running} running", ""),
+            (f" · {age} · {source.name} ", look.dim),
+        ]
+        self.paint([spread(left, right, self.size.width)])
+
+
+class Tabs(Canvas):
+    """The views by their digits, the current one with its status."""
+
+    class Chosen(Message):
+        """A view was clicked."""
+
+        def __init__(self, view: str) -> None:
+            super().__init__()
+            self.view = view
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: list[tuple[int, str]] = []
+
+    def show(self, sight: Sight, views: Sequence[View], current: View) -> None:
+        width = self.size.width
+        line = self._titles(sight, views, current, short=False)
+        if cell_len(plain(line)) > width:
+            line = self._titles(sight, views, current, short=True)
+        self._ends, end = [], 0
+        for view, (text, _) in zip(views, line, strict=True):
+            end += cell_len(text)
+            self._ends.append((end, view.names[0]))
+        self.paint([line])
+
+    def _titles(self, sight: Sight, views: Sequence[View], current: View, *, short: bool) -> Line:
+        line: Line = []
+        for place, view in enumerate(views, start=1):
+            digit = f"{place % 10} " if place <= 10 else ""
+            if view is current:
+                status = view.status()
+                told = f" ({status})" if status else ""
+                line.append((f" {digit}{view.title}{told} ", "bold reverse"))
+            else:
+                title = view.title[:SHORT] if short else view.title
+                line.append((f" {digit}{title} ", sight.look.dim))
+        return line
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        for end, name in self._ends:
+            if event.x < end:
+                self.post_message(self.Chosen(name))
+                return
+
+
+class Hints(Canvas):
+    """The keys that matter most here."""
+
+    def show(self, sight: Sight, view: View, *, readonly: bool) -> None:
+        keys = [("?", "help"), (":", "command")]
+        if view.sorts():
+            keys += [("/", "filter"), ("s", "sort"), ("Enter", "detail")]
+        keys += [(key, text) for key, text in view.help]
+        if not readonly:
+            keys += [(action.key, action.name) for action in view.actions]
+        keys.append(("q", "quit"))
+        line: Line = []
+        for key, text in keys:
+            line += [(f" {key}", f"bold {sight.look.accent}"), (f" {text} ", sight.look.dim)]
+        self.paint([line])

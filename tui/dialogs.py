@@ -1,0 +1,107 @@
+"""What lies over a view: a page to read, and a question to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from tui.canvas import Canvas, Line
+from tui.view import Sight
+
+
+class Page(ModalScreen[None]):
+    """Lines to read, kept up to date; scrolled by keys and mouse, left by Escape, `q` or Enter."""
+
+    CSS = """
+    Page { align: center middle; }
+    Page > Vertical {
+        width: 90%; height: 90%; max-width: 110;
+        border: round $primary; background: $surface; padding: 0 1;
+    }
+    """
+
+    def __init__(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+        """`lines` are asked for whenever a view would be shown; None for what is gone, of which the
+        last lines stay."""
+        super().__init__()
+        self._title = title
+        self._produce = lines
+        self._lines: list[Line] = []
+        self._canvas = Canvas()
+        self._top = 0
+
+    def compose(self) -> ComposeResult:
+        box = Vertical(self._canvas)
+        box.border_title = self._title
+        box.border_subtitle = "Esc"
+        yield box
+
+    def show(self, sight: Sight) -> None:
+        lines = self._produce(sight)
+        if lines is not None:
+            self._lines = lines
+        elif self._lines and self._lines[0] != (gone := [("it is gone", sight.look.bad)]):
+            self._lines = [gone, *self._lines]
+        self._paint()
+
+    def _paint(self) -> None:
+        height = max(1, self._canvas.size.height)
+        self._top = max(0, min(self._top, len(self._lines) - height))
+        self._canvas.paint(self._lines[self._top : self._top + height])
+
+    def on_key(self, event: events.Key) -> None:
+        page = max(1, self._canvas.size.height - 1)
+        moves = {
+            "up": -1, "k": -1, "down": 1, "j": 1, "pageup": -page, "pagedown": page, "space": page,
+            "home": -len(self._lines), "end": len(self._lines),
+        }  # fmt: skip
+        if event.key in ("escape", "q", "enter"):
+            self.dismiss()
+        elif event.key in moves:
+            self._top += moves[event.key]
+            self._paint()
+        event.stop()
+
+    def on_mouse_scroll_down(self) -> None:
+        self._top += 3
+        self._paint()
+
+    def on_mouse_scroll_up(self) -> None:
+        self._top -= 3
+        self._paint()
+
+    def on_resize(self) -> None:
+        self._paint()
+
+
+class Question(ModalScreen[bool]):
+    """Yes or no; whatever is not a yes is a no."""
+
+    CSS = """
+    Question { align: center middle; }
+    Question > Static {
+        width: auto; max-width: 70; height: auto;
+        border: round $warning; background: $surface; padding: 1 2;
+    }
+    """
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        box = Static(f"{self._question}\n\ny  yes      n  no", markup=False)
+        box.border_title = "Sure?"
+        yield box
+
+    def on_key(self, event: events.Key) -> None:
+        event.stop()
+        if event.key in ("y", "Y"):
+            self.dismiss(True)
+        elif event.key in ("n", "N", "escape", "q", "enter"):
+            self.dismiss(False)

@@ -1,0 +1,43 @@
+"""Starts the dashboard on a daemon or on a recording, in this terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tui.app import Dashboard
+from tui.connection import Connection
+from tui.recording import Recorder, Replay
+
+
+def run(
+    url: str,
+    *,
+    key: str | None = None,
+    readonly: bool = False,
+    record: Path | None = None,
+    replay: Path | None = None,
+    theme: str = "dark",
+) -> None:
+    """Returns when it is left. Raises `NoRecording` if `replay` is none, `OSError` if `record`
+    cannot be made, or is there already."""
+    asyncio.run(_run(url, key, readonly, record, replay, theme))
+
+
+async def _run(
+    url: str,
+    key: str | None,
+    readonly: bool,
+    record: Path | None,
+    replay: Path | None,
+    theme: str,
+) -> None:
+    source = Connection(url, key) if replay is None else Replay(replay)
+    recorder = None if record is None else Recorder(record)
+    try:
+        await Dashboard(source, readonly=readonly, recorder=recorder, theme=theme).run_async()
+    finally:
+        if recorder is not None:
+            recorder.close()
+        if isinstance(source, Connection):
+            await source.close()

@@ -1,0 +1,291 @@
+"""A view that is a table: sorted, filtered, with a cursor and marks. Paints what is seen of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+from textual import events
+from textual.app import ComposeResult
+
+from tui.canvas import Canvas, Line
+from tui.messages import Document
+from tui.view import Sight, View
+
+GAP = 2
+
+
+class Column(NamedTuple):
+    """`value` of a row is what it is sorted by, and what is saved; `text` is how it is shown."""
+
+    title: str
+    value: Callable[[str, Document, Sight], Any]
+    text: Callable[[Any], str] = lambda value: "" if value is None else str(value)
+    style: Callable[[Any, Sight], str] = lambda value, sight: ""
+    right: bool = False
+
+
+def member(name: str) -> Callable[[str, Document, Sight], Any]:
+    """A member of the row."""
+    return lambda key, row, sight: row.get(name)
+
+
+class TableView(View):
+    """Rows of the state, by key. Columns that do not fit are left out, the last ones first."""
+
+    columns: ClassVar[tuple[Column, ...]]
+    first_sort: ClassVar[tuple[str, bool] | None] = None
+    """Title of the column that it is sorted by at first, and whether downwards; None for the order
+    of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._canvas = Canvas()
+        self._sight: Sight | None = None
+        self._shown: list[tuple[str, Document]] = []
+        """All rows that pass the filter, sorted."""
+        self._all = 0
+        self._cursor: str | None = None
+        self._place = 0
+        """Of the cursor among those shown."""
+        self._top = 0
+        self._marks: set[str] = set()
+        self._filter = ""
+        self._widths: dict[str, int] = {}
+        self._sort: str | None = None
+        self._down = False
+        if self.first_sort is not None:
+            self._sort, self._down = self.first_sort
+
+    def rows(self, sight: Sight) -> dict[str, Document]:
+        """What there is, by key."""
+        raise NotImplementedError
+
+    def compose(self) -> ComposeResult:
+        yield self._canvas
+
+    # --- what is on the screen -------------------------------------------------------------------
+
+    def show(self, sight: Sight) -> None:
+        self._sight = sight
+        rows = self.rows(sight)
+        self._all = len(rows)
+        self._marks &= rows.keys()
+        shown = [(key, row) for key, row in rows.items() if self._passes(key, row, sight)]
+        column = next((one for one in self.columns if one.title == self._sort), None)
+        if column is not None:
+            shown.sort(
+                key=lambda one: _order(column.value(one[0], one[1], sight)), reverse=self._down
+            )
+        self._shown = shown
+        self._find_cursor()
+        self._paint()
+
+    def _passes(self, key: str, row: Document, sight: Sight) -> bool:
+        if not self._filter:
+            return True
+        text = " ".join([column.text(column.value(key, row, sight)) for column in self.columns])
+        inverse = self._filter.startswith("!")
+        try:
+            found = re.search(self._filter.removeprefix("!"), text, re.IGNORECASE)
+        except re.error:  # it is still being typed
+            return True
+        return (found is None) == inverse
+
+    def _find_cursor(self) -> None:
+        """On the row it was on; where that was, if it is gone."""
+        places = {key: place for place, (key, _) in enumerate(self._shown)}
+        place = places.get(self._cursor or "", self._place)
+        self._place = max(0, min(place, len(self._shown) - 1))
+        self._cursor = self._shown[self._place][0] if self._shown else None
+        height = max(1, self._canvas.size.height - 1)
+        self._top = min(self._top, max(0, len(self._shown) - height))
+        self._top = max(min(self._top, self._place), self._place - height + 1)
+
+    def _paint(self) -> None:
+        sight = self._sight
+        if sight is None:
+            return
+        width, height = self._canvas.size
+        visible = self._shown[self._top : self._top + max(0, height - 1)]
+        cells = [
+            [
+                (column.text(value), column.style(value, sight))
+                for column in self.columns
+                for value in (column.value(key, row, sight),)
+            ]
+            for key, row in visible
+        ]
+        for place, column in enumerate(self.columns):
+            widest = max([cell_len(row[place][0]) for row in cells], default=0)
+            title = cell_len(column.title) + (column.title == self._sort)
+            before = self._widths.get(column.title, 0)
+            self._widths[column.title] = max(before, widest, title)
+        count = self._fitting(width)
+        lines = [self._titles(count, sight)]
+        for (key, _), row in zip(visible, cells, strict=True):
+            line = self._cells(row[:count], width)
+            mark = "*" if key in self._marks else " "
+            if key == self._cursor:
+                text = mark + "".join([piece for piece, _ in line])
+                lines.append([(set_cell_size(text, width), sight.look.cursor)])
+            else:
+                lines.append([(mark, sight.look.warn), *line])
+        self._canvas.paint(lines)
+
+    def _fitting(self, width: int) -> int:
+        """How many columns have room; one at least."""
+        used = 1
+        for place, column in enumerate(self.columns):
+            used += self._widths[column.title] + (GAP if place else 0)
+            if used > width and place:
+                return place
+        return len(self.columns)
+
+    def _titles(self, count: int, sight: Sight) -> Line:
+        line: Line = [(" ", "")]
+        for place, column in enumerate(self.columns[:count]):
+            arrow = ("▼" if self._down else "▲") if column.title == self._sort else ""
+            text = _fit(column.title + arrow, self._widths[column.title], column.right)
+            line.append((" " * (GAP if place else 0) + text, f"bold {sight.look.accent}"))
+        return line
+
+    def _cells(self, row: list[tuple[str, str]], width: int) -> Line:
+        line: Line = []
+        for place, (column, (text, style)) in enumerate(zip(self.columns, row, strict=False)):
+            if place:
+                line.append((" " * GAP, ""))
+            line.append((_fit(text, min(width, self._widths[column.title]), column.right), style))
+        return line
+
+    # --- what keys do ----------------------------------------------------------------------------
+
+    def status(self) -> str:
+        words = [f"{len(self._shown)} of {self._all}" if self._filter else str(self._all)]
+        if self._marks:
+            words.append(f"{len(self._marks)} marked")
+        if self._filter:
+            words.append(f"/{self._filter}")
+        return ", ".join(words)
+
+    def current(self) -> tuple[str, Document] | None:
+        return self._shown[self._place] if self._shown else None
+
+    def picked(self) -> list[str]:
+        marked = [key for key, _ in self._shown if key in self._marks]
+        return marked or super().picked()
+
+    def sorts(self) -> tuple[str, ...]:
+        return tuple(column.title for column in self.columns)
+
+    def sort_by(self, title: str | None) -> None:
+        titles = self.sorts()
+        if title is None:
+            place = titles.index(self._sort) + 1 if self._sort in titles else 0
+            self._sort, self._down = titles[place % len(titles)], False
+        elif title == self._sort:
+            self._down = not self._down
+        else:
+            self._sort, self._down = title, False
+        self._again()
+
+    def reverse(self) -> None:
+        """Sorted the other way round."""
+        self._down = not self._down
+        self._again()
+
+    def filter_by(self, text: str) -> None:
+        self._filter = text
+        self._again()
+
+    def mark(self) -> None:
+        if self._cursor is not None:
+            self._marks ^= {self._cursor}
+            self._move(1)
+
+    def table(self) -> list[list[str]]:
+        if self._sight is None:
+            return []
+        sight = self._sight
+        return [
+            [column.title for column in self.columns],
+            *(
+                [_saved(column.value(key, row, sight)) for column in self.columns]
+                for key, row in self._shown
+            ),
+        ]
+
+    def _again(self) -> None:
+        if self._sight is not None:
+            self.show(self._sight)
+
+    def _move(self, by: int) -> None:
+        self._place = max(0, min(self._place + by, len(self._shown) - 1))
+        self._cursor = self._shown[self._place][0] if self._shown else None
+        self._find_cursor()
+        self._paint()
+
+    def on_key(self, event: events.Key) -> None:
+        page = max(1, self._canvas.size.height - 2)
+        moves = {
+            "up": -1, "k": -1, "down": 1, "j": 1, "pageup": -page, "pagedown": page,
+            "home": -len(self._shown), "g": -len(self._shown),
+            "end": len(self._shown), "G": len(self._shown),
+        }  # fmt: skip
+        if (by := moves.get(event.character or "", moves.get(event.key))) is not None:
+            event.stop()
+            self._move(by)
+        elif event.character == "S":
+            event.stop()
+            self.reverse()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self._move(3)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self._move(-3)
+
+    def on_click(self, event: events.Click) -> None:
+        """A title sorts, a row gets the cursor; twice, it is opened (by who is above)."""
+        if event.y > 0:
+            if self._top + event.y - 1 < len(self._shown):
+                self._move(self._top + event.y - 1 - self._place)
+            return
+        used = 1
+        for column in self.columns[: self._fitting(self._canvas.size.width)]:
+            used += self._widths[column.title] + GAP
+            if event.x < used:
+                self.sort_by(column.title)
+                return
+
+    def on_resize(self) -> None:
+        self._widths.clear()
+        self._again()
+
+
+def _fit(text: str, width: int, right: bool) -> str:
+    missing = width - cell_len(text)
+    if missing < 0:
+        return set_cell_size(text, max(0, width - 1)) + "…"
+    return " " * missing + text if right else text + " " * missing
+
+
+def _order(value: Any) -> tuple[int, Any]:
+    """Nothing before numbers before texts."""
+    if value is None or value == "":
+        return 0, 0
+    if isinstance(value, (int, float)):
+        return 1, value
+    if isinstance(value, (list, tuple)):
+        return 1, sum(value)
+    return 2, str(value)
+
+
+def _saved(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(str(one) for one in value)
+    return "" if value is None else str(value)

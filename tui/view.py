@@ -1,0 +1,135 @@
+"""What a page of the dashboard is: it is shown the state, and says what keys act upon."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import ClassVar, NamedTuple
+
+import msgspec
+from textual.widget import Widget
+
+from tui.canvas import Line
+from tui.look import Look
+from tui.messages import Document, Source
+from tui.state import State
+
+
+class Sight(NamedTuple):
+    """What a view is shown: the state, the daemon's time (Unix seconds), and the colours."""
+
+    state: State
+    now: float
+    look: Look
+
+
+class Action(NamedTuple):
+    """Something that can be done to rows: by its key, as a command, in the palette.
+
+    `do` is called for each marked row, or the one under the cursor, with the source and the row's
+    key; it returns what was done, in words, or raises `Refused`. With a `question` that is asked
+    first; ``{}`` in it are the rows.
+    """
+
+    key: str
+    name: str
+    help: str
+    do: Callable[[Source, str], Awaitable[str]]
+    question: str | None = None
+
+
+class View(Widget):
+    """A page. To add one: a file in `tui/views` with a subclass, and its place in `VIEWS` there.
+
+    Only the view on the screen is shown anything, four times a second at most, and only when
+    something was heard or a second has passed.
+    """
+
+    title: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    """Of the commands that go there, the long one first."""
+    help: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Keys of its own, and what they do."""
+    actions: ClassVar[tuple[Action, ...]] = ()
+
+    can_focus = True
+
+    def show(self, sight: Sight) -> None:
+        """Bring what is on the screen in line with the state."""
+        raise NotImplementedError
+
+    def status(self) -> str:
+        """A few words beside the title: how many rows, by what they are filtered."""
+        return ""
+
+    def current(self) -> tuple[str, Document] | None:
+        """The row under the cursor, if there is one."""
+        return None
+
+    def picked(self) -> list[str]:
+        """Keys of the rows that an action is for: the marked ones, or the one under the cursor."""
+        row = self.current()
+        return [] if row is None else [row[0]]
+
+    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+        """A row in words, as it is now; None for one that is gone."""
+        return None
+
+    def path(self, key: str) -> str | None:
+        """Where the daemon tells all it knows of a row."""
+        return None
+
+    # What the keys that all views share do, for those that have it.
+
+    def sorts(self) -> tuple[str, ...]:
+        """What it can be sorted by."""
+        return ()
+
+    def sort_by(self, title: str | None) -> None:
+        """By one of `sorts`, or the next one; the same one again is reversed."""
+
+    def filter_by(self, text: str) -> None:
+        """Show rows that have this, a regular expression; with `!` before it, the others."""
+
+    def mark(self) -> None:
+        """Mark the row under the cursor, or take its mark away."""
+
+    def table(self) -> list[list[str]]:
+        """All that is to be saved: titles, then rows."""
+        return []
+
+
+def told(document: object, look: Look, indent: int = 0) -> list[Line]:
+    """A JSON document in lines for people: names beside values, what is nested below."""
+    pad = "  " * indent
+    if not isinstance(document, dict):
+        return [[(f"{pad}{_word(document)}", "")]]
+    lines: list[Line] = []
+    width = max((len(str(key)) for key in document), default=0)
+    for key, value in document.items():
+        name = str(key).replace("_", " ")
+        if isinstance(value, dict) and value:
+            lines.append([(f"{pad}{name}", look.accent)])
+            lines.extend(told(value, look, indent + 1))
+        elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+            lines.append([(f"{pad}{name}", look.accent)])
+            for one in value:
+                lines.extend([*told(one, look, indent + 1), []])
+        else:
+            lines.append([(f"{pad}{name:{width}}  ", look.accent), (_word(value), "")])
+    return lines
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(_word(one) for one in value) or "none"
+    return "-" if value is None or value == {} else str(value)
+
+
+def raw(document: object) -> list[Line]:
+    """A JSON document as it is."""
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    return [[(line, "")] for line in text.splitlines()]

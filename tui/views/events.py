@@ -1,0 +1,53 @@
+"""Events: what happened, the newest first."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from tui.canvas import Line
+from tui.messages import Document
+from tui.table import Column, TableView
+from tui.view import Sight, told
+
+BAD = ("instance_lost", "model_failed", "request_rejected", "missed")
+GOOD = ("instance_up", "model_added", "config_reloaded", "policies_chosen")
+
+
+def _time(value: float) -> str:
+    return datetime.fromtimestamp(value).strftime("%H:%M:%S")
+
+
+def _kind_style(kind: str, sight: Sight) -> str:
+    look = sight.look
+    return look.bad if kind in BAD else look.good if kind in GOOD else look.accent
+
+
+def _facts(key: str, row: Document, sight: Sight) -> str:
+    facts: dict[str, Any] = row["facts"]
+    return " ".join(f"{name}={_fact(value)}" for name, value in facts.items())
+
+
+def _fact(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+class Events(TableView):
+    """As `appliance logs` prints them; those that were not heard are said to be missing."""
+
+    title = "Events"
+    names = ("events", "logs", "e")
+    columns = (
+        Column("TIME", lambda key, row, sight: row["unix_seconds"], _time,
+               lambda value, sight: sight.look.dim),
+        Column("EVENT", lambda key, row, sight: row["kind"], style=_kind_style),
+        Column("FACTS", _facts),
+    )  # fmt: skip
+
+    def rows(self, sight: Sight) -> dict[str, Document]:
+        newest_first = reversed(sight.state.notices)
+        return {str(row.get("number", f"-{row['unix_seconds']}")): row for row in newest_first}
+
+    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+        row = self.rows(sight).get(key)
+        return None if row is None else told(row, sight.look)

@@ -1,0 +1,237 @@
+"""Overview: what every instance runs and what its memory holds; promises kept; who waits."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.app import ComposeResult
+
+from tui.amounts import divide, duration, rate, share, size, sparkline
+from tui.canvas import Canvas, Line
+from tui.messages import Document
+from tui.view import Sight, View, told
+from tui.views.models import attainment_style, tokens_per_second
+
+RATE_SECONDS = 10.0
+SPARK_SECONDS = 2.0
+SPARK_BUCKETS = 30
+LABEL = 9
+KINDS = ("weights", "KV", "prefetched", "graphs", "free")
+GLYPHS = {"weights": "█", "KV": "▓", "prefetched": "▒", "graphs": "▚", "free": "·"}
+"""Different without colours, too."""
+
+
+def memory(row: Document) -> dict[str, int]:
+    """Bytes of an instance's device by `KINDS`."""
+    sizes = dict.fromkeys(KINDS, 0)
+    prefetched = set(row.get("prefetched", ()))
+    for owner, nbytes in row.get("pool_bytes", {}).items():
+        kind, _, model = owner.partition(":")
+        if kind == "weights":
+            sizes["prefetched" if model in prefetched else "weights"] += nbytes
+        elif kind == "kv":
+            sizes["KV"] += nbytes
+        else:
+            sizes["free"] += nbytes
+    sizes["graphs"] = row.get("runtime_bytes", 0)
+    return sizes
+
+
+def bar(sizes: dict[str, int], width: int, sight: Sight) -> Line:
+    """The memory of an instance as one bar."""
+    look = sight.look
+    styles = dict(zip(KINDS, (look.weights, look.kv, look.prefetched, look.graphs, look.dim),
+                      strict=True))  # fmt: skip
+    cells = divide(width, sizes.values())
+    return [
+        (GLYPHS[kind] * count, styles[kind])
+        for kind, count in zip(KINDS, cells, strict=True)
+        if count
+    ]
+
+
+class Overview(View):
+    """What an admin looks at first. The cursor is on an instance."""
+
+    title = "Overview"
+    names = ("overview", "o", "instances", "i")
+    help = (("↑ ↓", "instance"),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._canvas = Canvas()
+        self._sight: Sight | None = None
+        self._place = 0
+        self._top = 0
+
+    def compose(self) -> ComposeResult:
+        yield self._canvas
+
+    def show(self, sight: Sight) -> None:
+        self._sight = sight
+        width, height = self._canvas.size
+        lines = self._promises(sight, width)
+        shown = self._all(sight)
+        self._place = max(0, min(self._place, len(shown) - 1))
+        blocks = [self._instance(key, row, sight, width) for key, row in shown]
+        room = max(1, height - len(lines))
+        each = len(blocks[0]) if blocks else 1
+        fit = max(1, room // each)
+        self._top = max(min(self._top, self._place, max(0, len(blocks) - fit)),
+                        self._place - fit + 1)  # fmt: skip
+        for block in blocks[self._top : self._top + fit]:
+            lines.extend(block)
+        if (more := len(blocks) - self._top - fit) > 0 and len(lines) < height:
+            lines.append([(f"{more} more below", sight.look.dim)])
+        self._canvas.paint(lines)
+
+    # --- the appliance ---------------------------------------------------------------------------
+
+    def _promises(self, sight: Sight, width: int) -> list[Line]:
+        """Attainment of all models, tokens, and the queue."""
+        state, look = sight.state, sight.look
+        models = state.rows("models")
+        speeds = {key: tokens_per_second(key, row, sight) for key, row in models.items()}
+        attained = _attainment(models, speeds)
+        requests = state.rows("requests").values()
+        waiting = [row for row in requests if row["phase"] in ("waiting", "unplaced", "queued")]
+        oldest = max((sight.now - row["arrived_unix_seconds"] for row in waiting), default=0.0)
+        first: Line = [
+            ("SLO ", look.dim),
+            (share(attained) or "no tokens", attainment_style(attained, sight)),
+            (" of the last minute", look.dim),
+            (f"   {rate(sum(speeds.values()))}", look.strong),
+            (" tokens/s", look.dim),
+            (f"   {len(waiting)}", look.strong if waiting else ""),
+            (" wait", look.dim),
+        ]
+        if waiting:
+            first.append((f", the oldest {duration(oldest)}", look.warn if oldest > 10 else ""))
+        legend: Line = [("memory ", look.dim)]
+        styles = (look.weights, look.kv, look.prefetched, look.graphs, look.dim)
+        for kind, style in zip(KINDS, styles, strict=True):
+            legend += [(GLYPHS[kind] * 2, style), (f" {kind}  ", "")]
+        host = state.tree.get("host_bytes", {})
+        if host:
+            weights = sum(n for owner, n in host.items() if owner.startswith("weights:"))
+            whole = sum(host.values())
+            cells = divide(max(10, width // 3), (weights, host.get("kv", 0), host.get("free", 0)))
+            hosted: Line = [
+                (f"{'host':{LABEL}}", look.dim),
+                (GLYPHS["weights"] * cells[0], look.weights),
+                (GLYPHS["KV"] * cells[1], look.kv),
+                (GLYPHS["free"] * cells[2], look.dim),
+                (f"  {size(whole - host.get('free', 0))} of {size(whole)}: ", ""),
+                (f"{size(weights)} weights, {size(host.get('kv', 0))} KV", look.dim),
+            ]
+            return [first, legend, hosted, []]
+        return [first, legend, []]
+
+    # --- an instance -----------------------------------------------------------------------------
+
+    def _all(self, sight: Sight) -> list[tuple[str, Document]]:
+        return list(sight.state.rows("instances").items())
+
+    def _instance(self, key: str, row: Document, sight: Sight, width: int) -> list[Line]:
+        look, state = sight.look, sight.state
+        here = self._all(sight)[self._place][0] == key
+        name = f" {key} {row.get('role', '')}"
+        up = row.get("state") == "up"
+        model = row.get("model")
+        busy = state.counter("instances", key, "computing_seconds")
+        switches = state.counter("instances", key, "switches").rate(sight.now, RATE_SECONDS)
+        moved = state.counter("instances", key, "moved_bytes").rate(sight.now, RATE_SECONDS)
+        head: Line = [
+            (f"{name:{LABEL}}", look.cursor if here else look.strong),
+            (f" {row.get('state', '')} ", look.good if up else f"bold {look.bad}"),
+            (f"{model or 'idle'}", look.model(state.numbers.get(model, 0)) if model else look.dim),
+            (f"   {share(min(1.0, busy.rate(sight.now, RATE_SECONDS)))} busy", ""),
+            (f"   {rate(switches)} switches/s", ""),
+            (f"   {size(moved)}/s moved", ""),
+        ]
+        for gpu in row.get("gpus", ()):
+            head.append((f"   {_sensors(gpu)}", look.dim))
+        sizes = memory(row)
+        whole = sum(sizes.values())
+        used = f"  {size(whole - sizes['free'])} of {size(whole)}"
+        pool = max(10, width - LABEL - 18)
+        memory_line: Line = [(" " * LABEL, ""), *bar(sizes, pool, sight), (used, "")]
+        buckets = min(SPARK_BUCKETS, max(0, width - LABEL - 40))
+        counts = busy.increases(sight.now, buckets, SPARK_SECONDS)
+        history: Line = [
+            (" " * LABEL, ""),
+            (sparkline(counts), look.accent),
+            ("  ", ""),
+            *_residents(row, sight),
+        ]
+        return [head, memory_line, history, []]
+
+    # --- keys ------------------------------------------------------------------------------------
+
+    def current(self) -> tuple[str, Document] | None:
+        shown = [] if self._sight is None else self._all(self._sight)
+        return shown[self._place] if shown else None
+
+    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+        row = sight.state.rows("instances").get(key)
+        return None if row is None else told(row, sight.look)
+
+    def table(self) -> list[list[str]]:
+        """A row for each instance."""
+        if self._sight is None:
+            return []
+        titles = ["instance", "role", "state", "model", *KINDS]
+        return [
+            titles,
+            *(
+                [key, *(str(row.get(name, "")) for name in titles[1:4]),
+                 *(str(nbytes) for nbytes in memory(row).values())]
+                for key, row in self._all(self._sight)
+            ),
+        ]  # fmt: skip
+
+    def on_key(self, event: events.Key) -> None:
+        by = {"up": -1, "k": -1, "down": 1, "j": 1}.get(event.key)
+        if by is not None and self._sight is not None:
+            event.stop()
+            self._place += by
+            self.show(self._sight)
+
+    def on_resize(self) -> None:
+        if self._sight is not None:
+            self.show(self._sight)
+
+
+def _attainment(models: dict[str, Document], speeds: dict[str, float]) -> float | None:
+    """Of all models, each as much as it delivers; None if nothing was delivered."""
+    known = [
+        (row["lately"]["attainment"], speeds[key])
+        for key, row in models.items()
+        if "attainment" in row.get("lately", {})
+    ]
+    weight = sum(speed for _, speed in known)
+    if not known:
+        return None
+    if not weight:
+        return sum(part for part, _ in known) / len(known)
+    return sum(part * speed for part, speed in known) / weight
+
+
+def _sensors(gpu: Document) -> str:
+    told = [f"GPU {gpu['gpu']}"]
+    for name, unit in (("celsius", "°C"), ("power_watts", " W")):
+        if name in gpu:
+            told.append(f"{gpu[name]:.0f}{unit}")
+    return " ".join(told)
+
+
+def _residents(row: Document, sight: Sight) -> Line:
+    """The models that hold memory, the largest first."""
+    sizes: dict[str, int] = {}
+    for owner, nbytes in row.get("pool_bytes", {}).items():
+        if (model := owner.partition(":")[2]) and nbytes:
+            sizes[model] = sizes.get(model, 0) + nbytes
+    largest = sorted(sizes.items(), key=lambda one: -one[1])
+    return [
+        (f"{model} {size(nbytes)}  ", sight.look.model(sight.state.numbers.get(model, 0)))
+        for model, nbytes in largest
+    ]

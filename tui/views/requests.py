@@ -1,0 +1,74 @@
+"""Requests: those that are live, where they are on their way, and what they wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+from tui.amounts import duration
+from tui.canvas import Line
+from tui.messages import Document, Source
+from tui.table import Column, TableView, member
+from tui.view import Action, Sight, told
+
+
+def _age(key: str, row: Document, sight: Sight) -> float:
+    return max(0.0, sight.now - float(row["arrived_unix_seconds"]))
+
+
+def _reason(key: str, row: Document, sight: Sight) -> str | None:
+    reason = row.get("reason")
+    if reason is None:
+        return None
+    behind = f" {reason['behind']}" if "behind" in reason else ""
+    return str(reason["code"]).replace("_", " ") + behind
+
+
+def _phase_style(phase: Any, sight: Sight) -> str:
+    look = sight.look
+    return {"running": look.good, "prefilling": look.accent, "ready": look.warn}.get(
+        phase, look.dim
+    )
+
+
+def _model_style(model: Any, sight: Sight) -> str:
+    return sight.look.model(sight.state.numbers.get(model, 0))
+
+
+async def _cancel(source: Source, key: str) -> str:
+    done = await source.ask("DELETE", f"/api/requests/{quote(key, safe='')}")
+    return f"cancelled {key} after {done['cancelled']['output_tokens']} tokens"
+
+
+class Requests(TableView):
+    """The oldest first, unless they are sorted."""
+
+    title = "Requests"
+    names = ("requests", "r")
+    columns = (
+        Column("MODEL", member("model"), style=_model_style),
+        Column("PHASE", member("phase"), style=_phase_style),
+        Column("AGE", _age, duration, right=True),
+        Column("TOKENS", member("output_tokens"), right=True),
+        Column("AT", member("instance"), right=True),
+        Column("WAITS FOR", _reason, style=lambda value, sight: sight.look.warn),
+        Column("ID", lambda key, row, sight: key),
+        Column("CLASS", member("request_class")),
+        Column("PROMPT", member("prompt_tokens"), right=True),
+        Column("MOST", member("max_tokens"), right=True),
+        Column("KV", member("kv")),
+    )
+    actions = (Action("K", "cancel", "cancel requests", _cancel, "Cancel {}? Clients are told."),)
+
+    def rows(self, sight: Sight) -> dict[str, Document]:
+        return sight.state.rows("requests")
+
+    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+        row = self.rows(sight).get(key)
+        if row is None:
+            return None
+        shown = {name: value for name, value in row.items() if name != "arrived_unix_seconds"}
+        return told({**shown, "age": duration(_age(key, row, sight))}, sight.look)
+
+    def path(self, key: str) -> str | None:
+        return f"/api/requests/{quote(key, safe='')}"
