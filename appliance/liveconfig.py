@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import tomllib
@@ -23,7 +22,7 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from appliance import logs
+from appliance import deletions, logs
 from appliance.api.service import ModelActivity, ModelExists
 from appliance.api.settings import (
     DEFAULT_CONTEXT_TOKENS,
@@ -186,8 +185,13 @@ class LiveConfig:
             if folder is not None and any(_has(model, folder) for model in [*others, *read]):
                 folder = None
             if folder is not None:
-                _check_deletable(folder)
-            await self._write(_text(rows))
+                await asyncio.to_thread(deletions.intend, folder)
+            try:
+                await self._write(_text(rows))
+            except NotSaved:
+                if folder is not None:
+                    await asyncio.to_thread(deletions.take_back, folder)
+                raise
             gone = self._daemon.remove_model(name, force=force)
             self._running = msgspec.structs.replace(self._running, models=others)
             log.info("model %s is removed", name)
@@ -196,6 +200,13 @@ class LiveConfig:
                 self._deletions[name] = _Deletion(folder, task)
             live = 0 if force else activity.running + activity.waiting
             return Removal(model=name, live=live, files=folder is not None)
+
+    async def finish_deletions(self) -> None:
+        """Delete the files that an earlier daemon was to delete, and nobody has since."""
+        if folder := self._running.catalog.folder:
+            models = self._running.models
+            wanted = lambda left: any(_has(model, left.resolve()) for model in models)  # noqa: E731
+            await asyncio.to_thread(deletions.finish, Path(folder), wanted)
 
     def removal(self, name: ModelName) -> ModelActivity | None:
         deletion = self._deletions.get(name)
@@ -265,19 +276,20 @@ class LiveConfig:
     async def _delete(self, name: ModelName, folder: Path, gone: asyncio.Event) -> None:
         """Delete a model's files when nobody reads them any more, nor will."""
         await gone.wait()
-        leftover = folder.with_name(f".{folder.name}.gone")
         try:
             async with self._changing:
                 found = await self._read()
                 for model in (*self._running.models, *found.models):
                     if _has(model, folder):
                         raise OSError(f"{model.name} has it")  # by a file that was changed
-                await asyncio.to_thread(_set_aside, folder, leftover)
-            await asyncio.to_thread(shutil.rmtree, leftover)
+                await asyncio.to_thread(deletions.set_aside, folder)
+            await asyncio.to_thread(deletions.delete, folder)
         except FileNotFoundError:  # somebody else did
+            await asyncio.to_thread(deletions.take_back, folder)
             del self._deletions[name]
         except (OSError, ConfigError) as error:
             log.error("%s cannot be deleted: %s", folder, error)
+            await asyncio.to_thread(deletions.take_back, folder)
             self._deletions[name].failure = f"{folder} cannot be deleted: {error}"
         else:
             log.info("%s was deleted", folder)
@@ -561,20 +573,6 @@ async def _in_thread(act: Callable[[], T]) -> T:
 def _has(model: Model, folder: Path) -> bool:
     """Whether its files are in the folder."""
     return Path(model.path).resolve().is_relative_to(folder)
-
-
-def _check_deletable(folder: Path) -> None:
-    """Raises `NotSaved` for a folder that cannot be deleted, as far as can be told before."""
-    for path in (folder.parent, folder):
-        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
-            raise NotSaved(f"{folder} cannot be deleted: {path} cannot be written; keep the files")
-
-
-def _set_aside(folder: Path, leftover: Path) -> None:
-    """At once, so that nobody finds half of it."""
-    if leftover.exists():  # of a deletion that failed
-        shutil.rmtree(leftover)
-    folder.rename(leftover)
 
 
 def _replace(path: Path, text: str) -> None:

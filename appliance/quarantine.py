@@ -61,7 +61,7 @@ class Quarantine:
         """Take the instance out of service; without effect if it is. Raises `InstanceNotFound`."""
         if self._find(number).quarantine is not None:
             return
-        log.error("instance %d is quarantined: %s", number, reason)
+        log.warning("instance %d is quarantined: %s", number, reason)
         self._feed.tell(NoticeKind.INSTANCE_QUARANTINED, instance=number, reason=reason)
         self._tell(InstanceQuarantined(instance=number, reason=reason))
         self._keepers[number].hold()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import logging
 import os
@@ -71,6 +72,7 @@ async def _serve(config: Config, path: Path) -> int:
     if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
         os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
     settings = LiveConfig(daemon, config, path)
+    await settings.finish_deletions()
     server = make_server(daemon, config, settings)
     admin = make_admin_server(server, config)
     lifetime = Lifetime(
@@ -81,6 +83,10 @@ async def _serve(config: Config, path: Path) -> int:
         drain_seconds=float(config.api.drain_seconds),
     )
     daemon.on_failure = lifetime.fail
+    # All of this stays: a collection need not look at it again, for tens of milliseconds in which
+    # no request is heard and no token sent.
+    gc.collect()
+    gc.freeze()
     with reloading(settings, notifier):
         async with beside(admin):
             return await lifetime.run()

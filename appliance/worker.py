@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, singledispatchmethod
 from pathlib import Path
@@ -76,7 +76,8 @@ READ_BYTES = 1 << 16
 SWITCH_SECONDS = 0.0005
 GUIDE_THREADS = 4
 
-Send = Callable[[wire.Up], None]
+Send = Callable[[Sequence[wire.Up]], None]
+"""Tells the daemon several things at once. Called from any thread."""
 T = TypeVar("T")
 
 log = logging.getLogger("appliance.worker")
@@ -166,6 +167,10 @@ class Prompts:
 class Worker:
     """Carries out commands one after the other. `build` makes an engine, `send` reports.
 
+    What comes of a step and what comes of its being the last one are told at once: the daemon then
+    orders what is next before it turns to whoever reads the tokens, and nothing is computed until
+    it has.
+
     Copies go on beside: a load until a prefill or a turn of its model needs the weights, KV on its
     way out until somebody needs the slabs. Whatever ended is noticed at the next step or command.
     """
@@ -186,6 +191,8 @@ class Worker:
         self._mailbox = mailbox
         self._build = build
         self._send = send
+        self._held: list[wire.Up] = []
+        """Goes out before anything else is computed."""
         self._engines: dict[ModelName, Engine] = {}
         self._loads: dict[ModelName, Load] = {}
         self._moves: list[Move] = []
@@ -207,6 +214,16 @@ class Worker:
                 self._look_around()
             if self._use_changed and self._mailbox.commands.empty():
                 self._report_pool()
+
+    def _tell(self, message: wire.Up) -> None:
+        """Tell the daemon now, behind what was held back."""
+        self._held.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._send(held)
 
     def _look_around(self) -> list[Release]:
         """Forget what was released, and report the transfers that ended; O(those)."""
@@ -248,7 +265,7 @@ class Worker:
         except Exception as error:  # a defect must not end the thread
             log.exception("a guide of %s could not be compiled", message.model)
             refused = f"{type(error).__name__}: {error}"
-        self._send(wire.GuidePrepared(self.instance, message.number, refused))
+        self._send([wire.GuidePrepared(self.instance, message.number, refused)])
 
     @singledispatchmethod
     def _carry_out(self, message: Command) -> None:
@@ -271,7 +288,7 @@ class Worker:
         try:
             self._engines[sequence.model].add(sequence)
         except ValueError as error:
-            self._send(
+            self._tell(
                 RequestFailed(
                     instance=self.instance,
                     model=sequence.model,
@@ -288,7 +305,7 @@ class Worker:
     def _(self, message: wire.Verify) -> None:
         """Jobs wait meanwhile: it reads all weights on the device, and as many in the host tier."""
         verdicts = {model: engine.verify() for model, engine in self._engines.items()}
-        self._send(wire.Verified(self.instance, message.number, verdicts))
+        self._tell(wire.Verified(self.instance, message.number, verdicts))
 
     # --- engines and weights ---------------------------------------------------------------------
 
@@ -300,10 +317,10 @@ class Worker:
         except Exception as error:
             log.exception("building %s failed", command.model)
             reason = f"{type(error).__name__}: {error}"
-            self._send(ModelFailed(instance=self.instance, model=command.model, reason=reason))
+            self._tell(ModelFailed(instance=self.instance, model=command.model, reason=reason))
             return
         self._engines[command.model] = engine
-        self._send(
+        self._tell(
             ModelBuilt(
                 instance=self.instance,
                 model=command.model,
@@ -321,7 +338,7 @@ class Worker:
         except CheckpointError as error:
             self._give_up(command.model, error)
         else:
-            self._send(WeightsStored(instance=self.instance, model=command.model))
+            self._tell(WeightsStored(instance=self.instance, model=command.model))
 
     @_carry_out.register
     def _(self, command: LoadModel) -> None:
@@ -350,7 +367,7 @@ class Worker:
         if engine is not None:
             engine.retire()
         self._use_changed = True
-        self._send(ModelDropped(instance=self.instance, model=model))
+        self._tell(ModelDropped(instance=self.instance, model=model))
 
     def _load(self, model: ModelName, *, prefetched: bool) -> None:
         if model not in self._unreadable:
@@ -363,7 +380,7 @@ class Worker:
             self._give_up(model, load.transfer.error)
             return
         trace = load.transfer.trace()
-        self._send(
+        self._tell(
             ModelLoaded(
                 instance=self.instance,
                 model=model,
@@ -383,7 +400,7 @@ class Worker:
         self._unreadable.add(model)
         self._loads.pop(model, None)
         self._engines[model].evict_weights()
-        self._send(ModelFailed(instance=self.instance, model=model, reason=str(reason)))
+        self._tell(ModelFailed(instance=self.instance, model=model, reason=str(reason)))
 
     def _wait_for_weights(self, model: ModelName) -> bool:
         """Return when the model can compute; False if it never can."""
@@ -433,7 +450,7 @@ class Worker:
                 raise transfer.error
         use = self._engines[command.model].trim(command.kv_slabs if outwards else None)
         self._use_changed = True
-        self._send(
+        self._tell(
             KvMoved(
                 instance=self.instance,
                 model=command.model,
@@ -498,7 +515,7 @@ class Worker:
         """A prompt is over: computed in so many seconds, or not at all."""
         use = self._engines[model].trim()
         if seconds is None:
-            self._send(
+            self._held.append(
                 PrefillDeferred(
                     instance=self.instance,
                     model=model,
@@ -508,7 +525,7 @@ class Worker:
                 )
             )
         else:
-            self._send(
+            self._held.append(
                 PrefillDone(
                     instance=self.instance,
                     model=model,
@@ -532,7 +549,7 @@ class Worker:
         for request in prompts.waiting:
             self._report_prompt(command.model, request)
         use = engine.trim()
-        self._send(
+        self._held.append(
             TurnEnded(
                 instance=self.instance,
                 model=command.model,
@@ -564,6 +581,7 @@ class Worker:
         begun = prompts.begun
         self._begin_prompts(engine, turn, prompts)
         while begun or (batch and end is None):
+            self._flush()
             step = partial(engine.step, batch, turn.kv_slabs)
             if begun:
                 step = partial(step, prompts=tuple(begun), chunk_tokens=turn.chunk_tokens)
@@ -604,6 +622,7 @@ class Worker:
             if not engine.knows(request):
                 self._report_prompt(turn.model, request, 0.0)
                 continue
+            self._flush()  # there may be no room before something has left
             try:
                 self._when_there_is_room(partial(engine.begin_prefill, request, turn.kv_slabs))
             except KvExhausted:
@@ -624,7 +643,7 @@ class Worker:
             self._report_prompt(model, request, time.monotonic() - begun.pop(request))
 
     def _tokens(self, model: ModelName, produced: list[Produced]) -> None:
-        self._send(wire.Tokens(self.instance, model, produced))
+        self._held.append(wire.Tokens(self.instance, model, produced))
 
     def _forget_released(self) -> list[Release]:
         releases = self._mailbox.take_releases()
@@ -638,7 +657,7 @@ class Worker:
         self._use_changed = False
         engines = self._engines.values()
         kv = self._kv_meter.measure((e.kv.block_bytes, e.kv_use()) for e in engines)
-        self._send(
+        self._tell(
             wire.PoolReport(
                 self.instance,
                 self._arena.usage(),
@@ -704,12 +723,12 @@ def main(arguments: list[str]) -> None:
         build = replicated(build, followers, swapper)
     sending = threading.Lock()
 
-    def send(message: wire.Up) -> None:
+    def send(messages: Sequence[wire.Up]) -> None:
         with sending:
-            connection.sendall(wire.encode(message))
+            connection.sendall(b"".join(map(wire.encode, messages)))
 
     reader = threading.Thread(target=_read, args=(connection, decoder, mailbox), daemon=True)
-    send(wire.Hello(configuration.instance, os.getpid(), configuration.slabs))
+    send([wire.Hello(configuration.instance, os.getpid(), configuration.slabs)])
     reader.start()
     # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
     # The same goes for a worker that failed: its books are void, the daemon starts another.

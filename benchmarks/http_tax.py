@@ -282,6 +282,7 @@ def main() -> None:
             [options.model],
             instances=1,
             memory=f"{memory}MiB",
+            slab="2MiB",  # the daemon's default, which lies on huge pages; the demo's is smaller
             host_cache=f"{2 * memory}MiB",
             max_context=MAX_CONTEXT,
             bind=f"127.0.0.1:{free_port()}",

@@ -47,10 +47,10 @@ def share(part: float | None) -> str:
     """0 to 1 as `0%` to `100%`; 100 % only if nothing is missing."""
     if part is None:
         return ""
-    percent = part * 100
-    if percent >= 100:
+    tenths = int(part * 1000 + 1e-6)
+    if tenths >= 1000:
         return "100%"
-    return f"{percent // 0.1 / 10:.1f}%" if percent >= 99 else f"{percent // 1:.0f}%"
+    return f"{tenths / 10:.1f}%" if tenths >= 990 else f"{tenths // 10}%"
 
 
 def sparkline(values: Sequence[float]) -> str:

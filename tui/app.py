@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -80,7 +81,8 @@ class Dashboard(App[None]):
         folder: Path | None = None,
     ) -> None:
         """Tables are saved in `folder`, the current one if none is given."""
-        super().__init__()
+        # With NO_COLOR nothing is coloured, and what is reversed or bold stays so.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.state = State()
         self.source = source
         self.readonly = readonly or not source.live

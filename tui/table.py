@@ -15,6 +15,8 @@ from tui.messages import Document
 from tui.view import Sight, View
 
 GAP = 2
+LEAST_TEXT = 8
+"""Cells that a text column needs to be worth showing."""
 
 
 class Column(NamedTuple):
@@ -33,7 +35,8 @@ def member(name: str) -> Callable[[str, Document, Sight], Any]:
 
 
 class TableView(View):
-    """Rows of the state, by key. Columns that do not fit are left out, the last ones first."""
+    """Rows of the state, by key. Columns that do not fit are left out, the last ones first; a text
+    that has some room is cut."""
 
     columns: ClassVar[tuple[Column, ...]]
     first_sort: ClassVar[tuple[str, bool] | None] = None
@@ -123,10 +126,10 @@ class TableView(View):
             title = cell_len(column.title) + (column.title == self._sort)
             before = self._widths.get(column.title, 0)
             self._widths[column.title] = max(before, widest, title)
-        count = self._fitting(width)
-        lines = [self._titles(count, sight)]
+        count, spare = self._fitting(width)
+        lines = [self._titles(count, spare, sight)]
         for (key, _), row in zip(visible, cells, strict=True):
-            line = self._cells(row[:count], width)
+            line = self._cells(row[:count], spare)
             mark = "*" if key in self._marks else " "
             if key == self._cursor:
                 text = mark + "".join([piece for piece, _ in line])
@@ -135,29 +138,38 @@ class TableView(View):
                 lines.append([(mark, sight.look.warn), *line])
         self._canvas.paint(lines)
 
-    def _fitting(self, width: int) -> int:
-        """How many columns have room; one at least."""
+    def _fitting(self, width: int) -> tuple[int, int]:
+        """How many columns are shown, one at least; and how wide the last of them may be."""
         used = 1
         for place, column in enumerate(self.columns):
-            used += self._widths[column.title] + (GAP if place else 0)
-            if used > width and place:
-                return place
-        return len(self.columns)
+            spare = width - used - (GAP if place else 0)
+            if spare < self._widths[column.title]:
+                if place and (column.right or spare < LEAST_TEXT):
+                    return place, width
+                return place + 1, spare
+            used = width - spare + self._widths[column.title]
+        return len(self.columns), width
 
-    def _titles(self, count: int, sight: Sight) -> Line:
+    def _titles(self, count: int, spare: int, sight: Sight) -> Line:
         line: Line = [(" ", "")]
         for place, column in enumerate(self.columns[:count]):
             arrow = ("▼" if self._down else "▲") if column.title == self._sort else ""
-            text = _fit(column.title + arrow, self._widths[column.title], column.right)
+            room = self._room(column, place == count - 1, spare)
+            text = _fit(column.title + arrow, room, column.right)
             line.append((" " * (GAP if place else 0) + text, f"bold {sight.look.accent}"))
         return line
 
-    def _cells(self, row: list[tuple[str, str]], width: int) -> Line:
+    def _room(self, column: Column, last: bool, spare: int) -> int:
+        width = self._widths[column.title]
+        return min(width, spare) if last else width
+
+    def _cells(self, row: list[tuple[str, str]], spare: int) -> Line:
         line: Line = []
         for place, (column, (text, style)) in enumerate(zip(self.columns, row, strict=False)):
             if place:
                 line.append((" " * GAP, ""))
-            line.append((_fit(text, min(width, self._widths[column.title]), column.right), style))
+            room = self._room(column, place == len(row) - 1, spare)
+            line.append((_fit(text, room, column.right), style))
         return line
 
     # --- what keys do ----------------------------------------------------------------------------
@@ -256,7 +268,7 @@ class TableView(View):
                 self._move(self._top + event.y - 1 - self._place)
             return
         used = 1
-        for column in self.columns[: self._fitting(self._canvas.size.width)]:
+        for column in self.columns[: self._fitting(self._canvas.size.width)[0]]:
             used += self._widths[column.title] + GAP
             if event.x < used:
                 self.sort_by(column.title)

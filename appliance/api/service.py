@@ -450,7 +450,7 @@ class SpanKind(StrEnum):
     SWAP_OUT = "swap_out"
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why something was ordered: the event it followed from, the question that was asked, and the
     policy that answered. Without a question it follows from what is ordered with it."""
 
@@ -461,8 +461,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The turns that were to follow this one: models, and seconds."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """A time in which an instance computed or moved something; without an end it still does."""
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A time in which an instance computed or moved something; without an end it still does. What
+    does not apply is left out."""
 
     number: int
     instance: InstanceId

@@ -78,6 +78,7 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
             if keep:
                 console.print(f"\nthe daemon goes on at {url}; stop it with: kill {pid}")
                 console.print(_curl(url, config), soft_wrap=True, highlight=False)
+                console.print(f"appliance top --url {url}", soft_wrap=True, highlight=False)
     return 1 if complaints else 0
 
 

@@ -269,6 +269,7 @@ class CudaStream:
                 self._marks.popleft()
                 self._changed.notify_all()
         with contextlib.suppress(CudaError):
+            self._context.use()  # it may not have been to be had when this thread began
             self._events.close()
             call("cuStreamDestroy", self._handle)
 

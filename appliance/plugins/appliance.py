@@ -133,13 +133,15 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     @hookimpl
     def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
-        """Everything everywhere. What is expected of models is renewed, the oldest first."""
+        """Everything everywhere. What is expected of models is renewed, the oldest first; of those
+        that are there no more it is forgotten."""
         known = self._expected
         for model in list(itertools.islice(known, 1 + len(known) // RENEWED)):
             if known[model].until > now:
                 break
             del known[model]
-            self._expect(model, now, costs)
+            if any([view.name == model for view in floor.models]):
+                self._expect(model, now, costs)
         return [Placement(role=Role.MIXED)] * len(floor.instances)
 
     @hookimpl

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from benchmarks.endurance.connection import Closed, ask_json
@@ -26,8 +28,7 @@ class Disturbances:
 
     async def kill_workers(self, every_seconds: float) -> None:
         """Of those that are up one, at random, dies of a SIGKILL, again and again."""
-        while True:
-            await asyncio.sleep(every_seconds)
+        async for _ in _ticks(every_seconds):
             status = await self._ask("GET", "/api/status")
             up = [i["pid"] for i in status["instances"] if i["state"] == "up" and i["pid"]]
             if up:
@@ -38,16 +39,14 @@ class Disturbances:
 
     async def change_policies(self, every_seconds: float, names: list[str]) -> None:
         """Each policy decides in turn."""
-        while True:
-            for name in names:
-                await asyncio.sleep(every_seconds)
-                await self._ask("PUT", "/api/policies", {"use": [name]})
-                self.policies.append(name)
+        async for tick in _ticks(every_seconds):
+            name = names[tick % len(names)]
+            await self._ask("PUT", "/api/policies", {"use": [name]})
+            self.policies.append(name)
 
     async def cancel_requests(self, every_seconds: float) -> None:
         """An operator ends a random request, whoever's it is."""
-        while True:
-            await asyncio.sleep(every_seconds)
+        async for _ in _ticks(every_seconds):
             shown = await self._ask("GET", "/api/requests")
             live = [request["id"] for request in shown["requests"]]
             if live:
@@ -67,3 +66,12 @@ class Disturbances:
         if status != 200:
             self.complaints.append(f"{method} {path}: {status} {answer}")
         return answer
+
+
+async def _ticks(every_seconds: float) -> AsyncIterator[int]:
+    """Numbers from 0, so far apart however long is taken for each."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    for tick in itertools.count():
+        await asyncio.sleep(began + (tick + 1) * every_seconds - clock())
+        yield tick

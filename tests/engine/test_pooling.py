@@ -282,7 +282,7 @@ def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]])
         pooled.swapper,
         mailbox,
         lambda model: pooled.engines[model.name],
-        reports.append,
+        reports.extend,
     )
     engine = worker._engines[name] = pooled.engines[name]
     engine.begin_load().wait()

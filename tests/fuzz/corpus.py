@@ -112,6 +112,7 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
         {"use": ["aegaeon"], "decisions": {}, "parameters": {}},
     ],
     ("PUT", "/api/log-level"): [{"level": "info"}],
+    ("POST", "/api/instances/{name:str}/quarantine"): [{}, {"reason": "its fan is loud"}],
     ("PUT", "/api/models/{target:path}"): [{"max_queue": 5}, {"slo": {"ttft": "2s", "tbt": "1s"}}],
 }  # fmt: skip
 """Where no model is named, it is put in."""
@@ -126,6 +127,7 @@ _ENDS: Final = {
 
 _NAMES: Final = {
     "/api/requests": "chatcmpl-1",
+    "/api/instances": "0",
     "/api/policies": "serverlessllm",
     "/api/blobs": "sha256:00",
     "/v1/files": FILE,
@@ -133,6 +135,7 @@ _NAMES: Final = {
 }
 _NO_MODEL: Final = (
     *("/api/policies", "/api/log-level", "/api/models", "/api/config", "/api/verify"),
+    "/api/instances",
     "/v1/batches",
 )
 

@@ -183,6 +183,11 @@ class Whole:
         box = self._box
         while True:
             box.now = max(box.now, time.monotonic() - self._began)
+            for number, worker in box.workers.items():
+                if worker.held:  # in quarantine; the fuzzing goes on
+                    worker.die()
+                    box.daemon.release_instance(number)
+                    worker.greet()
             box.settle()
             if not box.daemon.requests():
                 box.world.lives.clear()

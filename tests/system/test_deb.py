@@ -10,6 +10,8 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,6 +22,7 @@ from tests.activation import start_activated
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 180
+LATER = "99.0"
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("dpkg", "dpkg-deb", "systemd-sysusers"))),
@@ -67,7 +70,8 @@ class System:
 
 def test_from_installation_to_purge(checkpoints: Path, tmp_path: Path) -> None:
     """The package brings its units, user, manual and environment, in which the real daemon serves;
-    an upgrade keeps configuration and engine; nothing of it stays after a purge."""
+    an upgrade under it keeps configuration and engine, and the next daemon serves; nothing of it
+    stays after a purge."""
     subprocess.run(
         [sys.executable, str(ROOT / "packaging" / "build_deb.py"), "--output", str(tmp_path)],
         check=True,
@@ -97,9 +101,14 @@ def test_from_installation_to_purge(checkpoints: Path, tmp_path: Path) -> None:
     config = root / "etc/appliance/appliance.toml"
     shutil.copy(write_config(checkpoints, ["llama-a"], instances=1), config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert serve_once(system, config, listener) == "length"
+        with serving(system, config, listener) as ask:
+            assert ask() == "length"
+            system.dpkg("--install", str(later(package)))
+            assert ask() == "length"  # until it is restarted, which postinst does
+        with serving(system, config, listener) as ask:
+            assert ask() == "length"
 
-    system.dpkg("--install", str(package))
+    assert f"Version: {LATER}\n" in (root / "var/lib/dpkg/status").read_text()
     system.dpkg("--verify", "appliance")
     check = system.command("config", "check", str(config))
     assert "llama-a" in subprocess.run(check, capture_output=True, text=True, check=True).stdout
@@ -109,6 +118,22 @@ def test_from_installation_to_purge(checkpoints: Path, tmp_path: Path) -> None:
     assert system.left() == set()
     assert "appliance" not in (root / "etc/passwd").read_text()
     assert "appliance" not in (root / "var/lib/dpkg/status").read_text()
+
+
+def later(package: Path) -> Path:
+    """The same package as of a later version."""
+    tree = package.with_name("later")
+    subprocess.run(["dpkg-deb", "--raw-extract", str(package), str(tree)], check=True)
+    control = tree / "DEBIAN" / "control"
+    lines = control.read_text().splitlines()
+    changed = [f"Version: {LATER}" if line.startswith("Version: ") else line for line in lines]
+    control.write_text("\n".join(changed) + "\n")
+    made = package.with_name(f"appliance_{LATER}.deb")
+    subprocess.run(
+        ["dpkg-deb", "--root-owner-group", "-Zzstd", "-z1", "--build", str(tree), str(made)],
+        check=True,
+    )
+    return made
 
 
 def check_engine_command(home: Path, scratch: Path) -> None:
@@ -144,8 +169,9 @@ def check_engine_command(home: Path, scratch: Path) -> None:
     listed.write_text(complete)
 
 
-def serve_once(system: System, config: Path, listener: socket.socket) -> str:
-    """How one chat with the installed daemon ended; the daemon ends after it."""
+@contextmanager
+def serving(system: System, config: Path, listener: socket.socket) -> Iterator[Callable[[], str]]:
+    """The installed daemon: how one completion with it ended. It ends as it is told to."""
     log = system.root.parent / "daemon.log"
     environment = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
     with log.open("wb") as output:
@@ -155,7 +181,8 @@ def serve_once(system: System, config: Path, listener: socket.socket) -> str:
             environment=environment,
             output=output,
         )
-    try:
+
+    def ask() -> str:
         answer = httpx.post(
             f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions",
             json={"model": "llama-a", "prompt": "Once", "max_tokens": 8, "ignore_eos": True},
@@ -163,6 +190,9 @@ def serve_once(system: System, config: Path, listener: socket.socket) -> str:
         )
         assert answer.is_success, f"{answer.text}\n{log.read_text(errors='replace')[-4000:]}"
         return str(answer.json()["choices"][0]["finish_reason"])
+
+    try:
+        yield ask
     finally:
         daemon.send_signal(signal.SIGTERM)
         try:

@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import Batch
 from openai.types.chat import ChatCompletion
 
 from tests.patience import PATIENCE_SECONDS
@@ -74,30 +74,68 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_a_batch_says_the_same(client: openai.OpenAI) -> None:
     """Six lines for six models: what each is answered is what HTTP answers."""
-    bodies = [
+    bodies: list[Any] = [
         {"model": model, "messages": HELLO, "max_tokens": 8, "temperature": 0}
         for model in GENERATING
     ]
-    lines = [
-        {"custom_id": body["model"], "method": "POST", "url": CHATS, "body": body}
-        for body in bodies
-    ]
-    content = "\n".join(json.dumps(line) for line in lines).encode()
-    file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint=CHATS, completion_window="24h")
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while batch.status not in ("completed", "failed") and time.monotonic() < deadline:
-        time.sleep(0.1)
-        batch = client.batches.retrieve(batch.id)
-    assert batch.status == "completed", batch
-    assert batch.output_file_id is not None
-    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).iter_lines()]
+    batch = over(client, begun(client, bodies))
+    answers = lines_of(client, batch.output_file_id)
 
-    assert [answer["custom_id"] for answer in answers] == [body["model"] for body in bodies]
+    assert batch.status == "completed", batch
+    assert [answer["custom_id"] for answer in answers] == list(map(str, range(len(bodies))))
     for body, answer in zip(bodies, answers, strict=True):
         direct = client.chat.completions.create(**body)
         batched = ChatCompletion.model_validate(answer["response"]["body"])
         assert (batched.choices, batched.usage) == (direct.choices, direct.usage)
+
+
+def test_a_line_that_is_wrong_has_its_error(client: openai.OpenAI) -> None:
+    """In a file of its own, as HTTP would tell it; the others are answered."""
+    good: Any = {"model": "llama-a", "messages": HELLO, "max_tokens": 2}
+    batch = over(client, begun(client, [good, good | {"max_tokens": 0}]))
+    (answer,) = lines_of(client, batch.output_file_id)
+    (error,) = lines_of(client, batch.error_file_id)
+
+    assert (answer["custom_id"], answer["response"]["status_code"]) == ("0", 200)
+    assert (error["custom_id"], error["response"]["status_code"]) == ("1", 400)
+    assert error["response"]["body"]["error"]["param"] == "max_tokens"
+
+
+def test_a_batch_that_is_cancelled(appliance: Appliance, client: openai.OpenAI) -> None:
+    """What ran is ended, at once; every line is told so."""
+    endless: Any = {"model": "llama-c", "messages": HELLO, "max_tokens": 900, "ignore_eos": True}
+    batch = begun(client, [endless] * 3)
+    until(lambda: appliance.busy("llama-c"))
+    client.batches.cancel(batch)
+    done = over(client, batch)
+
+    assert (done.status, done.output_file_id) == ("cancelled", None)
+    codes = [line["error"]["code"] for line in lines_of(client, done.error_file_id)]
+    assert codes == ["batch_cancelled"] * 3
+    until(lambda: not appliance.busy("llama-c"))
+
+
+def begun(client: openai.OpenAI, bodies: list[Any]) -> str:
+    """The id of a batch of chats."""
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": CHATS, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    content = "\n".join(json.dumps(line) for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint=CHATS, completion_window="24h")
+    return made.id
+
+
+def over(client: openai.OpenAI, batch: str) -> Batch:
+    ended = ("completed", "failed", "cancelled", "expired")
+    until(lambda: client.batches.retrieve(batch).status in ended)
+    return client.batches.retrieve(batch)
+
+
+def lines_of(client: openai.OpenAI, file: str | None) -> list[Any]:
+    assert file is not None
+    return [json.loads(line) for line in client.files.content(file).iter_lines()]
 
 
 def test_logprobs(client: openai.OpenAI) -> None:

@@ -467,6 +467,56 @@ async def _over(client: httpx.AsyncClient, name: str) -> str:
     return str(answer.json()["error"]["code"])
 
 
+@pytest.mark.parametrize("again", [False, True])
+async def test_files_that_a_daemon_did_not_come_to_delete(
+    client: httpx.AsyncClient, settings: LiveConfig, path: Path, box: Box, again: bool
+) -> None:
+    """Are deleted by the next one, unless a model has them again."""
+    folder = await shared(client, path, box)
+    box.ask("r1", "one", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    await client.delete("/api/models/one?files=true")
+    (folder.parent / ".half.gone").mkdir()  # what was begun
+    (folder.parent / ".never.delete").touch()  # what somebody else did
+    if again:
+        table = f'[[model]]\nname = "two"\npath = "{folder}"\nmax_context = 64\n'
+        (directory(path) / "60-later.toml").write_text(table)
+
+    await LiveConfig(box.daemon, load_config(path), path).finish_deletions()
+
+    left = [folder] if again else []
+    assert list(folder.parent.iterdir()) == left
+    box.world.lives["r1"].outcome = "cancelled"
+    await settings.remove_model("one", force=True, files=False)
+    box.settle()
+    assert await _over(client, "one") == ("files_left" if again else "model_not_found")
+
+
+async def test_files_that_an_earlier_daemon_cannot_delete(
+    settings: LiveConfig,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Stay, and so does the mark: the next one tries again."""
+    folder = path.parent / "models" / "old"
+    folder.mkdir(parents=True)
+    mark = folder.with_name(".old.delete")
+    mark.touch()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        await settings.finish_deletions()
+    assert "old cannot be deleted" in caplog.text
+    assert mark.exists()
+    await settings.finish_deletions()
+
+    assert list(folder.parent.iterdir()) == []
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 async def test_files_of_a_model_that_waits_for_a_restart_stay(
     client: httpx.AsyncClient, path: Path, box: Box, when: str
@@ -499,7 +549,7 @@ async def test_files_that_cannot_be_deleted_are_told(
     """The command fails; what can be told before is, and nothing is changed then."""
     folder = await shared(client, path, box)
     with monkeypatch.context() as patch:
-        patch.setattr("appliance.liveconfig.os.access", lambda path, mode: path != folder.parent)
+        patch.setattr("appliance.deletions.os.access", lambda path, mode: path != folder.parent)
         refused = await call("rm", "one", "--yes")
     assert (refused.exit_code, "cannot be written" in refused.stderr) == (1, True), refused.output
     assert "one" in served_names(path)
@@ -507,7 +557,7 @@ async def test_files_that_cannot_be_deleted_are_told(
     def fail(path: Path) -> None:
         raise OSError("the disk is on fire")
 
-    monkeypatch.setattr("appliance.liveconfig.shutil.rmtree", fail)
+    monkeypatch.setattr("appliance.deletions.shutil.rmtree", fail)
     failed = await call("rm", "one", "--yes")
 
     assert (failed.exit_code, "the disk is on fire" in failed.stderr) == (1, True), failed.output

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.memory.cuda_driver import CudaError, call
+from appliance.memory.cuda_driver import CudaContext, CudaError, call
 from appliance.memory.hosttier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.streams_cuda import AHEAD_PIECES, CudaStream
@@ -294,6 +294,32 @@ def test_an_unmapped_target_breaks_loudly(driver: StandIn) -> None:
     driver.reset()
     device.vmm.map(device.base, 0)
     device.close()
+
+
+def test_a_stream_that_began_while_its_context_was_broken(
+    driver: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gives back what it has as soon as that can be done: its threads take the context again."""
+    use, broken = CudaContext.use, threading.Event()
+    tried = threading.Barrier(3)
+
+    def refused(context: CudaContext) -> None:
+        if broken.is_set() and threading.current_thread() is not threading.main_thread():
+            tried.wait(SECONDS)
+            raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS", 700, "broken")
+        use(context)
+
+    monkeypatch.setattr(CudaContext, "use", refused)
+    vmm = CudaVmm(0, SLABS, SLAB)
+    before = driver.live().streams
+    broken.set()
+    stream = vmm.stream("late")
+    tried.wait(SECONDS)
+    broken.clear()
+    stream.close()
+
+    assert driver.live().streams == before
+    vmm.close()
 
 
 def test_few_pieces_are_ahead(device: Device) -> None:

@@ -19,10 +19,12 @@ def call(path: str, *more: str, **environment: str) -> Result:
     return CliRunner().invoke(cli, [*path.split(), *more], env=environment)
 
 
-def arguments(path: str) -> list[str]:
-    """As many as the command takes."""
-    taken = [one for one in COMMANDS[path].params if isinstance(one, click.Argument)]
-    return ["x"] * sum(one.required or path == "run" for one in taken)
+def words(path: str) -> list[str]:
+    """What makes the command ask without more: as many arguments as it takes, no terminal."""
+    parameters = COMMANDS[path].params
+    taken = [one for one in parameters if isinstance(one, click.Argument)]
+    given = ["0"] * sum(one.required or path == "run" for one in taken)
+    return [*given, *(["--once"] if any("--once" in one.opts for one in parameters) else [])]
 
 
 @pytest.mark.parametrize("path", COMMANDS)
@@ -37,7 +39,7 @@ def test_help_and_what_there_is_not(path: str) -> None:
 @pytest.mark.parametrize("path", ASKING)
 def test_no_daemon(path: str) -> None:
     """It went wrong, and what to do is said."""
-    failed = call(path, *arguments(path), "--url", "http://127.0.0.1:1")
+    failed = call(path, *words(path), "--url", "http://127.0.0.1:1")
 
     assert failed.exit_code == 1
     assert failed.stderr.startswith("error: no daemon answers at http://127.0.0.1:1")

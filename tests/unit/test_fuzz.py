@@ -47,7 +47,8 @@ async def test_the_examples_of_the_document_are_answered() -> None:
                     else:
                         if "input_file_id" in sent:
                             sent["input_file_id"] = file
-                        at = path.replace("{name}", "small")
+                        name = "0" if path.startswith("/api/instances") else "small"
+                        at = path.replace("{name}", name)
                         answer = await client.request(method, at, json=sent)
                     assert answer.status_code == 200, f"{method} {path}: {answer.text}"
 

@@ -412,6 +412,26 @@ def test_estimates_are_renewed_a_few_at_a_time() -> None:
     assert dear.asked == models[:6]
 
 
+def test_a_model_that_is_gone_is_forgotten() -> None:
+    """Nothing is known of it that could be looked up anew."""
+
+    class Catalogue(FixedCosts):
+        def prefill_seconds(self, model: str, tokens: int) -> float:
+            return {"a": 1.0, **later}[model]
+
+    later = {"gone": 1.0}
+    policy, costs = Appliance(), Catalogue()
+    floor = floor_view(1, model_view("a"))
+    for model in ("a", "gone"):
+        asked = request_view(model)
+        policy.prefill(now=NOW, request=asked, instances=floor.instances, costs=costs)
+    later.clear()
+
+    for seconds in (31, 32, 63):
+        placed = policy.place(now=NOW + seconds, floor=floor, costs=costs)
+        assert len(placed) == 1
+
+
 def test_a_request_decodes_where_its_kv_is() -> None:
     """Unless that instance does not decode any more."""
     views = [instance_view(0), instance_view(1)]

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from textual.color import Color
 from textual.widgets import Input
 
 from tests.unit.tui_bench import (
@@ -285,6 +286,24 @@ async def test_themes() -> None:
         assert "themes are dark" in seen(app)
         await press(app, "ctrl+p", *"theme light", "enter")
         assert app.theme == "light"
+
+
+async def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`NO_COLOR` leaves none; the row under the cursor is still seen."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with dashboard(told()) as app:
+        await command(app, "requests")
+        filters = app.get_line_filters()
+        strips = [
+            strip.apply_filter(one, Color.parse("black"))
+            for strip in app.screen._compositor.render_strips()
+            for one in filters
+        ]
+        styles = [piece.style for strip in strips for piece in strip if piece.style is not None]
+        assert filters
+        colours = [colour for style in styles for colour in (style.color, style.bgcolor)]
+        assert all(colour is None or colour.is_default for colour in colours)
+        assert any(style.reverse for style in styles)
 
 
 async def test_a_session_is_recorded_and_replayed(tmp_path: Path) -> None:

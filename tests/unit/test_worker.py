@@ -268,7 +268,7 @@ class Bench:
             self.swapper,
             self.mailbox,
             self._build,
-            send or self.reports.append,
+            send or self.reports.extend,
         )
 
     def _build(self, model: wire.WorkerModel) -> EngineDouble:
@@ -607,8 +607,8 @@ def test_an_idle_worker_tells_what_its_pool_holds() -> None:
     bench.carry_out(build("a"), load("a"))
     bench.reports.clear()
 
-    def send(report: object) -> None:
-        bench.reports.append(report)
+    def send(reports: Sequence[wire.Up]) -> None:
+        bench.reports.extend(reports)
         bench.mailbox.put(wire.Shutdown())
 
     bench.worker._send = send
@@ -705,6 +705,34 @@ def test_a_turn_runs_until_its_requests_are_done() -> None:
     assert isinstance(ended, TurnEnded)
     assert (ended.turn, ended.reason, ended.steps, ended.kv_slabs) == (1, TurnEnd.DRAINED, 3, 0)
     assert ended.seconds >= 0
+
+
+def test_the_end_of_a_turn_is_told_with_its_last_tokens() -> None:
+    """And what went before was told before the next step: nobody waits for their tokens while
+    others are computed."""
+    told: list[list[str]] = []
+    bench = Bench("a")
+    bench.ready("r", output=4)
+    bench.worker._send = lambda reports: told.append([type(one).__name__ for one in reports])
+    before: list[int] = []
+    bench.engines["a"].on_step = lambda step: before.append(len(told))
+
+    bench.carry_out(turn("r"))
+
+    assert told == [["Tokens"], ["Tokens"], ["Tokens", "TurnEnded", "PoolReport"]]
+    assert before == [0, 1, 2]
+
+
+def test_a_first_token_is_told_with_the_end_of_its_prompt() -> None:
+    """The daemon orders what follows before it turns to who reads the token."""
+    told: list[list[str]] = []
+    bench = Bench("a")
+    bench.carry_out(build("a"), load("a"), add("r"))
+    bench.worker._send = lambda reports: told.append([type(one).__name__ for one in reports])
+
+    bench.carry_out(prefill("r"))
+
+    assert ["Tokens", "PrefillDone", "PoolReport"] in told
 
 
 def test_a_quota_ends_a_turn() -> None:
@@ -1236,9 +1264,9 @@ def test_a_slow_guide_holds_up_no_other() -> None:
     asked = [wire.PrepareGuide(i, "a", Guide(GuideKind.REGEX, t)) for i, t in enumerate(texts)]
 
     bench.carry_out(build("a"), *asked)
-    built = said.get(timeout=PATIENCE_SECONDS)
+    (built,) = said.get(timeout=PATIENCE_SECONDS)
     bench.worker.prepare_guides()
-    answers = [said.get(timeout=PATIENCE_SECONDS) for _ in asked]
+    answers = [said.get(timeout=PATIENCE_SECONDS)[0] for _ in asked]
 
     assert isinstance(built, ModelBuilt)
     assert {answer.number: answer.refused for answer in answers} == {0: None, 1: None}

@@ -127,6 +127,8 @@ async def settle(app: Dashboard) -> None:
         quiet = 0
         while quiet < QUIET_ROUNDS:
             await asyncio.sleep(0)
+            if app._exception is not None:
+                raise app._exception
             pumps = [app, *(node for screen in app.screen_stack for node in walk(screen))]
             busy = any(not pump._message_queue.empty() for pump in pumps)
             quiet = 0 if busy else quiet + 1

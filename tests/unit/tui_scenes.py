@@ -9,11 +9,12 @@ GIB = 1 << 30
 MODELS = ("llama-a", "llama-b", "qwen-a", "qwen-b", "gemma-a", "phi-mini")
 
 
-def span(number: int, kind: str, of: str, began: float, ended: float | None, **more: object) -> Document:
+def span(
+    number: int, kind: str, of: str, began: float, ended: float | None, **more: object
+) -> Document:
     row: Document = {
         "number": number, "instance": 0, "kind": kind, "model": of,
-        "began_unix_seconds": NOW + began, "steps": 0, "moved_bytes": 0, "requests": [],
-        "prompts": [], "chunk_tokens": 0, "kv_slabs": 0,
+        "began_unix_seconds": NOW + began,
     }  # fmt: skip
     if ended is not None:
         row |= {"ended_unix_seconds": NOW + ended, "outcome": "done"}
@@ -128,7 +129,7 @@ def loaded() -> Told:
                     "switches": switches + second // 4,
                     "moved_bytes": {"weights": (start + second) * GIB},
                 }
-                for number, start, busy, switches in (("0", 500, 0.93, 40), ("1", 300, 0.6, 12))
+                for number, start, busy, switches in (("0", 500, 0.5, 40), ("1", 300, 0.1, 12))
             },
             "models": {
                 name: {"output_tokens": 1000 * number + second * (7 * number % 40)}

@@ -144,7 +144,7 @@ class Overview(View):
             (f"{name:{LABEL}}", look.cursor if here else look.strong),
             (f" {row.get('state', '')} ", look.good if up else f"bold {look.bad}"),
             (f"{model or 'idle'}", look.model(state.numbers.get(model, 0)) if model else look.dim),
-            (f"   {share(min(1.0, busy.rate(sight.now, RATE_SECONDS)))} busy", ""),
+            (f"   {share(_busy(key, sight))} busy", ""),
             (f"   {rate(switches)} switches/s", ""),
             (f"   {size(moved)}/s moved", ""),
         ]
@@ -201,9 +201,22 @@ class Overview(View):
             self.show(self._sight)
 
 
+def _busy(key: str, sight: Sight) -> float:
+    """The share of the last seconds in which it computed, also what is not over yet."""
+    counter = sight.state.counter("instances", key, "computing_seconds")
+    open_seconds: float = sum(
+        min(RATE_SECONDS, max(0.0, sight.now - span["began_unix_seconds"]))
+        for span in sight.state.rows("spans").values()
+        if str(span["instance"]) == key
+        and span["kind"] in ("turn", "prefill")
+        and "ended_unix_seconds" not in span
+    )
+    return min(1.0, counter.rate(sight.now, RATE_SECONDS) + open_seconds / RATE_SECONDS)
+
+
 def _attainment(models: dict[str, Document], speeds: dict[str, float]) -> float | None:
     """Of all models, each as much as it delivers; None if nothing was delivered."""
-    known = [
+    known: list[tuple[float, float]] = [
         (row["lately"]["attainment"], speeds[key])
         for key, row in models.items()
         if "attainment" in row.get("lately", {})

@@ -1,0 +1,300 @@
+"""Timeline: what each instance computes, loads and swaps, drawn over time.
+
+one line for each lane of an instance      run    turns and prompts
+from the left, which is earlier,           load   weights: loads, prefetches, fills, engines
+to the right, which is now                 swap   KV caches, out and in
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import datetime
+from typing import NamedTuple
+
+from textual import events
+from textual.app import ComposeResult
+
+from tui.amounts import duration, size
+from tui.canvas import Canvas, Line
+from tui.messages import Document
+from tui.view import Sight, View
+
+LANES = ("run", "load", "swap")
+LANE_OF = {
+    "turn": "run", "prefill": "run", "build": "load", "fill": "load", "load": "load",
+    "prefetch": "load", "swap_in": "swap", "swap_out": "swap",
+}  # fmt: skip
+MARKS = {
+    "turn": "", "prefill": "▸", "build": "+", "fill": "=", "load": "↓", "prefetch": "⇣",
+    "swap_in": "↓", "swap_out": "↑",
+}  # fmt: skip
+ZOOMS = (2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+FIRST_ZOOM = 4
+LABEL = 10
+TICK_CELLS = 14
+LEGEND = "▸ prompt  ↓ in  ↑ out  ⇣ prefetch  = from disk  + engine"
+
+
+class Lane(NamedTuple):
+    """One line: an instance, and which of `LANES`."""
+
+    instance: str
+    name: str
+
+
+class Timeline(View):
+    """It follows the time until it is moved; `f` has it follow again."""
+
+    title = "Timeline"
+    names = ("timeline", "t")
+    help = (("+ -", "zoom"), ("< >", "pan"), ("← →", "turn"), ("↑ ↓", "lane"), ("f", "follow"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._canvas = Canvas()
+        self._sight: Sight | None = None
+        self._zoom = FIRST_ZOOM
+        self._right: float | None = None
+        """The time at the right edge; None follows the time."""
+        self._lanes: list[Lane] = []
+        self._lane = 0
+        self._top = 0
+        self._chosen: str | None = None
+        """Number of a span."""
+
+    def compose(self) -> ComposeResult:
+        yield self._canvas
+
+    # --- what is on the screen -------------------------------------------------------------------
+
+    def show(self, sight: Sight) -> None:
+        self._sight = sight
+        width, height = self._canvas.size
+        self._lanes = [Lane(key, name) for key in sight.state.rows("instances") for name in LANES]
+        self._lane = max(0, min(self._lane, len(self._lanes) - 1))
+        cells = max(10, width - LABEL)
+        seconds = ZOOMS[self._zoom]
+        right = sight.now if self._right is None else self._right
+        drawn = self._drawn(sight, right - seconds, right)
+        room = max(1, height - 2)
+        self._top = min(self._top, self._lane, max(0, len(self._lanes) - room))
+        self._top = max(self._top, self._lane - room + 1)
+        lines = [self._axis(sight, right, seconds, cells)]
+        for place, lane in enumerate(self._lanes[self._top : self._top + room], self._top):
+            here = place == self._lane
+            spans = drawn[lane]
+            lines.append(
+                [*self._title(sight, lane, here=here),
+                 *self._bars(sight, spans, right - seconds, seconds / cells, cells)]
+            )  # fmt: skip
+        while len(lines) < height - 1:
+            lines.append([])
+        lines.append([(LEGEND, sight.look.dim)])
+        self._canvas.paint(lines)
+
+    def _drawn(self, sight: Sight, left: float, right: float) -> defaultdict[Lane, list[Document]]:
+        """Spans that are seen, by lane, the earliest first."""
+        drawn: defaultdict[Lane, list[Document]] = defaultdict(list)
+        for span in sight.state.spans.values():
+            ended = span.get("ended_unix_seconds", sight.now)
+            if ended >= left and span["began_unix_seconds"] <= right:
+                drawn[_lane(span)].append(span)
+        return drawn
+
+    def _axis(self, sight: Sight, right: float, seconds: float, cells: int) -> Line:
+        """Times of day, and how far the window reaches."""
+        state = f"{duration(seconds):>6} " if self._right is None else "paused "
+        text = ""
+        for cell in range(0, cells, TICK_CELLS):
+            at = right - seconds + cell / cells * seconds
+            shown = datetime.fromtimestamp(at)
+            time = shown.strftime("%H:%M:%S") + (f".{shown.microsecond // 100000}" * (seconds < 20))
+            text += f"{'│' + time:{TICK_CELLS}}"
+        style = sight.look.dim if self._right is None else sight.look.warn
+        return [(f"{state:{LABEL}}", style), (text[:cells], sight.look.dim)]
+
+    def _title(self, sight: Sight, lane: Lane, *, here: bool) -> Line:
+        number = lane.instance if lane.name == LANES[0] else ""
+        text = f" {number:3} {lane.name:4} "
+        return [(f"{text:{LABEL}}", sight.look.cursor if here else sight.look.dim)]
+
+    def _bars(
+        self, sight: Sight, spans: list[Document], left: float, per_cell: float, cells: int
+    ) -> Line:
+        """A lane: each span as long as it took, with its model on it where there is room."""
+        texts = [" "] * cells
+        styles = [""] * cells
+        for span in spans:
+            first = int((span["began_unix_seconds"] - left) / per_cell)
+            last = int((span.get("ended_unix_seconds", sight.now) - left) / per_cell)
+            begins, first, last = first >= 0, max(0, first), min(last, cells - 1)
+            length = last - first + 1
+            if length <= 0:
+                continue
+            mark = MARKS[span["kind"]]
+            edge = "│" if begins and (length > 2 or not mark) else ""
+            label = (edge + mark + str(span["model"]))[:length].ljust(length)
+            chosen = str(span["number"]) == self._chosen
+            colour = sight.look.model(sight.state.numbers.get(span["model"], 0))
+            style = f"bold underline {colour}" if chosen else f"reverse {colour}"
+            texts[first : last + 1] = label
+            styles[first : last + 1] = [style] * length
+        return _merged(texts, styles)
+
+    def status(self) -> str:
+        return "" if self._right is None else "paused"
+
+    # --- the span that is chosen -----------------------------------------------------------------
+
+    def current(self) -> tuple[str, Document] | None:
+        if self._sight is None or self._chosen is None:
+            return None
+        span = self._sight.state.spans.get(self._chosen)
+        return None if span is None else (self._chosen, span)
+
+    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+        span = sight.state.spans.get(key)
+        return None if span is None else described(span, sight)
+
+    def _choose(self, by: int) -> None:
+        """The span before or after, on the lane of the cursor; the newest at first."""
+        sight = self._sight
+        if sight is None or not self._lanes:
+            return
+        lane = self._lanes[self._lane]
+        numbers = [number for number, span in sight.state.spans.items() if _lane(span) == lane]
+        if not numbers:
+            return
+        place = numbers.index(self._chosen) + by if self._chosen in numbers else len(numbers) - 1
+        self._chosen = numbers[max(0, min(place, len(numbers) - 1))]
+        self._bring_into_sight(sight.state.spans[self._chosen], sight)
+
+    def _bring_into_sight(self, span: Document, sight: Sight) -> None:
+        right = sight.now if self._right is None else self._right
+        seconds = ZOOMS[self._zoom]
+        began, ended = span["began_unix_seconds"], span.get("ended_unix_seconds", sight.now)
+        if began < right - seconds or ended > right:
+            self._right = min(sight.now, max(ended, began) + seconds / 4)
+
+    # --- keys ------------------------------------------------------------------------------------
+
+    def on_key(self, event: events.Key) -> None:
+        moves = {
+            "+": lambda: self._zoom_by(-1), "=": lambda: self._zoom_by(-1),
+            "-": lambda: self._zoom_by(1),
+            "<": lambda: self._pan(-0.25), ">": lambda: self._pan(0.25),
+            "h": lambda: self._choose(-1), "left": lambda: self._choose(-1),
+            "l": lambda: self._choose(1), "right": lambda: self._choose(1),
+            "k": lambda: self._go(-1), "up": lambda: self._go(-1),
+            "j": lambda: self._go(1), "down": lambda: self._go(1),
+            "f": self._follow, "end": self._follow,
+        }  # fmt: skip
+        do = moves.get(event.character or "", moves.get(event.key))
+        if do is not None and self._sight is not None:
+            event.stop()
+            do()
+            self.show(self._sight)
+
+    def _zoom_by(self, by: int) -> None:
+        self._zoom = max(0, min(self._zoom + by, len(ZOOMS) - 1))
+
+    def _pan(self, by: float) -> None:
+        if self._sight is not None:
+            right = self._sight.now if self._right is None else self._right
+            right += by * ZOOMS[self._zoom]
+            self._right = None if right >= self._sight.now else right
+
+    def _go(self, by: int) -> None:
+        self._lane = max(0, min(self._lane + by, len(self._lanes) - 1))
+
+    def _follow(self) -> None:
+        self._right, self._chosen = None, None
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self._zoom_by(-1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self._zoom_by(1)
+
+    def on_click(self, event: events.Click) -> None:
+        """The span under the mouse is chosen; twice, it is opened (by who is above)."""
+        sight, place = self._sight, self._top + event.y - 1
+        if sight is None or not 0 <= place < len(self._lanes) or event.y < 1:
+            return
+        self._lane = place
+        cells, seconds = max(10, self._canvas.size.width - LABEL), ZOOMS[self._zoom]
+        right = sight.now if self._right is None else self._right
+        left = right - seconds + (event.x - LABEL) * seconds / cells
+        under = [
+            span
+            for span in self._drawn(sight, left, left + seconds / cells)[self._lanes[place]]
+            if event.x >= LABEL
+        ]
+        if under:
+            self._chosen = str(under[-1]["number"])
+        self.show(sight)
+
+    def on_resize(self) -> None:
+        if self._sight is not None:
+            self.show(self._sight)
+
+
+def _lane(span: Document) -> Lane:
+    return Lane(str(span["instance"]), LANE_OF.get(span["kind"], LANES[0]))
+
+
+def _merged(texts: list[str], styles: list[str]) -> Line:
+    """Cells of one style as one piece."""
+    line: Line = []
+    start = 0
+    for place in range(1, len(texts) + 1):
+        if place == len(texts) or styles[place] != styles[start]:
+            line.append(("".join(texts[start:place]), styles[start]))
+            start = place
+    return line
+
+
+def described(span: Document, sight: Sight) -> list[Line]:
+    """What was computed or moved, with whom, for how long, and why."""
+    look = sight.look
+    began, ended = span["began_unix_seconds"], span.get("ended_unix_seconds")
+    took = (sight.now if ended is None else ended) - began
+    kind = str(span["kind"]).replace("_", " ")
+    facts: list[tuple[str, str]] = [
+        ("what", f"{kind} of {span['model']} on instance {span['instance']}"),
+        ("began", f"{duration(max(0.0, sight.now - began))} ago"),
+        ("took", duration(took) + (" so far" if ended is None else f", then {span['outcome']}")),
+    ]
+    if "quota_seconds" in span:
+        facts.append(("quota", duration(span["quota_seconds"])))
+    if span.get("steps"):
+        facts.append(("steps", f"{span['steps']}, {duration(took / span['steps'])} each"))
+    if span.get("kv_slabs"):
+        facts.append(("KV", f"at most {span['kv_slabs']} slabs"))
+    if span.get("moved_bytes"):
+        speed = f", {size(span['moved_bytes'] / took)}/s" if took > 0 else ""
+        facts.append(("moved", size(span["moved_bytes"]) + speed))
+    if span.get("chunk_tokens"):
+        facts.append(("chunks", f"{span['chunk_tokens']} tokens of prompts a step"))
+    decision = span.get("decision", {})
+    if "hook" in decision:
+        facts.append(("decided by", f"{decision.get('policy', '?')}, asked for {decision['hook']}"))
+    if decision:
+        facts.append(("after", str(decision["after"])))
+    if decision.get("plan"):
+        turns = ", ".join(f"{model} {duration(quota)}" for model, quota in decision["plan"])
+        facts.append(("then", turns))
+    lines: list[Line] = [[(f"{name:12}", look.accent), (text, "")] for name, text in facts]
+    for title, members in (("batch", span.get("requests")), ("prompts", span.get("prompts"))):
+        if members:
+            lines += [[], [(f"{title} ({len(members)})", look.accent)]]
+            lines += [[(f"  {member}", ""), *_request(str(member), sight)] for member in members]
+    return lines
+
+
+def _request(name: str, sight: Sight) -> Line:
+    row = sight.state.rows("requests").get(name)
+    told = "over" if row is None else f"{row['phase']}, {row['output_tokens']} tokens"
+    return [(f"  {told}", sight.look.dim)]
