@@ -330,7 +330,7 @@ async def test_a_batch_that_nobody_waits_for_is_none(
 
     def slow_append(log: BatchLog, records: Sequence[Record]) -> None:
         coming.set()
-        go_on.wait(20)
+        go_on.wait(PATIENCE_SECONDS)
         append(log, records)
 
     monkeypatch.setattr(BatchLog, "append", slow_append)

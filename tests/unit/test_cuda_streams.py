@@ -305,7 +305,7 @@ def test_a_stream_that_began_while_its_context_was_broken(
 
     def refused(context: CudaContext) -> None:
         if broken.is_set() and threading.current_thread() is not threading.main_thread():
-            tried.wait(SECONDS)
+            tried.wait(PATIENCE_SECONDS)
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS", 700, "broken")
         use(context)
 
@@ -314,7 +314,7 @@ def test_a_stream_that_began_while_its_context_was_broken(
     before = driver.live().streams
     broken.set()
     stream = vmm.stream("late")
-    tried.wait(SECONDS)
+    tried.wait(PATIENCE_SECONDS)
     broken.clear()
     stream.close()
 
