@@ -7,6 +7,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= etc/appliance.toml
 COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py)
 
+# Tests start many processes: what Python compiled for one is read by the next.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve deb test test-unit test-coverage test-engine test-system test-deb test-gpu fuzz lint format generate results results-quick clean
 

@@ -75,8 +75,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        # Whatever the system does not take is waited for, also when nothing more is to be sent.
-        self.transport.set_write_buffer_limits(high=0)
+        # Whatever the system does not take is waited for, also when nothing more is to be sent. Not
+        # 0: under TLS, where a buffer is full that has as much as its limit, nothing would be sent.
+        self.transport.set_write_buffer_limits(high=1, low=0)
         self._await(Awaited.HEAD)
 
     def data_received(self, data: bytes) -> None:

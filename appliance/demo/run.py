@@ -34,7 +34,7 @@ from appliance.tokens import Tokenizer
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
-START_SECONDS: Final = 300
+START_SECONDS: Final = 600
 STOP_SECONDS: Final = 20
 
 

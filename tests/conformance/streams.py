@@ -12,9 +12,9 @@ from appliance.memory.streams import PIECE_BYTES, Copy
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm import Vmm
 from tests.conformance.bench import Bench
+from tests.patience import PATIENCE_SECONDS
 
 SLABS = 8
-SECONDS = 60
 """How long a test waits before it calls something stuck."""
 
 
@@ -60,7 +60,7 @@ class Gate:
         for index, copy in enumerate(self._copies):
             if index == self._closed_at:
                 self.reached.set()
-                assert self._open.wait(SECONDS), "nobody opened the gate"
+                assert self._open.wait(PATIENCE_SECONDS), "nobody opened the gate"
             yield copy
 
     def open(self) -> None:
@@ -163,7 +163,7 @@ class StreamConformance:
         gate = Gate(Copy(floor.base, floor.host(0, b"1111"), 4))
         floor.streams[0].run(first, gate)
         floor.streams[0].run(second, [Copy(floor.base, floor.host(8, b"2222"), 4)])
-        assert gate.reached.wait(SECONDS)
+        assert gate.reached.wait(PATIENCE_SECONDS)
         assert not second.done
         gate.open()
         second.wait()
@@ -181,7 +181,7 @@ class StreamConformance:
         floor.streams[1].run(second, [copy], **{relation: [first]})
         copy = Copy(floor.base + 4, floor.base, 4)
         floor.streams[2].run(third, [copy], **{relation: [second]})
-        assert gate.reached.wait(SECONDS)
+        assert gate.reached.wait(PATIENCE_SECONDS)
         assert not second.done
         gate.open()
         third.wait()
@@ -237,7 +237,7 @@ class StreamConformance:
         floor.streams[0].run(first, gate)
         floor.streams[1].run(empty, [], after=[first])
         floor.streams[2].run(last, [Copy(floor.base, floor.host(8, b"2222"), 4)], after=[empty])
-        assert gate.reached.wait(SECONDS)
+        assert gate.reached.wait(PATIENCE_SECONDS)
         assert not empty.done
         gate.open()
         last.wait()
@@ -270,7 +270,7 @@ class StreamConformance:
         copy = Copy(floor.base + 8, floor.host(16, b"3333"), 4)
         floor.streams[2].run(last, [copy], after=[cancelled])
         cancelled.cancel()
-        assert gate.reached.wait(SECONDS)
+        assert gate.reached.wait(PATIENCE_SECONDS)
         assert not cancelled.done
         assert not last.done
         gate.open()
@@ -289,13 +289,13 @@ class StreamConformance:
         stream = floor.streams[0]
         stream.run(first, gate)
         stream.run(second, [Copy(floor.base + 8, source + 8, 4)])
-        assert gate.reached.wait(SECONDS)
+        assert gate.reached.wait(PATIENCE_SECONDS)
         closing = threading.Thread(target=stream.close)
         closing.start()
-        assert first.noticed.wait(SECONDS)
-        assert second.noticed.wait(SECONDS)
+        assert first.noticed.wait(PATIENCE_SECONDS)
+        assert second.noticed.wait(PATIENCE_SECONDS)
         gate.open()
-        closing.join(SECONDS)
+        closing.join(PATIENCE_SECONDS)
 
         assert isinstance(first.error, TransferCancelled)
         assert isinstance(second.error, TransferCancelled)

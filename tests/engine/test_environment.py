@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from appliance.engines.vllm import prepare_environment
+from tests.patience import PATIENCE_SECONDS
 
 
 def test_the_package_loads_neither_torch_nor_vllm() -> None:
@@ -22,7 +23,7 @@ def test_the_package_loads_neither_torch_nor_vllm() -> None:
         "assert os.environ['VLLM_NO_USAGE_STATS'] == os.environ['HF_HUB_OFFLINE'] == '1'\n"
         "assert not {'torch', 'vllm', 'numpy'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_SECONDS)
 
 
 def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

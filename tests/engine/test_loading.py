@@ -23,6 +23,7 @@ from appliance.memory.safetensors import read_header
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.weights import Image
 from tests.engine.house import MODELS, SLAB, House, make_house, sequence
+from tests.patience import PATIENCE_SECONDS
 
 PROMPT = tuple(range(20, 60))
 GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=5)
@@ -605,12 +606,12 @@ def test_an_evicted_stream_stops_reading(own: Any, monkeypatch: pytest.MonkeyPat
             return preadv(fd, buffers, offset, flags)
         reads.append(offset)
         reading.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_SECONDS)
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", held)
     transfer = engine.begin_load()
-    assert reading.wait(60)
+    assert reading.wait(PATIENCE_SECONDS)
     transfer.cancel()
     go_on.set()
     engine.evict_weights()
@@ -634,7 +635,7 @@ class Held:
     def __call__(self, transfer: Transfer, image: Image) -> None:
         start = 0
         for number, (end, told) in enumerate(zip(self._ends, self.told, strict=True)):
-            assert told.wait(60), "nobody told the loader to go on"
+            assert told.wait(PATIENCE_SECONDS), "nobody told the loader to go on"
             if self.error is not None and number == 2:
                 raise self.error
             if transfer.cancelled:
@@ -713,7 +714,7 @@ def test_a_pass_overtakes_the_load_layer_by_layer(
     def tell() -> None:
         for number, told in enumerate(loader.told):
             # All before have computed: they did not wait for this one's bytes.
-            if number and not done[number - 1].wait(60):
+            if number and not done[number - 1].wait(PATIENCE_SECONDS):
                 return
             log.append(("told", number))
             told.set()
@@ -722,7 +723,7 @@ def test_a_pass_overtakes_the_load_layer_by_layer(
     transfer = engine.begin_load()
     teller.start()
     found = outputs(engine)
-    teller.join(60)
+    teller.join(PATIENCE_SECONDS)
     for handle in handles:
         handle.remove()
 

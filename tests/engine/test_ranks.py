@@ -43,6 +43,7 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
+from tests.patience import PATIENCE_SECONDS
 
 SLAB = 256 * 1024
 POOL_SLABS = 24
@@ -51,8 +52,6 @@ GENERATE, TASKS = vocabulary.Task.GENERATE, {"vectors": vocabulary.Task.EMBED}
 LENGTH = 24
 GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
 KV_SLABS = 12
-REPORT_SECONDS = 300.0
-EXIT_SECONDS = 60.0
 
 M = TypeVar("M")
 
@@ -78,7 +77,7 @@ class Box:
         self._reports: list[wire.Up] = []
         self._decoder = wire.decoder_of_reports()
         self._connection, theirs = socket.socketpair()
-        self._connection.settimeout(REPORT_SECONDS)
+        self._connection.settimeout(PATIENCE_SECONDS)
         with theirs:
             self.process = subprocess.Popen(
                 [
@@ -128,7 +127,7 @@ class Box:
                     return report
             data = self._connection.recv(1 << 16)
             if not data:
-                raise EOFError(f"the worker ended with {self.process.wait(EXIT_SECONDS)}")
+                raise EOFError(f"the worker ended with {self.process.wait(PATIENCE_SECONDS)}")
             self._reports += self._decoder.feed(data)
 
     def places(self, count: int, nbytes: int) -> tuple[int, ...]:
@@ -218,7 +217,7 @@ class Box:
 
     def close(self) -> None:
         self._connection.close()  # the worker ends by this
-        self.process.wait(EXIT_SECONDS)
+        self.process.wait(PATIENCE_SECONDS)
         self.host.close()
 
 
@@ -455,7 +454,7 @@ def _ended(pidfd: int) -> bool:
     """Wait for the end of a process that is not a child."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(EXIT_SECONDS * 1000))
+    return bool(poll.poll(PATIENCE_SECONDS * 1000))
 
 
 def test_vectors_of_two_ranks(made: Callable[[int], Box], checkpoints: dict[str, str]) -> None:

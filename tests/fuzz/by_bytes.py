@@ -200,7 +200,8 @@ class _Run:
         statuses = [int(status) for status in _STATUS.findall(got)]
         self.statuses.update(statuses or [0])
         wrong = [status for status in statuses if status >= 500 and status != 503]
-        nameless = whole and 503 in statuses and not _BY_NAME.search(got)
+        told = not got.endswith(b"\r\n\r\n")  # else only its head came while it was listened to
+        nameless = whole and told and 503 in statuses and not _BY_NAME.search(got)
         if wrong or nameless or b"internal_error" in got:
             self.findings.append(Finding(f"status {statuses}", number, sent, got))
 

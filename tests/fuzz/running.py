@@ -15,6 +15,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from tests.fuzz.target import Held
+from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 _ERROR: Final = re.compile(r"^ERROR.*\n(?:(?!WARNING|ERROR|INFO|DEBUG).*\n)*", re.MULTILINE)
@@ -79,7 +80,7 @@ def running(*, keys: bool = False, ending: bool = False) -> Iterator[Target]:
             yield Target(process, log)
             assert process.stdin is not None
             process.stdin.close()
-            status = process.wait(30)
+            status = process.wait(PATIENCE_SECONDS)
             assert status == 0, f"the target ended with status {status}"
         finally:
             process.kill()

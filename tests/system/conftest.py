@@ -23,6 +23,7 @@ from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, metrics_by_model, reference, running_daemon
 from appliance.demo.traffic import Chat, burst
 from tests.parrot import make_parrot
+from tests.patience import PATIENCE_SECONDS
 
 CHATS_PER_MODEL = 8
 MEMORY_BYTES = 48 << 20
@@ -58,7 +59,9 @@ class Appliance:
     journal: Path
 
     def status(self) -> dict:
-        return httpx.get(f"{self.url}/api/status", timeout=10).raise_for_status().json()
+        return (
+            httpx.get(f"{self.url}/api/status", timeout=PATIENCE_SECONDS).raise_for_status().json()
+        )
 
     def metrics(self) -> dict[tuple[str, str], float]:
         return metrics_by_model(self.url)
@@ -70,7 +73,7 @@ class Appliance:
 
     def cancelled(self) -> float:
         """How many requests were cancelled so far."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_SECONDS).text
         lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
         return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
 
@@ -175,7 +178,7 @@ def llama(appliance: Appliance) -> Iterator[ollama.Client]:
 
 def until(true: Callable[[], bool]) -> None:
     """Ask again and again until it is so: the daemon is another process."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not true():
         assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.01)

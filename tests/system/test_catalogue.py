@@ -24,12 +24,12 @@ from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, send
 from appliance.vocabulary import ModelAdded, ModelRemoved
 from tests.hub import hub
+from tests.patience import PATIENCE_SECONDS
 
 CONFIGURED = ("llama-a", "llama-b", "llama-c")
 LEAVING, PULLED, FROM_HUB = "llama-a", "qwen3-a", "qwen2-b"
 PACKED, TWIN = "packed", "twin"
 """A model that comes as an archive, and one that the files have from some time on."""
-PATIENCE_SECONDS = 120
 FIT = ("--max-context", "1024", "--dtype", "float32")
 
 
@@ -95,7 +95,7 @@ def test_models_come_and_go_under_load(
     with (
         hub({f"demo/{FROM_HUB}": checkpoints / FROM_HUB}) as endpoint,
         running_daemon(file, config) as (url, _),
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client,
     ):
         first, second = asyncio.run(load(url, endpoint))
         answered = [*first, *second]
@@ -135,7 +135,7 @@ def pull_from_hub(url: str, endpoint: str) -> None:
         env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
 

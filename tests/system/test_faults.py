@@ -25,6 +25,7 @@ from appliance.config import Config, load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, metrics_by_model, running_daemon
 from appliance.demo.traffic import Answer, Chat, send
+from tests.patience import PATIENCE_SECONDS
 
 ORIGINAL = "qwen2-a"
 CACHED, PLAIN = "cached", "plain"
@@ -38,7 +39,6 @@ CONTEXT = 320
 BLOCK_TOKENS, BLOCK_BYTES = 32, 4 * (32 << 10)
 POOL_BLOCKS, HOST_BLOCKS = 12, 28
 """Blocks that have room beside one model's weights, and beside the one image."""
-PATIENCE_SECONDS = 60
 ROUNDS_TO_FILL = 50
 
 
@@ -71,13 +71,15 @@ class Box:
     def refusal(self, model: str) -> dict[str, str]:
         """The error that a request for the model is answered with."""
         body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 8}
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS)
         assert answer.status_code == 500
         error: dict[str, str] = answer.json()["error"]
         return error
 
     def state(self, model: str) -> str:
-        status = httpx.get(f"{self.url}/api/status", timeout=10).raise_for_status().json()
+        status = (
+            httpx.get(f"{self.url}/api/status", timeout=PATIENCE_SECONDS).raise_for_status().json()
+        )
         (state,) = (m["state"] for m in status["models"] if m["model"] == model)
         return str(state)
 
@@ -222,7 +224,7 @@ def test_full_disk(box: Box) -> None:
     assert box.serves(PLAIN)
     assert box.serves(CACHED)
     assert box.log.count("the journal ends here") == 1
-    ready = httpx.get(f"{box.url}/readyz", timeout=10)
+    ready = httpx.get(f"{box.url}/readyz", timeout=PATIENCE_SECONDS)
     assert ready.status_code == 200
 
 

@@ -14,10 +14,10 @@ from appliance.demo.checkpoints import RECIPES, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Chat, send
 from appliance.vocabulary import ModelLoaded, StoreWeights
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, memfds
 
 SLAB = 512 << 10
-LOCK_SECONDS = 60
 
 
 def test_one_copy_for_two_instances(
@@ -119,7 +119,7 @@ def _log(folder: Path) -> str:
 
 def _wait_for_log(log: Path, words: str) -> None:
     """The daemon is another process: ask again and again."""
-    deadline = time.monotonic() + LOCK_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while words not in log.read_text(errors="replace"):
         assert time.monotonic() < deadline, f"the log never said {words!r}"
         time.sleep(0.05)

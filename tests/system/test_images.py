@@ -11,9 +11,9 @@ from appliance.config import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import burst, send
+from tests.patience import PATIENCE_SECONDS
 
 MODELS = ["llama-a", "qwen2-a"]
-PATIENCE_SECONDS = 300
 """The writer goes last where processors are busy."""
 
 

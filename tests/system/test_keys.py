@@ -19,7 +19,8 @@ import openai
 import pytest
 
 from appliance.demo.checkpoints import write_config
-from appliance.demo.run import START_SECONDS, free_port
+from appliance.demo.run import free_port
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.certificates import certify
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
@@ -42,7 +43,7 @@ class Secured:
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
         assert result.returncode == 0, result.stderr
         return result.stdout
@@ -55,8 +56,15 @@ class Secured:
             base_url=f"{self.url}/v1",
             api_key=secret,
             max_retries=0,
-            http_client=httpx.Client(verify=self.trust),
+            http_client=httpx.Client(verify=self.trust, timeout=PATIENCE_SECONDS),
         )
+
+    def get(self, path: str, **headers: str) -> int:
+        """The status of the answer."""
+        answer = httpx.get(
+            self.url + path, verify=self.trust, headers=headers, timeout=PATIENCE_SECONDS
+        )
+        return answer.status_code
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +101,10 @@ def daemon(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def wait_until_ready(daemon: Secured, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline and daemon.process.poll() is None:
         try:
-            if httpx.get(f"{daemon.url}/readyz", verify=daemon.trust).status_code == 200:
+            if daemon.get("/readyz") == 200:
                 return
         except httpx.TransportError:
             pass  # not listening yet
@@ -111,10 +119,8 @@ def test_keys_over_tls(daemon: Secured) -> None:
         answer = client.chat.completions.create(model="llama-a", messages=HELLO, max_tokens=5)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
-        assert httpx.get(f"{daemon.url}/api/status", verify=daemon.trust).status_code == 401
-        headers = {"x-api-key": secret}
-        status = httpx.get(f"{daemon.url}/api/status", headers=headers, verify=daemon.trust)
-        assert status.status_code == 403
+        assert daemon.get("/api/status") == 401
+        assert daemon.get("/api/status", **{"x-api-key": secret}) == 403
         daemon.cli("key", "revoke", "alice", "--config", str(daemon.file))
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
@@ -148,7 +154,9 @@ def test_keys_take_turns(daemon: Secured) -> None:
 def waiting(daemon: Secured) -> bool:
     """Whether the daemon has a request now."""
     transport = httpx.HTTPTransport(uds=str(daemon.admin))
-    with httpx.Client(transport=transport, base_url="http://appliance") as client:
+    with httpx.Client(
+        transport=transport, base_url="http://appliance", timeout=PATIENCE_SECONDS
+    ) as client:
         (model,) = client.get("/api/status").json()["models"]
     return bool(model["running"] + model["waiting"])
 
@@ -173,5 +181,5 @@ def test_the_end(daemon: Secured) -> None:
     """The daemon ends as told, and takes its socket with it."""
     daemon.process.send_signal(signal.SIGTERM)
 
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(PATIENCE_SECONDS) == 0
     assert not daemon.admin.exists()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance.demo.traffic import Answer, Chat, send
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, memfds, start
 
 KILLS = 10
@@ -77,7 +78,7 @@ def _all_up(appliance: Appliance) -> bool:
 async def _until(true: Callable[[], bool]) -> None:
     """Ask again and again until it is so; a client's connection closes a little after its answer,
     a worker takes seconds to come back."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not true():  # noqa: ASYNC110 - the daemon is another process
             await asyncio.sleep(0.05)
 

@@ -17,6 +17,7 @@ import pytest
 from openai.types import Batch
 from openai.types.chat import ChatCompletion
 
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import EMBEDDER, THINKER, Appliance, until
 
 CHATS = "/v1/chat/completions"
@@ -236,7 +237,7 @@ def test_hanging_up_cancels(appliance: Appliance, client: openai.OpenAI) -> None
 def test_hanging_up_while_the_model_is_cold(appliance: Appliance, checkpoints: Path) -> None:
     """A client that leaves while its model is being built takes its request with it, too."""
     before = appliance.cancelled()
-    with httpx.Client(base_url=appliance.url, timeout=60) as operator:
+    with httpx.Client(base_url=appliance.url, timeout=PATIENCE_SECONDS) as operator:
         new = {"name": "cold", "path": str(checkpoints / "qwen2-a"), "max_context": 256}
         operator.post("/api/models", json=new).raise_for_status()
         with _asked(appliance, {"model": "cold", "messages": HELLO, "max_tokens": 9}):
@@ -266,9 +267,9 @@ def test_probes_and_metrics(appliance: Appliance, client: openai.OpenAI) -> None
     """Probes answer; metrics have what dashboards need."""
     client.completions.create(model="llama-a", prompt="x", max_tokens=2)
 
-    assert httpx.get(f"{appliance.url}/livez").status_code == 200
-    assert httpx.get(f"{appliance.url}/readyz").status_code == 200
-    text = httpx.get(f"{appliance.url}/metrics").text
+    assert httpx.get(f"{appliance.url}/livez", timeout=PATIENCE_SECONDS).status_code == 200
+    assert httpx.get(f"{appliance.url}/readyz", timeout=PATIENCE_SECONDS).status_code == 200
+    text = httpx.get(f"{appliance.url}/metrics", timeout=PATIENCE_SECONDS).text
     for sample in (
         'appliance_switches_total{instance="0",model="llama-a",reason="prefill"} ',
         'appliance_preemptions_total{model="llama-a"} ',
@@ -290,7 +291,7 @@ def test_command_line(appliance: Appliance) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
         return done.stdout
 

@@ -7,8 +7,7 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ import pytest
 from appliance import journal
 from appliance.config import load_config
 from appliance.demo.checkpoints import write_config
-from appliance.demo.run import START_SECONDS, free_port, running_daemon
+from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, burst, send
 from appliance.dropins import directory
 from appliance.vocabulary import ModelDismissed, ModelWanted, WaitCode
-from tests.system.conftest import Appliance
+from tests.patience import PATIENCE_SECONDS
+from tests.system.conftest import Appliance, until
 
 PER_MODEL = 3
 TOKENS_BETWEEN = 15
@@ -55,7 +55,7 @@ async def operate(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str],
     models = cycle(sorted({chat.model for chat in chats}))
 
     async def work() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             for verb in cycle(["evict", "load", "evict", "pin", "evict", "unpin"]):
                 for _ in range(TOKENS_BETWEEN):
                     await pieces.acquire()
@@ -103,21 +103,15 @@ def test_models_are_dismissed_and_wanted_under_load(appliance: Appliance) -> Non
     assert journal.replay(appliance.journal)[1] == []
 
 
-def until(done: Callable[[], bool], seconds: float = 60) -> None:
-    """Returns when something has come about that takes a daemon no longer than so long."""
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
-
-
 def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     """A wanted model is loaded by an idle daemon, and a dismissed one gives all its slabs back; a
     drained one takes no requests, and a request that is cancelled hears it."""
     url, model = appliance.url, appliance.config.models[-1].name
 
     def post(verb: str) -> dict[str, Any]:
-        answer = httpx.post(f"{url}/api/models/{model}/{verb}", timeout=60).raise_for_status()
+        answer = httpx.post(
+            f"{url}/api/models/{model}/{verb}", timeout=PATIENCE_SECONDS
+        ).raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
 
@@ -134,7 +128,11 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     until(lambda: model not in held())
     post("load")
     until(lambda: model in held())
-    until(lambda: not httpx.get(f"{url}/api/models/{model}", timeout=10).json()["wanted"])
+    until(
+        lambda: (
+            not httpx.get(f"{url}/api/models/{model}", timeout=PATIENCE_SECONDS).json()["wanted"]
+        )
+    )
     post("evict")
     until(lambda: model not in held())
     (answer,) = asyncio.run(send(url, [Chat(model, "Hello", 8)], lambda _: None))
@@ -151,9 +149,11 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
 
     def cancel(answer: Answer) -> None:
         if len(answer.tokens) > 2 and not cancelled:
-            (request,) = httpx.get(f"{url}/api/requests", timeout=10).json()["requests"]
+            (request,) = httpx.get(f"{url}/api/requests", timeout=PATIENCE_SECONDS).json()[
+                "requests"
+            ]
             path = f"{url}/api/requests/{request['id']}"
-            cancelled.append(httpx.delete(path, timeout=10).status_code)
+            cancelled.append(httpx.delete(path, timeout=PATIENCE_SECONDS).status_code)
 
     (broken,) = asyncio.run(send(url, [Chat(model, "Hello", 900, ignore_eos=True)], cancel))
     assert (broken.error, cancelled) == ("an operator cancelled the request", [200])
@@ -165,7 +165,7 @@ async def set_aside(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str
     pieces = asyncio.Semaphore(0)
 
     async def work() -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             for _ in range(3 * TOKENS_BETWEEN):
                 await pieces.acquire()
             await client.post("/api/instances/0/quarantine", json={"reason": "a test"})
@@ -178,7 +178,7 @@ async def set_aside(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str
 
 def switches(url: str, instance: int) -> float:
     """How often another model came to run there."""
-    text = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_SECONDS).raise_for_status().text
     values = re.findall(
         rf'^appliance_switches_total{{instance="{instance}",.*}} (\S+)$', text, re.M
     )
@@ -201,8 +201,8 @@ def test_an_instance_is_set_aside_and_comes_back(appliance: Appliance) -> None:
     before = switches(appliance.url, 0)
 
     path = f"{appliance.url}/api/instances/0/release"
-    httpx.post(path, timeout=60).raise_for_status()
-    until(lambda: appliance.status()["instances"][0]["state"] == "up", START_SECONDS)
+    httpx.post(path, timeout=PATIENCE_SECONDS).raise_for_status()
+    until(lambda: appliance.status()["instances"][0]["state"] == "up")
     undisturbed = asyncio.run(send(appliance.url, chats, lambda _: None))
 
     assert [answer.error for answer in answers] == [None] * len(chats)
@@ -215,10 +215,12 @@ def test_a_signal_reloads(appliance: Appliance, file: Path) -> None:
     """HUP applies what needs no restart; what an operator changed is in the file for the next."""
     url, model = appliance.url, appliance.config.models[0].name
     body = {"slo": {"ttft": "7s"}, "max_queue": 5}
-    httpx.put(f"{url}/api/models/{model}/limits", json=body, timeout=60).raise_for_status()
+    httpx.put(
+        f"{url}/api/models/{model}/limits", json=body, timeout=PATIENCE_SECONDS
+    ).raise_for_status()
     (directory(file) / "60-mine.toml").write_text("[api]\nmax_queue = 77\n")
 
-    with httpx.stream("GET", f"{url}/api/events", timeout=60) as events:
+    with httpx.stream("GET", f"{url}/api/events", timeout=PATIENCE_SECONDS) as events:
         lines = events.iter_lines()
         while next(lines) != "event: snapshot":
             pass
@@ -226,8 +228,8 @@ def test_a_signal_reloads(appliance: Appliance, file: Path) -> None:
         while next(lines) != "event: config_reloaded":
             pass
 
-    shown = httpx.get(f"{url}/api/config", timeout=10).json()["config"]
+    shown = httpx.get(f"{url}/api/config", timeout=PATIENCE_SECONDS).json()["config"]
     assert shown["api"]["max_queue"] == 77
     found = load_config(file).models[0]
     assert (found.slo.ttft_seconds, found.max_queue) == (7, 5)
-    assert httpx.post(f"{url}/api/config/check", timeout=60).json()["changes"] == []
+    assert httpx.post(f"{url}/api/config/check", timeout=PATIENCE_SECONDS).json()["changes"] == []

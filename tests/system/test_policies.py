@@ -15,6 +15,7 @@ from appliance import journal
 from appliance.demo.traffic import Answer, Chat, send
 from appliance.policies import installed
 from appliance.policywords import PolicyChosen
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, start
 from tests.unit.strangers import install
 
@@ -66,7 +67,7 @@ async def under_changes(url: str, chats: list[Chat], names: list[str]) -> tuple[
 
     async def change() -> None:
         nonlocal changes
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             while True:
                 for name in names:
                     for _ in range(TOKENS_BETWEEN):
@@ -109,7 +110,7 @@ async def watched(url: str, chats: list[Chat]) -> tuple[list[Answer], list[int]]
     probes = []
 
     async def probe() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             while True:
                 probes.append((await client.get("/readyz")).status_code)
                 await asyncio.sleep(0.1)
@@ -128,7 +129,7 @@ def test_strangers_that_fail(
     the event names it and why, the probe stays green, and the journal replays."""
 
     async def play() -> None:
-        async with httpx.AsyncClient(base_url=appliance.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=appliance.url, timeout=PATIENCE_SECONDS) as client:
             for place, name in enumerate(STRANGERS):
                 await put(client, name, "aegaeon")
                 some = chats[12 * place : 12 * (place + 1)]

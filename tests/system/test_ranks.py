@@ -15,6 +15,7 @@ from appliance.config import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, burst, send
+from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, memfds
 
 MODELS = ["llama-a", "qwen2-a", "qwen3-a"]
@@ -98,7 +99,7 @@ def _follower(leader: int) -> int:
 
 async def _until_gone(pids: set[int]) -> None:
     """A follower of a killed leader is reaped by the system's first process, in its own time."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while _exist(pids):  # noqa: ASYNC110 - they are other processes
             await asyncio.sleep(0.05)
 

@@ -26,6 +26,7 @@ from appliance.batches.records import Batch
 from appliance.cli import cli
 from appliance.demo.checkpoints import write_config
 from tests.activation import start_activated
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.notify_double import Manager, manager
 
 T = TypeVar("T")
@@ -36,7 +37,6 @@ BEFORE, AFTER = 8, 12
 LINES, LINE_TOKENS = 40, 64
 CUT_OFF = frozenset({"ReadError", "WriteError", "RemoteProtocolError"})
 """What becomes of requests whose daemon is killed: it had accepted their connections."""
-PATIENCE_SECONDS = 480
 
 
 def test_restarts_under_load(checkpoints: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def finished(client: openai.OpenAI, batch: str) -> tuple[Any, list[Any]]:
 
 def charges(url: str, key: str) -> dict[str, float]:
     """What a daemon has counted for a key."""
-    text = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_SECONDS).raise_for_status().text
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -199,7 +199,7 @@ def daemon(
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -20,6 +20,7 @@ from appliance.config import load_config
 from appliance.feed import NoticeKind
 from appliance.liveconfig import LiveConfig
 from appliance.vocabulary import WaitCode
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import served
 
@@ -97,7 +98,7 @@ async def curl(url: str, words: list[str]) -> str:
                 headers[name] = value
             case _:
                 target = word
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
         answer = await client.request(
             method, target.replace(PRINTED, url), content=body, headers=headers
         )

@@ -31,6 +31,7 @@ from appliance.batches.results import Results, answered
 from appliance.batches.scribe import Scribe
 from appliance.purpose import Purpose
 from appliance.vocabulary import FinishReason, RequestClass, Task
+from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeGeneration, FakeService
 from .serving import openai_client
@@ -121,7 +122,7 @@ async def begin(client: openai.AsyncOpenAI, lines: Iterable[Any], endpoint: Any 
 
 async def polled(ask: Callable[[], Awaitable[Found | None]]) -> Found:
     """What is found in the end."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (found := await ask()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return found
@@ -242,7 +243,7 @@ async def test_forms_that_cannot_be_read(
     """Are a 400, and nothing of them stays."""
     async with house.client() as client:
         url = f"{client.base_url}files"
-        async with httpx.AsyncClient() as plain:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as plain:
             answer = await plain.post(url, content=body, headers={"content-type": kind})
 
     assert answer.status_code == 400
@@ -329,7 +330,7 @@ async def test_a_batch_that_nobody_waits_for_is_none(
 
     def slow_append(log: BatchLog, records: Sequence[Record]) -> None:
         coming.set()
-        go_on.wait(20)
+        go_on.wait(PATIENCE_SECONDS)
         append(log, records)
 
     monkeypatch.setattr(BatchLog, "append", slow_append)
@@ -648,7 +649,7 @@ async def test_only_so_many_batches_of_an_owner_are_unfinished(
     def slow_append(log: BatchLog, records: Sequence[Record]) -> None:
         if isinstance(records[0], Created):
             coming.set()
-            go_on.wait(20)
+            go_on.wait(PATIENCE_SECONDS)
             if full:
                 raise OSError(28, "No space left on device")
         append(log, records)
@@ -839,7 +840,7 @@ async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(
     def slow_append(log: BatchLog, records: Sequence[Record]) -> None:
         if isinstance(records[0], CancelAsked):
             cancelling.set()
-            go_on.wait(20)
+            go_on.wait(PATIENCE_SECONDS)
         elif isinstance(records[0], LineDone):
             looked.wait(0.3)  # in vain, as the files are made of what the disk has
         append(log, records)

@@ -11,12 +11,12 @@ import pytest
 
 from appliance.api.app import create_app
 from appliance.vocabulary import FinishReason
+from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeService, small_tokenizer
 from .serving import served
 
 pytestmark = pytest.mark.filterwarnings("error")
-TIMEOUT_SECONDS = 20
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def asking(
         fields["prompt"] = "hello"
     body = json.dumps({"model": "small", **fields}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(app) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body)
         try:
@@ -145,7 +145,7 @@ async def test_a_client_that_stops_reading_and_leaves_is_noticed() -> None:
         "headers": [],
     }
     scope |= {"query_string": b"", "http_version": "1.1", "root_path": "", "scheme": "http"}
-    async with asyncio.timeout(TIMEOUT_SECONDS):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await create_app(service)(scope, receive, send)  # type: ignore[arg-type]
 
     assert service.submitted[0].reason == FinishReason.CANCELLED

@@ -19,6 +19,7 @@ from appliance.api.service import Activity, InstanceActivity, ModelActivity, Req
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.purpose import Purpose
 from appliance.vocabulary import FinishReason, RequestClass, Slo, Task
+from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeGeneration, FakeService, small_tokenizer
 from .serving import served
@@ -525,7 +526,9 @@ async def test_who_hangs_up_gives_back(house: House) -> None:
     prompt = len(small_tokenizer().render_chat(HELLO))
     async with (
         served(house.app()) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=bearer(secret)) as client,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", headers=bearer(secret), timeout=PATIENCE_SECONDS
+        ) as client,
     ):
         body = CHAT | {"stream": True, "max_tokens": 70}
         async with client.stream("POST", CHATS, json=body) as stream:

@@ -15,6 +15,7 @@ from appliance.api.app import create_app
 from appliance.api.service import GenerationFailed, RequestTimes
 from appliance.engines.protocol import Guide, GuideKind
 from appliance.vocabulary import FinishReason
+from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeGeneration, FakeService, small_tokenizer
 from .serving import served
@@ -311,7 +312,7 @@ async def test_a_waiting_stream_is_kept_alive(service: FakeService) -> None:
             first = await reading
         body = {"model": "small", "prompt": "hello"}
         async with (
-            httpx.AsyncClient() as raw,
+            httpx.AsyncClient(timeout=PATIENCE_SECONDS) as raw,
             raw.stream("POST", f"http://127.0.0.1:{port}/api/generate", json=body) as answer,
         ):
             chunks = answer.aiter_bytes()

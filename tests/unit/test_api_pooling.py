@@ -22,6 +22,7 @@ from appliance.engines.protocol import Pooling
 from appliance.purpose import Purpose
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import FinishReason, RequestClass, Task
+from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeGeneration, FakeService, byte_level_encoder, small_tokenizer
 from .serving import openai_client, served, unserved
@@ -256,7 +257,7 @@ async def test_a_client_that_leaves_takes_its_texts_along(
     making.cancel()
 
     for generation in begun:
-        await asyncio.wait_for(generation.cancelled.wait(), 10)
+        await asyncio.wait_for(generation.cancelled.wait(), PATIENCE_SECONDS)
 
 
 async def test_one_that_is_cancelled_is_told(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 TESTS = Path(__file__).parents[1]
 ENGINES = ("torch", "vllm", "transformers")
 
@@ -44,7 +46,11 @@ def loaded_by(module: str) -> set[str]:
     """Top-level packages in `sys.modules` after a new interpreter imported the module."""
     code = f"import {module}, sys; print(*{{name.split('.')[0] for name in sys.modules}})"
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
     )
     return set(result.stdout.split())
 
@@ -82,7 +88,7 @@ def test_import_has_no_side_effects(module: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
 
     assert (result.stdout, result.stderr) == ("", "")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.batches.room import Room
+from tests.patience import PATIENCE_SECONDS
 
 
 async def settled() -> None:
@@ -78,5 +79,5 @@ async def played(size: int, steps: list[tuple[str, int]]) -> None:
     for _, leave in begun:
         leave.set()
     await asyncio.gather(*(task for task, _ in begun), return_exceptions=True)
-    async with asyncio.timeout(5), room.taken(size):
+    async with asyncio.timeout(PATIENCE_SECONDS), room.taken(size):
         assert not inside

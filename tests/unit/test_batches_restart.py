@@ -24,6 +24,7 @@ from appliance.batches.records import Batch, Begun, CancelAsked, Created, LineDo
 from appliance.batches.results import answered
 from appliance.errors import ApplianceError
 from appliance.vocabulary import FinishReason
+from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeGeneration
 from .serving import unserved
@@ -193,7 +194,7 @@ async def test_a_daemon_that_drains_or_broke(house: House, code: str, status: in
     house.service.script = lambda generation: generation.fail(failure)
     async with house.client() as client:
         batch = await begin(client, [chat(str(number)) for number in range(9)])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await house.service.arrivals.get()
         seen = await client.batches.retrieve(batch)
         assert seen.status == "in_progress"
@@ -333,7 +334,7 @@ async def test_a_full_disk(
             with pytest.raises(openai.InternalServerError) as caught:
                 await refused
             assert caught.value.status_code == 507
-        async with httpx.AsyncClient() as plain:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as plain:
             alive = await plain.get(str(client.base_url).replace("/v1/", "/livez"))
         assert alive.status_code == 200
         full = False

@@ -25,6 +25,7 @@ from appliance.journal import Journal, replay
 from appliance.keys import Scope
 from appliance.liveconfig import ADMIN_FILE, LiveConfig
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.fake_service import byte_level_encoder
 from tests.unit.serving import Call, commanded, served, unserved
@@ -396,7 +397,7 @@ async def test_pull_and_rm_on_the_command_line(call: Call, path: Path, box: Box)
 
 
 async def _until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not done():  # noqa: ASYNC110 - of files there is no event
             await asyncio.sleep(0.01)
 
@@ -459,7 +460,7 @@ async def test_files_that_go_cannot_be_added(
 
 async def _over(client: httpx.AsyncClient, name: str) -> str:
     """What a model's absence is called when its removal is over."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (answer := await client.get(f"/api/models/{name}")).is_success:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert answer.status_code == 404

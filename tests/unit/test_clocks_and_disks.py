@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from appliance.errors import KeysError
 from appliance.keys import Key, KeyFile, digest
 from appliance.telemetry import Traces
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, box_maker
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,10 @@ print(held() - before < 2_000_000)
 def test_a_log_that_cannot_be_written_stops_nobody() -> None:
     """The lines of requests go to a disk that is full: they are lost, and not kept either."""
     done = subprocess.run(
-        [sys.executable, "-c", LOG_TO_A_FULL_DISK], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", LOG_TO_A_FULL_DISK],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
 
     assert (done.returncode, done.stdout) == (0, "True\n")

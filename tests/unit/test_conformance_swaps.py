@@ -13,6 +13,7 @@ import torch
 from appliance.kernels import reference
 from appliance.memory import mapping
 from tests.conformance.swapping import SwapConformance
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.device_backends import bench
 
 __all__ = ["bench"]
@@ -40,7 +41,7 @@ def test_the_benchmark_of_switches_keeps_its_books() -> None:
         [sys.executable, str(script), "--smoke"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.memory.cuda_driver import CudaContext, CudaError, call
+from tests.patience import PATIENCE_SECONDS
 from tests.stand_in.driver import StandIn
 from tests.unit.device_backends import driver
 
@@ -80,7 +81,7 @@ def test_a_machine_without_a_driver(tmp_path: Path) -> None:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=True,
         env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
     )

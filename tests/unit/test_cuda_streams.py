@@ -17,7 +17,8 @@ from appliance.memory.streams import Copy
 from appliance.memory.streams_cuda import AHEAD_PIECES, CudaStream
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_cuda import CudaVmm
-from tests.conformance.streams import SECONDS, Gate
+from tests.conformance.streams import Gate
+from tests.patience import PATIENCE_SECONDS
 from tests.stand_in.driver import StandIn
 from tests.unit.device_backends import SLAB, driver
 
@@ -123,7 +124,7 @@ def test_kv_does_not_wait_for_later_compute(device: Device) -> None:
     gate = Gate(Copy(device.base, device.at(0), 4))
     transfer = device.transfer(4, TransferKind.KV_IN)
     device.first.run(transfer, gate)
-    assert gate.reached.wait(SECONDS)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     device.driver.hold(device.compute)
     device.compute_copies(device.base + 64, device.at(0), 4)
     gate.open()
@@ -140,7 +141,7 @@ def test_compute_waits_on_the_device(device: Device, nbytes: int | None) -> None
     copies = (Copy(device.base, device.at(0), 4), Copy(device.base + 4, device.at(4), 4))
     gate = Gate(*copies, closed_at=1)
     device.first.run(load, gate)
-    assert gate.reached.wait(SECONDS)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     device.driver.hold(device.first.handle)  # behind the first piece, before the second
     gate.open()
     device.vmm.compute_stream = layers = int(call("cuStreamCreate", 1))
@@ -176,10 +177,10 @@ def test_compute_waits_until_its_bytes_are_in_line(device: Device) -> None:
 
     thread = threading.Thread(target=layer)
     thread.start()
-    assert gate.reached.wait(SECONDS)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     assert not waited.is_set()
     gate.open()
-    thread.join(SECONDS)
+    thread.join(PATIENCE_SECONDS)
     call("cuStreamSynchronize", device.compute)
 
     assert bytes(device.host.view(16, 8)) == b"one-two-"
@@ -214,7 +215,7 @@ def test_a_transfer_waits_on_the_device(device: Device) -> None:
 
     back = device.transfer(4)
     device.second.run(back, copies(), needs=[out])
-    assert copied.wait(SECONDS)
+    assert copied.wait(PATIENCE_SECONDS)
     assert not out.done
     assert not back.done
     device.driver.let_go(device.compute)
@@ -240,7 +241,7 @@ def test_a_failure_reaches_those_in_line_behind_it(device: Device) -> None:
     reader, later = device.transfer(0), device.transfer(0)
     device.second.run(reader, nothing(), needs=[out])
     device.second.run(later, [], after=[out, reader])
-    assert handed.wait(SECONDS)
+    assert handed.wait(PATIENCE_SECONDS)
     device.driver.fail("cuEventElapsedTime", 1, 700)
     device.driver.let_go(device.compute)
     later.wait()
@@ -283,7 +284,7 @@ def test_an_unmapped_target_breaks_loudly(driver: StandIn) -> None:
 
     following = device.transfer(4)
     device.first.run(following, copies())
-    assert copied.wait(SECONDS)
+    assert copied.wait(PATIENCE_SECONDS)
     device.vmm.unmap(device.base)
     driver.let_go(device.compute)
     with pytest.raises(TransferFailed, match="CUDA_ERROR_ILLEGAL_ADDRESS from cuEventSynchronize"):
@@ -304,7 +305,7 @@ def test_a_stream_that_began_while_its_context_was_broken(
 
     def refused(context: CudaContext) -> None:
         if broken.is_set() and threading.current_thread() is not threading.main_thread():
-            tried.wait(SECONDS)
+            tried.wait(PATIENCE_SECONDS)
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS", 700, "broken")
         use(context)
 
@@ -313,7 +314,7 @@ def test_a_stream_that_began_while_its_context_was_broken(
     before = driver.live().streams
     broken.set()
     stream = vmm.stream("late")
-    tried.wait(SECONDS)
+    tried.wait(PATIENCE_SECONDS)
     broken.clear()
     stream.close()
 
@@ -336,7 +337,7 @@ def test_few_pieces_are_ahead(device: Device) -> None:
 
     transfer = device.transfer(10 * AHEAD_PIECES * 8, TransferKind.KV_IN)
     device.first.run(transfer, copies())
-    assert full.wait(SECONDS)
+    assert full.wait(PATIENCE_SECONDS)
     transfer.cancel()
     device.driver.let_go(device.compute)
     with pytest.raises(TransferCancelled):

@@ -62,6 +62,7 @@ from appliance.vocabulary import (
     RunPrefill,
     RunTurn,
 )
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import PID, Box, box_maker, setup_of, small
 from tests.unit.instance_double import Life
 
@@ -1135,7 +1136,7 @@ async def test_a_guide_whose_worker_dies_is_asked_of_the_next(make_box: MakeBox)
 
 async def until_asked_again(box: Box) -> None:
     """Until a worker was asked for a second time."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(box.workers[0].heard(wire.PrepareGuide)) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
 

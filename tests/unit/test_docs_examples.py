@@ -22,6 +22,7 @@ from appliance.api.openapi import document
 from appliance.cli import cli
 from tests.conftest import write_checkpoint
 from tests.fuzz.running import ROOT, running
+from tests.patience import PATIENCE_SECONDS
 
 DOCS = ROOT / "docs"
 PAGES = {
@@ -191,7 +192,7 @@ def run(command: str, url: str) -> str:
     strict = 'curl() { command curl --fail-with-body "$@"; }'
     done = subprocess.run(
         ["bash", "-euc", f"{strict}\n{command.replace(ADDRESS, url)}"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

@@ -16,6 +16,7 @@ from appliance.adminsocket import open_socket
 from appliance.api.operators import OperatorProtocol
 from appliance.config import load_config
 from appliance.serve import AdminServer, Server, beside, make_server
+from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeService
 from .serving import served
@@ -77,7 +78,7 @@ def run(folder: Path, path: Path, port: int) -> list[str]:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.split(f"{mark}\n")[:-1]

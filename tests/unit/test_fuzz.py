@@ -14,6 +14,7 @@ from tests.fuzz import by_bytes, by_document
 from tests.fuzz.corpus import seeds
 from tests.fuzz.running import running
 from tests.fuzz.target import Held
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.fake_service import FakeService
 
 
@@ -30,7 +31,7 @@ def test_the_document_is_true() -> None:
 async def test_the_examples_of_the_document_are_answered() -> None:
     """All bodies that it shows, one behind the other: what one of them makes the next ones need."""
     with running() as target:
-        async with httpx.AsyncClient(base_url=target.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=target.url, timeout=PATIENCE_SECONDS) as client:
             paths = (await client.get("/api/openapi.json")).json()["paths"]
             file = ""
             for path, item in paths.items():

@@ -10,12 +10,12 @@ import pytest
 
 from appliance.api.metrics import Metrics
 from appliance.gpuwatch import XIDS_OF_PROGRAMS, GpuReading, GpuWatch
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import box_maker
 from tests.unit.pretend_nvml import PretendNvml, install
 from tests.unit.test_api_metrics import samples
 
 GIB = 1 << 30
-PATIENCE_SECONDS = 20
 READING = GpuReading(
     utilization=0.5,
     memory_used_bytes=2 * GIB,

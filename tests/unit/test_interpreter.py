@@ -9,7 +9,8 @@ import queue
 import socket
 import threading
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,9 @@ from appliance.api.service import ChatRefused, GenerationFailed
 from appliance.dialogue import Begin, Parsers, ParserUnusable
 from appliance.engines.protocol import Guide, GuideKind
 from appliance.interpreter import converse
-from appliance.interpreting import MISHAPS, MOVES, Interpreter
+from appliance.interpreting import BEGIN_SECONDS, HEAR_SECONDS, MISHAPS, MOVES, Interpreter
 from appliance.toolcalls import CallPiece, Heard
-
-LIMIT_SECONDS = 10.0
-
+from tests.patience import PATIENCE_SECONDS
 
 HEARD = threading.Event()
 """Set when text was heard; a slow chat waits for it to begin."""
@@ -43,7 +42,7 @@ class Script:
     guide = Guide(GuideKind.REGEX, "x")
     special_tokens = True
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, killed: threading.Event, begin: Begin) -> None:
         match begin.chat:
             case b"refuse":
                 raise ValueError("that cannot be")
@@ -53,7 +52,8 @@ class Script:
                 raise KeyError("oops")
             case b"slow":
                 OPENING.set()
-                assert HEARD.wait(LIMIT_SECONDS)
+                assert HEARD.wait(PATIENCE_SECONDS)
+        self._killed = killed
         self._begin = begin
         self._before: list[str] = []
         BEGUN.put(weakref.ref(self))
@@ -62,7 +62,7 @@ class Script:
         if text == "choke":
             raise IndexError("nothing there")
         if text == "hang":
-            threading.Event().wait(LIMIT_SECONDS)
+            assert self._killed.wait(PATIENCE_SECONDS)
         if text == "half":
             return Heard("\ud83d")
         if text == "break":
@@ -81,16 +81,18 @@ class ThreadProcess:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection.dup()
+        self._killed = threading.Event()
         self.thread = threading.Thread(target=self._converse, daemon=True)
         self.thread.start()
 
     def _converse(self) -> None:
-        with contextlib.suppress(Broken):
-            converse(self._connection, Script)
-        self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(Broken), self._connection:
+            converse(self._connection, partial(Script, self._killed))
 
     def kill(self) -> None:
-        self._connection.shutdown(socket.SHUT_RDWR)
+        self._killed.set()
+        with contextlib.suppress(OSError):  # it hung up itself
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> None:
         pass
@@ -119,6 +121,21 @@ async def bench() -> AsyncIterator[Bench]:
     bench = Bench()
     yield bench
     await bench.interpreter.stop()
+    HEARD.set()  # nothing is slow any longer
+    for process in bench.processes:
+        await asyncio.to_thread(process.thread.join, PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """So many seconds pass at once for whoever waits on the event loop."""
+
+    def passes(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+
+    return passes
 
 
 async def test_chats_are_read_side_by_side(bench: Bench) -> None:
@@ -152,7 +169,7 @@ async def test_a_chat_that_nobody_waits_for_is_forgotten(bench: Bench) -> None:
     HEARD.clear()
     OPENING.clear()
     slow = asyncio.create_task(bench.begin(b"slow"))
-    assert await asyncio.to_thread(OPENING.wait, LIMIT_SECONDS)
+    assert await asyncio.to_thread(OPENING.wait, PATIENCE_SECONDS)
     while not BEGUN.empty():
         BEGUN.get()
     slow.cancel()
@@ -160,43 +177,43 @@ async def test_a_chat_that_nobody_waits_for_is_forgotten(bench: Bench) -> None:
     await other.hear(0, "x", (), False)
     await bench.begin()  # behind it
 
-    left = BEGUN.get(timeout=LIMIT_SECONDS)
+    left = BEGUN.get(timeout=PATIENCE_SECONDS)
     gc.collect()
     assert left() is None
 
 
 async def test_a_chat_that_does_not_begin_in_time(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, pass_time: Callable[[float], None]
 ) -> None:
     """It fails by itself while the process answers others; those behind it can begin."""
     other = await bench.begin()
     HEARD.clear()
-    monkeypatch.setattr("appliance.interpreting.BEGIN_SECONDS", 0.2)
     slow = asyncio.create_task(bench.begin(b"slow"))
-    while not slow.done():
-        await other.hear(0, "quiet", (), False)
+    await asyncio.sleep(0)  # its question goes out
+    await other.hear(0, "quiet", (), False)
+    pass_time(BEGIN_SECONDS)
 
     with pytest.raises(GenerationFailed) as caught:
         await slow
     assert (caught.value.code, caught.value.status) == ("overloaded", 503)
     assert caught.value.retry_after_seconds
-    monkeypatch.undo()
     assert (await other.hear(0, "x", (), False)).content == "X"
     assert (await (await bench.begin()).hear(0, "x", (), False)).content == "X"
     assert len(bench.processes) == 1
 
 
 async def test_a_process_that_begins_no_chat_and_answers_nobody(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, pass_time: Callable[[float], None]
 ) -> None:
     """It is ended, and the next chat has another one."""
     await bench.begin()
     HEARD.clear()
-    monkeypatch.setattr("appliance.interpreting.BEGIN_SECONDS", 0.05)
+    slow = asyncio.create_task(bench.begin(b"slow"))
+    await asyncio.sleep(0)
+    pass_time(BEGIN_SECONDS)
     with pytest.raises(GenerationFailed) as caught:
-        await bench.begin(b"slow")
+        await slow
     HEARD.set()
-    monkeypatch.undo()
 
     assert caught.value.code == "interpreter_lost"
     assert (await (await bench.begin()).hear(0, "x", (), False)).content == "X"
@@ -311,7 +328,7 @@ async def test_a_lost_process_is_started_anew(bench: Bench) -> None:
     for text in ("a", "b"):
         await chat.hear(0, text, (), False)
     bench.processes[0].kill()
-    bench.processes[0].thread.join(LIMIT_SECONDS)
+    bench.processes[0].thread.join(PATIENCE_SECONDS)
 
     assert (await chat.hear(0, "tell", (), False)).content == "a b"
     chat.end()
@@ -319,18 +336,21 @@ async def test_a_lost_process_is_started_anew(bench: Bench) -> None:
     assert len(bench.processes) == 2
 
 
-async def test_a_parser_that_hangs_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_parser_that_hangs_is_ended(
+    bench: Bench, pass_time: Callable[[float], None]
+) -> None:
     """Its chat fails; those that wait in its process, or will, are read by another one."""
     one, two, idle = [await bench.begin() for _ in range(3)]
     for chat, text in ((two, "a"), (idle, "b")):
         await chat.hear(0, text, (), False)
-    monkeypatch.setattr("appliance.interpreting.HEAR_SECONDS", 0.5)
 
-    failed, told = await asyncio.gather(
+    hears = asyncio.gather(
         one.hear(0, "hang", (), False), two.hear(0, "tell", (), False), return_exceptions=True
     )
+    await asyncio.sleep(0)
+    pass_time(HEAR_SECONDS)
+    failed, told = await hears
 
-    monkeypatch.undo()
     assert failed.code == "interpreter_lost"
     assert told.content == "a"
     assert (await idle.hear(0, "tell", (), False)).content == "b"
@@ -362,17 +382,18 @@ async def test_a_chat_with_which_processes_break(bench: Bench) -> None:
 
 
 async def test_processes_that_are_lost_again_and_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, pass_time: Callable[[float], None]
 ) -> None:
     """A chat moves so many times, and no more."""
     chat = await bench.begin()
     for _ in range(MOVES + 1):
         other = await bench.begin()
         assert (await chat.hear(0, "x", (), False)).content == "X"
-        monkeypatch.setattr("appliance.interpreting.HEAR_SECONDS", 0.05)
+        hangs = asyncio.create_task(other.hear(0, "hang", (), False))
+        await asyncio.sleep(0)
+        pass_time(HEAR_SECONDS)
         with pytest.raises(GenerationFailed):
-            await other.hear(0, "hang", (), False)
-        monkeypatch.undo()
+            await hangs
 
     with pytest.raises(GenerationFailed) as caught:
         await chat.hear(0, "x", (), False)
@@ -405,7 +426,7 @@ async def test_the_process_ends_with_the_daemon(bench: Bench) -> None:
     await bench.begin()
     await bench.interpreter.stop()
 
-    bench.processes[0].thread.join(LIMIT_SECONDS)
+    bench.processes[0].thread.join(PATIENCE_SECONDS)
     assert not bench.processes[0].thread.is_alive()
 
 
@@ -420,7 +441,7 @@ async def test_what_the_process_leaves_goes_with_it(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     interpreter = Interpreter()
     interpreter.prepare()
-    async with asyncio.timeout(LIMIT_SECONDS):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not left_in(tmp_path):  # noqa: ASYNC110 - the process is another one
             await asyncio.sleep(0)
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from appliance.lifetime import Lifetime, Server
 from appliance.systemd import Notifier
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.notify_double import Manager, manager
 
 
@@ -108,7 +109,7 @@ async def running(directory: Path, *, activated: bool) -> AsyncIterator[tuple[Ho
 async def heard_until(told: Manager, true: Callable[[dict[str, str]], bool]) -> list[dict]:
     """What is told up to the first message for which it is so."""
     messages: list[dict] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             for message in told.heard():
                 messages.append(message)
@@ -124,7 +125,7 @@ async def test_ready_when_the_sockets_listen(tmp_path: Path) -> None:
         first, *_ = await heard_until(house.told, lambda message: "READY" in message)
 
         assert first == {"READY": "1", "STATUS": "as it is"}
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
             assert (await client.get(url)).text == "done"
     assert house.daemon.life == ["start", "drain 30", "drained", "stop"]
 
@@ -147,7 +148,10 @@ async def test_the_watchdog_hears_of_progress_only(tmp_path: Path) -> None:
 async def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
     """What was asked before the signal is answered after it; the manager is told of the end, and
     the daemon goes on being watched."""
-    async with running(tmp_path, activated=True) as (house, url), httpx.AsyncClient() as client:
+    async with (
+        running(tmp_path, activated=True) as (house, url),
+        httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
+    ):
         asking = asyncio.create_task(client.get(url))
         await house.app.asked.wait()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -187,7 +191,7 @@ async def test_without_them_it_answers_until_the_end(tmp_path: Path) -> None:
         house.lifetime.end()
         await heard_until(house.told, lambda message: "STOPPING" in message)
 
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
             answer = await client.get(url)
 
         assert answer.text == "done"
@@ -213,7 +217,10 @@ async def test_a_request_on_its_way_is_not_cut_off(tmp_path: Path) -> None:
 
 async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """It does not wait for requests, nor for a third."""
-    async with running(tmp_path, activated=True) as (house, url), httpx.AsyncClient() as client:
+    async with (
+        running(tmp_path, activated=True) as (house, url),
+        httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
+    ):
         asking = asyncio.create_task(client.get(url))
         await house.app.asked.wait()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -20,6 +20,7 @@ from appliance.generation import RequestStream
 from appliance.logs import ConsoleFormatter, JsonFormatter
 from appliance.requestlog import log_request
 from appliance.vocabulary import FinishReason
+from tests.patience import PATIENCE_SECONDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "logs.md"
 SAY = "import logging; logging.getLogger('a.b').warning('it %s', 'is', extra={'fields': {'n': 2}})"
@@ -47,7 +48,7 @@ def written(program: str, **environment: str) -> str:
         stderr=subprocess.PIPE,
         env={**os.environ, **environment},
         check=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     return done.stderr.decode()
 

@@ -14,6 +14,7 @@ from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed
 from appliance.memory.vmm_host import HostVmm
 from appliance.memory.weights import DeviceWeights, Image, StoredTensor, WeightLayout, Write
+from tests.patience import PATIENCE_SECONDS
 
 SLAB = 1 << 20
 NBYTES = 9 * SLAB + 17
@@ -60,7 +61,7 @@ def test_staged_weights_arrive_whole(staged: Staged) -> None:
     written: list[range] = []
 
     def spying(transfer: Transfer, image: Image) -> None:
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE_SECONDS)
         written.extend(range(start, start + size) for start, size in image.parts(0, NBYTES))
         write(transfer, image)
         landed.append(loads[0].landed)

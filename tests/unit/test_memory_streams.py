@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from appliance.memory.streams import PIECE_BYTES, Copy, HostStream, pieces
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
+from tests.patience import PATIENCE_SECONDS
 
 
 def make(nbytes: int = 0, owner: str = "a") -> Transfer:
@@ -30,7 +31,7 @@ class Gate:
 
     def __iter__(self) -> Iterator[Copy]:
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(PATIENCE_SECONDS)
         yield from self._copies
 
 
@@ -121,7 +122,7 @@ def test_a_stream_keeps_its_order_and_never_holds_up_the_caller(streams: list[Ho
 
     streams[0].run(first, gate)
     streams[0].run(second, look())
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     assert (first.done, second.began) == (False, None)
     gate.opened.set()
     second.wait()
@@ -139,7 +140,7 @@ def test_another_stream_waits_for_what_it_comes_after(streams: list[HostStream])
     streams[1].run(later[0], (), after=[first])
     streams[2].run(later[1], (), needs=[first])
     free.wait()
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     assert [transfer.began for transfer in later] == [None, None]
     gate.opened.set()
     for transfer in later:
@@ -183,7 +184,7 @@ def test_the_cancelled_still_wait_for_those_before_them(streams: list[HostStream
     streams[1].run(cancelled, (), after=[first])
     cancelled.cancel()
     streams[2].run(last, look(), after=[cancelled])
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     assert not cancelled.done
     gate.opened.set()
     last.wait()
@@ -227,12 +228,12 @@ def test_closing_ends_everything_in_line() -> None:
     stream.run(line[0], gate)
     for transfer in line[1:]:
         stream.run(transfer, ())
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     closer = threading.Thread(target=stream.close)
     closer.start()
     line[2].cancel()
     gate.opened.set()
-    closer.join(10)
+    closer.join(PATIENCE_SECONDS)
 
     assert not closer.is_alive()
     assert all(transfer.done for transfer in line)

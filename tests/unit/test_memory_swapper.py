@@ -23,6 +23,7 @@ from appliance.memory.swapper import Swapper
 from appliance.memory.transferrules import Order, TransferBook
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_host import HostVmm
+from tests.patience import PATIENCE_SECONDS
 
 KV_IN, KV_OUT, WEIGHTS = TransferKind.KV_IN, TransferKind.KV_OUT, TransferKind.WEIGHTS
 PAGE = mmap.PAGESIZE
@@ -299,7 +300,7 @@ def test_poison_shows_a_read_of_what_has_not_landed(
     opened = threading.Event()
 
     def late() -> Iterator[Copy]:
-        assert opened.wait(30)
+        assert opened.wait(PATIENCE_SECONDS)
         yield Copy(block, tier.address(0, PAGE), PAGE)
 
     swapper.start(KV_IN, "a", late(), nbytes=PAGE, reads=[0], writes=["block"])
@@ -408,7 +409,7 @@ def test_a_worker_killed_in_mid_transfer_leaves_the_host_tier_to_the_others() ->
     pool = f"/memfd:appliance-pool (deleted) {child.stdout.readline().strip()}"
     assert pool in open_files()
     child.send_signal(signal.SIGKILL)
-    child.wait(30)
+    child.wait(PATIENCE_SECONDS)
     child.stdout.close()
 
     assert pool not in open_files()

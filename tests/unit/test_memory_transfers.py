@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
+from tests.patience import PATIENCE_SECONDS
 
 
 def make(nbytes: int = 10) -> Transfer:
@@ -28,7 +29,7 @@ def test_the_first_bytes_can_be_waited_for_alone() -> None:
     assert not went_on.wait(0.02)
     transfer.land(1)
 
-    assert went_on.wait(10)
+    assert went_on.wait(PATIENCE_SECONDS)
     waiter.join()
     transfer.wait(6)
 
@@ -44,7 +45,7 @@ def test_waiting_for_all_is_waiting_for_the_end() -> None:
 
     transfer.finish(3.0)
 
-    waiter.join(10)
+    waiter.join(PATIENCE_SECONDS)
     assert not waiter.is_alive()
 
 

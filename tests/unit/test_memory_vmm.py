@@ -13,6 +13,7 @@ import pytest
 from appliance.memory import hosttier, mapping
 from appliance.memory.hosttier import HostTier
 from appliance.memory.vmm_host import HostVmm
+from tests.patience import PATIENCE_SECONDS
 
 PAGE = mmap.PAGESIZE
 
@@ -43,7 +44,11 @@ def test_unmapped_addresses_fault() -> None:
         "print('unmapped', flush=True); mapping.view(base, 1)[0]\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
 
     assert ended.stdout == "unmapped\n"
@@ -224,7 +229,11 @@ def test_a_limit_that_forbids_locking_is_told_with_its_remedy() -> None:
         "print(tier.lock(), os.fstat(tier.fd).st_blocks * 512, tier.unlocked_because)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
     )
 
     assert ended.stdout.startswith(f"False {4 << 20} ")

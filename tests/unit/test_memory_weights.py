@@ -23,6 +23,7 @@ from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_host import HostVmm
 from appliance.memory.weights import DeviceWeights, Image, StoredTensor, WeightLayout
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.stream_double import StreamDouble
 
 PAGE = mmap.PAGESIZE
@@ -147,7 +148,7 @@ class HeldCopy:
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self.reached.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(PATIENCE_SECONDS)
         self._copy(destination, source, nbytes)
 
 
@@ -259,7 +260,7 @@ def test_a_load_is_reaped_once(bench: Bench, places: list[int]) -> None:
     assert (bench.swapper.pending, woken.is_set()) == (0, False)
     transfer = bench.weights.begin_load()
     assert (bench.swapper.pending, bench.swapper.is_over(transfer)) == (1, False)
-    assert woken.wait(60)
+    assert woken.wait(PATIENCE_SECONDS)
 
     assert bench.swapper.reap() == [transfer]
     assert bench.weights.begin_load() is transfer
@@ -315,7 +316,7 @@ def test_evict_stops_a_load_and_waits_until_it_let_go(
     bench.weights.store(places, fill=True)
     held = HeldCopy(monkeypatch)
     transfer = bench.weights.begin_load()
-    assert held.reached.wait(60)
+    assert held.reached.wait(PATIENCE_SECONDS)
     cancelled, cancel = threading.Event(), transfer.cancel
 
     def cancel_and_tell() -> None:
@@ -325,11 +326,11 @@ def test_evict_stops_a_load_and_waits_until_it_let_go(
     monkeypatch.setattr(transfer, "cancel", cancel_and_tell)
     evicting = threading.Thread(target=bench.weights.evict)
     evicting.start()
-    assert cancelled.wait(60)
+    assert cancelled.wait(PATIENCE_SECONDS)
     assert evicting.is_alive()
     assert bench.arena.free == 1
     held.go_on.set()
-    evicting.join(60)
+    evicting.join(PATIENCE_SECONDS)
     assert bench.arena.free == 4
     assert bench.weights.transfer is None
     with pytest.raises(TransferCancelled):
@@ -348,7 +349,7 @@ def test_a_copy_from_the_image_stops_at_the_next_piece(
     bench.weights.store([0, 2 * PAGE, PAGE], fill=True)
     held = HeldCopy(monkeypatch)
     transfer = bench.weights.begin_load()
-    assert held.reached.wait(60)
+    assert held.reached.wait(PATIENCE_SECONDS)
     transfer.cancel()
     held.go_on.set()
     bench.weights.evict()

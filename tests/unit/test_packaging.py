@@ -16,6 +16,7 @@ from appliance.config import Api, schema
 from appliance.dropins import directory
 from appliance.manpages import command_page, configuration_page, write_pages
 from appliance.systemd import Notifier
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.commandtree import commands, groups
 
 UNITS = Path(__file__).parents[2] / "packaging" / "systemd"
@@ -84,7 +85,7 @@ def test_systemd_agrees() -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
 
     assert done.returncode == 0, done.stdout[-500:]
@@ -153,7 +154,7 @@ def test_the_manual_is_well_formed(tmp_path: Path) -> None:
             ["groff", "-man", "-Tutf8", "-ww", "-z", str(page)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
         assert (done.returncode, done.stderr) == (0, "")
 

@@ -17,6 +17,7 @@ from appliance.policystack import PolicyStack
 from appliance.policywords import InstalledPolicy, PolicyChoice
 from appliance.scheduling.questions import Phase
 from appliance.vocabulary import Role
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.policy_views import (
     FixedCosts,
     batch_view,
@@ -315,7 +316,7 @@ def test_only_strangers_are_asked_apart(site: Path) -> None:
     assert not any(state.apart for state in inline.states())
     (thread,) = [t for t in threading.enumerate() if t.name == "policy-lifo"]
     guarded.close()
-    thread.join(60.0)
+    thread.join(PATIENCE_SECONDS)
 
 
 def test_policies_are_looked_for_by_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

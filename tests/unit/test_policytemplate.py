@@ -11,6 +11,7 @@ import pytest
 
 from appliance.errors import PolicyError
 from appliance.policytemplate import write_policy
+from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +45,7 @@ def test_what_is_written_has_the_house_s_style(tool: list[str], tmp_path: Path) 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
 
     assert result.returncode == 0, result.stdout + result.stderr

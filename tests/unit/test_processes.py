@@ -16,6 +16,7 @@ import pytest
 from appliance import processes, wire
 from appliance.memory import mapping
 from appliance.processes import WorkerProcess
+from tests.patience import PATIENCE_SECONDS
 
 HELLO = wire.Hello(3, 42, 20)
 CONFIGURATION = wire.Configure(
@@ -75,7 +76,7 @@ class Keeper:
         self.news.set()
 
     async def until(self, done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not done():
                 self.news.clear()
                 await self.news.wait()

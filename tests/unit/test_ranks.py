@@ -30,11 +30,11 @@ from appliance.memory.transfers import Transfer, TransferCancelled, TransferFail
 from appliance.orders import Add, BuildEngine, Order, Seat, Step, SwapIn, decoder_of_orders
 from appliance.ranks import Followers, RankFailed, ReplicatedEngine, replicated
 from appliance.vocabulary import KvShape
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.stream_double import StreamDouble
 
 SHAPE = KvShape(block_tokens=32, block_bytes=100, group_blocks=4, group_slabs=2)
 MODEL = wire.WorkerModel("a", "/a", "float32", 256, 8)
-LIMIT_SECONDS = 30.0
 """How long a test waits for what must come; nothing comes by itself after a while."""
 SWAPS = [("swap_out", ("r", [0])), ("swap_in", ("r", [0], 1))]
 
@@ -162,13 +162,13 @@ class Instance:
 
     def reason(self) -> str:
         """Why the instance is lost."""
-        return self.lost.get(timeout=LIMIT_SECONDS)
+        return self.lost.get(timeout=PATIENCE_SECONDS)
 
     def end(self) -> None:
         for connection in self.ours:
             connection.shutdown(socket.SHUT_RDWR)
         for thread in self.threads:
-            thread.join(LIMIT_SECONDS)
+            thread.join(PATIENCE_SECONDS)
             assert not thread.is_alive()
         for connection in self.ours:
             connection.close()
@@ -226,7 +226,7 @@ def sequence(request: str) -> SequenceSpec:
 
 def taken(double: EngineDouble, count: int) -> list[tuple[Any, ...]]:
     """The next calls of an engine."""
-    return [double.calls.get(timeout=LIMIT_SECONDS) for _ in range(count)]
+    return [double.calls.get(timeout=PATIENCE_SECONDS) for _ in range(count)]
 
 
 def refuse(error: Exception) -> Callable[[], None]:
@@ -413,7 +413,7 @@ def test_weights_are_stored_when_all_ranks_have(start: Start) -> None:
 
     def write() -> None:
         writing.set()
-        assert go_on.wait(LIMIT_SECONDS)
+        assert go_on.wait(PATIENCE_SECONDS)
 
     instance.doubles[1].on["store_weights"] = write
 
@@ -423,11 +423,11 @@ def test_weights_are_stored_when_all_ranks_have(start: Start) -> None:
 
     thread = threading.Thread(target=store)
     thread.start()
-    assert writing.wait(LIMIT_SECONDS)
+    assert writing.wait(PATIENCE_SECONDS)
     assert taken(instance.doubles[0], 1)
     assert not stored.is_set()
     go_on.set()
-    assert stored.wait(LIMIT_SECONDS)
+    assert stored.wait(PATIENCE_SECONDS)
     thread.join()
 
 
@@ -494,7 +494,7 @@ def test_a_load_of_all_ranks_is_reaped_once(start: Start) -> None:
     instance.doubles[0].transfer.finish(time.monotonic())
     assert swapper.reap() == []
     instance.doubles[1].transfer.finish(time.monotonic())
-    woken.get(timeout=LIMIT_SECONDS)
+    woken.get(timeout=PATIENCE_SECONDS)
 
     assert swapper.reap() == [whole]
     assert engine.begin_load() is whole
@@ -549,16 +549,16 @@ def test_a_swap_is_over_on_all_ranks_when_it_returns(
 
     thread = threading.Thread(target=swap)
     thread.start()
-    slow = under_way.get(timeout=LIMIT_SECONDS)
+    slow = under_way.get(timeout=PATIENCE_SECONDS)
     for double in instance.doubles[:2]:
-        assert double.reaped.get(timeout=LIMIT_SECONDS) == "r"
+        assert double.reaped.get(timeout=PATIENCE_SECONDS) == "r"
     # A leader that does not wait returns within this time; one that does never fails the test.
     with pytest.raises(queue.Empty):
         returned.get(timeout=0.1)
     assert last.reaped.empty()
     slow.finish(time.monotonic())
 
-    whole, done = returned.get(timeout=LIMIT_SECONDS)
+    whole, done = returned.get(timeout=PATIENCE_SECONDS)
     assert last.reaped.get_nowait() == "r"
     assert (done, whole.error, instance.swapper.is_over(whole)) == (True, None, True)
     thread.join()

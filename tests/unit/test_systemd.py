@@ -13,6 +13,7 @@ import pytest
 
 from appliance.systemd import Notifier, SocketsRefused, refuse_strangers, take_sockets
 from tests.activation import start_activated
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.notify_double import manager
 
 TAKE = """
@@ -32,7 +33,7 @@ else:
 def taken_by_a_child(*sockets: socket.socket, **environment: str) -> str:
     """What a child says of the sockets it was passed."""
     child = start_activated([sys.executable, "-c", TAKE], sockets, environment=environment)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=PATIENCE_SECONDS)
     return output.decode().strip()
 
 
@@ -165,7 +166,7 @@ def test_the_library_agrees(tmp_path: Path) -> None:
                 ["systemd-notify", "--ready", "--status=fine"],
                 env={**os.environ, "NOTIFY_SOCKET": listening.address},
                 check=True,
-                timeout=20,
+                timeout=PATIENCE_SECONDS,
             )
         except FileNotFoundError:
             pytest.skip("systemd is not installed")

@@ -22,9 +22,11 @@ from appliance.api.app import create_app
 from appliance.api.service import SubmitRequest, Trace
 from appliance.api.tracing import LONGEST
 from appliance.config import ConfigError, load_config
+from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
 from appliance.engines.protocol import Sampling
+from appliance.serve import make_daemon
 from appliance.telemetry import Traces, otlp
-from tests.unit.daemon_double import Box, box_maker
+from tests.unit.daemon_double import Box, WorkerDouble, box_maker
 from tests.unit.fake_service import FakeService
 from tests.unit.instance_double import Life
 
@@ -395,3 +397,19 @@ def test_the_extra_is_asked_for(
 
     with pytest.raises(ConfigError, match='install the extra "otel"'):
         load_config(path)
+
+
+@pytest.mark.parametrize("on", [True, False])
+async def test_the_daemon_of_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    """It tells of requests if it is to, and only then keeps when their phases were."""
+    make_checkpoints(tmp_path, recipes=[RECIPES[0]])
+    file = write_config(tmp_path, [RECIPES[0].name], host_cache="64MiB")
+    file.write_text(f"{file.read_text()}\n[telemetry]\ntraces = {str(on).lower()}\n")
+    monkeypatch.setattr("appliance.daemon.WorkerProcess", WorkerDouble)
+
+    daemon = make_daemon(load_config(file))
+
+    assert isinstance(daemon._traces, Traces) == daemon._times._keeps_stretches == on
+    await daemon.stop()

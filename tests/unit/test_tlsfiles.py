@@ -14,6 +14,7 @@ from appliance.config import load_config
 from appliance.errors import ConfigError
 from appliance.serve import make_server
 from appliance.tlsfiles import problem_with
+from tests.patience import PATIENCE_SECONDS
 
 from .certificates import certify
 from .fake_service import FakeService
@@ -89,7 +90,9 @@ async def test_https_is_served(tmp_path: Path) -> None:
     port = listener.getsockname()[1]
     serving = asyncio.create_task(server.serve([listener]))
     trusting = ssl.create_default_context(cafile=certificate)
-    async with httpx.AsyncClient(verify=trusting, base_url=f"https://127.0.0.1:{port}") as client:
+    async with httpx.AsyncClient(
+        verify=trusting, base_url=f"https://127.0.0.1:{port}", timeout=PATIENCE_SECONDS
+    ) as client:
         answer = await client.get("/livez")
     server.should_exit = True
     await serving

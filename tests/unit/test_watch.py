@@ -16,6 +16,7 @@ from appliance.api.app import create_app
 from appliance.api.watch import state_of
 from appliance.feed import CAPACITY
 from appliance.mergepatch import Document, difference, without_nulls
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import served
 from tui.state import merge
@@ -49,7 +50,7 @@ async def watching(url: str, after: int | None = None) -> AsyncIterator[Callable
     """What is asked for the next event: its id, or None, its kind, its data."""
     headers = {} if after is None else {"last-event-id": str(after)}
     async with (
-        httpx.AsyncClient(timeout=10) as client,
+        httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
         client.stream("GET", f"{url}/api/watch?every=0.05", headers=headers) as response,
     ):
         assert response.status_code == 200, await response.aread()

@@ -20,6 +20,7 @@ from appliance.cli import cli
 from appliance.feed import CAPACITY, NoticeKind
 from appliance.policywords import PolicyChoice
 from appliance.vocabulary import ModelFailed
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import PID, Box, setup_of, small
 from tests.unit.serving import served
 from tui.recording import NoRecording
@@ -61,7 +62,7 @@ async def watching(url: str, after: int | str | None = None) -> AsyncIterator[Ca
     waits for the next one of those and says nothing."""
     headers = {} if after is None else {"last-event-id": str(after)}
     async with (
-        httpx.AsyncClient(timeout=10) as client,
+        httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
         client.stream("GET", f"{url}/api/events", headers=headers) as response,
     ):
         assert response.status_code == 200, await response.aread()
@@ -104,7 +105,7 @@ async def test_a_snapshot_is_everything(box: Box, url: str) -> None:
     """Readiness, instances, models and requests at one time."""
     box.ask("r", "a")
 
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
         found = (await client.get(f"{url}/api/snapshot")).json()
 
     assert found["readiness"] == {"ok": True, "reasons": [], "degraded": []}
@@ -174,7 +175,7 @@ async def test_who_missed_something_gets_a_snapshot(box: Box, url: str) -> None:
 @pytest.mark.parametrize("seen", ["x", "-1", "9" * 20])
 async def test_a_strange_id_is_refused(url: str, seen: str) -> None:
     """By the name of the header."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
         answer = await client.get(f"{url}/api/events", headers={"last-event-id": seen})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
@@ -186,11 +187,9 @@ async def test_a_watcher_that_leaves_is_forgotten(box: Box, url: str) -> None:
         await one()
         assert len(box.daemon.feed._followers) == 1
 
-    for _ in range(100):
-        if not box.daemon.feed._followers:
-            break
-        await asyncio.sleep(0.01)
-    assert box.daemon.feed._followers == set()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while box.daemon.feed._followers:  # noqa: ASYNC110 - nobody is told that it left
+            await asyncio.sleep(0.01)
 
 
 async def test_everything_that_happens_is_told(box: Box) -> None:

@@ -62,6 +62,7 @@ from appliance.vocabulary import (
     WeightsStored,
 )
 from appliance.worker import Mailbox, Worker, first_frames
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.memory_double import RecordingVmm
 from tests.unit.stream_double import StreamDouble
 
@@ -69,7 +70,6 @@ SHAPE = KvShape(block_tokens=16, block_bytes=300, group_blocks=4, group_slabs=2)
 WEIGHT_BYTES = 4000
 BLOCK_BYTES = 300
 NO_KV = KvBytes(0, 0, 0, 0)
-LIMIT_SECONDS = 10.0
 UNREADABLE: set[str] = set()
 """Models whose files are gone."""
 
@@ -143,7 +143,7 @@ class EngineDouble:
             raise GuideRefused("it does not close")
         assert guide.text != "defect"
         if guide.text == "slow":
-            assert self.compiled.wait(LIMIT_SECONDS)
+            assert self.compiled.wait(PATIENCE_SECONDS)
         if guide.text == "quick":
             self.compiled.set()
 
@@ -615,7 +615,7 @@ def test_an_idle_worker_tells_what_its_pool_holds() -> None:
     bench.mailbox.put(EvictModel(instance=3, model="a"))
     working = threading.Thread(target=bench.worker.run, daemon=True)
     working.start()
-    working.join(30)
+    working.join(PATIENCE_SECONDS)
 
     assert not working.is_alive()
     assert [type(report) for report in bench.reports] == [wire.PoolReport]
@@ -1264,9 +1264,9 @@ def test_a_slow_guide_holds_up_no_other() -> None:
     asked = [wire.PrepareGuide(i, "a", Guide(GuideKind.REGEX, t)) for i, t in enumerate(texts)]
 
     bench.carry_out(build("a"), *asked)
-    (built,) = said.get(timeout=LIMIT_SECONDS)
+    (built,) = said.get(timeout=PATIENCE_SECONDS)
     bench.worker.prepare_guides()
-    answers = [said.get(timeout=LIMIT_SECONDS)[0] for _ in asked]
+    answers = [said.get(timeout=PATIENCE_SECONDS)[0] for _ in asked]
 
     assert isinstance(built, ModelBuilt)
     assert {answer.number: answer.refused for answer in answers} == {0: None, 1: None}

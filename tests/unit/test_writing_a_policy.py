@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "writing-a-policy.md").read_text(encoding="utf-8")
 
@@ -49,7 +51,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=300,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
         assert result.returncode == status, result.stdout
