@@ -16,6 +16,8 @@ def difference(before: Document, after: Document) -> Document:
     patch: Document = {key: None for key in before if key not in after}
     for key, value in after.items():
         old = before.get(key)
+        if value is old:
+            continue
         if isinstance(value, dict) and isinstance(old, dict):
             if inner := difference(old, value):
                 patch[key] = inner

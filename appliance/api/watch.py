@@ -19,7 +19,7 @@ from litestar.response.base import ASGIResponse
 
 from appliance.api.errors import BadRequest
 from appliance.api.events import KEEP_ALIVE, Watch, last_seen, server_sent
-from appliance.api.service import Service, Snapshot
+from appliance.api.service import Service, Snapshot, Span
 from appliance.mergepatch import Document, difference, without_nulls
 
 EVERY_SECONDS = 0.5
@@ -58,10 +58,10 @@ def _seconds(text: str | None) -> float:
 def state_of(snapshot: Snapshot, before: Document) -> Document:
     """The state to be told, of which somebody was told `before`. Points in time that were computed
     from ages stay what they were said to be."""
-    whole = msgspec.to_builtins(snapshot)
+    whole = msgspec.to_builtins(msgspec.structs.replace(snapshot, spans=()))
     status, now = whole["status"], snapshot.unix_seconds
     known = before.get("requests", {})
-    return without_nulls(
+    state = without_nulls(
         {
             "version": status["version"],
             "started_unix_seconds": before.get(
@@ -75,13 +75,24 @@ def state_of(snapshot: Snapshot, before: Document) -> Document:
             "requests": {
                 row["id"]: _request(row, now, known.get(row["id"])) for row in whole["requests"]
             },
-            "spans": _keyed(whole["spans"], "number"),
         }
     )
+    return state | {"spans": _spans(snapshot.spans, before.get("spans", {}))}
 
 
 def _keyed(rows: Iterable[Document], key: str) -> Document:
     return {str(row[key]): row for row in rows}
+
+
+def _spans(spans: Iterable[Span], known: Document) -> Document:
+    """By number. One that is over does not change any more: it is told as it was, the same object,
+    so that of the many that are kept only the new ones cost anything."""
+    told = {}
+    for span in spans:
+        before = known.get(number := str(span.number))
+        over = before is not None and "ended_unix_seconds" in before
+        told[number] = before if over else msgspec.to_builtins(span)
+    return told
 
 
 def _request(row: Document, now: float, known: Document | None) -> Document:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.app import create_app
+from appliance.api.watch import state_of
 from appliance.feed import CAPACITY
 from appliance.mergepatch import Document, difference, without_nulls
 from tests.patience import PATIENCE_SECONDS
@@ -102,7 +103,8 @@ async def test_a_watcher_ends_up_with_the_state_as_it_is(box: Box, url: str) -> 
             else:
                 seen.append(kind)
         box.settle()
-        while "r" in state["requests"] or "request_ended" not in seen:
+        spans = json.loads(json.dumps(state_of(box.daemon.snapshot(), {})["spans"]))
+        while state["spans"] != spans or "request_ended" not in seen:
             number, kind, data = await one()
             if kind == "delta":
                 assert number is None
@@ -112,6 +114,9 @@ async def test_a_watcher_ends_up_with_the_state_as_it_is(box: Box, url: str) -> 
 
     assert seen == ["request_arrived", "model_switched", "model_loaded", "request_ended"]
     assert state["models"]["a"]["state"] == "loaded"
+    assert state["requests"] == {}
+    assert [row["kind"] for row in spans.values()].count("prefill") == 1
+    assert all("ended_unix_seconds" in row for row in spans.values())
 
 
 async def test_a_state_has_times_for_ages_and_no_nulls(box: Box, url: str) -> None:
