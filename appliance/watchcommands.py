@@ -137,8 +137,9 @@ def _show(found: dict[str, Any]) -> None:
     status, ready = found["status"], found["readiness"]
     told = "ready" if ready["ok"] else f"not ready: {'; '.join(ready['reasons'])}"
     click.echo(f"appliance {status['version']}, up {status['uptime_seconds']:.0f} s, {told}")
-    for reason in ready["degraded"]:
-        click.echo(reason)
+    for row in status["instances"]:
+        if reason := row.get("quarantine"):
+            click.echo(f"instance {row['instance']} is quarantined: {reason}")
     click.echo()
     instances = [
         [
