@@ -75,7 +75,7 @@ def _dashboard(
     url: str, readonly: bool, record: Path | None, replay: Path | None, theme: str
 ) -> None:
     try:
-        from tui.recording import NoRecording
+        from tui.recording import NoRecording, NotRecorded
         from tui.start import run  # Textual is an extra
     except ModuleNotFoundError as error:
         fail(
@@ -87,10 +87,8 @@ def _dashboard(
     key = os.environ.get(KEY_VARIABLE)
     try:
         run(url, key=key, readonly=readonly, record=record, replay=replay, theme=theme)
-    except NoRecording as error:
+    except (NoRecording, NotRecorded) as error:
         fail(str(error), 2)
-    except OSError as error:
-        fail(f"{record}: {error.strerror}; --record makes a new file", 2)
 
 
 @click.command()
