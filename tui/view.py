@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import ClassVar, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 from textual.widget import Widget
@@ -22,19 +22,33 @@ class Sight(NamedTuple):
     look: Look
 
 
+class Field(NamedTuple):
+    """Something that an action wants to be told; `now` says of a row what holds there."""
+
+    name: str
+    help: str
+    now: Callable[[Document], str] = lambda row: ""
+
+
+Given: TypeAlias = Mapping[str, str]
+"""What was told, by the names of fields; those that were left empty are not in it."""
+
+
 class Action(NamedTuple):
     """Something that can be done to rows: by its key, as a command, in the palette.
 
-    `do` is called for each marked row, or the one under the cursor, with the source and the row's
-    key; it returns what was done, in words, or raises `Refused`. With a `question` that is asked
-    first; ``{}`` in it are the rows.
+    `do` is called for each marked row, or the one under the cursor, with the source, the row's key
+    and what was given; it returns what was done, in words, or raises `Refused`. With a `question`
+    that is asked first; ``{}`` in it are the rows. With `fields` a form asks for them, or the
+    command has them (``:limit ttft=5s``).
     """
 
     key: str
     name: str
     help: str
-    do: Callable[[Source, str], Awaitable[str]]
+    do: Callable[[Source, str, Given], Awaitable[str]]
     question: str | None = None
+    fields: tuple[Field, ...] = ()
 
 
 class View(Widget):
