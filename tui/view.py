@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
+from textual.message import Message
 from textual.widget import Widget
 
+from tui.asking import Ask
 from tui.canvas import Line
 from tui.look import Look
 from tui.messages import Document, Source
@@ -49,6 +51,8 @@ class Action(NamedTuple):
     do: Callable[[Source, str, Given], Awaitable[str]]
     question: str | None = None
     fields: tuple[Field, ...] = ()
+    each_row: bool = True
+    """Else it is no row's: it is done once, with no key."""
 
 
 class View(Widget):
@@ -64,8 +68,22 @@ class View(Widget):
     help: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Keys of its own, and what they do."""
     actions: ClassVar[tuple[Action, ...]] = ()
+    asks: ClassVar[tuple[Ask, ...]] = ()
+    """What it needs beside the state; it is found in `State.answer`."""
 
     can_focus = True
+
+    class Opened(Message):
+        """A page is to lie over the view; its `lines` are kept up to date."""
+
+        def __init__(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+            super().__init__()
+            self.title = title
+            self.lines = lines
+
+    def open(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+        """Lay a page over the view."""
+        self.post_message(self.Opened(title, lines))
 
     def show(self, sight: Sight) -> None:
         """Bring what is on the screen in line with the state."""

@@ -7,7 +7,8 @@ from tui.views.events import Events
 from tui.views.memory import Memory
 from tui.views.models import Models
 from tui.views.overview import Overview
+from tui.views.policies import Policies
 from tui.views.requests import Requests
 from tui.views.timeline import Timeline
 
-VIEWS: tuple[type[View], ...] = (Overview, Timeline, Memory, Models, Requests, Events)
+VIEWS: tuple[type[View], ...] = (Overview, Timeline, Memory, Models, Requests, Policies, Events)
