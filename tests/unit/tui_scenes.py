@@ -161,6 +161,27 @@ def policies() -> Document:
     }  # fmt: skip
 
 
+def config() -> Document:
+    return {
+        "files": ["/etc/appliance.toml", "/etc/appliance.toml.d/50-admin.toml"],
+        "config": {
+            "api": {"bind": "127.0.0.1:11500", "max_queue": 1024, "keys": None},
+            "policy": {"use": ["aegaeon"], "aegaeon": {"q_max_seconds": 3.0}},
+            "model": [{"name": "llama-a", "path": "/models/llama-a", "slo": {"ttft": "5s"}}],
+        },
+    }
+
+
+def config_check() -> Document:
+    """Two keys and a model that the files have otherwise."""
+    changes = [
+        {"key": "api.max_queue", "old": 1024, "new": 2048, "applies": "reload"},
+        {"key": "api.bind", "old": "127.0.0.1:11500", "new": "0.0.0.0:11500", "applies": "restart"},
+        {"key": "model.llama-b", "old": None, "new": "/models/llama-b", "applies": "reload"},
+    ]
+    return {"ok": True, "changes": changes, "problems": []}
+
+
 def loaded() -> Told:
     """A pool that works: its counters went up in the last seconds."""
     before, tree = NOW - 20, pool()
@@ -189,4 +210,6 @@ def loaded() -> Told:
     ]
     source = Told(*messages, *happened)
     source.answers["GET", "/api/policies"] = policies()
+    source.answers["GET", "/api/config"] = config()
+    source.answers["POST", "/api/config/check"] = config_check()
     return source
