@@ -1035,7 +1035,7 @@ class Daemon:
     def _instance_activity(self, instance: InstanceState) -> InstanceActivity:
         worker = self.workers[instance.id]
         report = self._pools.get(instance.id)
-        state = "up" if instance.up else "lost" if worker.restarts else "starting"
+        state = "up" if instance.serves else "lost" if worker.restarts else "starting"
         if instance.quarantine is not None:
             state = "quarantined"
         size = self._setup.slab_bytes
