@@ -271,7 +271,7 @@ class Daemon:
             for number in self.machine.instances
         }
         self._quarantine = Quarantine(
-            self.machine.instances, self.workers, devices, self.feed, self._tell
+            self.machine.instances, self.workers, devices, self.feed, self._tell, clock
         )
         gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
         self._gpus = GpuWatch(gpus) if gpus else None
