@@ -233,8 +233,7 @@ class Daemon:
         self._host_meter = KvMeter()
         self._traces = traces
         self._times = Timekeeper(keeps_stretches=traces is not None)
-        began = time.time() - clock()
-        self._spans = Spans(list(self.machine.instances), lambda at: began + at)
+        self._spans = Spans(list(self.machine.instances), lambda: time.time() - clock())
         self._paces: defaultdict[ModelName, Pace] = defaultdict(Pace)
         self._verifications = Verifications(self._send_verify, self._images)
         self._guides = GuideChecks(self._send_guide)
