@@ -8,8 +8,8 @@ import pytest
 
 from appliance.api.service import Span, SpanKind
 from appliance.policywords import PolicyChoice
-from appliance.spans import KEPT
-from appliance.vocabulary import ModelFailed
+from appliance.spans import KEPT, Spans
+from appliance.vocabulary import BuildModel, ModelFailed
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.floor_double import SLAB
 
@@ -132,6 +132,19 @@ async def test_so_many_are_kept(make: Maker) -> None:
 
     assert len(shown) == KEPT
     assert [one.number for one in shown] == sorted(one.number for one in shown)
+
+
+def test_numbers_are_never_used_again() -> None:
+    """Nor by a daemon that starts later; those of one go up though its clock stands still."""
+    numbers: list[int] = []
+    for started in (1_700_000_000.0, 1_700_000_060.0):
+        kept = Spans([0], lambda at, started=started: started + at)  # type: ignore[misc]
+        for model in "abc":
+            kept.ordered(BuildModel(instance=0, model=model), 5.0)
+        numbers += [one.number for one in kept.shown()]
+
+    assert len(numbers) == 6
+    assert numbers == sorted(set(numbers))
 
 
 async def test_another_policy_is_named(make: Maker) -> None:
