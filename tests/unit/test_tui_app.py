@@ -148,7 +148,7 @@ async def test_a_long_table_scrolls() -> None:
 async def test_mouse() -> None:
     """Tabs, titles and rows can be clicked; a row twice is opened."""
     async with dashboard(told()) as app:
-        column = screen(app)[1].index("Requests") + 2
+        column = screen(app)[1].index("Requ") + 2
         await click(app, column, 1)
         assert app.view.title == "Requests"
         line = screen(app).index(next(row for row in screen(app) if "TOKENS" in row))
@@ -289,10 +289,9 @@ async def test_themes() -> None:
         assert app.theme == "light"
 
 
-async def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_colours() -> None:
     """`NO_COLOR` leaves none; the row under the cursor is still seen."""
-    monkeypatch.setenv("NO_COLOR", "1")
-    async with dashboard(told()) as app:
+    async with dashboard(told(), colours=False) as app:
         await command(app, "requests")
         filters = app.get_line_filters()
         strips = [
