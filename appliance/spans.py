@@ -219,7 +219,8 @@ class Spans:
         work.model = model
 
     def _begin(self, span: Span, which: str) -> None:
-        self._number += 1
+        # It begins with the time, so that no number is that of a span from before a restart.
+        self._number = max(self._number + 1, int(span.began_unix_seconds * 1e6))
         key = (span.instance, _slot(span.kind), which)
         self._open[key] = msgspec.structs.replace(span, number=self._number)
 

@@ -134,6 +134,19 @@ async def test_so_many_are_kept(make: Maker) -> None:
     assert [one.number for one in shown] == sorted(one.number for one in shown)
 
 
+def test_numbers_are_never_used_again() -> None:
+    """Nor by a daemon that starts later; those of one go up though its clock stands still."""
+    numbers: list[int] = []
+    for started in (1_700_000_000.0, 1_700_000_060.0):
+        kept = Spans([0], lambda at, started=started: started + at)  # type: ignore[misc]
+        for model in "abc":
+            kept.ordered(BuildModel(instance=0, model=model), 5.0)
+        numbers += [one.number for one in kept.shown()]
+
+    assert len(numbers) == 6
+    assert numbers == sorted(set(numbers))
+
+
 async def test_another_policy_is_named(make: Maker) -> None:
     """The one that answered, and that it was the change of policies after which it did."""
     box = make("a")
