@@ -18,21 +18,24 @@ from textual.command import CommandPalette
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
+from tui.asking import Ask, Asking
 from tui.bars import Header, Hints, Tabs
 from tui.canvas import Line
-from tui.dialogs import Page, Question
+from tui.dialogs import Form, Page, Question
 from tui.look import LOOKS
-from tui.messages import Refused, Source
+from tui.messages import Kind, Message, Refused, Source
 from tui.prompt import Command, Prompt
 from tui.recording import NoRecording, Recorder
 from tui.state import State
-from tui.view import Action, Sight, View, raw, told
+from tui.view import Action, Given, Sight, View, raw, told
 from tui.views import VIEWS
 
 TICK_SECONDS = 0.25
 IDLE_SECONDS = 1.0
 """Ages are brought up to date so often when nothing is heard."""
 FEW = 3
+NEED_MORE = ("sort", "filter", "theme")
+"""Commands that are nothing by themselves."""
 
 KEYS = (
     ("1 … 9 0, Tab", "views"),
@@ -87,6 +90,7 @@ class Dashboard(App[None]):
         self.source = source
         self.readonly = readonly or not source.live
         self.folder = Path() if folder is None else folder
+        self._asking = Asking()
         self._recorder = recorder
         self._clock = clock
         self._theme_wanted = theme
@@ -134,12 +138,38 @@ class Dashboard(App[None]):
                 if self._recorder is not None:
                     self._recorder.write(message)
                 self.state.hear(message)
+                self._outdate(message)
         except (NoRecording, OSError) as error:
             self.notify(str(error), severity="error", timeout=60)
             return
         self.notify("the recording ends here")
 
+    def _outdate(self, message: Message) -> None:
+        """What was answered is old after some events, and when a daemon is heard again."""
+        kind = message.data.get("kind") if message.kind is Kind.NOTICE else None
+        if kind is not None or message.kind is Kind.STATE:
+            asks = [ask for ask in self.view.asks if kind is None or kind in ask.renewed_by]
+            self._asking.outdate(asks)
+            self._ask()
+
+    def _ask(self) -> None:
+        """What the view on the screen needs, where that is due."""
+        for ask in self._asking.due(self.view.asks, self._clock()):
+            self.run_worker(self._hear_answer(ask))
+
+    async def _hear_answer(self, ask: Ask) -> None:
+        try:
+            document = await self.source.ask(ask.method, ask.path)
+        except Refused as refusal:
+            self.state.refused(ask.path, str(refusal))
+        else:
+            self.state.answered(ask.path, document)
+        finally:
+            self._asking.ended(ask)
+        self._ask()
+
     def _tick(self) -> None:
+        self._ask()
         idle = self._clock() - self._shown_at >= IDLE_SECONDS
         if idle or self.state.version != self._shown_version:
             self.refresh_shown()
@@ -160,6 +190,8 @@ class Dashboard(App[None]):
     def show_view(self, name: str) -> None:
         self.query_one(ContentSwitcher).current = name
         self.view.focus()
+        self._asking.outdate(self.view.asks)
+        self._ask()
         self.refresh_shown()
 
     def show_page(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
@@ -195,6 +227,9 @@ class Dashboard(App[None]):
     def on_click(self, event: events.Click) -> None:
         if event.chain == 2 and self._keys_are_ours:
             self._detail()
+
+    def on_view_opened(self, message: View.Opened) -> None:
+        self.show_page(message.title, message.lines)
 
     def on_tabs_chosen(self, message: Tabs.Chosen) -> None:
         self.show_view(message.view)
@@ -312,7 +347,10 @@ class Dashboard(App[None]):
             found[name] = Command(f"the view {view.title}", partial(self._go, name))
             found |= {alias: Command(name, partial(self._go, name)) for alias in others}
         for action in self.view.actions:
-            found[action.name] = Command(action.help, partial(self._act, action))
+            words = tuple(f"{field.name}=" for field in action.fields)
+            found[action.name] = Command(
+                action.help, partial(self._act, action), partial(tuple, words)
+            )
         view = self.view
         return found | {
             "sort": Command("sort the table", self._sort_by, view.sorts),
@@ -326,8 +364,16 @@ class Dashboard(App[None]):
     def _go(self, name: str, _: str) -> None:
         self.show_view(name)
 
-    def _act(self, action: Action, _: str) -> None:
-        self.act(action)
+    def _act(self, action: Action, words: str) -> None:
+        """What is given stands behind the name: `ttft=5s queue=20`."""
+        pairs = [word.partition("=") for word in words.split()]
+        known = [field.name for field in action.fields]
+        wrong = [name for name, _, value in pairs if name not in known or not value]
+        if wrong:
+            takes = ", ".join(f"{name}=VALUE" for name in known) or "nothing more"
+            self.notify(f"{action.name} takes {takes}, not {wrong[0]!r}", severity="error")
+        else:
+            self.act(action, {name: value for name, _, value in pairs})
 
     def _sort_by(self, title: str) -> None:
         known = {one.lower(): one for one in self.view.sorts()}
@@ -342,9 +388,10 @@ class Dashboard(App[None]):
         else:
             self.notify(f"themes are {', '.join(LOOKS)}", severity="error")
 
-    def act(self, action: Action) -> None:
-        """Do it to the rows that are picked, after a question if it has one."""
-        keys = self.view.picked()
+    def act(self, action: Action, given: Given | None = None) -> None:
+        """Do it to the rows that are picked, after a question if it has one. What it wants to be
+        told is asked for unless it is given."""
+        keys = self.view.picked() if action.each_row else [""]
         if self.readonly:
             why = (
                 "this is a recording" if not self.source.live else "it was started with --readonly"
@@ -352,33 +399,48 @@ class Dashboard(App[None]):
             self.notify(f"{action.name}: {why}", severity="warning")
         elif not keys:
             self.notify(f"{action.name}: there is no row for it", severity="warning")
-        elif action.question is None:
-            self.run_worker(self._carry_out(action, keys))
-        else:
-            some = ", ".join(keys[:FEW]) + (f" and {len(keys) - FEW} more" * (len(keys) > FEW))
+        elif action.fields and not given:
+            row = self.view.current()
+            known = row is not None and (not action.each_row or keys == [row[0]])
+            here = row[1] if row is not None and known else {}
+            fields = {field: field.now(here) for field in action.fields}
             self.push_screen(
-                Question(action.question.replace("{}", some)), partial(self._answered, action, keys)
+                Form(f"{action.name} {_some(keys)}".strip(), fields),
+                partial(self._filled, action, keys),
             )
+        elif action.question is None:
+            self.run_worker(self._carry_out(action, keys, given or {}))
+        else:
+            self.push_screen(
+                Question(action.question.replace("{}", _some(keys))),
+                partial(self._answered, action, keys),
+            )
+
+    def _filled(self, action: Action, keys: list[str], given: Given | None) -> None:
+        if given:
+            self.run_worker(self._carry_out(action, keys, given))
 
     def _answered(self, action: Action, keys: list[str], yes: bool | None) -> None:
         if yes:
-            self.run_worker(self._carry_out(action, keys))
+            self.run_worker(self._carry_out(action, keys, {}))
 
-    async def _carry_out(self, action: Action, keys: list[str]) -> None:
+    async def _carry_out(self, action: Action, keys: list[str], given: Given) -> None:
         for key in keys:
             try:
-                done = await action.do(self.source, key)
+                done = await action.do(self.source, key, given)
             except Refused as refusal:
-                self.notify(f"{key}: {refusal}", severity="error")
+                self.notify(f"{key or action.name}: {refusal}", severity="error")
             else:
                 self.notify(done)
+        self._asking.outdate(self.view.asks)
+        self._ask()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The commands that need nothing more."""
         yield from (
             SystemCommand(name, command.help, partial(command.run, ""))
             for name, command in self.commands().items()
-            if not list(command.words()) and name != "filter"
+            if name not in NEED_MORE
         )
         for name in LOOKS:
             yield SystemCommand(
@@ -387,3 +449,7 @@ class Dashboard(App[None]):
 
     def on_command_palette_closed(self, message: CommandPalette.Closed) -> None:
         self.view.focus()
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:FEW]) + (f" and {len(keys) - FEW} more" * (len(keys) > FEW))

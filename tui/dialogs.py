@@ -1,17 +1,17 @@
-"""What lies over a view: a page to read, and a question to answer."""
+"""What lies over a view: a page to read, a question to answer, a form to fill in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Input, Label, Static
 
 from tui.canvas import Canvas, Line
-from tui.view import Sight
+from tui.view import Field, Sight
 
 
 class Page(ModalScreen[None]):
@@ -105,3 +105,50 @@ class Question(ModalScreen[bool]):
             self.dismiss(True)
         elif event.key in ("n", "N", "escape", "q", "enter"):
             self.dismiss(False)
+
+
+class Form(ModalScreen[Mapping[str, str]]):
+    """Asks for fields. Tab goes to the next one, Enter gives what was typed, Escape nothing."""
+
+    CSS = """
+    Form { align: center middle; }
+    Form > Vertical {
+        width: 70; max-width: 90%; height: auto;
+        border: round $primary; background: $surface; padding: 1 2;
+    }
+    Form Label { color: $foreground; }
+    Form Input { background: $panel; margin-bottom: 1; }
+    """
+
+    def __init__(self, title: str, fields: Mapping[Field, str]) -> None:
+        """`fields` with what holds now; a field that is left empty stays as it is."""
+        super().__init__()
+        self._title = title
+        self._now = fields
+        self._inputs = {
+            field.name: Input(placeholder=f"now {now}" if now else "", compact=True)
+            for field, now in fields.items()
+        }
+
+    def compose(self) -> ComposeResult:
+        box = Vertical()
+        box.border_title = self._title
+        box.border_subtitle = "Enter  do it      Esc  leave it"
+        with box:
+            for field in self._now:
+                yield Label(f"{field.name}: {field.help}", markup=False)
+                yield self._inputs[field.name]
+            yield Label("What is left empty stays as it is.")
+
+    def on_mount(self) -> None:
+        next(iter(self._inputs.values())).focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        given = {name: typed.value.strip() for name, typed in self._inputs.items()}
+        self.dismiss({name: text for name, text in given.items() if text})
+
+    def on_key(self, event: events.Key) -> None:
+        if event.key == "escape":
+            event.stop()
+            self.dismiss({})

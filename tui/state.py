@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
+from tui.asking import Answer
 from tui.messages import Document, Kind, Message
 from tui.series import Counter
 
@@ -57,6 +58,7 @@ class State:
         """Counts messages."""
         self.numbers: dict[str, int] = {}
         """Models in the order in which they were met: a colour each."""
+        self._answers: dict[str, Answer] = {}
         self._unix_seconds = 0.0
         self._heard_at = 0.0
         self._counters: defaultdict[tuple[str, str, str], Counter] = defaultdict(Counter)
@@ -76,6 +78,22 @@ class State:
         """One of `COUNTED`."""
         found = self._counters.get((table, key, member))
         return Counter() if found is None else found
+
+    def answer(self, path: str) -> Answer:
+        """What was answered to a view that asked for it."""
+        return self._answers.get(path, Answer())
+
+    # --- what was asked --------------------------------------------------------------------------
+
+    def answered(self, path: str, document: Any) -> None:
+        """It takes the place of what was answered before."""
+        self._answers[path] = Answer(document)
+        self.version += 1
+
+    def refused(self, path: str, why: str) -> None:
+        """What was answered before stays."""
+        self._answers[path] = self.answer(path)._replace(refused=why)
+        self.version += 1
 
     # --- what is heard ---------------------------------------------------------------------------
 

@@ -66,6 +66,10 @@ class TableView(View):
         """What there is, by key."""
         raise NotImplementedError
 
+    def nothing(self, sight: Sight) -> str:
+        """What is said where there are no rows."""
+        return ""
+
     def compose(self) -> ComposeResult:
         yield self._canvas
 
@@ -136,6 +140,8 @@ class TableView(View):
                 lines.append([(set_cell_size(text, width), sight.look.cursor)])
             else:
                 lines.append([(mark, sight.look.warn), *line])
+        if not self._all and (why := self.nothing(sight)):
+            lines.append([(f" {why}", sight.look.dim)])
         self._canvas.paint(lines)
 
     def _fitting(self, width: int) -> tuple[int, int]:

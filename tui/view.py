@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import ClassVar, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
+from textual.message import Message
 from textual.widget import Widget
 
+from tui.asking import Ask
 from tui.canvas import Line
 from tui.look import Look
 from tui.messages import Document, Source
@@ -22,19 +24,35 @@ class Sight(NamedTuple):
     look: Look
 
 
+class Field(NamedTuple):
+    """Something that an action wants to be told; `now` says of a row what holds there."""
+
+    name: str
+    help: str
+    now: Callable[[Document], str] = lambda row: ""
+
+
+Given: TypeAlias = Mapping[str, str]
+"""What was told, by the names of fields; those that were left empty are not in it."""
+
+
 class Action(NamedTuple):
     """Something that can be done to rows: by its key, as a command, in the palette.
 
-    `do` is called for each marked row, or the one under the cursor, with the source and the row's
-    key; it returns what was done, in words, or raises `Refused`. With a `question` that is asked
-    first; ``{}`` in it are the rows.
+    `do` is called for each marked row, or the one under the cursor, with the source, the row's key
+    and what was given; it returns what was done, in words, or raises `Refused`. With a `question`
+    that is asked first; ``{}`` in it are the rows. With `fields` a form asks for them, or the
+    command has them (``:limit ttft=5s``).
     """
 
     key: str
     name: str
     help: str
-    do: Callable[[Source, str], Awaitable[str]]
+    do: Callable[[Source, str, Given], Awaitable[str]]
     question: str | None = None
+    fields: tuple[Field, ...] = ()
+    each_row: bool = True
+    """Else it is no row's: it is done once, with no key."""
 
 
 class View(Widget):
@@ -50,8 +68,22 @@ class View(Widget):
     help: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Keys of its own, and what they do."""
     actions: ClassVar[tuple[Action, ...]] = ()
+    asks: ClassVar[tuple[Ask, ...]] = ()
+    """What it needs beside the state; it is found in `State.answer`."""
 
     can_focus = True
+
+    class Opened(Message):
+        """A page is to lie over the view; its `lines` are kept up to date."""
+
+        def __init__(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+            super().__init__()
+            self.title = title
+            self.lines = lines
+
+    def open(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+        """Lay a page over the view."""
+        self.post_message(self.Opened(title, lines))
 
     def show(self, sight: Sight) -> None:
         """Bring what is on the screen in line with the state."""

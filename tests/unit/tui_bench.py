@@ -187,6 +187,11 @@ def seen(app: Dashboard) -> str:
     return "\n".join(screen(app))
 
 
+def notified(app: Dashboard) -> list[str]:
+    """What it tells in passing, before lines are broken."""
+    return [one.message for one in app._notifications]
+
+
 def compare(app: Dashboard, path: Path, *, update: bool) -> None:
     """What is on the screen is, to the last colour, what stands in an SVG file."""
     found = app.export_screenshot(simplify=True)

@@ -117,6 +117,71 @@ def pool() -> Document:
     }  # fmt: skip
 
 
+def installed(name: str, *hooks: str, **members: object) -> Document:
+    return {
+        "name": name, "about": f"What {name} does.", "distribution": "appliance",
+        "version": "1.2.3", "shipped": True, "hooks": list(hooks), "error": "",
+    } | members  # fmt: skip
+
+
+def policy(name: str, **members: object) -> Document:
+    return {
+        "name": name, "calls": 4711, "faults": 0, "faults_in_a_row": 0, "disabled": False,
+        "apart": False, "busy": False,
+    } | members  # fmt: skip
+
+
+def policies() -> Document:
+    """Three decide, one of them not any more; another choice was active before."""
+    both = ["aegaeon", "appliance"]
+    fault = {"what": "fault", "unix_seconds": NOW - 9, "policy": "ours", "hook": "evict",
+             "reason": "took longer than 50 ms", "count": 3}  # fmt: skip
+    return {
+        "installed": [
+            installed("aegaeon", "round", "prefill", "decode"), installed("appliance", "round"),
+            installed("broken", error="it cannot be imported"),
+        ],
+        "active": {
+            "use": ["ours"], "decisions": {"round": "aegaeon"},
+            "parameters": {"aegaeon": {"q_max_seconds": 3.0}},
+        },
+        "decisions": {
+            "place": ["appliance"], "prefill": ["ours", "appliance"], "round": both,
+            "evict": ["ours", "appliance"], "prefetch": ["appliance"],
+        },
+        "policies": [
+            policy("aegaeon"), policy("ours", faults=3, disabled=True, apart=True),
+            policy("appliance"),
+        ],
+        "previous": [
+            {"use": ["prism"], "decisions": {}, "parameters": {}},
+            {"use": ["ours"], "decisions": {}, "parameters": {"aegaeon": {"q_max_seconds": 4.0}}},
+        ],
+        "events": [fault, {**fault, "what": "disabled", "count": 1}],
+    }  # fmt: skip
+
+
+def config() -> Document:
+    return {
+        "files": ["/etc/appliance.toml", "/etc/appliance.toml.d/50-admin.toml"],
+        "config": {
+            "api": {"bind": "127.0.0.1:11500", "max_queue": 1024, "keys": None},
+            "policy": {"use": ["aegaeon"], "aegaeon": {"q_max_seconds": 3.0}},
+            "model": [{"name": "llama-a", "path": "/models/llama-a", "slo": {"ttft": "5s"}}],
+        },
+    }
+
+
+def config_check() -> Document:
+    """Two keys and a model that the files have otherwise."""
+    changes = [
+        {"key": "api.max_queue", "old": 1024, "new": 2048, "applies": "reload"},
+        {"key": "api.bind", "old": "127.0.0.1:11500", "new": "0.0.0.0:11500", "applies": "restart"},
+        {"key": "model.llama-b", "old": None, "new": "/models/llama-b", "applies": "reload"},
+    ]
+    return {"ok": True, "changes": changes, "problems": []}
+
+
 def loaded() -> Told:
     """A pool that works: its counters went up in the last seconds."""
     before, tree = NOW - 20, pool()
@@ -143,4 +208,8 @@ def loaded() -> Told:
         notice(3, "model_switched", NOW - 19, instance=0, model="qwen-a"),
         notice(4, "request_rejected", NOW - 9, id="x", model="phi-mini", code="overloaded"),
     ]
-    return Told(*messages, *happened)
+    source = Told(*messages, *happened)
+    source.answers["GET", "/api/policies"] = policies()
+    source.answers["GET", "/api/config"] = config()
+    source.answers["POST", "/api/config/check"] = config_check()
+    return source

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from tui.view import View
+from tui.views.config import Config
 from tui.views.events import Events
 from tui.views.memory import Memory
 from tui.views.models import Models
 from tui.views.overview import Overview
+from tui.views.policies import Policies
 from tui.views.requests import Requests
 from tui.views.timeline import Timeline
 
-VIEWS: tuple[type[View], ...] = (Overview, Timeline, Memory, Models, Requests, Events)
+VIEWS: tuple[type[View], ...] = (
+    Overview,
+    Timeline,
+    Memory,
+    Models,
+    Requests,
+    Policies,
+    Config,
+    Events,
+)

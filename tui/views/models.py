@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
 from tui.amounts import duration, rate, share, size, sparkline
 from tui.canvas import Line
-from tui.messages import Document
+from tui.messages import Document, Refused, Source
 from tui.table import Column, TableView, member
-from tui.view import Sight, told
+from tui.view import Action, Field, Given, Sight, told
 
 SPARK_BUCKETS = 12
 SPARK_SECONDS = 5.0
@@ -58,6 +59,49 @@ def attainment_style(value: Any, sight: Sight) -> str:
     return look.good if value >= 0.99 else look.warn if value >= 0.9 else look.bad
 
 
+def _post(verb: str, words: str) -> Callable[[Source, str, Given], Awaitable[str]]:
+    """Has a model do something; of its `words`, ``{}`` is the model."""
+
+    async def do(source: Source, key: str, given: Given) -> str:
+        await source.ask("POST", f"/api/models/{quote(key)}/{verb}")
+        return words.replace("{}", key)
+
+    return do
+
+
+async def _limit(source: Source, key: str, given: Given) -> str:
+    body: Document = {}
+    if slo := {name: given[name] for name in ("ttft", "tbt") if name in given}:
+        body["slo"] = slo
+    if (queue := given.get("queue")) is not None:
+        if not queue.isdecimal():
+            raise Refused(f"queue: a whole number, such as 20, not {queue!r}")
+        body["max_queue"] = int(queue)
+    found = await source.ask("PUT", f"/api/models/{quote(key)}/limits", body)
+    terms = found["terms"]
+    slo = {name: f"{terms['slo'][f'{name}_seconds']:g} s" for name in ("ttft", "tbt")}
+    return (
+        f"{key}: first token {slo['ttft']}, then {slo['tbt']} each, "
+        f"at most {terms['max_queue']} requests"
+    )
+
+
+def _promised(name: str) -> Callable[[Document], str]:
+    def now(row: Document) -> str:
+        seconds = row.get("terms", {}).get("slo", {}).get(f"{name}_seconds")
+        return "" if seconds is None else f"{seconds:g}s"
+
+    return now
+
+
+LIMITS = (
+    Field("ttft", "promised time to the first token, such as 5s", _promised("ttft")),
+    Field("tbt", "promised time between tokens, such as 100ms", _promised("tbt")),
+    Field("queue", "live requests at most, such as 20",
+          lambda row: str(row.get("terms", {}).get("max_queue", ""))),
+)  # fmt: skip
+
+
 class Models(TableView):
     """In the order of the catalogue, unless they are sorted."""
 
@@ -80,6 +124,20 @@ class Models(TableView):
         Column("LAST MINUTE", _spark, sparkline, lambda value, sight: sight.look.accent),
         Column("WEIGHTS", lambda key, row, sight: row.get("facts", {}).get("weight_bytes"),
                lambda value: "" if value is None else size(value), right=True),
+    )  # fmt: skip
+
+    actions = (
+        Action("L", "load", "bring weights to a device", _post("load", "{} comes to a device")),
+        Action("E", "evict", "give devices back", _post("evict", "{} leaves its devices"),
+               "Evict {}? Its turns are ended; its requests go on when their turn comes."),
+        Action("D", "drain", "refuse new requests", _post("drain", "{} takes no new requests"),
+               "Drain {}? New requests are refused until it is resumed."),
+        Action("R", "resume", "take requests again", _post("resume", "{} takes requests")),
+        Action("P", "pin", "keep weights in the host cache", _post("pin", "{} is pinned")),
+        Action("U", "unpin", "let weights leave the host cache",
+               _post("unpin", "{} is not pinned")),
+        Action("l", "limit", "promises of new requests, length of the queue", _limit,
+               fields=LIMITS),
     )  # fmt: skip
 
     def rows(self, sight: Sight) -> dict[str, Document]:

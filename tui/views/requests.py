@@ -9,7 +9,7 @@ from tui.amounts import duration
 from tui.canvas import Line
 from tui.messages import Document, Source
 from tui.table import Column, TableView, member
-from tui.view import Action, Sight, told
+from tui.view import Action, Given, Sight, told
 
 
 def _age(key: str, row: Document, sight: Sight) -> float:
@@ -35,7 +35,7 @@ def _model_style(model: Any, sight: Sight) -> str:
     return sight.look.model(sight.state.numbers.get(model, 0))
 
 
-async def _cancel(source: Source, key: str) -> str:
+async def _cancel(source: Source, key: str, given: Given) -> str:
     done = await source.ask("DELETE", f"/api/requests/{quote(key, safe='')}")
     return f"cancelled {key} after {done['cancelled']['output_tokens']} tokens"
 

@@ -1,0 +1,104 @@
+"""Config: what is in force, what the files say otherwise, and what that needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+from tui.asking import Ask
+from tui.canvas import Line
+from tui.messages import Document, Source
+from tui.table import Column, TableView, member
+from tui.view import Action, Given, Sight, told
+
+IN_FORCE = "/api/config"
+CHECK = "/api/config/check"
+CHANGES = ("config_reloaded", "model_changed", "model_added", "model_removed", "policies_chosen")
+
+
+def _leaves(table: Document, at: str) -> Iterator[tuple[str, object]]:
+    """Keys as the daemon words them, models by name."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{at}{key}.")
+        elif key == "model" and not at:
+            for model in value:
+                yield from _leaves(model, f"model.{model['name']}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _style(row_member: Any, sight: Sight) -> str:
+    look = sight.look
+    return {"reload": look.good, "restart": look.warn, "correction": look.bad}.get(row_member, "")
+
+
+async def _reload(source: Source, key: str, given: Given) -> str:
+    done = await source.ask("POST", "/api/config/reload")
+    return f"{len(done['applied'])} applied, {len(done['restart'])} wait for a restart"
+
+
+class Config(TableView):
+    """A row for each key: first what is wrong in the files, then what differs, then the rest."""
+
+    title = "Config"
+    names = ("config", "c")
+    asks = (Ask("GET", IN_FORCE, 10.0, CHANGES), Ask("POST", CHECK, 5.0, CHANGES))
+    columns = (
+        Column("KEY", member("key")),
+        Column("NOW", lambda key, row, sight: row["now"], _word),
+        Column("NEEDS", member("needs"), style=_style),
+        Column("FILES", member("files"), style=lambda value, sight: sight.look.warn),
+    )
+    actions = (
+        Action("R", "reload", "apply what the files say", _reload,
+               "Apply what the files say? What cannot be applied now waits for a restart.",
+               each_row=False),
+    )  # fmt: skip
+
+    def rows(self, sight: Sight) -> dict[str, Document]:
+        in_force = sight.state.answer(IN_FORCE).document
+        check = sight.state.answer(CHECK).document or {}
+        rows: dict[str, Document] = {}
+        for problem in check.get("problems", ()):
+            where = f"{PurePath(problem['file']).name}:{problem['line']}"
+            rows[f"{where} {problem['key']}"] = {
+                "key": problem["key"], "now": None, "needs": "correction",
+                "files": f"{where}: {problem['wrong']}; {problem['remedy']}",
+            }  # fmt: skip
+        for change in check.get("changes", ()):
+            rows[change["key"]] = {
+                "key": change["key"], "now": change["old"], "needs": change["applies"],
+                "files": _word(change["new"]),
+            }  # fmt: skip
+        if in_force is not None:
+            for key, value in _leaves(in_force["config"], ""):
+                rows.setdefault(key, {"key": key, "now": value, "needs": "", "files": ""})
+        return rows
+
+    def nothing(self, sight: Sight) -> str:
+        return sight.state.answer(IN_FORCE).refused or "asking …"
+
+    def status(self) -> str:
+        """How much differs, too."""
+        differing = sum(1 for _, row in self._shown if row["needs"])
+        return f"{super().status()}, {differing} differ" if differing else super().status()
+
+    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+        row = self.rows(sight).get(key)
+        if row is None:
+            return None
+        in_force = sight.state.answer(IN_FORCE).document or {}
+        return told({**row, "read from": in_force.get("files", [])}, sight.look)
+
+    def path(self, key: str) -> str | None:
+        return IN_FORCE

@@ -1,0 +1,241 @@
+"""Policies: who is asked for each decision, how they fare, and what was chosen before."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from textual import events
+
+from tui.asking import Ask
+from tui.canvas import Line
+from tui.messages import Document, Refused, Source
+from tui.table import Column, TableView, member
+from tui.view import Action, Field, Given, Sight, told
+
+PATH = "/api/policies"
+PAIRS = re.compile(r"[,\s]+(?=[\w.-]+=)")
+
+
+def report_of(sight: Sight) -> Document:
+    """The newest answer; empty before there is one."""
+    document = sight.state.answer(PATH).document
+    return document if isinstance(document, dict) else {}
+
+
+def _ailing(states: Iterable[Document]) -> str:
+    """Which ones are not asked now, and why."""
+    return ", ".join(
+        f"{row['name']} {'disabled' if row['disabled'] else 'busy'}"
+        for row in states
+        if row["disabled"] or row["busy"]
+    )
+
+
+def _faults(report: Document, hook: str) -> list[Document]:
+    """What went wrong at a decision, the newest last."""
+    return [row for row in report["events"] if row["hook"] == hook and row["what"] == "fault"]
+
+
+def _row(hook: str, names: list[str], report: Document) -> Document:
+    faults = _faults(report, hook)
+    last = faults[-1] if faults else None
+    return {
+        "asked": ", ".join(names),
+        "state": _ailing(row for row in report["policies"] if row["name"] in names) or "ok",
+        "faults": sum(row["count"] for row in faults),
+        "active": report["active"],
+        "last_fault": "" if last is None else f"{last['policy']}: {last['reason']}",
+    }
+
+
+def _state_style(value: Any, sight: Sight) -> str:
+    return sight.look.good if value == "ok" else sight.look.bad
+
+
+# --- what is chosen ------------------------------------------------------------------------------
+
+
+def keys_of(choice: Document) -> dict[str, str]:
+    """A choice as keys and values: what is asked in order, decisions, parameters."""
+    keys = {"use": ", ".join(choice["use"])}
+    keys |= {f"decision {hook}": name for hook, name in sorted(choice["decisions"].items())}
+    return keys | _flat(choice["parameters"])
+
+
+def _flat(parameters: Document) -> dict[str, str]:
+    return {
+        f"{name}.{field}": str(value)
+        for name, table in sorted(parameters.items())
+        for field, value in sorted(table.items())
+    }
+
+
+def _written(pairs: Document) -> str:
+    return ",".join(f"{name}={value}" for name, value in pairs.items())
+
+
+def compared(report: Document, sight: Sight) -> list[Line]:
+    """What is chosen now against what was before; what differs is marked."""
+    look = sight.look
+    if not report.get("previous"):
+        return [[("there were no others before", look.dim)]]
+    now, before = keys_of(report["active"]), keys_of(report["previous"][-1])
+    names = [*now, *(name for name in before if name not in now)]
+    width = max(len(name) for name in names) + 4
+    across = max(8, *(len(now.get(name, "-")) + 2 for name in names))
+    lines: list[Line] = [[(f"{'':{width}}{'NOW':{across}}BEFORE", f"bold {look.accent}")]]
+    for name in names:
+        old, new = before.get(name, "-"), now.get(name, "-")
+        mark, style = ("≠ ", look.warn) if old != new else ("  ", "")
+        lines.append([(f"{mark}{name:{width - 2}}", style), (f"{new:{across}}{old}", style)])
+    return lines
+
+
+def changed(choice: Document, given: Given) -> Document:
+    """A choice with what was given in it. Raises `Refused` for what is no pair."""
+    use = [name for name in re.split(r"[,\s]+", given.get("use", "")) if name] or choice["use"]
+    decisions = dict(choice["decisions"])
+    for hook, name in _pairs(given.get("decisions", "")):
+        decisions[hook] = name
+    parameters = {name: dict(table) for name, table in choice["parameters"].items()}
+    for key, text in _pairs(given.get("parameters", "")):
+        policy, _, field = key.rpartition(".")
+        if not policy:
+            raise Refused(f"parameters: NAME.KEY=VALUE, not {key}={text}")
+        parameters.setdefault(policy, {})[field] = _value(text)
+    return {
+        "use": use,
+        "decisions": {hook: name for hook, name in decisions.items() if name},
+        "parameters": parameters,
+    }
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """`a=1, b=2`; nothing behind the sign takes a decision back."""
+    found = []
+    for pair in PAIRS.split(text.strip()) if text.strip() else ():
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise Refused(f"{pair!r} is not NAME=VALUE")
+        found.append((key.strip(), value.strip()))
+    return found
+
+
+def _value(text: str) -> object:
+    """As it would be written in the configuration; anything else is a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+async def _set(source: Source, key: str, given: Given) -> str:
+    report = await source.ask("GET", PATH)
+    report = await source.ask("PUT", PATH, changed(report["active"], given))
+    return f"{', '.join(report['active']['use'])} decide from now on"
+
+
+async def _rollback(source: Source, key: str, given: Given) -> str:
+    report = await source.ask("POST", f"{PATH}/rollback")
+    return f"{', '.join(report['active']['use'])} decide again"
+
+
+async def _enable(source: Source, key: str, given: Given) -> str:
+    """Of the policies that are asked for a decision those that failed too often."""
+    report = await source.ask("GET", PATH)
+    names = report["decisions"].get(key, ())
+    disabled = [row["name"] for row in report["policies"]
+                if row["disabled"] and row["name"] in names]  # fmt: skip
+    if not disabled:
+        raise Refused("no policy that is asked for it is disabled")
+    for name in disabled:
+        await source.ask("POST", f"{PATH}/{name}/enable")
+    return f"{', '.join(disabled)}: asked again"
+
+
+class Policies(TableView):
+    """A row for each decision."""
+
+    title = "Policies"
+    names = ("policies", "policy", "p")
+    asks = (Ask("GET", PATH, 2.0, ("policies_chosen", "config_reloaded")),)
+    help = (("c", "compare with before"), ("i", "installed"))
+    columns = (
+        Column("DECISION", lambda key, row, sight: key),
+        Column("ASKED, IN THIS ORDER", member("asked"),
+               style=lambda value, sight: sight.look.accent),
+        Column("STATE", member("state"), style=_state_style),
+        Column("FAULTS", member("faults"), right=True,
+               style=lambda value, sight: sight.look.warn if value else sight.look.dim),
+        Column("LAST FAULT", member("last_fault"), style=lambda value, sight: sight.look.warn),
+    )  # fmt: skip
+    actions = (
+        Action("e", "set", "have other policies decide", _set, each_row=False, fields=(
+            Field("use", "asked in this order, such as serverlessllm,aegaeon",
+                  lambda row: ",".join(row["active"]["use"]) if row else ""),
+            Field("decisions", "asked first, such as round=aegaeon; round= takes it back",
+                  lambda row: _written(row["active"]["decisions"]) if row else ""),
+            Field("parameters", "such as aegaeon.q_max_seconds=3",
+                  lambda row: _written(_flat(row["active"]["parameters"])) if row else ""),
+        )),
+        Action("B", "rollback", "go back to the policies before", _rollback,
+               "Go back to the policies before these? (`c` compares them.)", each_row=False),
+        Action("E", "enable", "ask policies again that failed too often", _enable),
+    )  # fmt: skip
+
+    def rows(self, sight: Sight) -> dict[str, Document]:
+        report = report_of(sight)
+        decisions: dict[str, list[str]] = report.get("decisions", {})
+        return {hook: _row(hook, names, report) for hook, names in decisions.items()}
+
+    def nothing(self, sight: Sight) -> str:
+        return sight.state.answer(PATH).refused or "asking …"
+
+    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+        """Who is asked, with parameters, and what went wrong."""
+        report = report_of(sight)
+        names = report.get("decisions", {}).get(key)
+        if names is None:
+            return None
+        look = sight.look
+        parameters = report["active"]["parameters"]
+        lines: list[Line] = []
+        for state in report["policies"]:
+            if state["name"] in names:
+                facts = {name: value for name, value in state.items() if name != "name"}
+                given = parameters.get(state["name"], {})
+                lines += [[(state["name"], f"bold {look.accent}")], *told(facts, look, 1)]
+                lines += [*told({"parameters": given or "as it ships"}, look, 1), []]
+        for row in reversed(_faults(report, key)):
+            at = datetime.fromtimestamp(row["unix_seconds"]).strftime("%Y-%m-%d %H:%M:%S")
+            times = f" x{row['count']}" if row["count"] > 1 else ""
+            lines.append([(f"{at}{times}  ", look.dim),
+                          (f"{row['policy']}: {row['reason']}", look.warn)])  # fmt: skip
+        return lines
+
+    def path(self, key: str) -> str | None:
+        return PATH
+
+    def on_key(self, event: events.Key) -> None:
+        if event.character == "c":
+            event.stop()
+            self.open("now and before", lambda sight: compared(report_of(sight), sight))
+        elif event.character == "i":
+            event.stop()
+            self.open("installed", _installed)
+
+
+def _installed(sight: Sight) -> list[Line]:
+    """What could decide, and what each of them makes."""
+    look = sight.look
+    lines: list[Line] = []
+    for row in report_of(sight).get("installed", ()):
+        lines.append([(row["name"], f"bold {look.accent}"),
+                      (f"  {row['version']} {row['distribution']}", look.dim)])  # fmt: skip
+        about = (row["error"], look.bad) if row["error"] else (row["about"], "")
+        lines += [[("  ", ""), about], [(f"  {', '.join(row['hooks'])}", look.dim)], []]
+    return lines
