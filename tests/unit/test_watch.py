@@ -46,12 +46,14 @@ async def url(box: Box) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def watching(url: str, after: int | None = None) -> AsyncIterator[Callable[[], Any]]:
+async def watching(
+    url: str, after: int | None = None, every: float = 0.05
+) -> AsyncIterator[Callable[[], Any]]:
     """What is asked for the next event: its id, or None, its kind, its data."""
     headers = {} if after is None else {"last-event-id": str(after)}
     async with (
         httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
-        client.stream("GET", f"{url}/api/watch?every=0.05", headers=headers) as response,
+        client.stream("GET", f"{url}/api/watch?every={every}", headers=headers) as response,
     ):
         assert response.status_code == 200, await response.aread()
         lines = response.aiter_lines()
@@ -140,6 +142,20 @@ async def test_a_state_has_times_for_ages_and_no_nulls(box: Box, url: str) -> No
     assert patches == [{"models": {"b": {"draining": True}}}]
     for life in box.world.lives.values():
         life.outcome = "cancelled"
+
+
+async def test_a_lost_worker_is_told_at_once(box: Box, url: str) -> None:
+    """With the event the state as it became, before anything else, however rarely it is told."""
+    async with watching(url, every=60) as one:
+        _, kind, data = await one()
+        assert (kind, data["state"]["instances"]["0"]["state"]) == ("state", "up")
+        box.workers[0].die()
+        _, lost, _ = await one()
+        box.daemon.drain_model("b", True)
+        _, delta, data = await one()
+        _, changed, _ = await one()
+    assert (lost, delta, changed) == ("instance_lost", "delta", "model_changed")
+    assert data["patch"]["instances"]["0"]["state"] in ("lost", "starting")
 
 
 async def test_who_comes_back_hears_what_it_missed(box: Box, url: str) -> None:
