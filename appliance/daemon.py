@@ -417,10 +417,7 @@ class Daemon:
         oldest = self.machine.oldest_progress()
         if oldest is not None and self._clock() - oldest > self.limits.progress_seconds:
             reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
-        degraded = [
-            f"instance {number} is quarantined: {reason}"
-            for number, reason in self._quarantine.reasons.items()
-        ]
+        degraded = [f"instance {number} is quarantined" for number in self._quarantine.reasons]
         return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
 
     def progresses(self) -> bool:

@@ -371,18 +371,41 @@ class Daemon(NamedTuple):
         try:
             with _client(url, ANSWER_SECONDS) as client:
                 response = client.get("/readyz")
-            body = msgspec.json.decode(response.content, type=_Readiness)
+                body = msgspec.json.decode(response.content, type=_Readiness)
+                degraded = (_quarantines(client) or body.degraded) if body.degraded else ()
         except httpx.TransportError as error:
             return cls(url, reasons=(str(error),))
         except msgspec.MsgspecError:
             return cls(url, reasons=("what answers is not the appliance",), answers=True)
-        return cls(url, body.ok, body.reasons, answers=True, degraded=body.degraded)
+        return cls(url, body.ok, body.reasons, answers=True, degraded=degraded)
 
 
 class _Readiness(msgspec.Struct):
     ok: bool
     reasons: tuple[str, ...] = ()
     degraded: tuple[str, ...] = ()
+
+
+def _quarantines(client: httpx.Client) -> tuple[str, ...]:
+    """With their reasons, which are told where no key is needed to ask for them."""
+    response = client.get("/api/instances")
+    if not response.is_success:
+        return ()
+    found = msgspec.json.decode(response.content, type=_Instances).instances
+    return tuple(
+        f"instance {one.instance} is quarantined: {one.quarantine}"
+        for one in found
+        if one.quarantine is not None
+    )
+
+
+class _Instance(msgspec.Struct):
+    instance: int
+    quarantine: str | None = None
+
+
+class _Instances(msgspec.Struct):
+    instances: list[_Instance]
 
 
 class _Verification(msgspec.Struct):

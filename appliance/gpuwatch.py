@@ -93,17 +93,29 @@ class GpuWatch:
                 self._over.wait(RETRY_SECONDS)
 
     def _watch(self, nvml: Any) -> None:
-        events = nvml.nvmlEventSetCreate()
-        try:
-            heard = [self._register(nvml, number, events) for number in self._gpus]
-            while not self._over.is_set():
-                self._look(nvml)
-                if any(heard):
+        while not self._over.is_set():
+            events = nvml.nvmlEventSetCreate()
+            try:
+                self._watch_with(nvml, events)
+            finally:
+                nvml.nvmlEventSetFree(events)
+
+    def _watch_with(self, nvml: Any, events: Any) -> None:
+        """Until the watch is over, or a GPU is lost: then nobody's errors are heard with these
+        events any more."""
+        self._look(nvml)
+        present = [number for number in self._gpus if number not in self._lost]
+        heard = [self._register(nvml, number, events) for number in present]
+        while not self._over.is_set():
+            if any(heard):
+                try:
                     self._wait_for_errors(nvml, events)
-                else:
+                except nvml.NVMLError_GpuIsLost:  # one of ours, or any; the next look finds which
                     self._over.wait(self._every_seconds)
-        finally:
-            nvml.nvmlEventSetFree(events)
+                    return
+            else:
+                self._over.wait(self._every_seconds)
+            self._look(nvml)
 
     def _register(self, nvml: Any, number: int, events: Any) -> bool:
         """Whether the GPU will tell of its critical errors."""
@@ -155,10 +167,7 @@ class GpuWatch:
             event = nvml.nvmlEventSetWait_v2(events, int(self._every_seconds * 1000))
         except nvml.NVMLError_Timeout:
             return
-        try:
-            number, code = nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
-        except nvml.NVMLError_GpuIsLost:
-            return  # the next look finds which
+        number, code = nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
         log.error("GPU %d reports a critical error, XID %d", number, code)
         seen = self.xids.get((number, code), 0)
         self.xids = MappingProxyType({**self.xids, (number, code): seen + 1})

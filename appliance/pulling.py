@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from appliance import deletions
 from appliance.catalog import CatalogEntry, read_checkpoint
 from appliance.checksums import SUMS, read_sums
 from appliance.errors import CheckpointError, PullError
@@ -48,7 +49,7 @@ def pull(
 
     With `link` it stays where it is, a directory, and is only verified. `tell` hears how far it
     is, in the calling thread. Blocks for as long as it takes; what was fetched is kept if it
-    breaks off.
+    breaks off. What was to be deleted stays if it is pulled again.
 
     Raises `PullError` for a source that is none or cannot be had, and for a name that is taken,
     `CheckpointError` if it is damaged or no checkpoint that can be served, `OSError`.
@@ -67,6 +68,7 @@ def pull(
     if target.exists():
         if not _came_from(source, found, target, tell):
             raise PullError(f"{target} is there already: give another name, or remove it first")
+        deletions.take_back(target)
         return Pulled(model, target, _verified(model, target, tell))
     with _part(folder / f".{target.name}.part") as part:
         _fetch(source, found, part, tell)
@@ -74,6 +76,7 @@ def pull(
         entry = _verified(model, part, tell)
         shutil.rmtree(part / ".hub", ignore_errors=True)
         _sync(part)
+        deletions.take_back(target)  # of another that had the name
         part.rename(target)
     _sync(folder)
     return Pulled(model, target, entry)

@@ -39,7 +39,10 @@ OPERATIONS: Final = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
     "/v1/score": "score",
+    "/score": "score",
     "/v1/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v2/rerank": "rerank",
 }
 """What is asked at a path, in the words of the conventions as far as they have one."""
 UNNAMED: Final = "text_completion"

@@ -75,7 +75,7 @@ def _dashboard(
     url: str, readonly: bool, record: Path | None, replay: Path | None, theme: str
 ) -> None:
     try:
-        from tui.recording import NoRecording
+        from tui.recording import NoRecording, NotRecorded
         from tui.start import run  # Textual is an extra
     except ModuleNotFoundError as error:
         fail(
@@ -87,10 +87,8 @@ def _dashboard(
     key = os.environ.get(KEY_VARIABLE)
     try:
         run(url, key=key, readonly=readonly, record=record, replay=replay, theme=theme)
-    except NoRecording as error:
+    except (NoRecording, NotRecorded) as error:
         fail(str(error), 2)
-    except OSError as error:
-        fail(f"{record}: {error.strerror}; --record makes a new file", 2)
 
 
 @click.command()
@@ -137,8 +135,9 @@ def _show(found: dict[str, Any]) -> None:
     status, ready = found["status"], found["readiness"]
     told = "ready" if ready["ok"] else f"not ready: {'; '.join(ready['reasons'])}"
     click.echo(f"appliance {status['version']}, up {status['uptime_seconds']:.0f} s, {told}")
-    for reason in ready["degraded"]:
-        click.echo(reason)
+    for row in status["instances"]:
+        if reason := row.get("quarantine"):
+            click.echo(f"instance {row['instance']} is quarantined: {reason}")
     click.echo()
     instances = [
         [

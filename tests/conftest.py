@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Generator
+import logging
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def _no_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test meets the admin socket of a daemon that happens to run here."""
     for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_logs() -> Iterator[None]:
+    """What a test sets, others do not meet: commands and requests change what is logged."""
+    loggers = [logging.getLogger(name) for name in (None, "appliance", "httpx")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def write_checkpoint(path: Path, **changes: Any) -> Path:

@@ -22,6 +22,10 @@ class NoRecording(Exception):
     """A file that cannot be played; the text names it, the line, and what is wrong."""
 
 
+class NotRecorded(Exception):
+    """A file that cannot be made; the text names it, and what is wrong."""
+
+
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
     at: float
     kind: Kind
@@ -29,14 +33,18 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Recorder:
-    """Writes what it is given to a new file. Raises `OSError`."""
+    """Writes what it is given to a new file."""
 
     def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb")
+        """Raises `NotRecorded` if the file cannot be made, or is there already."""
+        try:
+            self._file: BinaryIO = path.open("xb")
+        except OSError as error:
+            raise NotRecorded(f"{path}: {error.strerror}; --record makes a new file") from error
         self._write(FIRST_LINE)
 
     def write(self, message: Message) -> None:
-        """Reaches the file at once: a session ends when it ends."""
+        """Reaches the file at once: a session ends when it ends. Raises `OSError`."""
         self._write(_Line(*message))
         self._file.flush()
 

@@ -19,8 +19,8 @@ def run(
     replay: Path | None = None,
     theme: str = "dark",
 ) -> None:
-    """Returns when it is left. Raises `NoRecording` if `replay` is none, `OSError` if `record`
-    cannot be made, or is there already."""
+    """Returns when it is left. Raises `NoRecording` if `replay` is none, `NotRecorded` if
+    `record` cannot be made, or is there already."""
     asyncio.run(_run(url, key, readonly, record, replay, theme))
 
 

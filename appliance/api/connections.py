@@ -4,6 +4,7 @@ uvicorn bounds only how long a connection may be idle between two requests. Here
 
 - a request's head has to be whole in time, and its body has to come on: else 408, where nothing was
   answered yet, and the end of the connection;
+- who offers another protocol is served as if it had not (`appliance.api.upgrades`);
 - what is around a body (a head, the sizes of chunks, trailers) is bounded, too: 431;
 - who does not take what is sent loses the connection, and with it what is being made for it: the
   server itself holds no more than it has just made;
@@ -27,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from appliance.api.errors import ApiError, BadRequest
 from appliance.api.errorshapes import shape_of
 from appliance.api.requestids import request_id
+from appliance.api.upgrades import PlainParser
 
 HEAD_SECONDS: Final = 20.0
 """Some hundred bytes, over a slow line; what proxies and other servers give, too."""
@@ -75,6 +77,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.parser = PlainParser(self)
+        # As uvicorn has it: an answer may close the connection while more requests stand in line.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         # Whatever the system does not take is waited for, also when nothing more is to be sent. Not
         # 0: under TLS, where a buffer is full that has as much as its limit, nothing would be sent.
         self.transport.set_write_buffer_limits(high=1, low=0)
@@ -99,6 +104,8 @@ class Connection(HttpToolsProtocol):
             self._await(Awaited.HEAD)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # comes again, without the offer
+            return
         before = self.cycle
         super().on_headers_complete()
         waiting = [cycle for cycle in self.unanswered if not cycle.response_complete]
@@ -112,8 +119,17 @@ class Connection(HttpToolsProtocol):
         self._body += len(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._await(Awaited.NOTHING)
+
+    def plain_head(self) -> bytes:
+        """The head that was parsed last, without its offer of another protocol."""
+        version = b"HTTP/" + self.parser.get_http_version().encode()
+        line = b" ".join((self.parser.get_method(), self.url, version))
+        fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([line, *fields, b"", b""])
 
     def _await(self, what: Awaited) -> None:
         self._awaited = what
@@ -175,7 +191,9 @@ class Connection(HttpToolsProtocol):
         return False  # to WebSockets: there are none
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Whoever asks for another protocol gets HTTP, and that is no news."""
+        """Reached by CONNECT alone: what follows is no request, and has nobody to go to."""
+        told = "CONNECT is for proxies, and this is none; ask for a path"
+        self._refuse(ApiError(501, told, code="not_a_proxy"))
 
     # --- what a client takes ---------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from appliance.api.errors import BadRequest
 from appliance.api.jsonanswers import json_answer
 from appliance.api.schemas import parse
 from appliance.api.service import InstanceActivity, InstanceNotFound, Service
@@ -35,6 +36,8 @@ def instance_routes(service: Service) -> list[HTTPRouteHandler]:
     @post("/api/instances/{name:str}/quarantine", status_code=200, operation_id="quarantine")
     async def quarantine(request: Request[Any, Any, Any], name: FromPath[str]) -> ASGIResponse:
         asked = parse(await request.body(), QuarantineReason)
+        if not asked.reason.isprintable():  # it is shown in terminals, and is a line of the log
+            raise BadRequest("reason: control characters are refused; give one line", "reason")
         service.quarantine_instance(_found(service, name).instance, asked.reason)
         return json_answer(_found(service, name))
 

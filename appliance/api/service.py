@@ -278,7 +278,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """Whether requests make progress; when not, why, in words for the operator. `degraded` says
-    what is out of order beside that."""
+    what is out of order beside that. Who has no key hears it, so it quotes nobody."""
 
     ok: bool
     reasons: tuple[str, ...] = ()

@@ -287,7 +287,8 @@ class Machine:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
         It stays unplaced while no instance is up, and is refused when none will be."""
         if self.floor.all_quarantined():
-            self._reject(request, "no_instance", self._why_no_instance())
+            told = "every instance is quarantined; an operator may release one"
+            self._reject(request, "no_instance", told)
             return
         if request.kv is not KvPlace.NONE:
             self._place_decode(request)
@@ -464,10 +465,6 @@ class Machine:
 
     def _place_unplaced(self) -> None:
         self._place_all([r for r in self.requests.values() if r.stage is Stage.UNPLACED])
-
-    def _why_no_instance(self) -> str:
-        reasons = [f"instance {i.id}: {i.quarantine}" for i in self.instances.values()]
-        return f"every instance is quarantined ({'; '.join(reasons)}); an operator may release one"
 
     @_on.register
     def _(self, event: InstanceLost) -> bool:

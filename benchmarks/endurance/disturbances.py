@@ -1,4 +1,8 @@
-"""What happens meanwhile: workers are killed, policies changed, requests cancelled."""
+"""What happens meanwhile: workers are killed, policies changed, requests cancelled.
+
+Each does so until it is told to stop, and finishes what it is about: what was done is what the
+daemon did, whenever the end comes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ class Disturbances:
     cancelled: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
-    async def kill_workers(self, every_seconds: float) -> None:
+    async def kill_workers(self, every_seconds: float, stop: asyncio.Event) -> None:
         """Of those that are up one, at random, dies of a SIGKILL, again and again."""
-        async for _ in _ticks(every_seconds):
+        async for _ in _ticks(every_seconds, stop):
             status = await self._ask("GET", "/api/status")
             up = [i["pid"] for i in status["instances"] if i["state"] == "up" and i["pid"]]
             if up:
@@ -37,16 +41,18 @@ class Disturbances:
                     os.kill(victim, signal.SIGKILL)
                     self.killed.append(victim)
 
-    async def change_policies(self, every_seconds: float, names: list[str]) -> None:
+    async def change_policies(
+        self, every_seconds: float, names: list[str], stop: asyncio.Event
+    ) -> None:
         """Each policy decides in turn."""
-        async for tick in _ticks(every_seconds):
+        async for tick in _ticks(every_seconds, stop):
             name = names[tick % len(names)]
             await self._ask("PUT", "/api/policies", {"use": [name]})
             self.policies.append(name)
 
-    async def cancel_requests(self, every_seconds: float) -> None:
+    async def cancel_requests(self, every_seconds: float, stop: asyncio.Event) -> None:
         """An operator ends a random request, whoever's it is."""
-        async for _ in _ticks(every_seconds):
+        async for _ in _ticks(every_seconds, stop):
             shown = await self._ask("GET", "/api/requests")
             live = [request["id"] for request in shown["requests"]]
             if live:
@@ -68,10 +74,13 @@ class Disturbances:
         return answer
 
 
-async def _ticks(every_seconds: float) -> AsyncIterator[int]:
-    """Numbers from 0, so far apart however long is taken for each."""
-    clock = asyncio.get_running_loop().time
-    began = clock()
+async def _ticks(every_seconds: float, stop: asyncio.Event) -> AsyncIterator[int]:
+    """Numbers from 0, so far apart however long is taken for each, until it is to stop."""
+    began = asyncio.get_running_loop().time()
     for tick in itertools.count():
-        await asyncio.sleep(began + (tick + 1) * every_seconds - clock())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(began + (tick + 1) * every_seconds):
+                await stop.wait()
+        if stop.is_set():
+            return
         yield tick

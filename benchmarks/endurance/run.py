@@ -98,7 +98,7 @@ async def endure(
 async def _live(plan: Plan, watch: Watch, book: Book, life: Life) -> None:
     """The load, and what disturbs it, for as long as is planned; what was asked is heard."""
     host, port = watch.address
-    over, disturbances = asyncio.Event(), life.disturbances
+    stop, over, disturbances = asyncio.Event(), asyncio.Event(), life.disturbances
     clients: list[Client | BatchClient] = [
         Client(Connection(host, port), book, life.tally, random.Random(f"{plan.seed} client {i}"))
         for i in range(plan.connections)
@@ -107,19 +107,21 @@ async def _live(plan: Plan, watch: Watch, book: Book, life: Life) -> None:
         BatchClient(Connection(host, port), book, life.tally, random.Random(f"{plan.seed} {i}"))
         for i in range(plan.batches)
     ]
-    beside = [
-        asyncio.create_task(watch.run(plan.sample_every)),
-        asyncio.create_task(disturbances.kill_workers(plan.kill_every)),
-        asyncio.create_task(disturbances.change_policies(plan.policy_every, list(plan.policies))),
-        asyncio.create_task(disturbances.cancel_requests(plan.cancel_every)),
+    policies = list(plan.policies)
+    watching = asyncio.create_task(watch.run(plan.sample_every))
+    disturbing = [
+        asyncio.create_task(disturbances.kill_workers(plan.kill_every, stop)),
+        asyncio.create_task(disturbances.change_policies(plan.policy_every, policies, stop)),
+        asyncio.create_task(disturbances.cancel_requests(plan.cancel_every, stop)),
     ]
     running = [asyncio.create_task(client.run(over)) for client in clients]
     await asyncio.sleep(plan.seconds)
-    for task in beside:
-        task.cancel()
-    ends = await asyncio.gather(*beside, return_exceptions=True)
+    # The load goes on until nothing disturbs it any more: the last kill is noticed, too.
+    stop.set()
+    ends = await asyncio.gather(*disturbing, return_exceptions=True)
+    watching.cancel()
     over.set()
-    ends += await asyncio.gather(*running, return_exceptions=True)
+    ends += await asyncio.gather(watching, *running, return_exceptions=True)
     life.failed += [f"{type(e).__name__}: {e}" for e in ends if isinstance(e, Exception)]
 
 

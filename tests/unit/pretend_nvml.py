@@ -104,6 +104,8 @@ class PretendNvml(ModuleType):
 
     def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> SimpleNamespace:  # noqa: N802
         self.waits.put(None)
+        if self.lost.intersection(self.registered):
+            raise self.NVMLError_GpuIsLost("GPU is lost")
         try:
             handle, code = self.errors.get(timeout=milliseconds / 1000)
         except queue.Empty:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import shlex
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from pathlib import Path
 
@@ -50,15 +49,6 @@ def settings(box: Box, tmp_path: Path, fake_checkpoint: Callable[..., Path]) -> 
     )
     path.write_text(f'[devices]\nmemory = "8MiB"\n{models}', encoding="utf-8")
     return LiveConfig(box.daemon, load_config(path), path)
-
-
-@pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
-    """The appliance's log has the level afterwards that it had before."""
-    logger = logging.getLogger("appliance")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 def blocks() -> list[list[tuple[str, list[str]]]]:

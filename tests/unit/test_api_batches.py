@@ -804,6 +804,24 @@ async def test_a_cancelled_batch_keeps_what_is_done(house: House) -> None:
     assert [one.reason for one in house.service.submitted[2:]] == [FinishReason.CANCELLED] * 4
 
 
+@pytest.mark.parametrize("code", ["model_draining", "no_instance", "overloaded"])
+async def test_what_passes_is_waited_out(house: House, code: str) -> None:
+    """However often a request is refused for it: an operator ends it, or its batch's window."""
+
+    def script(generation: FakeGeneration) -> None:
+        if len(house.service.submitted) <= 8:
+            generation.fail(GenerationFailed(code, "later", 503, 1.0))
+        else:
+            generation.say("hello")
+
+    house.service.script = script
+    async with house.client() as client:
+        done = await over(client, await begin(client, [chat("a")]))
+
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 0)
+
+
 @pytest.mark.parametrize(("losses", "ok"), [(4, True), (5, False)])
 async def test_an_interpreter_that_is_lost(house: House, losses: int, ok: bool) -> None:
     """Is no fault of the request, which is asked again, but not for ever; full queues between do

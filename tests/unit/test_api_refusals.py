@@ -301,7 +301,7 @@ async def test_readiness(client: httpx.AsyncClient, service: FakeService) -> Non
     service.reasons = ("request x waits for 99 s",)
     stuck = await client.get("/readyz")
 
-    assert (ready.status_code, ready.json()) == (200, {"ok": True, "reasons": []})
+    assert (ready.status_code, ready.json()) == (200, {"ok": True, "reasons": [], "degraded": []})
     assert (stuck.status_code, stuck.json()["reasons"]) == (503, ["request x waits for 99 s"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 import ollama
 import pytest
 
-from appliance import wire
+from appliance import deletions, wire
 from appliance.api.app import create_app
 from appliance.api.auth import scope_of
 from appliance.api.catalogue import NewModel
@@ -24,6 +25,7 @@ from appliance.dropins import directory
 from appliance.journal import Journal, replay
 from appliance.keys import Scope
 from appliance.liveconfig import ADMIN_FILE, LiveConfig
+from appliance.pulling import pull
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
@@ -502,7 +504,7 @@ async def test_files_that_an_earlier_daemon_cannot_delete(
     folder = path.parent / "models" / "old"
     folder.mkdir(parents=True)
     mark = folder.with_name(".old.delete")
-    mark.touch()
+    deletions.intend(folder)
 
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -515,6 +517,74 @@ async def test_files_that_an_earlier_daemon_cannot_delete(
     await settings.finish_deletions()
 
     assert list(folder.parent.iterdir()) == []
+
+
+async def test_a_fresh_model_in_the_place_of_one_that_is_to_go(
+    settings: LiveConfig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stays, though what was set aside of the old one could not be deleted at first."""
+    folder = path.parent / "models" / "old"
+    folder.mkdir(parents=True)
+    deletions.intend(folder)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("appliance.deletions.shutil.rmtree", fail)
+        await settings.finish_deletions()
+    assert [left.name for left in folder.parent.iterdir()] == [".old.gone"]
+    folder.mkdir()
+    await settings.finish_deletions()
+
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("how", ["replaced", "changed"])
+async def test_a_folder_that_is_not_as_it_was_when_it_was_to_go(
+    settings: LiveConfig, path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Stays: somebody has put it there, or put something there, while no daemon ran."""
+    folder = path.parent / "models" / "old"
+    folder.mkdir(parents=True)
+    deletions.intend(folder)
+    if how == "replaced":
+        (path.parent / "new").rename(folder.with_name("newer"))
+        folder.rmdir()
+        folder.with_name("newer").rename(folder)
+    else:
+        before = folder.stat().st_ctime_ns
+        while folder.stat().st_ctime_ns == before:  # file systems have coarse clocks
+            (folder / "config.json").unlink(missing_ok=True)
+            (folder / "config.json").touch()
+
+    await settings.finish_deletions()
+
+    assert list(folder.parent.iterdir()) == [folder]
+    assert "old stays" in caplog.text
+
+
+async def test_a_model_that_is_pulled_while_its_files_are_to_go(
+    client: httpx.AsyncClient, path: Path, box: Box
+) -> None:
+    """Has them again: they stay, and the removal says so."""
+    source = path.parent / "source"
+    shutil.copytree(path.parent / "new", source)
+    folder = path.parent / "models"
+    pulled = pull(str(source), folder, "one", tell=lambda _: None)
+    box.world.models["one"] = small("o")["o"]
+    body = {"name": "one", "path": str(pulled.path), "max_context": 64}
+    assert (await client.post("/api/models", json=body)).status_code == 200
+    box.settle()
+    box.ask("r1", "one", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+
+    await client.delete("/api/models/one?files=true")
+    again = await asyncio.to_thread(pull, str(source), folder, "one", tell=lambda _: None)
+    box.settle()
+
+    assert await _over(client, "one") == "files_left"
+    assert list(folder.iterdir()) == [again.path]
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -212,6 +212,67 @@ async def test_no_other_protocol_is_spoken() -> None:
     assert status == b"HTTP/1.1 200 OK\r\n"
 
 
+OFFER = (
+    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Empty:\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+    b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+)
+"""As Java's client sends it."""
+TOKENIZE = json.dumps({"model": "small", "prompt": "hello"}).encode()
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(TOKENIZE) + TOKENIZE
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (
+    TOKENIZE[:5],
+    len(TOKENIZE) - 5,
+    TOKENIZE[5:],
+)
+LAST = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [
+        (OFFER + LENGTH, 1),
+        (OFFER + CHUNKS, 1),
+        (2 * (OFFER + LENGTH + OFFER + CHUNKS), 4),
+    ],
+    ids=["length", "chunks", "pipelined"],
+)
+@pytest.mark.parametrize("piece", [1 << 16, 7, 1], ids=["whole", "pieces", "bytes"])
+async def test_a_body_behind_an_offer_of_another_protocol(
+    sent: bytes, answers: int, piece: int
+) -> None:
+    """Is read, however it is sent, and no byte of it is taken for another request."""
+    ended = asyncio.Event()
+
+    class Pieces(Connection):
+        def data_received(self, data: bytes) -> None:
+            for at in range(0, len(data), piece):
+                super().data_received(data[at : at + piece])
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            ended.set()
+
+    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(FakeService()), Pieces) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent + LAST)
+        answer = await reader.read()
+        writer.close()
+        await ended.wait()
+
+    found = [one.partition(b"\r\n\r\n") for one in answer.split(b"HTTP/1.1 ")[1:]]
+    assert [head[:3] for head, _, _ in found] == [b"200"] * (answers + 1)
+    assert all(b'"tokens":[' in body for _, _, body in found[:-1])
+
+
+async def test_connect() -> None:
+    """Is refused by name, and what is behind it is no request."""
+    async with connected(FakeService()) as (reader, writer):
+        writer.write(b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n" + LAST)
+        status, body = refusal(await reader.read())
+
+    assert (status, body["error"]["code"]) == (501, "not_a_proxy")
+
+
 class Narrow(Connection):
     """Of what is sent the system takes little."""
 

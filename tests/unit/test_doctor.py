@@ -406,17 +406,25 @@ def test_a_daemon_that_is_not_ready(make_file: Make, fake_checkpoint: Make, serv
     assert "the daemon that runs" in found["memory"].finding
 
 
+@pytest.mark.parametrize("open_to_all", [True, False])
 def test_a_daemon_with_an_instance_less(
-    make_file: Make, fake_checkpoint: Make, server: Server
+    make_file: Make, fake_checkpoint: Make, server: Server, open_to_all: bool
 ) -> None:
-    """It is ready, and something is to be done about it."""
+    """It is ready, and something is to be done about it; why is told where no key is needed."""
     fake_checkpoint()
-    told = {"ok": True, "reasons": [], "degraded": ["instance 1 is quarantined: XID 79"]}
+    told = {"ok": True, "reasons": [], "degraded": ["instance 1 is quarantined"]}
     server.answers["GET /readyz"] = (200, told)
+    instances = [{"instance": 0, "quarantine": None}, {"instance": 1, "quarantine": "XID 79"}]
+    refused = (401, {"error": {"message": "a key is needed"}})
+    server.answers["GET /api/instances"] = (
+        (200, {"instances": instances}) if open_to_all else refused
+    )
     found = by_what(examine(make_file(bind=server.bind)))
 
     assert found["daemon"].level is Level.WARN
-    assert found["daemon"].finding.endswith("but instance 1 is quarantined: XID 79")
+    assert found["daemon"].finding.endswith(
+        "but instance 1 is quarantined: XID 79" if open_to_all else "but instance 1 is quarantined"
+    )
     assert "appliance instance release" in found["daemon"].remedy
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 from benchmarks.endurance.answers import CANCELLED, Heard, Said
 from benchmarks.endurance.audit import Books, at_rest, cancelled_by, compare, read_books
 from benchmarks.endurance.clients import Outcome
+from benchmarks.endurance.disturbances import Disturbances
 from benchmarks.endurance.watch import Sample, Watch
+from tests.patience import PATIENCE_SECONDS
 
 
 def line(name: str, outcome: str = "stop", request_class: str = "interactive") -> dict[str, Any]:
@@ -89,6 +93,40 @@ def test_cancelled_requests() -> None:
     assert "by nobody" in cancelled_by(books, told, [])[0]
     (said,) = cancelled_by(Books([line("chatcmpl-a")], []), told, ["chatcmpl-a"])
     assert said == "chatcmpl-a was cancelled, but ended as stop"
+
+
+@pytest.mark.parametrize("what", ["cancel", "policy"])
+async def test_what_is_under_way_at_the_end_is_done(what: str) -> None:
+    """The daemon is slow to answer, and meanwhile it is to stop: what it did is noted, once."""
+    asked, stop, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked_for = await reader.readuntil(b"\r\n\r\n")
+        if not asked_for.startswith(b"GET "):
+            asked.set()
+            await go_on.wait()
+        body = json.dumps({"requests": [{"id": "chatcmpl-a"}]}).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        server = await asyncio.start_server(daemon, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            disturbances = Disturbances("127.0.0.1", port, random.Random(0))
+            disturbing = asyncio.create_task(
+                disturbances.cancel_requests(0.001, stop)
+                if what == "cancel"
+                else disturbances.change_policies(0.001, ["aegaeon"], stop)
+            )
+            await asked.wait()
+            stop.set()
+            go_on.set()
+            await disturbing
+
+    assert disturbances.cancelled == (["chatcmpl-a"] if what == "cancel" else [])
+    assert disturbances.policies == (["aegaeon"] if what == "policy" else [])
+    assert disturbances.complaints == []
 
 
 def test_the_log_is_read(tmp_path: Path) -> None:

@@ -136,6 +136,29 @@ def test_a_gpu_that_is_lost_fails(
     assert caplog.text.count("fallen off the bus") == 1
 
 
+def test_the_others_are_watched_when_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML's wait fails for all of them then: their errors are heard, and their sensors read, as
+    soon as it waits without the one that is lost."""
+    monkeypatch.setattr("appliance.gpuwatch.RETRY_SECONDS", 2 * PATIENCE_SECONDS)
+    nvml = install(monkeypatch, [8 * GIB, 8 * GIB])
+    told: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    with watching(nvml, 0, 1, tell=lambda *about: told.put(about)) as watch:
+        nvml.lost = {1}
+        nvml.errors.put((0, 13))  # ends the wait
+        assert told.get(timeout=PATIENCE_SECONDS)[0] == 1
+        while len(nvml.registered) != 1:
+            nvml.waits.get(timeout=PATIENCE_SECONDS)
+        assert nvml.registered == [0]
+        nvml.errors.put((0, 95))
+        while (about := told.get(timeout=PATIENCE_SECONDS))[0] == 1:
+            pass
+
+        assert about == (0, "critical error of GPU 0, XID 95")
+        assert watch.readings == {0: READING}
+    assert nvml.open == 0
+
+
 def test_a_driver_that_breaks_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,9 @@ async def call(box: Box, settings: LiveConfig) -> AsyncIterator[Call]:
 
 
 @pytest.fixture
-def log_level() -> Iterator[logging.Logger]:
-    """The appliance's logger; its level is as before afterwards."""
-    logger = logging.getLogger("appliance")
-    level = logger.level
-    yield logger
-    logger.setLevel(level)
+def log_level() -> logging.Logger:
+    """The appliance's logger."""
+    return logging.getLogger("appliance")
 
 
 def edit(path: Path, old: str, new: str) -> None:

@@ -19,13 +19,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from appliance.api.app import create_app
+from appliance.api.inference import ENDPOINTS
 from appliance.api.service import SubmitRequest, Trace
 from appliance.api.tracing import LONGEST
 from appliance.config import ConfigError, load_config
 from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
 from appliance.engines.protocol import Sampling
 from appliance.serve import make_daemon
-from appliance.telemetry import Traces, otlp
+from appliance.telemetry import OPERATIONS, Traces, otlp
 from tests.unit.daemon_double import Box, WorkerDouble, box_maker
 from tests.unit.fake_service import FakeService
 from tests.unit.instance_double import Life
@@ -331,6 +332,23 @@ async def test_a_collector_is_sent_spans(
     assert (path, tenant) == ("/v1/traces", "lab")
     assert "chat a" in {span.name for span in spans}
     assert {span.trace_id.hex() for span in spans} == {TRACE}
+
+
+def test_every_path_has_an_operation() -> None:
+    """Aliases too: what is asked for there has a name of its own, or goes on with a text, or is no
+    request to a model."""
+    texts = {"/v1/completions", "/api/generate"}
+    nothing = {
+        *("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel", "/v1/messages/count_tokens"),
+        *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
+    }
+    asked = {path for one in ENDPOINTS if one.method == "post" for path in (one.path, *one.aliases)}
+
+    assert asked == OPERATIONS.keys() | texts | nothing
+    assert not OPERATIONS.keys() & (texts | nothing)
+    for one in ENDPOINTS:
+        if one.path in OPERATIONS:
+            assert {OPERATIONS[path] for path in one.aliases} <= {OPERATIONS[one.path]}
 
 
 def test_addresses_of_collectors() -> None:

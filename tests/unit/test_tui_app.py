@@ -288,10 +288,9 @@ async def test_themes() -> None:
         assert app.theme == "light"
 
 
-async def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_colours() -> None:
     """`NO_COLOR` leaves none; the row under the cursor is still seen."""
-    monkeypatch.setenv("NO_COLOR", "1")
-    async with dashboard(told()) as app:
+    async with dashboard(told(), colours=False) as app:
         await command(app, "requests")
         filters = app.get_line_filters()
         strips = [

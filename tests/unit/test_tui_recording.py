@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.tui_bench import NOW, delta, lost, notice, state, tree
 from tui.messages import Message, Refused
-from tui.recording import NoRecording, Recorder, Replay, read_recording
+from tui.recording import NoRecording, NotRecorded, Recorder, Replay, read_recording
 
 SESSION = [
     state(tree()),
@@ -35,9 +35,13 @@ def test_what_was_written_is_read(path: Path) -> None:
 
 
 def test_a_file_is_never_overwritten(path: Path) -> None:
-    """A session that is there stays."""
-    with pytest.raises(FileExistsError):
+    """A session that is there stays, and the error says which and what to do."""
+    before = path.read_bytes()
+    with pytest.raises(NotRecorded, match="--record makes a new file") as refused:
         Recorder(path)
+
+    assert str(path) in str(refused.value)
+    assert path.read_bytes() == before
 
 
 async def test_it_is_played_in_its_own_time(path: Path) -> None:

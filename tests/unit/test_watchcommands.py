@@ -23,7 +23,7 @@ from appliance.vocabulary import ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import PID, Box, setup_of, small
 from tests.unit.serving import served
-from tui.recording import NoRecording
+from tui.recording import NoRecording, NotRecorded
 
 Call = Callable[..., Awaitable[Result]]
 
@@ -296,7 +296,7 @@ def test_the_dashboard_is_started_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_
         if options["replay"] is not None:
             raise NoRecording("that is none")
         if options["record"] is not None:
-            raise FileExistsError(17, "File exists")
+            raise NotRecorded("File exists")
 
     monkeypatch.setattr("tui.start.run", run)
     monkeypatch.setattr("appliance.watchcommands.on_a_terminal", lambda: True)
@@ -314,6 +314,24 @@ def test_the_dashboard_is_started_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     for option, words in [("--replay", "that is none"), ("--record", "File exists")]:
         result = CliRunner().invoke(cli, ["top", option, str(there)])
         assert (result.exit_code, words in result.stderr) == (2, True)
+
+
+def test_what_breaks_the_dashboard_is_not_taken_for_the_recording(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A terminal that is gone is no reason to advise another file."""
+    gone = OSError(5, "Input/output error")
+
+    def run(url: str, **options: Any) -> None:
+        raise gone
+
+    monkeypatch.setattr("tui.start.run", run)
+    monkeypatch.setattr("appliance.watchcommands.on_a_terminal", lambda: True)
+
+    result = CliRunner().invoke(cli, ["top", "--record", str(tmp_path / "new")])
+
+    assert result.exception is gone
+    assert "--record" not in result.stderr
 
 
 async def test_logs_follow_what_happens(box: Box, call: Call) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -101,17 +102,26 @@ class Told:
 
 @asynccontextmanager
 async def dashboard(
-    source: Told, *, size: tuple[int, int] = (80, 24), **options: Any
+    source: Told, *, size: tuple[int, int] = (80, 24), colours: bool = True, **options: Any
 ) -> AsyncIterator[Dashboard]:
-    """It has heard all that the source has said so far."""
-    app = Dashboard(source, clock=lambda: NOW, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TZ", "UTC")
+    """It has heard all that the source has said so far. Whatever the machine wishes for, it is in
+    UTC, and has its colours unless it is to have none."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TZ", "UTC")
+            time.tzset()
+            if colours:
+                patch.delenv("NO_COLOR", raising=False)
+            else:
+                patch.setenv("NO_COLOR", "1")
+            # Two clicks are a double click however long this machine takes for them.
+            patch.setattr(Dashboard, "CLICK_CHAIN_TIME_THRESHOLD", math.inf)
+            app = Dashboard(source, clock=lambda: NOW, **options)
+            async with app.run_test(size=size, notifications=True):
+                await settle(app)
+                yield app
+    finally:
         time.tzset()
-        async with app.run_test(size=size, notifications=True):
-            await settle(app)
-            yield app
-    time.tzset()
 
 
 QUIET_ROUNDS = 25
@@ -158,7 +168,8 @@ async def command(app: Dashboard, text: str) -> None:
 
 
 async def click(app: Dashboard, x: int, y: int, times: int = 1) -> None:
-    """With the left button, at a place of the screen."""
+    """With the left button, at a place of the screen; clicks before do not count with these."""
+    app._click_chain_last_time = None
     for kind in [events.MouseDown, events.MouseUp] * times:
         app.post_message(
             kind(None, x, y, 0, 0, 1, False, False, False, x, y)  # type: ignore[arg-type]
