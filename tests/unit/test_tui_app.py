@@ -321,6 +321,15 @@ async def test_a_session_is_recorded_and_replayed(tmp_path: Path) -> None:
         assert "the recording ends here" in seen(app)
 
 
+async def test_a_clock_that_ticks_while_it_is_left() -> None:
+    """Nothing is asked for any more by a view that is gone."""
+    async with dashboard(source := told()) as app:
+        await command(app, "batches")
+        source.asked.clear()
+    app._tick()
+    assert source.asked == []
+
+
 async def test_leaving() -> None:
     """By a key, or by its command."""
     async with dashboard(told()) as app:
