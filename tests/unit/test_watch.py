@@ -150,6 +150,20 @@ async def test_a_state_has_times_for_ages_and_no_nulls(box: Box, url: str) -> No
         life.outcome = "cancelled"
 
 
+async def test_a_lost_worker_is_told_at_once(box: Box, url: str) -> None:
+    """With the event the state as it became, before anything else, however rarely it is told."""
+    async with watching(url, every=60) as one:
+        _, kind, data = await one()
+        assert (kind, data["state"]["instances"]["0"]["state"]) == ("state", "up")
+        box.workers[0].die()
+        _, lost, _ = await one()
+        box.daemon.drain_model("b", True)
+        _, delta, data = await one()
+        _, changed, _ = await one()
+    assert (lost, delta, changed) == ("instance_lost", "delta", "model_changed")
+    assert data["patch"]["instances"]["0"]["state"] in ("lost", "starting")
+
+
 async def test_who_comes_back_hears_what_it_missed(box: Box, url: str) -> None:
     """The state, then the events behind the last one it saw."""
     before = box.daemon.feed.newest
