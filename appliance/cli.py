@@ -25,6 +25,7 @@ from appliance.config import Config, load_config, warnings
 from appliance.configcommands import diff, log_level, reload
 from appliance.configoption import config_option
 from appliance.errors import ApplianceError, ConfigError
+from appliance.eventlines import event_lines
 from appliance.instancecommands import instance
 from appliance.keycommand import key
 from appliance.modelcommands import drain, limit, load, pin, resume, stop, unpin
@@ -272,7 +273,7 @@ def _answer(url: str, body: dict[str, Any], messages: list[dict[str, str]]) -> s
 
 def _pieces(response: httpx.Response) -> Iterator[str]:
     """The text in a stream of server-sent events."""
-    for line in response.iter_lines():
+    for line in event_lines(response.iter_bytes()):
         if not line.startswith("data:"):
             continue  # a comment that keeps the connection alive, or an empty line
         data = line.removeprefix("data:").strip()

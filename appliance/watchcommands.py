@@ -23,6 +23,7 @@ from appliance.client import (
     url_option,
     url_option_named,
 )
+from appliance.eventlines import event_lines
 from appliance.printing import json_option, print_json, print_table
 from appliance.requestcommands import print_requests
 from appliance.units import human
@@ -111,7 +112,7 @@ def logs(url: str, as_json: bool) -> None:
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
     kind = ""
-    for line in response.iter_lines():
+    for line in event_lines(response.iter_bytes()):
         if line.startswith("event:"):
             kind = line.removeprefix("event:").strip()
         elif line.startswith("data:"):

@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from appliance.config import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
+from appliance.eventlines import event_lines_async
 from appliance.lab.metrics import expand, measure
 from appliance.lab.recorded import recording
 from appliance.lab.simulator import Run
@@ -251,7 +252,7 @@ async def one(client: httpx.AsyncClient, ask: Ask) -> Heard:
         if not response.is_success:
             heard.error = (await response.aread()).decode(errors="replace")
             return heard
-        async for line in response.aiter_lines():
+        async for line in event_lines_async(response.aiter_bytes()):
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[6:])

@@ -15,6 +15,7 @@ from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette
+from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
@@ -135,14 +136,25 @@ class Dashboard(App[None]):
     async def _follow(self) -> None:
         try:
             async for message in self.source.follow():
-                if self._recorder is not None:
-                    self._recorder.write(message)
+                self._record(message)
                 self.state.hear(message)
                 self._outdate(message)
-        except (NoRecording, OSError) as error:
+        except NoRecording as error:
             self.notify(str(error), severity="error", timeout=60)
             return
         self.notify("the recording ends here")
+
+    def _record(self, message: Message) -> None:
+        """If there is no room for it the recording ends, and nothing else."""
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.write(message)
+        except OSError as error:
+            self._recorder = None
+            self.notify(
+                f"nothing is recorded any more: {error.strerror}", severity="error", timeout=60
+            )
 
     def _outdate(self, message: Message) -> None:
         """What was answered is old after some events, and when a daemon is heard again."""
@@ -198,6 +210,18 @@ class Dashboard(App[None]):
         """Lay a page over the view."""
         self.push_screen(Page(title, lines))
         self.call_after_refresh(self.refresh_shown)
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:
+        """What is told may be anybody's text: brackets in it are brackets."""
+        super().notify(message, title=title, severity=severity, timeout=timeout, markup=markup)
 
     # --- keys ------------------------------------------------------------------------------------
 

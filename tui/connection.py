@@ -59,7 +59,7 @@ class Connection:
                     "GET", "/api/watch", params={"every": EVERY_SECONDS}, headers=headers
                 ) as response:
                     await _check(response)
-                    async for kind, data, number in _events(response.aiter_lines()):
+                    async for kind, data, number in _events(_lines(response.aiter_bytes())):
                         seen = number or seen
                         wait = FIRST_WAIT_SECONDS
                         yield Message(self._clock(), kind, data)
@@ -81,6 +81,15 @@ class Connection:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """A line feed ends one, and nothing else: httpx would also cut the JSON in it at U+2028."""
+    begun = b""
+    async for data in pieces:
+        *whole, begun = (begun + data).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
 
 
 async def _events(lines: AsyncIterator[str]) -> AsyncIterator[tuple[Kind, Document, str | None]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Label, Static
 
@@ -37,7 +38,7 @@ class Page(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         box = Vertical(self._canvas)
-        box.border_title = self._title
+        box.border_title = Content(self._title)
         box.border_subtitle = "Esc"
         yield box
 
@@ -132,7 +133,7 @@ class Form(ModalScreen[Mapping[str, str]]):
 
     def compose(self) -> ComposeResult:
         box = Vertical()
-        box.border_title = self._title
+        box.border_title = Content(self._title)
         box.border_subtitle = "Enter  do it      Esc  leave it"
         with box:
             for field in self._now:

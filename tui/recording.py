@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,7 +50,9 @@ class Recorder:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        """What cannot be written any more, `write` raised an error for."""
+        with suppress(OSError):
+            self._file.close()
 
     def _write(self, line: object) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")

@@ -48,8 +48,8 @@ class State:
         self.notices: deque[Document] = deque(maxlen=MOST_NOTICES)
         """What happened, the oldest first. One of the kind `missed` stands for those not heard."""
         self.spans: dict[str, Document] = {}
-        """What was computed and moved, by number, the oldest first; also what the daemon has
-        forgotten since."""
+        """What was computed and moved, by number, the oldest first; also what is over and the
+        daemon has forgotten."""
         self.lost: str | None = "connecting"
         """Why nothing is heard, if that is so."""
         self.retry_at = 0.0
@@ -117,6 +117,8 @@ class State:
                 )
             self.tree = data["state"]
             self._changed(data["state"])
+            for number in self.spans.keys() - self.rows("spans").keys():
+                self._let_go(number)
             for table, members in COUNTED.items():
                 self._forget(table, members, self._known(table) - set(self.tree.get(table, {})))
         else:
@@ -138,10 +140,18 @@ class State:
         for model in patch.get("models", {}):
             self.numbers.setdefault(model, len(self.numbers))
         for number, span in patch.get("spans", {}).items():
-            if span is not None:
+            if span is None:
+                self._let_go(number)
+            else:
                 self.spans[number] = self.tree["spans"][number]
         while len(self.spans) > MOST_SPANS:
             del self.spans[next(iter(self.spans))]
+
+    def _let_go(self, number: str) -> None:
+        """The daemon knows no more of it. One that is over stays as it was; of one that is not, the
+        end was not heard and never will be."""
+        if "ended_unix_seconds" not in self.spans.get(number, {}):
+            self.spans.pop(number, None)
 
     def _sample(self, table: str, key: str, member: str) -> None:
         value: Any = self.tree[table][key][member]

@@ -285,7 +285,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     degraded: tuple[str, ...] = ()
 
 
-class GpuActivity(msgspec.Struct, frozen=True, kw_only=True):
+class GpuActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What NVML tells of a GPU; a sensor that it has not is left out."""
 
     gpu: int

@@ -26,6 +26,9 @@ EVERY_SECONDS = 0.5
 LEAST_SECONDS = 0.05
 MOST_SECONDS = 60.0
 
+LONGEST_SILENCE_SECONDS = 5.0
+"""Whatever is configured: a watcher takes a daemon that is silent for long to be lost."""
+
 DELTA = "delta"
 STATE = "state"
 
@@ -38,7 +41,8 @@ def watch_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteH
     @get("/api/watch", operation_id="watch")
     async def watch(request: Request[Any, Any, Any]) -> ASGIResponse:
         every = _seconds(request.query_params.get("every"))
-        return Watch(_watched(service, last_seen(request), every, keep_alive_seconds))
+        silence = min(keep_alive_seconds, LONGEST_SILENCE_SECONDS)
+        return Watch(_watched(service, last_seen(request), every, silence))
 
     return [watch]
 
@@ -150,7 +154,7 @@ class _Told:
 
 
 async def _watched(
-    service: Service, after: int | None, every_seconds: float, keep_alive_seconds: float
+    service: Service, after: int | None, every_seconds: float, silence_seconds: float
 ) -> AsyncIterator[bytes]:
     told = _Told(service)
     loop = asyncio.get_running_loop()
@@ -162,7 +166,8 @@ async def _watched(
             if after is not None:
                 yield told.whole(missed=False)
             while True:
-                done, _ = await asyncio.wait({coming}, timeout=max(0.0, due - loop.time()))
+                until = min(due, silent_since + silence_seconds)
+                done, _ = await asyncio.wait({coming}, timeout=max(0.0, until - loop.time()))
                 said = b""
                 if done:
                     batch = coming.result()
@@ -177,7 +182,7 @@ async def _watched(
                 if said:
                     silent_since = now
                     yield said
-                elif now - silent_since >= keep_alive_seconds:
+                elif now >= silent_since + silence_seconds:
                     silent_since = now
                     yield KEEP_ALIVE
         finally:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from appliance.eventlines import event_lines_async
+
 _OPENINGS = (
     "Tell me about",
     "What would happen without",
@@ -82,7 +84,7 @@ async def _one(client: httpx.AsyncClient, chat: Chat, on_token: Callable[[Answer
         if not response.is_success:
             answer.error = (await response.aread()).decode(errors="replace")
             return answer
-        async for line in response.aiter_lines():
+        async for line in event_lines_async(response.aiter_bytes()):
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line[6:])

@@ -101,8 +101,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def event(text: str) -> str:
-    """A chunk of a streamed chat completion."""
-    return f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}"
+    """A chunk of a streamed chat completion, as the daemon writes it: nothing is escaped that need
+    not be."""
+    chunk = {"choices": [{"delta": {"content": text}}]}
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}"
 
 
 @pytest.fixture
@@ -177,6 +179,14 @@ def test_run_streams_the_answer(daemon: Daemon) -> None:
             "temperature": 0,
         }
     ]
+
+
+def test_run_streams_any_character(daemon: Daemon) -> None:
+    """Also those at which text has a new line for Unicode, and none for server-sent events."""
+    daemon.stream[1:-1] = [event("one\u2028two"), event("\u2029\x85\x0b"), event(" drei")]
+    result = call("run", "llama-a", "Hi", "--url", daemon.url)
+
+    assert (result.exit_code, result.stdout) == (0, "one\u2028two\u2029\x85\x0b drei\n")
 
 
 def test_run_takes_the_prompt_from_standard_input(daemon: Daemon) -> None:

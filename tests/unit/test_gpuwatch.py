@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from appliance.api.metrics import Metrics
+from appliance.api.watch import state_of
 from appliance.gpuwatch import XIDS_OF_PROGRAMS, GpuReading, GpuWatch
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import box_maker
@@ -210,8 +211,10 @@ def test_sensors_are_metrics() -> None:
 
 
 async def test_the_daemon_shows_the_gpus_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its instances, from its start to its end; without GPUs NVML is not asked."""
+    """Those of its instances, from its start to its end; without GPUs NVML is not asked. A sensor
+    that is not there is not told of."""
     nvml = install(monkeypatch, [8 * GIB, 8 * GIB])
+    nvml.lacking = {"power", "utilization"}
     with box_maker(monkeypatch, slabs=20) as make:
         plain = make()
         plain.daemon.start()
@@ -222,6 +225,10 @@ async def test_the_daemon_shows_the_gpus_it_uses(monkeypatch: pytest.MonkeyPatch
         box.daemon.start()
         nvml.waits.get(timeout=PATIENCE_SECONDS)
         assert box.samples("appliance_gpu_memory_bytes") == {"gpu=1": 8 * GIB}
+        told = state_of(box.daemon.snapshot(), {})["instances"]["0"]["gpus"]
+        assert list(told) == [
+            {"gpu": 1, "celsius": 61, "memory_used_bytes": 2 * GIB, "memory_bytes": 8 * GIB}
+        ]
 
         await box.daemon.stop()
         nvml.errors.put((1, 43))  # wakes the watch, which sees that it is over

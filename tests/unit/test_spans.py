@@ -8,8 +8,8 @@ import pytest
 
 from appliance.api.service import Span, SpanKind
 from appliance.policywords import PolicyChoice
-from appliance.spans import KEPT
-from appliance.vocabulary import ModelFailed
+from appliance.spans import KEPT, Spans
+from appliance.vocabulary import BuildModel, ModelFailed, RunPrefill
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.floor_double import SLAB
 
@@ -134,6 +134,19 @@ async def test_so_many_are_kept(make: Maker) -> None:
     assert [one.number for one in shown] == sorted(one.number for one in shown)
 
 
+def test_numbers_are_never_used_again() -> None:
+    """Nor by a daemon that starts later; those of one go up though its clock stands still."""
+    numbers: list[int] = []
+    for started in (1_700_000_000.0, 1_700_000_060.0):
+        kept = Spans([0], lambda at, started=started: started + at)  # type: ignore[misc]
+        for model in "abc":
+            kept.ordered(BuildModel(instance=0, model=model), 5.0)
+        numbers += [one.number for one in kept.shown()]
+
+    assert len(numbers) == 6
+    assert numbers == sorted(set(numbers))
+
+
 async def test_another_policy_is_named(make: Maker) -> None:
     """The one that answered, and that it was the change of policies after which it did."""
     box = make("a")
@@ -172,3 +185,24 @@ async def test_memory_is_shown_by_owner(make: Maker) -> None:
 
     assert set(sizes) == {"weights:a", "weights:b", "kv", "free"}
     assert sum(sizes.values()) == box.daemon.machine.host.total_slabs * SLAB
+
+
+def test_the_time_of_day_follows_steps_of_the_wall_clock() -> None:
+    """After a suspension spans tell the time that it is; who was under way took no longer of it,
+    who was over stays where it was, and drift moves nobody."""
+    offset = 1000.0
+    spans = Spans([0], lambda: offset)
+    spans.ordered(BuildModel(instance=0, model="a"), 1.0)
+    spans.reported(ModelFailed(instance=0, model="a", reason="it is broken"), 2.0)
+    spans.ordered(RunPrefill(instance=0, model="a", request="r", kv_slabs=1), 3.0)
+    offset = 1000.5
+    (over, _) = before = spans.shown()
+    assert [one.began_unix_seconds for one in before] == [1001.0, 1003.0]
+
+    offset = 5000.0
+    spans.lost(0, 5.0)
+
+    still, prompt = spans.shown()
+    assert still == over
+    assert (prompt.began_unix_seconds, prompt.ended_unix_seconds) == (5003.0, 5005.0)
+    assert spans.work[0].computing_seconds == 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from io import BufferedWriter, FileIO
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,42 @@ async def test_a_session_is_recorded_and_replayed(tmp_path: Path) -> None:
         assert "replay 22:13:29" in screen(app)[0]
         assert screen(app)[2:8] == live.splitlines()[2:8]
         assert "the recording ends here" in seen(app)
+
+
+async def test_a_full_disk_ends_only_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said once, and all is heard as before."""
+    full = FileIO("/dev/full", "w")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode: BufferedWriter(full))
+        recorder = Recorder(tmp_path / "session.jsonl")
+    source = told()
+    async with dashboard(source, recorder=recorder, size=(160, 30)) as app:
+        assert seen(app).count("No space left on device") == 1
+        source.say(delta({"models": {"d": model("d")}}))
+        await settle(app)
+        assert "4 models" in screen(app)[0]
+        assert seen(app).count("nothing is recorded any more") == 1
+    recorder.close()
+
+
+async def test_brackets_are_text() -> None:
+    """In what is typed, in what the daemon says, and in names."""
+    source = Told(state(tree(requests=[request("[b]1[/x]", "a")])))
+    path = "/api/requests/%5Bb%5D1%5B%2Fx%5D"
+    source.answers["DELETE", path] = Refused("[/y] is not live")
+    source.answers["GET", path] = {"state": "[/z]"}
+    async with dashboard(source, size=(160, 30)) as app:
+        await command(app, "[/x]")
+        assert "no command '[/x]'" in seen(app)
+        await command(app, "requests")
+        await press(app, "enter")
+        assert "[b]1[/x]" in screen(app)[1]
+        await press(app, "escape", "K", "y")
+        assert "[b]1[/x]: [/y] is not live" in seen(app)
+        await press(app, "d")
+        assert "[/z]" in seen(app)
 
 
 async def test_leaving() -> None:

@@ -22,7 +22,7 @@ def sent(*events: tuple[str, dict[str, Any], int | None]) -> httpx.Response:
     text = ": keep-alive\n\n"
     for kind, data, number in events:
         text += f"id: {number}\n" if number is not None else ""
-        text += f"event: {kind}\ndata: {json.dumps(data)}\n\n"
+        text += f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
     return httpx.Response(200, text=text)
 
 
@@ -78,6 +78,15 @@ async def test_what_is_sent_is_heard() -> None:
     assert asked[0].url.path == "/api/watch"
     assert asked[0].headers["authorization"] == "Bearer secret"
     assert "last-event-id" not in asked[0].headers
+
+
+async def test_any_character_is_heard() -> None:
+    """Also those at which text has a new line for Unicode, and none for server-sent events."""
+    data = {"quarantine": "one\u2028two\u2029three\x85four"}
+
+    heard = await hear(connected(lambda request: sent(("delta", data, None))), 1)
+
+    assert [(m.kind, m.data) for m in heard] == [(Kind.DELTA, data)]
 
 
 async def test_it_comes_back_where_it_was() -> None:

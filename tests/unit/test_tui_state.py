@@ -18,16 +18,19 @@ ROWS = st.dictionaries(
         optional={"state": st.sampled_from(["cold", "loaded"]), "terms": st.just({"pinned": True})},
     ),
 )
-TREES = st.fixed_dictionaries(
-    {"models": ROWS, "spans": st.dictionaries(st.sampled_from("1234"), st.just({"kind": "turn"}))}
+SPANS = st.dictionaries(
+    st.sampled_from("1234"),
+    st.fixed_dictionaries({"kind": st.just("turn")}, optional={"ended_unix_seconds": st.just(9.0)}),
 )
+TREES = st.fixed_dictionaries({"models": ROWS, "spans": SPANS})
 
 
 @given(st.lists(st.tuples(TREES, st.booleans()), min_size=1))
 def test_it_knows_what_the_daemon_knows(steps: list[tuple[Document, bool]]) -> None:
-    """After any sequence of states and deltas the tree is the daemon's, and no counter is kept of a
-    row that is gone."""
+    """After any sequence of states and deltas the tree is the daemon's, no counter is kept of a row
+    that is gone, and of spans those that are over."""
     heard, told = State(), {}
+    spans: Document = {}
     heard.hear(state(told))
     for number, (now, whole) in enumerate(steps):
         at = NOW + number
@@ -39,7 +42,9 @@ def test_it_knows_what_the_daemon_knows(steps: list[tuple[Document, bool]]) -> N
         assert heard.version == number + 2
         known = {key for table, key, _ in heard._counters if table == "models"}
         assert known <= set(now["models"])
-        assert set(now["spans"]) <= set(heard.spans)
+        over = {key: span for key, span in spans.items() if "ended_unix_seconds" in span}
+        spans = over | now["spans"]
+        assert heard.spans == spans
         assert all(name in heard.numbers for name in now["models"])
 
 
@@ -82,6 +87,19 @@ def test_a_daemon_that_is_lost_comes_back() -> None:
     assert "a" in heard.rows("models")
     heard.hear(notice(2, "instance_up", instance=0))
     assert heard.lost is None
+
+
+def test_what_ran_when_the_daemon_was_lost_is_let_go() -> None:
+    """Its end is not known, and it runs no more; what was over stays, before what is new."""
+    heard = State()
+    over, runs = {"kind": "turn", "ended_unix_seconds": NOW}, {"kind": "turn"}
+    heard.hear(state(tree(spans={"1": over, "2": runs})))
+    heard.hear(lost("killed"))
+    heard.hear(state(tree(spans={"8": runs, "9": dict(runs)})))
+    assert list(heard.spans) == ["1", "8", "9"]
+    heard.hear(delta({"spans": {"8": None, "9": {"ended_unix_seconds": NOW}}}))
+    heard.hear(delta({"spans": {"9": None}}))
+    assert list(heard.spans) == ["1", "9"]
 
 
 def test_time_is_the_daemons() -> None:

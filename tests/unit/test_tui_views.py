@@ -81,6 +81,16 @@ async def test_the_overview_says_it_all() -> None:
         assert "4712" in seen(app)
 
 
+async def test_a_gpu_without_sensors_is_an_instance() -> None:
+    """What it tells is shown."""
+    async with dashboard(source := loaded(), size=(120, 30)) as app:
+        source.say(delta({"instances": {"0": {"gpus": [{"gpu": 0, "celsius": 61.0}]},
+                                        "1": {"gpus": [{"gpu": 1}]}}}, NOW + 1))  # fmt: skip
+        await settle(app)
+        lines = [line for line in screen(app) if " GPU " in line]
+        assert [line.split(" GPU ")[1] for line in lines] == ["0 61°C", "1"]
+
+
 async def test_an_overview_of_nothing() -> None:
     """A pool that never did anything, and one of which nothing is known."""
     async with dashboard(Told(state(tree()))) as app:
@@ -97,7 +107,11 @@ async def test_more_instances_than_lines() -> None:
         assert "more below" in seen(app)
         await press(app, *["down"] * 20)
         assert " 15 mixed" in seen(app)
-        await press(app, *["up"] * 20)
+        app.state.hear(state(tree()))  # of a daemon that came back with one; not shown yet
+        chosen = app.view.current()
+        assert chosen is not None
+        assert chosen[0] == "0"
+        await settle(app)
         assert " 0 mixed" in seen(app)
 
 

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.app import create_app
-from appliance.api.watch import MOST_SECONDS, state_of
+from appliance.api.watch import LONGEST_SILENCE_SECONDS, MOST_SECONDS, state_of
 from appliance.feed import CAPACITY
 from appliance.mergepatch import Document, difference, without_nulls
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import served
+from tui.connection import SILENT_SECONDS
 from tui.state import merge
 
 LEAVES = st.integers(0, 3) | st.text("ab", max_size=2) | st.lists(st.integers(0, 2), max_size=2)
@@ -185,6 +186,39 @@ async def test_a_strange_pace_is_refused(url: str, every: str) -> None:
         answer = await client.get(f"{url}/api/watch", params={"every": every})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "every")
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "longest"), [(0.05, 3600.0), (3600.0, 0.05)], ids=["configured", "bounded"]
+)
+async def test_silence_is_short_however_seldom_there_are_changes(
+    box: Box, monkeypatch: pytest.MonkeyPatch, keep_alive: float, longest: float
+) -> None:
+    """A comment ends it, long before changes are due, and longer ones are configured in vain."""
+    monkeypatch.setattr("appliance.api.watch.LONGEST_SILENCE_SECONDS", longest)
+    async with (
+        asyncio.timeout(PATIENCE_SECONDS),
+        served(create_app(box.daemon, keep_alive_seconds=keep_alive)) as port,
+        httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
+        client.stream("GET", f"http://127.0.0.1:{port}/api/watch?every=60") as response,
+    ):
+        lines = response.aiter_lines()
+        heard = ""
+        while heard != "event: state":
+            heard = await anext(lines)
+        box.daemon.drain_model("a", True)  # a change that will be told when it is due
+        while heard != "event: model_changed":
+            heard = await anext(lines)
+        while not heard.startswith((":", "event: delta")):
+            heard = await anext(lines)
+        box.daemon.feed.close()
+
+    assert heard == ": keep-alive"
+
+
+def test_the_dashboard_waits_longer_than_a_watch_is_silent() -> None:
+    """One comment may be lost, or late."""
+    assert SILENT_SECONDS > 2 * LONGEST_SILENCE_SECONDS
 
 
 async def test_a_drain_ends_it(box: Box, url: str) -> None:

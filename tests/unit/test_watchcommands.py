@@ -359,12 +359,16 @@ async def test_logs_for_programs(box: Box, call: Call) -> None:
     following = asyncio.ensure_future(call("logs", "--json"))
     await looked.wait()
     box.daemon.drain_model("a", True)
+    reason = "one\u2028two\x85three"  # new lines of text, and none of server-sent events
+    box.daemon.feed.tell(NoticeKind.MODEL_FAILED, model="b", reason=reason)
     box.daemon.feed.close()
 
-    snapshot, drained = [json.loads(line) for line in (await following).stdout.splitlines()]
+    told = [json.loads(line) for line in (await following).stdout.splitlines()]
+    snapshot, drained, failed = told
 
     assert (snapshot["event"], snapshot["requests"]) == ("snapshot", [])
     assert (drained["event"], drained["facts"]["draining"]) == ("model_changed", True)
+    assert failed["facts"] == {"model": "b", "reason": reason}
 
 
 async def test_logs_of_nobody(call: Call) -> None:

@@ -169,7 +169,7 @@ class Overview(View):
 
     def current(self) -> tuple[str, Document] | None:
         shown = [] if self._sight is None else self._all(self._sight)
-        return shown[self._place] if shown else None
+        return shown[min(self._place, len(shown) - 1)] if shown else None
 
     def detail(self, key: str, sight: Sight) -> list[Line] | None:
         row = sight.state.rows("instances").get(key)
