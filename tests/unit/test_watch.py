@@ -211,6 +211,7 @@ async def test_silence_is_short_however_seldom_there_are_changes(
     """A comment ends it, long before changes are due, and longer ones are configured in vain."""
     monkeypatch.setattr("appliance.api.watch.LONGEST_SILENCE_SECONDS", longest)
     async with (
+        asyncio.timeout(PATIENCE_SECONDS),
         served(create_app(box.daemon, keep_alive_seconds=keep_alive)) as port,
         httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
         client.stream("GET", f"http://127.0.0.1:{port}/api/watch?every=60") as response,
