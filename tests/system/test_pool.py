@@ -10,7 +10,7 @@ import pytest
 from appliance import journal
 from appliance.catalog import read_checkpoint
 from appliance.demo.traffic import Answer, Chat, send
-from appliance.vocabulary import RunPrefill, RunTurn
+from appliance.vocabulary import PrefillDone
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
 
@@ -77,9 +77,7 @@ def _check_journal(path: Path, requests: int) -> None:
         machine.check_integrity()
         for number, instance in machine.instances.items():
             peaks[number] = max(peaks[number], instance.ledger.high_water_slabs)
-        prefills += sum(isinstance(command, RunPrefill) for command in entry.commands)
-        turns = [command for command in entry.commands if isinstance(command, RunTurn)]
-        prefills += sum(len(turn.prompts) for turn in turns)  # beside who decodes
+        prefills += isinstance(entry.event, PrefillDone)
     assert prefills == requests, "a preempted request is never computed again"
     assert not machine.requests
     assert all(0 < peak * setup.slab_bytes <= MEMORY_BYTES for peak in peaks.values())
