@@ -64,6 +64,31 @@ async def test_a_stream_goes_on_elsewhere(make_box: MakeBox, tmp_path: Path) -> 
     assert replay(tmp_path / "journal")[1] == []
 
 
+async def test_a_release_before_the_loss(make_box: MakeBox, tmp_path: Path) -> None:
+    """A worker that is being ended is given nothing, though its instance may serve again; what it
+    had goes on with the next one, and the journal replays."""
+    box = make_box(journal=tmp_path / "journal")
+    box.start()
+    running = box.ask("r1", "a", output=20)
+    box.work_until(lambda: box.world.lives["r1"].produced == 5)
+
+    box.daemon.quarantine_instance(0, "it fails")
+    box.daemon.release_instance(0)
+    before = len(box.workers[0].sent)
+    waiting = box.ask("r2", "a", output=5)
+    assert len(box.workers[0].sent) == before
+    assert states(box) == [("starting", None)]
+    box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+
+    assert await tokens_of(running) == list(range(1, 21))
+    assert await tokens_of(waiting) == list(range(1, 6))
+    assert states(box) == [("up", None)]
+    await box.daemon.stop()
+    assert replay(tmp_path / "journal")[1] == []
+
+
 async def test_what_is_shown(make_box: MakeBox, caplog: pytest.LogCaptureFixture) -> None:
     """In the state of the instance, in the readiness, in the feed, as a metric and in the log."""
     box = make_box(instances=2)
