@@ -130,6 +130,11 @@ class Dashboard(App[None]):
         return next(view for view in self._views if view.id == current)
 
     @property
+    def _is_shown(self) -> bool:
+        """It has views, and does not end: timers and workers run a little longer."""
+        return bool(self._views) and self.is_mounted(self._header)
+
+    @property
     def sight(self) -> Sight:
         return Sight(self.state, self.state.now(self._clock()), LOOKS[self.theme])
 
@@ -159,13 +164,15 @@ class Dashboard(App[None]):
     def _outdate(self, message: Message) -> None:
         """What was answered is old after some events, and when a daemon is heard again."""
         kind = message.data.get("kind") if message.kind is Kind.NOTICE else None
-        if kind is not None or message.kind is Kind.STATE:
+        if self._is_shown and (kind is not None or message.kind is Kind.STATE):
             asks = [ask for ask in self.view.asks if kind is None or kind in ask.renewed_by]
             self._asking.outdate(asks)
             self._ask()
 
     def _ask(self) -> None:
         """What the view on the screen needs, where that is due."""
+        if not self._is_shown:
+            return
         for ask in self._asking.due(self.view.asks, self._clock()):
             self.run_worker(self._hear_answer(ask))
 
@@ -188,7 +195,7 @@ class Dashboard(App[None]):
 
     def refresh_shown(self) -> None:
         """Bring what is seen in line with the state."""
-        if not self._views or self.theme not in LOOKS or not self.is_mounted(self._header):
+        if not self._is_shown or self.theme not in LOOKS:
             return
         self._shown_version, self._shown_at = self.state.version, self._clock()
         sight, view = self.sight, self.view
