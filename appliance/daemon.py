@@ -233,8 +233,7 @@ class Daemon:
         self._host_meter = KvMeter()
         self._traces = traces
         self._times = Timekeeper(keeps_stretches=traces is not None)
-        began = time.time() - clock()
-        self._spans = Spans(list(self.machine.instances), lambda at: began + at)
+        self._spans = Spans(list(self.machine.instances), lambda: time.time() - clock())
         self._paces: defaultdict[ModelName, Pace] = defaultdict(Pace)
         self._verifications = Verifications(self._send_verify, self._images)
         self._guides = GuideChecks(self._send_guide)
@@ -271,7 +270,7 @@ class Daemon:
             for number in self.machine.instances
         }
         self._quarantine = Quarantine(
-            self.machine.instances, self.workers, devices, self.feed, self._tell
+            self.machine.instances, self.workers, devices, self.feed, self._tell, clock
         )
         gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
         self._gpus = GpuWatch(gpus) if gpus else None
@@ -1032,7 +1031,7 @@ class Daemon:
     def _instance_activity(self, instance: InstanceState) -> InstanceActivity:
         worker = self.workers[instance.id]
         report = self._pools.get(instance.id)
-        state = "up" if instance.up else "lost" if worker.restarts else "starting"
+        state = "up" if instance.serves else "lost" if worker.restarts else "starting"
         if instance.quarantine is not None:
             state = "quarantined"
         size = self._setup.slab_bytes

@@ -68,6 +68,7 @@ class WorkerProcess:
         """Whether there is to be no worker."""
         self._worked = False
         self._greeted = False
+        self._began = False
 
     def add(self, model: wire.WorkerModel) -> None:
         """Have this worker, and those that come after it, know another model."""
@@ -151,13 +152,13 @@ class WorkerProcess:
     def _count_death(self) -> None:
         if self._greeted:
             self.stillborn = 0
-        elif not self._over:
+        elif self._began and not self._over:  # what could not be started says nothing of it
             self.stillborn += 1
             self._on_stillborn(self.instance, self.stillborn)
 
     async def _run_once(self) -> None:
         """One life of the worker. What it leaves in its temporary directory goes with it."""
-        self._greeted = False
+        self._greeted = self._began = False
         with tempfile.TemporaryDirectory(
             prefix="appliance-worker-", ignore_cleanup_errors=True
         ) as scratch:
@@ -181,7 +182,7 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
-        self.pid = process.pid
+        self.pid, self._began = process.pid, True
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             if not self._over:

@@ -18,7 +18,9 @@ from appliance.vocabulary import Event, InstanceId, InstanceQuarantined, Instanc
 
 MOST_STILLBORN: Final = 5
 """A worker that dies so often in a row before it is up, while another instance serves, is not
-started again."""
+started again; if that takes so long at least: what passes by itself is waited for."""
+STILLBORN_SECONDS: Final = 60.0
+"""From the first of these deaths to the last."""
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Quarantine:
         devices: Sequence[str],
         feed: Feed,
         tell: Callable[[Event], None],
+        clock: Callable[[], float],
     ) -> None:
         """`devices[i]` is what instance i computes on: `cuda:0` is the first GPU. `tell` is for the
         machine."""
@@ -50,6 +53,9 @@ class Quarantine:
         self._devices = devices
         self._feed = feed
         self._tell = tell
+        self._clock = clock
+        self._stillborn_since: dict[InstanceId, float] = {}
+        """When the first of its deaths in a row was."""
 
     @property
     def reasons(self) -> dict[InstanceId, str]:
@@ -84,8 +90,12 @@ class Quarantine:
     def stillborn(self, number: InstanceId, deaths: int) -> None:
         """A worker died before it was up, so often in a row. Where nobody else serves, it may be
         everybody's trouble, and is tried again."""
+        now = self._clock()
+        if deaths == 1:
+            self._stillborn_since[number] = now
+        lasting = now - self._stillborn_since.get(number, now) >= STILLBORN_SECONDS
         others = any(one.serves for other, one in self._instances.items() if other != number)
-        if deaths >= MOST_STILLBORN and others:
+        if deaths >= MOST_STILLBORN and lasting and others:
             self.impose(number, f"its worker died {deaths} times in a row before it was up")
 
     def _find(self, number: InstanceId) -> InstanceState:

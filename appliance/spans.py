@@ -57,6 +57,9 @@ HOOKS: Mapping[type[Command], str | None] = {
 }
 """What a span begins with, and the question that it is an answer to."""
 
+STEP_SECONDS = 1.0
+"""The time of day is followed when it is off by more: it was set, or the machine was suspended."""
+
 COMPUTING = (SpanKind.TURN, SpanKind.PREFILL)
 
 Key = tuple[InstanceId, str, str]
@@ -77,10 +80,12 @@ class Work(msgspec.Struct):
 class Spans:
     """The newest spans of every instance. An order or a report costs O(what it names)."""
 
-    def __init__(self, instances: Sequence[InstanceId], unix_seconds: Callable[[float], float]):
-        """`unix_seconds` of a time of the machine's clock."""
+    def __init__(self, instances: Sequence[InstanceId], offset: Callable[[], float]):
+        """`offset` is how far Unix seconds are ahead of the machine's clock now. It is followed in
+        steps: what is under way is moved, what is over keeps what was told of it."""
         self.work = {instance: Work() for instance in instances}
-        self._unix = unix_seconds
+        self._offset_now = offset
+        self._offset = offset()
         self._number = 0
         self._open: dict[Key, Span] = {}
         self._over: dict[InstanceId, deque[Span]] = {
@@ -97,6 +102,16 @@ class Spans:
         for key in [key for key in self._open if key[0] == instance]:
             self._end(key, now, outcome="lost")
         self.work[instance].model = None
+
+    def _unix(self, at: float) -> float:
+        """Of a time of the machine's clock."""
+        step = self._offset_now() - self._offset
+        if abs(step) > STEP_SECONDS:
+            self._offset += step
+            for key, span in self._open.items():
+                began = span.began_unix_seconds + step
+                self._open[key] = msgspec.structs.replace(span, began_unix_seconds=began)
+        return self._offset + at
 
     # --- orders ----------------------------------------------------------------------------------
 
@@ -253,10 +268,10 @@ class Spans:
         key = (event.instance, "weights", event.model)
         self.work[event.instance].moved_bytes["weights"] += event.moved_bytes
         self._end(key, now, event.seconds, moved_bytes=event.moved_bytes)
+        began = self._unix(now)
         for other, span in self._open.items():  # what waited for them begins now
             here = other[0] == event.instance and span.model == event.model
             if here and span.kind in COMPUTING:
-                began = self._unix(now)
                 self._open[other] = msgspec.structs.replace(span, began_unix_seconds=began)
 
     @reported.register
@@ -282,10 +297,10 @@ class Spans:
         moved_bytes: int = 0,
     ) -> None:
         """It is over, and took `seconds` if the worker says so; nothing, if it is not known."""
+        end = self._unix(now)  # which may move the span
         span = self._open.pop(key, None)
         if span is None:
             return
-        end = self._unix(now)
         began = span.began_unix_seconds
         if seconds is not None:
             began = min(end, max(began, end - seconds))

@@ -441,13 +441,17 @@ class Machine:
         instance = self.instances[event.instance]
         instance.restart(self.models, event.slabs)
         instance.up = True
+        instance.ending = instance.quarantine is not None  # it greeted while it was being ended
         self._plan()
         self._place_unplaced()
         return True
 
     @_on.register
     def _(self, event: InstanceQuarantined) -> bool:
-        """What it has stays in the books until its worker has ended; then it is as one lost."""
+        """What it has stays in the books until its worker has ended, be it released meanwhile or
+        not; then it is as one lost."""
+        instance = self.instances[event.instance]
+        instance.ending = instance.up
         self._set_quarantine(event.instance, event.reason)
         return True
 
@@ -469,11 +473,12 @@ class Machine:
     @_on.register
     def _(self, event: InstanceLost) -> bool:
         instance = self.instances[event.instance]
+        ordered, instance.ending = instance.ending, False
         instance.up = False
         self.masters.lost(instance.id)
         for awaited in self._leaving.values():
             (awaited or set()).discard(instance.id)
-        if instance.quarantine is None:  # else it is not for what it was at
+        if not ordered:  # else it is not for what it was at
             self._blame(instance)
         # Behind the blame, which may end requests whose KV is on its way: nobody reports that now.
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:

@@ -281,6 +281,8 @@ class InstanceState:
     """Whether it has a worker."""
     quarantine: str | None = None
     """Why it is out of service, if it is."""
+    ending: bool = False
+    """Whether its worker is being ended, for a quarantine that may be over meanwhile."""
     ledger: DeviceLedger = field(default_factory=lambda: DeviceLedger(0))
     groups: list[Group] = field(default_factory=list)
     batches: dict[ModelName, Batch] = field(default_factory=dict)
@@ -342,7 +344,7 @@ class InstanceState:
     @property
     def serves(self) -> bool:
         """Whether work may be given to it."""
-        return self.up and self.quarantine is None
+        return self.up and not self.ending and self.quarantine is None
 
     @property
     def idle(self) -> bool:

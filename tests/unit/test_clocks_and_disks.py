@@ -33,7 +33,7 @@ WALL_CLOCK = {
     "api/openai.py": "`created`",
     "api/responses.py": "`created_at`",
     "api/scoring.py": "`created`",
-    "daemon.py": "when a snapshot was taken",
+    "daemon.py": "when a snapshot was taken, and spans were",
     "feed.py": "when something happened",
     "keycommand.py": "when keys end",
     "policywatch.py": "when policies were chosen",

@@ -238,10 +238,12 @@ class BusyFloor(RuleBasedStateMachine):
 
     @invariant()
     def no_work_is_given_to_the_quarantined(self) -> None:
-        """Of what an event ordered, nothing begins on an instance that is out of service."""
+        """Of what an event ordered, nothing begins on an instance that is out of service, nor on
+        one that was released while its worker was still being ended."""
         for command in self.floor.journal[-1][2] if self.floor.journal else []:
             if isinstance(command, BuildModel | RunPrefill | RunTurn | PrefetchModel):
                 assert self.floor.machine.instances[command.instance].quarantine is None
+                assert command.instance not in self.dying
 
     @invariant()
     def who_waits_could_be_served(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,15 +128,36 @@ def test_a_released_instance_serves_again() -> None:
 
 
 def test_a_release_may_come_before_the_worker_has_ended() -> None:
-    """What waited goes to it, and goes on when the next worker is there."""
+    """Nothing is given to that one; what waits goes to the next."""
     floor = floor_of()
     floor.lose(1)
     floor.quarantine(0)
     life = floor.ask("r", "a")
-    assert floor.machine.requests["r"].stage is Stage.UNPLACED
+    given = len(jobs(floor, 0))
 
     floor.release(0)
-    assert floor.machine.requests["r"].instance == 0
+    assert floor.machine.requests["r"].stage is Stage.UNPLACED
+    reason = wait_reason(floor.machine, floor.machine.requests["r"], floor.now)
+    assert reason is not None
+    assert reason.code is WaitCode.NO_INSTANCE
+    assert len(jobs(floor, 0)) == given
+    floor.lose(0)
+    floor.start(0)
+    floor.settle()
+
+    assert life.outcome == FinishReason.LENGTH
+
+
+def test_a_worker_that_greets_in_quarantine_is_the_one_that_is_ended() -> None:
+    """Its greeting was on the way: a release does not make it one that works."""
+    floor = floor_of(1)
+    floor.lose(0)
+    floor.quarantine(0)
+    floor.start(0)
+    floor.release(0)
+    life = floor.ask("r", "a")
+    assert floor.machine.requests["r"].stage is Stage.UNPLACED
+
     floor.lose(0)
     floor.start(0)
     floor.settle()
@@ -178,29 +200,39 @@ def test_who_waits_for_an_instance_that_starts_hears_when_that_is_gone_too() -> 
     assert life.outcome == "no_instance"
 
 
-def test_a_quarantine_is_not_the_models_fault() -> None:
+@pytest.fixture(params=["released after its loss", "released before"])
+def end(request: pytest.FixtureRequest) -> Callable[[FloorDouble, int], None]:
+    """Has an operator quarantine an instance and release it: its worker is lost of that."""
+
+    def end_worker(floor: FloorDouble, number: int) -> None:
+        floor.quarantine(number)
+        if request.param == "released before":
+            floor.release(number)
+        floor.lose(number)
+        floor.release(number)
+
+    return end_worker
+
+
+def test_a_quarantine_is_not_the_models_fault(end: Callable[[FloorDouble, int], None]) -> None:
     """However often a worker is ended while it builds an engine, the model is not given up."""
     floor = FloorDouble({"a": ModelDouble(4, shape())})
     for _ in range(MAX_BUILD_LOSSES + 1):
         floor.start(0)
-        floor.quarantine(0)
-        floor.lose(0)
-        floor.release(0)
+        end(floor, 0)
 
     assert len(floor.commands(BuildModel)) > MAX_BUILD_LOSSES
     assert floor.machine.failed == {}
 
 
-def test_a_quarantine_is_not_the_requests_fault() -> None:
+def test_a_quarantine_is_not_the_requests_fault(end: Callable[[FloorDouble, int], None]) -> None:
     """However often the worker that computes it is ended, the request goes on."""
     floor = floor_of()
     life = floor.ask("r", "a", output=20)
     for _ in range(MAX_REQUEST_LOSSES + 1):
         number = floor.machine.requests["r"].instance
         assert number is not None
-        floor.quarantine(number)
-        floor.lose(number)
-        floor.release(number)
+        end(floor, number)
         floor.start(number)
 
     floor.settle()

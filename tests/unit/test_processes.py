@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -170,6 +171,29 @@ async def test_a_worker_that_never_greeted_is_not_lost(
     assert (keeper.messages, keeper.lost) == ([], [])
     assert keeper.stillborn[:5] == [1, 2, 3, 4, 5]
     assert deaths[:5] == pytest.approx([0.002, 0.004, 0.005, 0.005, 0.005])
+
+
+async def test_a_worker_that_cannot_be_started_has_not_died(
+    keep: Callable[[str], Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the box that lacks something: it is tried again, and counts as no death."""
+    monkeypatch.setattr(processes, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(processes, "LONGEST_PAUSE_SECONDS", 0.005)
+    keeper = keep(GREET + WAIT_FOR_ONE_MORE)
+    spawn, refusals = asyncio.create_subprocess_exec, iter(range(6))
+
+    async def lacking(*given: Any, **named: Any) -> asyncio.subprocess.Process:
+        if next(refusals, None) is not None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await spawn(*given, **named)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", lacking)
+    keeper.process.start()
+    await keeper.until(lambda: bool(keeper.messages))
+    await keeper.process.stop()
+
+    assert keeper.process.restarts == 6
+    assert keeper.stillborn == []
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1"])

@@ -13,7 +13,7 @@ import pytest
 from appliance.api.app import create_app
 from appliance.api.service import Generation, GenerationFailed
 from appliance.journal import replay
-from appliance.quarantine import MOST_STILLBORN
+from appliance.quarantine import MOST_STILLBORN, STILLBORN_SECONDS
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.pretend_nvml import install
 from tests.unit.serving import served
@@ -135,7 +135,7 @@ async def test_an_instance_in_quarantine_does_not_excuse_the_others(make_box: Ma
 
 
 async def test_a_worker_that_never_comes_up_is_given_up(make_box: MakeBox) -> None:
-    """While another one serves; alone it is tried for ever."""
+    """While another one serves, and when it has lasted; alone it is tried for ever."""
     box = make_box(instances=2)
     box.daemon.start()
     for _ in range(2 * MOST_STILLBORN):
@@ -144,10 +144,13 @@ async def test_a_worker_that_never_comes_up_is_given_up(make_box: MakeBox) -> No
 
     box.workers[0].greet()
     box.workers[1].be_stillborn()
+    assert states(box)[1] == ("starting", None)
+    box.now += STILLBORN_SECONDS
+    box.workers[1].be_stillborn()
 
     assert states(box)[1] == (
         "quarantined",
-        f"its worker died {2 * MOST_STILLBORN + 1} times in a row before it was up",
+        f"its worker died {2 * MOST_STILLBORN + 2} times in a row before it was up",
     )
     assert box.workers[1].held
     box.settle()

@@ -9,7 +9,7 @@ import pytest
 from appliance.api.service import Span, SpanKind
 from appliance.policywords import PolicyChoice
 from appliance.spans import KEPT, Spans
-from appliance.vocabulary import BuildModel, ModelFailed
+from appliance.vocabulary import BuildModel, ModelFailed, RunPrefill
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.floor_double import SLAB
 
@@ -185,3 +185,24 @@ async def test_memory_is_shown_by_owner(make: Maker) -> None:
 
     assert set(sizes) == {"weights:a", "weights:b", "kv", "free"}
     assert sum(sizes.values()) == box.daemon.machine.host.total_slabs * SLAB
+
+
+def test_the_time_of_day_follows_steps_of_the_wall_clock() -> None:
+    """After a suspension spans tell the time that it is; who was under way took no longer of it,
+    who was over stays where it was, and drift moves nobody."""
+    offset = 1000.0
+    spans = Spans([0], lambda: offset)
+    spans.ordered(BuildModel(instance=0, model="a"), 1.0)
+    spans.reported(ModelFailed(instance=0, model="a", reason="it is broken"), 2.0)
+    spans.ordered(RunPrefill(instance=0, model="a", request="r", kv_slabs=1), 3.0)
+    offset = 1000.5
+    (over, _) = before = spans.shown()
+    assert [one.began_unix_seconds for one in before] == [1001.0, 1003.0]
+
+    offset = 5000.0
+    spans.lost(0, 5.0)
+
+    still, prompt = spans.shown()
+    assert still == over
+    assert (prompt.began_unix_seconds, prompt.ended_unix_seconds) == (5003.0, 5005.0)
+    assert spans.work[0].computing_seconds == 2.0
