@@ -124,15 +124,19 @@ class Dashboard(App[None]):
         self.run_worker(self._follow(), name="follow")
 
     @property
+    def _shows(self) -> bool:
+        """Whether there is a view on the screen: not before the start, and not while it is left."""
+        return (
+            bool(self._views)
+            and self.is_mounted(self._header)
+            and bool(self.query(ContentSwitcher))
+        )
+
+    @property
     def view(self) -> View:
         """The one on the screen."""
         current = self.query_one(ContentSwitcher).current
         return next(view for view in self._views if view.id == current)
-
-    @property
-    def _is_shown(self) -> bool:
-        """It has views, and does not end: timers and workers run a little longer."""
-        return bool(self._views) and self.is_mounted(self._header)
 
     @property
     def sight(self) -> Sight:
@@ -164,14 +168,14 @@ class Dashboard(App[None]):
     def _outdate(self, message: Message) -> None:
         """What was answered is old after some events, and when a daemon is heard again."""
         kind = message.data.get("kind") if message.kind is Kind.NOTICE else None
-        if self._is_shown and (kind is not None or message.kind is Kind.STATE):
+        if self._shows and (kind is not None or message.kind is Kind.STATE):
             asks = [ask for ask in self.view.asks if kind is None or kind in ask.renewed_by]
             self._asking.outdate(asks)
             self._ask()
 
     def _ask(self) -> None:
         """What the view on the screen needs, where that is due."""
-        if not self._is_shown:
+        if not self._shows:
             return
         for ask in self._asking.due(self.view.asks, self._clock()):
             self.run_worker(self._hear_answer(ask))
@@ -195,7 +199,7 @@ class Dashboard(App[None]):
 
     def refresh_shown(self) -> None:
         """Bring what is seen in line with the state."""
-        if not self._is_shown or self.theme not in LOOKS:
+        if not self._shows or self.theme not in LOOKS:
             return
         self._shown_version, self._shown_at = self.state.version, self._clock()
         sight, view = self.sight, self.view
@@ -463,8 +467,9 @@ class Dashboard(App[None]):
                 self.notify(f"{key or action.name}: {refusal}", severity="error")
             else:
                 self.notify(done)
-        self._asking.outdate(self.view.asks)
-        self._ask()
+        if self._shows:
+            self._asking.outdate(self.view.asks)
+            self._ask()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The commands that need nothing more."""

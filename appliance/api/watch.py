@@ -20,6 +20,7 @@ from litestar.response.base import ASGIResponse
 from appliance.api.errors import BadRequest
 from appliance.api.events import KEEP_ALIVE, Watch, last_seen, server_sent
 from appliance.api.service import Service, Snapshot, Span
+from appliance.feed import NoticeKind
 from appliance.mergepatch import Document, difference, without_nulls
 
 EVERY_SECONDS = 0.5
@@ -28,15 +29,26 @@ MOST_SECONDS = 60.0
 
 LONGEST_SILENCE_SECONDS = 5.0
 """Whatever is configured: a watcher takes a daemon that is silent for long to be lost."""
+AT_ONCE = frozenset(
+    {
+        NoticeKind.INSTANCE_UP,
+        NoticeKind.INSTANCE_LOST,
+        NoticeKind.INSTANCE_QUARANTINED,
+        NoticeKind.INSTANCE_RELEASED,
+        NoticeKind.POLICIES_CHOSEN,
+    }
+)
+"""With these the state is told as it became, however lately it was told before. They are seldom."""
 
 DELTA = "delta"
 STATE = "state"
 
 
 def watch_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
-    """Server-sent: ``state``, then ``delta`` as often as `every` seconds say, and all events
-    between, with their numbers. Who comes back with ``Last-Event-ID`` hears of the events that it
-    missed, after a new ``state``; if they are not kept any more, that state says so."""
+    """Server-sent: ``state``, then ``delta`` as often as `every` seconds say and with the events
+    `AT_ONCE`, and all events between, with their numbers. Who comes back with ``Last-Event-ID``
+    hears of the events that it missed, after a new ``state``; if they are not kept any more, that
+    state says so."""
 
     @get("/api/watch", operation_id="watch")
     async def watch(request: Request[Any, Any, Any]) -> ASGIResponse:
@@ -175,6 +187,8 @@ async def _watched(
                         yield told.changes()
                         return
                     said = told.whole(missed=True) if batch is None else told.events(batch)
+                    if any(notice.kind in AT_ONCE for notice in batch or ()):
+                        due = loop.time()
                     coming = asyncio.ensure_future(anext(batches, []))
                 if (now := loop.time()) >= due:
                     said += told.changes()

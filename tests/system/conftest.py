@@ -71,11 +71,11 @@ class Appliance:
         (mine,) = (model for model in self.status()["models"] if model["model"] == name)
         return bool(mine["running"] + mine["waiting"])
 
-    def cancelled(self) -> float:
-        """How many requests were cancelled so far."""
+    def cancelled(self, name: str) -> float:
+        """How many requests of a model were cancelled so far; all of them, if it is not busy."""
         text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_SECONDS).text
-        lines = [line for line in text.splitlines() if 'outcome="cancelled"' in line]
-        return sum(float(line.split()[-1]) for line in lines if "_total{" in line)
+        series = f'appliance_requests_total{{model="{name}",outcome="cancelled"}} '
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(series))
 
     def worker_pids(self) -> list[int]:
         return [instance["pid"] for instance in self.status()["instances"] if instance["pid"]]

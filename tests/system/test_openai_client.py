@@ -221,28 +221,29 @@ def test_bad_values_are_named(client: openai.OpenAI, field: str, value: object) 
 
 def test_hanging_up_cancels(appliance: Appliance, client: openai.OpenAI) -> None:
     """A client that leaves takes its request with it, streaming or waiting for the whole."""
-    before = appliance.cancelled()
+    until(lambda: not appliance.busy("llama-b"))
+    before = appliance.cancelled("llama-b")
     body: Any = {"model": "llama-b", "messages": HELLO, "max_tokens": 900}
     endless = {"ignore_eos": True}
     with client.chat.completions.create(**body, stream=True, extra_body=endless) as stream:
         next(iter(stream))
-    until(lambda: appliance.cancelled() == before + 1)
+    until(lambda: appliance.cancelled("llama-b") >= before + 1)
     with _asked(appliance, body | endless):
         until(lambda: appliance.busy("llama-b"))
-    until(lambda: appliance.cancelled() == before + 2)
+    until(lambda: appliance.cancelled("llama-b") >= before + 2)
 
     assert not appliance.busy("llama-b")
 
 
 def test_hanging_up_while_the_model_is_cold(appliance: Appliance, checkpoints: Path) -> None:
     """A client that leaves while its model is being built takes its request with it, too."""
-    before = appliance.cancelled()
+    before = appliance.cancelled("cold")
     with httpx.Client(base_url=appliance.url, timeout=PATIENCE_SECONDS) as operator:
         new = {"name": "cold", "path": str(checkpoints / "qwen2-a"), "max_context": 256}
         operator.post("/api/models", json=new).raise_for_status()
         with _asked(appliance, {"model": "cold", "messages": HELLO, "max_tokens": 9}):
             until(lambda: appliance.busy("cold"))
-        until(lambda: appliance.cancelled() == before + 1)
+        until(lambda: appliance.cancelled("cold") >= before + 1)
         prefills = appliance.metrics()["appliance_prefills_total", "cold"]
         operator.delete("/api/models/cold").raise_for_status()
         until(lambda: operator.get("/api/models/cold").status_code == 404)

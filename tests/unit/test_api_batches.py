@@ -340,7 +340,7 @@ async def test_a_batch_that_nobody_waits_for_is_none(
     async with runner.running(house.app()):
         create = runner.create("", CHATS, "file-1", "24h", None)
         creating = asyncio.create_task(create)
-        await asyncio.to_thread(coming.wait, 20)
+        assert await asyncio.to_thread(coming.wait, PATIENCE_SECONDS)
         creating.cancel()
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
@@ -667,7 +667,7 @@ async def test_only_so_many_batches_of_an_owner_are_unfinished(
             return made.id
 
         first = asyncio.create_task(create())
-        await asyncio.to_thread(coming.wait, 20)
+        assert await asyncio.to_thread(coming.wait, PATIENCE_SECONDS)
         with pytest.raises(openai.RateLimitError):
             await create()
         with pytest.raises(openai.ConflictError):
@@ -881,7 +881,7 @@ async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(
         batch = await begin(client, [chat("a"), chat("b")])
         live = await house.service.arrivals.get()
         asking = asyncio.create_task(client.batches.cancel(batch))
-        await asyncio.to_thread(cancelling.wait, 20)
+        assert await asyncio.to_thread(cancelling.wait, PATIENCE_SECONDS)
         live.say("hello")
         await brought.wait()
         go_on.set()

@@ -15,10 +15,10 @@ import uvloop
 from appliance.api.app import create_app
 from appliance.api.connections import Connection
 from appliance.vocabulary import FinishReason
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.fake_service import FakeService, small_tokenizer
 from tests.unit.serving import served
 
-TIMEOUT_SECONDS = 60
 MOMENT = 0.02
 LONG = 1000.0
 
@@ -33,7 +33,7 @@ async def connected(
     as for ever."""
     patient = {"head_seconds": LONG, "body_seconds": LONG, "unread_seconds": LONG}
     http = type("Tested", (Connection,), patient | limits)
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(service), http) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(service), http) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             yield reader, writer
@@ -127,7 +127,7 @@ async def test_a_body_that_comes_slowly() -> None:
     seen = asyncio.Event()
     Watched.looked, Watched.enough, Watched.on_enough = 0, 3, staticmethod(seen.set)
     service = FakeService(lambda generation: generation.say("hello"))
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(service), Watched) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(service), Watched) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD % (b"/v1/completions", len(body)) + body[:5])
         await seen.wait()
@@ -145,7 +145,7 @@ async def test_a_request_that_is_answered_takes_its_time() -> None:
     seen = asyncio.Event()
     Watched.looked, Watched.enough, Watched.on_enough = 0, 3, staticmethod(seen.set)
     hasty = type("Hasty", (Watched,), {"head_seconds": MOMENT})
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(service), hasty) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(service), hasty) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD % (b"/v1/completions", len(body)) + body + b"GET /li")
         generation = await service.arrivals.get()
@@ -180,7 +180,7 @@ class Heard(Connection):
 async def test_too_much_beside_a_body(begin: bytes, more: bytes) -> None:
     """A head without an end, or what stands between chunks, is not kept."""
     Heard.came = asyncio.Event()
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(FakeService()), Heard) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(FakeService()), Heard) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begin)
         await Heard.came.wait()
@@ -252,7 +252,7 @@ async def test_a_body_behind_an_offer_of_another_protocol(
             super().connection_lost(exc)
             ended.set()
 
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(FakeService()), Pieces) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(FakeService()), Pieces) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent + LAST)
         answer = await reader.read()
@@ -299,7 +299,7 @@ async def a_stream_that_is_not_read() -> None:
     service = FakeService()
     app = create_app(service)
     body = json.dumps({"model": "small", "prompt": "hello", "stream": True}).encode()
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(app, Narrow) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(app, Narrow) as port:
         with socket.socket() as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stuck.connect(("127.0.0.1", port))
@@ -328,7 +328,7 @@ async def an_answer_that_is_not_read() -> None:
             super().connection_lost(exc)
             lost.set()
 
-    async with asyncio.timeout(TIMEOUT_SECONDS), served(create_app(FakeService()), Told) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(FakeService()), Told) as port:
         with socket.socket() as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stuck.connect(("127.0.0.1", port))

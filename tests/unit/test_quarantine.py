@@ -14,6 +14,7 @@ from appliance.api.app import create_app
 from appliance.api.service import Generation, GenerationFailed
 from appliance.journal import replay
 from appliance.quarantine import MOST_STILLBORN, STILLBORN_SECONDS
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.pretend_nvml import install
 from tests.unit.serving import served
@@ -168,7 +169,7 @@ async def test_a_gpu_that_fails_takes_its_instance_out(
 
     nvml.errors.put((1, 13))  # a program's
     nvml.errors.put((1, 95))
-    await asyncio.wait_for(held.wait(), 20)
+    await asyncio.wait_for(held.wait(), PATIENCE_SECONDS)
 
     assert states(box) == [("up", None), ("quarantined", "critical error of GPU 1, XID 95")]
     await box.daemon.stop()
@@ -180,7 +181,8 @@ async def test_the_endpoints_of_instances(make_box: MakeBox) -> None:
     box = make_box(instances=2)
     box.start()
     async with served(create_app(box.daemon)) as port:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        address = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_SECONDS) as client:
             whole = (await client.get("/health")).json()
             put = await client.post("/api/instances/1/quarantine", json={"reason": "a test"})
             box.workers[1].die()
@@ -218,7 +220,8 @@ async def test_what_cannot_be_done(
     box = make_box()
     box.start()
     async with served(create_app(box.daemon)) as port:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        address = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_SECONDS) as client:
             answer = await client.post(f"/api/instances/{path}", content=body)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
@@ -231,7 +234,8 @@ async def test_a_reason_is_a_line_of_text(make_box: MakeBox, reason: str) -> Non
     box = make_box()
     box.start()
     async with served(create_app(box.daemon)) as port:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        address = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_SECONDS) as client:
             answer = await client.post("/api/instances/0/quarantine", json={"reason": reason})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reason")

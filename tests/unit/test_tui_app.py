@@ -358,6 +358,15 @@ async def test_brackets_are_text() -> None:
         assert "[/z]" in seen(app)
 
 
+async def test_a_clock_that_ticks_while_it_is_left() -> None:
+    """Nothing is asked for any more by a view that is gone."""
+    async with dashboard(source := told()) as app:
+        await command(app, "batches")
+        source.asked.clear()
+    app._tick()
+    assert source.asked == []
+
+
 async def test_leaving() -> None:
     """By a key, or by its command."""
     async with dashboard(told()) as app:

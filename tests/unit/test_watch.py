@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.app import create_app
-from appliance.api.watch import LONGEST_SILENCE_SECONDS, state_of
+from appliance.api.watch import LONGEST_SILENCE_SECONDS, MOST_SECONDS, state_of
 from appliance.feed import CAPACITY
 from appliance.mergepatch import Document, difference, without_nulls
 from tests.patience import PATIENCE_SECONDS
@@ -47,12 +48,16 @@ async def url(box: Box) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def watching(url: str, after: int | None = None) -> AsyncIterator[Callable[[], Any]]:
-    """What is asked for the next event: its id, or None, its kind, its data."""
+async def watching(
+    url: str, after: int | None = None, every: float = 0.05
+) -> AsyncIterator[Callable[[], Any]]:
+    """What is asked for the next event: its id, or None, its kind, its data. At the end of all it
+    raises `EOFError`. What never comes is not waited for without an end: silence is kept alive."""
     headers = {} if after is None else {"last-event-id": str(after)}
     async with (
-        httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client,
-        client.stream("GET", f"{url}/api/watch?every=0.05", headers=headers) as response,
+        asyncio.timeout(PATIENCE_SECONDS),
+        httpx.AsyncClient(timeout=None) as client,
+        client.stream("GET", f"{url}/api/watch?every={every}", headers=headers) as response,
     ):
         assert response.status_code == 200, await response.aread()
         lines = response.aiter_lines()
@@ -65,6 +70,9 @@ async def watching(url: str, after: int | None = None) -> AsyncIterator[Callable
                     fields[name] = value
                 elif line == "" and "data" in fields:
                     break
+            else:
+                assert fields == {}, "it ended in the middle of an event"
+                raise EOFError
             number = int(fields["id"]) if "id" in fields else None
             return number, fields["event"], json.loads(fields["data"])
 
@@ -128,9 +136,8 @@ async def test_a_state_has_times_for_ages_and_no_nulls(box: Box, url: str) -> No
         _, _, data = await one()
         second = data["state"]["requests"]["second"]
         assert second["arrived_unix_seconds"] == pytest.approx(data["unix_seconds"], abs=5)
-        assert second["reason"] == {"code": "building_engine"} or "code" in second["reason"]
+        assert second["reason"] == {"code": "other_model", "instance": 0, "behind": "a"}
         assert "age_seconds" not in second
-        assert "message" not in second["reason"]
         box.now += 5
         box.daemon.drain_model("b", True)
         patches = []
@@ -141,6 +148,20 @@ async def test_a_state_has_times_for_ages_and_no_nulls(box: Box, url: str) -> No
     assert patches == [{"models": {"b": {"draining": True}}}]
     for life in box.world.lives.values():
         life.outcome = "cancelled"
+
+
+async def test_a_lost_worker_is_told_at_once(box: Box, url: str) -> None:
+    """With the event the state as it became, before anything else, however rarely it is told."""
+    async with watching(url, every=60) as one:
+        _, kind, data = await one()
+        assert (kind, data["state"]["instances"]["0"]["state"]) == ("state", "up")
+        box.workers[0].die()
+        _, lost, _ = await one()
+        box.daemon.drain_model("b", True)
+        _, delta, data = await one()
+        _, changed, _ = await one()
+    assert (lost, delta, changed) == ("instance_lost", "delta", "model_changed")
+    assert data["patch"]["instances"]["0"]["state"] in ("lost", "starting")
 
 
 async def test_who_comes_back_hears_what_it_missed(box: Box, url: str) -> None:
@@ -175,7 +196,7 @@ async def test_who_missed_too_much_is_told_so(box: Box, url: str) -> None:
 @pytest.mark.parametrize("every", ["x", "0.01", "61", "nan", ""])
 async def test_a_strange_pace_is_refused(url: str, every: str) -> None:
     """By the name of the parameter."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
         answer = await client.get(f"{url}/api/watch", params={"every": every})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "every")
@@ -215,8 +236,13 @@ def test_the_dashboard_waits_longer_than_a_watch_is_silent() -> None:
 
 async def test_a_drain_ends_it(box: Box, url: str) -> None:
     """Who watches hears the end of the daemon, after what changed last."""
-    async with watching(url) as one:
+    async with watching(url, every=MOST_SECONDS) as one:
         await one()
-        await box.daemon.drain(1.0)
-        with pytest.raises(KeyError):  # no further event
+        box.daemon.drain_model("b", True)
+        await box.daemon.drain(PATIENCE_SECONDS)
+        (_, event, _), (_, change, data) = await one(), await one()
+        with pytest.raises(EOFError):
             await one()
+
+    assert (event, change) == ("model_changed", "delta")
+    assert data["patch"] == {"models": {"b": {"draining": True}}}

@@ -182,6 +182,27 @@ def config_check() -> Document:
     return {"ok": True, "changes": changes, "problems": []}
 
 
+def batch(name: str, status: str, total: int, completed: int, failed: int, age: int) -> Document:
+    created = int(NOW) - age
+    return {
+        "id": name, "object": "batch", "endpoint": "/v1/completions", "status": status,
+        "input_file_id": "file-7", "created_at": created, "expires_at": created + 24 * 3600,
+        "in_progress_at": None if status == "validating" else created + 600,
+        "request_counts": {"total": total, "completed": completed, "failed": failed},
+        "usage": {"input_tokens": 9 * completed, "output_tokens": 20 * completed},
+    }  # fmt: skip
+
+
+def batches() -> Document:
+    """The newest first: one that runs, one that is done, one whose file is read."""
+    rows = [
+        batch("batch_1", "in_progress", 1000, 431, 7, 3600),
+        batch("batch_2", "completed", 20, 20, 0, 7200),
+        batch("batch_3", "validating", 0, 0, 0, 5),
+    ]
+    return {"object": "list", "data": rows, "has_more": False}
+
+
 def loaded() -> Told:
     """A pool that works: its counters went up in the last seconds."""
     before, tree = NOW - 20, pool()
@@ -212,4 +233,5 @@ def loaded() -> Told:
     source.answers["GET", "/api/policies"] = policies()
     source.answers["GET", "/api/config"] = config()
     source.answers["POST", "/api/config/check"] = config_check()
+    source.answers["GET", "/v1/batches?limit=100"] = batches()
     return source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tui.view import View
+from tui.views.batches import Batches
 from tui.views.config import Config
 from tui.views.events import Events
 from tui.views.memory import Memory
@@ -18,6 +19,7 @@ VIEWS: tuple[type[View], ...] = (
     Memory,
     Models,
     Requests,
+    Batches,
     Policies,
     Config,
     Events,
