@@ -375,3 +375,5 @@ async def test_leaving() -> None:
     async with dashboard(told()) as app:
         await command(app, "quit")
         assert app._exit
+    app._tick()  # one that was due when everything had been taken off the screen
+    app._outdate(state(tree()))
