@@ -238,7 +238,15 @@ class Worker:
         over = self._swapper.is_over
         for model in [model for model, load in self._loads.items() if over(load.transfer)]:
             self._report_load(model, self._loads.pop(model))
-        for move in [move for move in self._moves if all(map(over, move.transfers.values()))]:
+        behind: set[ModelName] = set()
+        for move in list(self._moves):
+            model, outwards = move.command.model, move.command.direction is Direction.OUT
+            # In the order in which they were told, as the last one says how much stays; the first
+            # may still hold what is to go.
+            if (outwards and model in behind) or not all(map(over, move.transfers.values())):
+                if outwards:
+                    behind.add(model)
+                continue
             self._moves.remove(move)
             self._report_move(move)
 

@@ -43,13 +43,13 @@ def test_48_requests(
         assert resident
         assert max(resident) <= MEMORY_BYTES
         private = sum(private_bytes(pid) for pid in pids) - private_before
-        # Six engines take some 100 MB of their own in each worker; with private copies of all
-        # weights (129 MB) they would take more than twice as much.
+        # Six engines take 100 to 160 MB of their own in each worker; private copies of all
+        # weights would be another 129 MB.
         weights = sum(
             read_checkpoint(model.name, Path(model.path), model.dtype).weight_bytes
             for model in appliance.config.models
         )
-        assert private < 1.2 * weights * len(pids), "no weights stay outside of pool and host tier"
+        assert private < 1.6 * weights * len(pids), "no weights stay outside of pool and host tier"
         instances = appliance.status()["instances"]
         assert all(0 < i["pool_high_water_bytes"] <= MEMORY_BYTES for i in instances)
         preemptions = sum(

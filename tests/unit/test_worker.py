@@ -1074,6 +1074,26 @@ def test_kv_on_its_way_out_is_reported_in_the_middle_of_a_turn() -> None:
     assert kinds == [wire.Tokens, wire.Tokens, KvMoved, wire.Tokens, wire.Tokens, TurnEnded]
 
 
+def test_kv_on_its_way_out_is_reported_in_the_order_of_the_moves() -> None:
+    """The last one says how much stays, however early it has nothing left to move."""
+    bench = Bench()
+    bench.ready("r")
+    bench.streams["kv_out"].held = True
+
+    early = bench.carry_out(
+        move(Direction.OUT, "r"),
+        MoveKv(instance=3, model="a", direction=Direction.OUT, moves=(), kv_slabs=0),
+    )
+    bench.engines["a"].cold = 3  # what leaves is kept for the next prompt that begins so
+    bench.streams["kv_out"].end_all()
+    late = bench.carry_out(release("nobody"))
+
+    assert [report for report in early if isinstance(report, KvMoved)] == []
+    first, last = [report for report in late if isinstance(report, KvMoved)]
+    assert (first.moved, first.kv_slabs) == (("r",), 3)
+    assert (last.moved, last.kv_slabs) == ((), 0)
+
+
 def test_kv_that_left_during_a_cold_prefill_is_reported() -> None:
     """Who waits for it elsewhere hears of it, whichever wait noticed the end."""
     bench = Bench()
