@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from litestar.response.base import ASGIResponse
 
 
-def json_answer(body: object, status: int = 200) -> ASGIResponse:
+def json_answer(
+    body: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> ASGIResponse:
     """`body` as JSON; what is JSON already is a `msgspec.Raw`."""
     return ASGIResponse(
-        body=msgspec.json.encode(body), status_code=status, media_type="application/json"
+        body=msgspec.json.encode(body),
+        status_code=status,
+        media_type="application/json",
+        headers=headers,
     )

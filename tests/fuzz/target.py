@@ -61,6 +61,8 @@ ADDED = "new"
 PULLED = f"downloads/{ADDED}"
 """A model that can be fetched, and what it is called then."""
 SECRETS = {Scope.INFER: "sk-fuzz-of-somebody", Scope.ADMIN: "sk-fuzz-of-an-operator"}
+ANYTHING = "sk-fuzz-of-whoever-may-do-anything"
+"""The key of who asks for all that there is."""
 
 _PARSERS = Parsers(tool="hermes", reasoning="qwen3")
 _LONGEST_ANSWER = 12
@@ -273,13 +275,15 @@ def _configure(folder: Path, *, keys: bool) -> Config:
     models = "".join(_MODEL.format(name=name) for name in (*MODELS, EMBEDDER))
     path.write_text(_CONFIG.format(keys=line) + models, encoding="utf-8")
     if keys:
-        for scope, secret in SECRETS.items():
+        holders: dict[str, tuple[Scope, ...]] = {ANYTHING: tuple(Scope)}
+        holders |= {secret: (scope,) for scope, secret in SECRETS.items()}
+        for secret, scopes in holders.items():
             KeyFile(folder / "keys.json").add(
                 Key(
-                    name=scope.value,
+                    name="-".join(scopes),
                     sha256=digest(secret),
                     created_seconds=0.0,
-                    scopes=(scope,),
+                    scopes=scopes,
                     slo=True,
                     requests_per_minute=10**7,
                     tokens_per_minute=10**9,
