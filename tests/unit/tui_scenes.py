@@ -124,10 +124,17 @@ def installed(name: str, *hooks: str, **members: object) -> Document:
     } | members  # fmt: skip
 
 
+def tally(calls: int, p50: float, p99: float, most: float, faults: int = 0) -> Document:
+    return {
+        "calls": calls, "faults": faults, "seconds": calls * p50 * 1.25, "p50_seconds": p50,
+        "p99_seconds": p99, "max_seconds": most,
+    }  # fmt: skip
+
+
 def policy(name: str, **members: object) -> Document:
     return {
         "name": name, "calls": 4711, "faults": 0, "faults_in_a_row": 0, "disabled": False,
-        "apart": False, "busy": False,
+        "apart": False, "busy": False, "decisions": {},
     } | members  # fmt: skip
 
 
@@ -150,8 +157,16 @@ def policies() -> Document:
             "evict": ["ours", "appliance"], "prefetch": ["appliance"],
         },
         "policies": [
-            policy("aegaeon"), policy("ours", faults=3, disabled=True, apart=True),
-            policy("appliance"),
+            policy("aegaeon", decisions={"round": tally(4711, 32e-6, 210e-6, 0.0012)}),
+            policy("ours", calls=7, faults=3, disabled=True, apart=True, decisions={
+                "prefill": tally(4, 0.0011, 0.004, 0.0041),
+                "evict": tally(3, 0.05, 0.051, 0.051, 3),
+            }),
+            policy("appliance", decisions={
+                "place": tally(12, 90e-6, 150e-6, 160e-6),
+                "prefill": tally(410, 45e-6, 0.0007, 0.002),
+                "evict": tally(3, 20e-6, 31e-6, 31e-6),
+            }),
         ],
         "previous": [
             {"use": ["prism"], "decisions": {}, "parameters": {}},
