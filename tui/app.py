@@ -209,12 +209,12 @@ class Dashboard(App[None]):
         self._hints.show(sight, view, readonly=self.readonly)
         if isinstance(self.screen, Page):
             self.screen.show(sight)
+        self._ask()  # it may need something else now
 
     def show_view(self, name: str) -> None:
         self.query_one(ContentSwitcher).current = name
         self.view.focus()
         self._asking.outdate(self.view.asks)
-        self._ask()
         self.refresh_shown()
 
     def show_page(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:

@@ -135,7 +135,7 @@ _NAMES: Final = {
 }
 _NO_MODEL: Final = (
     *("/api/policies", "/api/log-level", "/api/models", "/api/config", "/api/verify"),
-    "/api/instances",
+    *("/api/instances", "/api/host"),
     "/v1/batches",
 )
 

@@ -117,6 +117,38 @@ def pool() -> Document:
     }  # fmt: skip
 
 
+def slabs(*runs: tuple[str, int], slab_bytes: int = 64 << 20) -> Document:
+    """Runs of owners; a star behind one says that something is on its way there."""
+    owners = sorted({owner for owner, _ in runs})
+    return {
+        "slab_bytes": slab_bytes,
+        "owners": [{"name": o.removesuffix("*"), "moving": o.endswith("*")} for o in owners],
+        "runs": [[owners.index(owner), count] for owner, count in runs],
+    }
+
+
+def maps() -> dict[str, Document]:
+    """Where the slabs of `pool` lie, by the path that tells it. Pools are torn by now."""
+    first = slabs(
+        ("weights:llama-a", 224), ("kv:llama-a", 30), ("kv:qwen-a", 60), ("weights:qwen-a", 100),
+        ("free", 40), ("kv:llama-a", 26), ("kv:llama-a*", 24), ("kv:qwen-a", 90),
+        ("weights:gemma-a", 31), ("weights:gemma-a*", 49), ("weights:qwen-a", 44), ("free", 190),
+        ("kv:qwen-a", 26), ("kv:llama-a", 16), ("free", 74),
+    )  # fmt: skip
+    second = slabs(
+        ("weights:llama-b", 224), ("weights:phi-mini", 48), ("kv:phi-mini", 20), ("free", 8),
+        ("kv:phi-mini", 12), ("free", 712),
+    )  # fmt: skip
+    host = slabs(
+        *((f"weights:{name}", 224) for name in MODELS[:3]), ("free", 12),
+        *((f"weights:{name}", 224) for name in MODELS[3:]), ("free", 596),
+        ("kv:1048576", 40), ("kv:524288", 56),
+    )  # fmt: skip
+    return {
+        "/api/instances/0/slabs": first, "/api/instances/1/slabs": second, "/api/host/slabs": host
+    }  # fmt: skip
+
+
 def installed(name: str, *hooks: str, **members: object) -> Document:
     return {
         "name": name, "about": f"What {name} does.", "distribution": "appliance",
@@ -245,6 +277,8 @@ def loaded() -> Told:
         notice(4, "request_rejected", NOW - 9, id="x", model="phi-mini", code="overloaded"),
     ]
     source = Told(*messages, *happened)
+    for path, document in maps().items():
+        source.answers["GET", path] = document
     source.answers["GET", "/api/policies"] = policies()
     source.answers["GET", "/api/config"] = config()
     source.answers["POST", "/api/config/check"] = config_check()
