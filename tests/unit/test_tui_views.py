@@ -40,8 +40,7 @@ SIZES = ((80, 24), (160, 48))
 async def test_it_looks_like_this(
     view: str, size: tuple[int, int], pytestconfig: pytest.Config
 ) -> None:
-    """Every view in two sizes and in every theme, one after the other: a start takes longer than all
-    of it."""
+    """Every view in two sizes, each in every theme, one after the other: a start takes longer."""
     async with dashboard(loaded(), size=size) as app:
         app.show_view(view)
         await settle(app)
