@@ -22,13 +22,13 @@ from textual.widgets import ContentSwitcher
 from tui.asking import Ask, Asking
 from tui.bars import Header, Hints, Tabs
 from tui.canvas import Line
-from tui.dialogs import Form, Page, Question
+from tui.dialogs import Form, Page, Question, SecretPage
 from tui.look import LOOKS
 from tui.messages import Kind, Message, Refused, Source
 from tui.prompt import Command, Prompt
 from tui.recording import NoRecording, Recorder
 from tui.state import State
-from tui.view import Action, Given, Sight, View, raw, told
+from tui.view import Action, Given, Secret, Sight, View, raw, told
 from tui.views import VIEWS
 
 TICK_SECONDS = 0.25
@@ -453,7 +453,7 @@ class Dashboard(App[None]):
             here = row[1] if row is not None and known else {}
             fields = {field: field.now(here) for field in action.fields}
             self.push_screen(
-                Form(f"{action.name} {_some(keys)}".strip(), fields),
+                Form(f"{action.name} {_some(keys)}".strip(), fields, action.left_empty),
                 partial(self._filled, action, keys),
             )
         elif action.question is None:
@@ -479,10 +479,17 @@ class Dashboard(App[None]):
             except Refused as refusal:
                 self.notify(f"{key or action.name}: {refusal}", severity="error")
             else:
-                self.notify(done)
+                self._tell(done)
         if self._shows:
             self._asking.outdate(self.view.asks)
             self._ask()
+
+    def _tell(self, done: str | Secret) -> None:
+        """What was done; what is told once goes to a page of its own, and nowhere else."""
+        if isinstance(done, Secret):
+            self.push_screen(SecretPage(done.title, done.text))
+            done = done.done
+        self.notify(done)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The commands that need nothing more."""

@@ -176,7 +176,7 @@ async def test_a_long_table_scrolls() -> None:
 async def test_mouse() -> None:
     """Tabs, titles and rows can be clicked; a row twice is opened."""
     async with dashboard(told()) as app:
-        column = screen(app)[1].index("Requ") + 2
+        column = screen(app)[1].index("Req") + 2
         await click(app, column, 1)
         assert app.view.title == "Requests"
         line = screen(app).index(next(row for row in screen(app) if "TOKENS" in row))

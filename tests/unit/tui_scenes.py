@@ -250,6 +250,33 @@ def batches() -> Document:
     return {"object": "list", "data": rows, "has_more": False}
 
 
+def key(name: str, **members: object) -> Document:
+    return {
+        "name": name, "created_unix_seconds": NOW - 40 * 24 * 3600, "expires_unix_seconds": None,
+        "expired": False, "scopes": ["infer"], "models": [], "classes": ["interactive", "batch"],
+        "slo": False, "requests_per_minute": None, "tokens_per_minute": None, "concurrency": None,
+        "use": None,
+    } | members  # fmt: skip
+
+
+def keys() -> Document:
+    """An operator's, three that infer within limits, one that has expired."""
+    use = {"live": 2, "requests": 1234, "prompt_tokens": 98_765, "output_tokens": 54_321,
+           "refusals": 7}  # fmt: skip
+    quiet = dict.fromkeys(use, 0)
+    rows = [
+        key("operator", scopes=["infer", "admin"], slo=True, use=quiet),
+        key("web", models=["llama-a"], classes=["interactive"], requests_per_minute=600,
+            tokens_per_minute=20_000, concurrency=8, use=use,
+            expires_unix_seconds=NOW + 20 * 24 * 3600),
+        key("nightly@ci", models=["llama-a", "qwen-a"], classes=["batch"], concurrency=2,
+            created_unix_seconds=NOW - 7200, expires_unix_seconds=NOW + 3600),
+        key("alice", requests_per_minute=30, created_unix_seconds=NOW - 90, use=quiet),
+        key("trial", expires_unix_seconds=NOW - 3600, expired=True, use=quiet),
+    ]  # fmt: skip
+    return {"keys": rows}
+
+
 def loaded() -> Told:
     """A pool that works: its counters went up in the last seconds."""
     before, tree = NOW - 20, pool()
@@ -283,4 +310,5 @@ def loaded() -> Told:
     source.answers["GET", "/api/config"] = config()
     source.answers["POST", "/api/config/check"] = config_check()
     source.answers["GET", "/v1/batches?limit=100"] = batches()
+    source.answers["GET", "/api/keys"] = keys()
     return source
