@@ -104,6 +104,8 @@ class Dashboard(App[None]):
         self._shown_version = -1
         self._shown_at = 0.0
         self._views: list[View] = []
+        # Kept, not searched for: it is asked for with every event.
+        self._switcher = ContentSwitcher(initial=VIEWS[0].names[0])
         self._header, self._tabs, self._hints = Header(), Tabs(), Hints()
         self._prompt = Prompt(self.commands)
 
@@ -115,7 +117,7 @@ class Dashboard(App[None]):
             view.id = view.names[0]
         yield self._header
         yield self._tabs
-        with ContentSwitcher(initial=self._views[0].id):
+        with self._switcher:
             yield from self._views
         yield self._hints
         yield self._prompt
@@ -135,14 +137,13 @@ class Dashboard(App[None]):
         return (
             bool(self._views)
             and self.is_mounted(self._header)
-            and bool(self.query(ContentSwitcher))
+            and self.is_mounted(self._switcher)
         )
 
     @property
     def view(self) -> View:
         """The one on the screen."""
-        current = self.query_one(ContentSwitcher).current
-        return next(view for view in self._views if view.id == current)
+        return next(view for view in self._views if view.id == self._switcher.current)
 
     @property
     def sight(self) -> Sight:
@@ -218,7 +219,7 @@ class Dashboard(App[None]):
         self._ask()  # it may need something else now
 
     def show_view(self, name: str) -> None:
-        self.query_one(ContentSwitcher).current = name
+        self._switcher.current = name
         self.screen_stack[0].set_focus(self.view)  # now: the next key is for it
         self._asking.outdate(self.view.asks)
         self.refresh_shown()
