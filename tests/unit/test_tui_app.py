@@ -6,9 +6,11 @@ import csv
 import json
 from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.color import Color
+from textual.dom import DOMNode
 from textual.widgets import Input
 
 from tests.unit.tui_bench import (
@@ -78,6 +80,29 @@ async def test_keys_that_come_all_at_once() -> None:
         row = app.view.current()
         assert row is not None
         assert row[0] == REQUESTS[2]["id"]
+
+
+async def test_events_search_no_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come by the hundred in a second: what is looked for among the widgets is looked for when
+    they are painted, not with each of them."""
+    searches: list[int] = []
+    search = DOMNode.query
+
+    def counted(node: DOMNode, *arguments: Any) -> Any:
+        searches.append(1)
+        return search(node, *arguments)
+
+    async with dashboard(source := told()) as app:
+        monkeypatch.setattr(DOMNode, "query", counted)
+        monkeypatch.setattr(DOMNode, "query_one", counted)
+        found = []
+        for count in (1, 50):
+            searches.clear()
+            for number in range(count):
+                source.say(notice(number, "request_ended", id="x"))
+            await settle(app)
+            found.append(len(searches))
+    assert found[0] == found[1]
 
 
 async def test_digits_are_typed_where_text_is() -> None:
