@@ -176,15 +176,17 @@ async def open_url(box: Box) -> AsyncIterator[str]:
 
 def children(parent: int | None = None) -> set[int]:
     """Processes that this one, or another, started for pages, and that are not gone."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and "tui.web.child" in command_line(int(entry.name)):
-                of = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                found |= {int(entry.name)} if of == (parent or os.getpid()) else set()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
+    numbers = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return {number for number in numbers if is_child(number, parent or os.getpid())}
+
+
+def is_child(process: int, parent: int | None = None) -> bool:
+    """Whether it is there, for a page, and of this parent if one is given."""
+    try:
+        of = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        return "tui.web.child" in command_line(process) and parent in (None, of)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def command_line(process: int) -> str:
@@ -428,8 +430,12 @@ def test_which_pages_are_our_own(origin: str | None, encrypted: bool, own: bool)
 # --- the command ---------------------------------------------------------------------------------
 
 
-async def test_the_command_serves_until_it_is_told(url: str, tmp_path: Path) -> None:
-    """Over HTTPS on a free port; with a key of whoever calls there is a link. SIGTERM ends all."""
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+async def test_the_command_serves_until_it_ends(
+    url: str, tmp_path: Path, how: signal.Signals, status: int
+) -> None:
+    """Over HTTPS on a free port; with a key of whoever calls there is a link. No page's process is
+    left, also where it could not be told."""
     certificate, key = certify(tmp_path, "box")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "appliance", "top", "--web", "--connect", url),
@@ -452,14 +458,16 @@ async def test_the_command_serves_until_it_is_told(url: str, tmp_path: Path) -> 
                 assert cookie["secure"] is True
                 async with browser.page() as page:
                     await page.sees("2 models")
-                    process.send_signal(signal.SIGTERM)
+                    (child,) = children(process.pid)
+                    process.send_signal(how)
                     await page.ends()
-            assert await process.wait() == 0
+            assert await process.wait() == status
+            while is_child(child):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
-    assert children(process.pid) == set()
 
 
 @pytest.mark.parametrize(

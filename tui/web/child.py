@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import sys
+from threading import Thread
 
 from tui.start import run
 
@@ -18,7 +21,16 @@ def main() -> None:
     parser.add_argument("--readonly", action="store_true")
     asked = parser.parse_args()
     key = os.environ.pop(KEY_VARIABLE, None)
+    Thread(target=_end_with_server, daemon=True).start()
     run(asked.url, key=key, readonly=asked.readonly, theme=asked.theme)
+
+
+def _end_with_server() -> None:
+    """A server that is killed asks nobody to end; all that is heard is that the pipe is closed."""
+    pipe = select.poll()
+    pipe.register(sys.stdin.fileno(), 0)  # nothing but that
+    pipe.poll()
+    os._exit(1)
 
 
 if __name__ == "__main__":
