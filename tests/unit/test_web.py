@@ -283,9 +283,10 @@ async def test_a_dashboard_only_for_looking(url: str) -> None:
         await gone()
 
 
-async def test_how_pages_end(url: str) -> None:
+async def test_how_pages_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their process, with what no page of ours would say, when the time is over for which
-    somebody was let in, and when they log out. No process is left of any."""
+    somebody was let in, and when they log out. No process is left of any, nor of one that does not
+    hear."""
     clock = Clock()
     async with browsing(url, clock=clock) as browser:
         await browser.post("/login", key=OPERATOR)
@@ -293,6 +294,12 @@ async def test_how_pages_end(url: str) -> None:
             (child,) = await born(1)
             os.kill(child, signal.SIGKILL)
             await killed.ends()
+        with monkeypatch.context() as impatient:
+            impatient.setattr("tui.web.terminal.LEAVE_SECONDS", 0.01)
+            async with browser.page():
+                (child,) = await born(1)
+                os.kill(child, signal.SIGSTOP)
+            await gone()
         for said in ["{", '["resize", {"width": "9", "height": 9}]']:
             async with browser.page() as strange:
                 await strange.socket.send_str(said)

@@ -189,9 +189,11 @@ class Site:
         except TimeoutError:
             pass
         finally:
-            await terminal.stop()
-            await terminal.close()
-            visitor.open.discard(terminal)
+            try:
+                await terminal.stop()
+            finally:
+                visitor.open.discard(terminal)
+                await terminal.close()
         return socket
 
     async def _download(self, request: web.Request) -> web.StreamResponse:

@@ -53,11 +53,10 @@ class Terminal(AppService):
                 await super().stop()
                 await process.communicate()
         except TimeoutError:
-            process.kill()
-            if self._task is not None:
-                self._task.cancel()
-                await asyncio.wait([self._task])
-            await process.communicate()
+            pass
+        finally:
+            if process.returncode is None:
+                await self._kill(process)
 
     async def download(self, name: str) -> Download | None:
         """What the page may fetch by this name, if there is something."""
@@ -77,8 +76,10 @@ class Terminal(AppService):
 
     async def run(self) -> None:
         """Also where the app ended, or never began, its page is told."""
-        await super().run()
-        await self.close()
+        try:
+            await super().run()
+        finally:
+            await self.close()
 
     def _build_environment(self, width: int = 80, height: int = 24) -> dict[str, str]:
         environment = super()._build_environment(width, height)
@@ -97,6 +98,13 @@ class Terminal(AppService):
         )
         self._stdin = process.stdin
         return process
+
+    async def _kill(self, process: Process) -> None:
+        process.kill()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await process.communicate()
 
     async def _hear(self, text: str) -> bool:
         try:
