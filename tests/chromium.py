@@ -49,6 +49,7 @@ class Chromium:
             else:
                 self._note(said["method"], said["params"])
             self._changed.set()
+        self._changed.set()
 
     def _note(self, method: str, told: dict[str, Any]) -> None:
         if method == "Network.webSocketFrameReceived" and told["response"]["opcode"] == 2:
@@ -88,6 +89,7 @@ class Chromium:
         """Wait until all of this came since this was last asked."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not all(word in self.heard for word in words):
+                assert not self._socket.closed, "Chromium ended"
                 self._changed.clear()
                 await self._changed.wait()
         self.heard = ""
@@ -97,7 +99,8 @@ class Chromium:
         for character in text:
             key = "Enter" if character == "\n" else character
             typed = "\r" if character == "\n" else character
-            code = ord(typed.upper())
+            # Of others the number is that of no character: 45 is Insert, not a hyphen.
+            code = ord(typed.upper()) if typed.isalnum() or typed == "\r" else 0
             for kind in ("keyDown", "keyUp"):
                 await self.do(
                     "Input.dispatchKeyEvent",
