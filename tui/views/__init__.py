@@ -6,6 +6,7 @@ from tui.view import View
 from tui.views.batches import Batches
 from tui.views.config import Config
 from tui.views.events import Events
+from tui.views.keys import Keys
 from tui.views.memory import Memory
 from tui.views.models import Models
 from tui.views.overview import Overview
@@ -23,4 +24,5 @@ VIEWS: tuple[type[View], ...] = (
     Policies,
     Config,
     Events,
+    Keys,
 )
