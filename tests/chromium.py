@@ -135,7 +135,8 @@ async def chromium(folder: Path) -> AsyncIterator[Chromium]:
                 yield tab
             await following
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
 
 
