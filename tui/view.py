@@ -79,8 +79,9 @@ class View(Widget):
     help: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Keys of its own, and what they do."""
     actions: ClassVar[tuple[Action, ...]] = ()
-    asks: ClassVar[tuple[Ask, ...]] = ()
-    """What it needs beside the state; it is found in `State.answer`."""
+    asks: tuple[Ask, ...] = ()
+    """What it needs beside the state; it is found in `State.answer`. May change with what is shown
+    of it."""
 
     can_focus = True
 

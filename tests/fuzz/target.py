@@ -42,6 +42,7 @@ from appliance.lifetime import Server
 from appliance.liveconfig import LiveConfig
 from appliance.purpose import Purpose
 from appliance.serve import make_server
+from appliance.slabwords import SlabMap
 from appliance.tokens import Tokenizer
 from appliance.toolcalls import Heard
 from appliance.vocabulary import Event, ModelName, Release, Task
@@ -177,6 +178,9 @@ class Whole:
         self, name: str, chat: bytes, prompt: Sequence[int], choices: int
     ) -> FakeInterpretation:
         return _Interpretation(msgspec.json.decode(chat), choices, reasons=True)
+
+    async def pool_map(self, number: int) -> SlabMap:
+        return await self._fake.pool_map(number)
 
     async def verify(self) -> list[InstanceVerification]:
         return await self._fake.verify()
