@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tui.app import Dashboard
-from tui.messages import Document, Kind, Message, Refused
+from tui.messages import Document, Kind, Message, Piece, Refused
 from tui.views import VIEWS
 
 MODELS, INSTANCES, REQUESTS = 100, 16, 400
@@ -57,6 +57,10 @@ class Busy:
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         raise Refused("nobody answers")
+
+    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+        raise Refused("nobody answers")
+        yield
 
     def _model(self) -> str:
         return self._dice.choice(self._names)
