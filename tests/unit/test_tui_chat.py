@@ -304,6 +304,19 @@ async def test_a_long_answer_scrolls() -> None:
         assert "below" not in seen(app)
 
 
+async def test_nothing_is_left_of_another_conversation() -> None:
+    """Though it was on the screen when the view was left."""
+    async with dashboard(source := pool()) as app:
+        await command(app, "chat")
+        stream = await ask(app, source, "count")
+        stream.say("line\n" * 40)
+        await settle(app)
+        await press(app, "escape", "4", "down", "c")
+        assert screen(app)[2].startswith(" b  loaded on 0")
+        assert "Nothing was said yet." in screen(app)[4]
+        assert "line" not in "".join(screen(app)[5:-2])
+
+
 async def test_a_paste_is_one_line() -> None:
     """All of it, and no control characters."""
     async with dashboard(source := pool()) as app:
