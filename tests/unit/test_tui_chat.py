@@ -115,6 +115,20 @@ async def test_where_a_request_is_is_seen_meanwhile() -> None:
         assert "there is nothing here to describe" in notified(app)
 
 
+async def test_of_many_switches_the_last_are_named() -> None:
+    """As many as there is room for."""
+    async with dashboard(source := pool(), size=(60, 24)) as app:
+        await command(app, "chat")
+        stream = await ask(app, source, "Hi")
+        stream.begin("mine")
+        source.say(notice(1, "request_arrived", id="mine", model="a"))
+        source.say(delta({"requests": {"mine": request("mine", "a")}}))
+        for number in range(2, 12):
+            source.say(notice(number, "model_switched", instance=0, model=f"model-{number}"))
+        await settle(app)
+        assert "10 switches on instance 0: … model-9, model-10, model-11\n" in seen(app)
+
+
 async def test_what_is_typed_is_text_until_escape() -> None:
     """Digits, colons and question marks; then keys are the view's again, and Tab always."""
     async with dashboard(source := pool()) as app:

@@ -27,7 +27,8 @@ MOST_NAMED = 8
 def account(answer: Answer, sight: Sight, width: int) -> list[Line]:
     """No longer than `width` cells, where no word is."""
     lines = _stands(answer, sight, width)
-    for parts in (_speed(answer, sight), _phases(answer, sight), _switches(answer.journey, sight)):
+    switches = _switches(answer.journey, sight, width)
+    for parts in (_speed(answer, sight), _phases(answer, sight), switches):
         lines += _flow(parts, width)
     return lines
 
@@ -91,16 +92,25 @@ def _phases(answer: Answer, sight: Sight) -> list[Line]:
     return parts
 
 
-def _switches(journey: Journey, sight: Sight) -> list[Line]:
-    """Which models had their turns meanwhile, where it was computed."""
+def _switches(journey: Journey, sight: Sight, width: int) -> list[Line]:
+    """Which models had their turns meanwhile, where it was computed; by name the last ones, as many
+    as there is room for."""
     look = sight.look
     parts: list[Line] = []
     for instance in journey.instances:
         models = [one.model for one in journey.switches if one.instance == instance]
         count = {0: "no switch", 1: "1 switch"}.get(len(models), f"{len(models)} switches")
-        line: Line = [(f"{count} on instance {instance}", look.dim)]
-        for place, model in enumerate(models[-MOST_NAMED:]):
-            between = ", " if place else ": … " if len(models) > MOST_NAMED else ": "
+        told = f"{count} on instance {instance}"
+        names: list[str] = []
+        room = width - cell_len(told) - len(": … ")
+        for model in reversed(models):
+            room -= cell_len(model) + len(", ") * bool(names)
+            if room < 0 or len(names) == MOST_NAMED:
+                break
+            names.insert(0, model)
+        line: Line = [(told, look.dim)]
+        for place, model in enumerate(names):
+            between = ", " if place else ": … " if len(names) < len(models) else ": "
             line += [(between, look.dim), (model, colour_of(model, sight))]
         parts.append(line)
     if journey.missed and parts:
