@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from datetime import UTC, datetime
@@ -16,25 +15,30 @@ from appliance.client import fail
 from appliance.config import load_config
 from appliance.configoption import config_option
 from appliance.errors import ConfigError, KeysError
-from appliance.keys import Key, KeyFile, Scope, digest, new_secret
+from appliance.keys import (
+    Key,
+    KeyFieldError,
+    KeyFile,
+    NewKey,
+    Scope,
+    lifetime_seconds,
+    make_key,
+)
 from appliance.printing import json_option, print_json, print_table
 from appliance.vocabulary import RequestClass
 
-_UNIT_SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
-
-class Lifetime(click.ParamType[float]):
-    """A duration in seconds: 30d, 12h, 90m."""
+class Lifetime(click.ParamType[str]):
+    """A duration: 30d, 12h, 90m."""
 
     name = "duration"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        match = re.fullmatch(r"(\d{1,6})([mhd])", value)
-        if match is None or not int(match[1]):
-            self.fail(f"{value!r} is not a duration, such as 30d, 12h or 90m", param, ctx)
-        return float(int(match[1]) * _UNIT_SECONDS[match[2]])
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            lifetime_seconds(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
 
 
 its_config = config_option(
@@ -81,7 +85,7 @@ def create(
     models: tuple[str, ...],
     classes: tuple[str, ...],
     slo: bool,
-    lifetime: float | None,
+    lifetime: str | None,
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
     concurrency: int | None,
@@ -90,27 +94,22 @@ def create(
     as_json: bool,
 ) -> None:
     """Make the key NAME, and print it: this is the only time that it is shown."""
-    keys, secret, now = _keys(config, file), new_secret(), time.time()
-    fields = {
-        "name": name,
-        "sha256": digest(secret),
-        "created_seconds": now,
-        "expires_seconds": None if lifetime is None else now + lifetime,
-        "scopes": tuple(dict.fromkeys(scopes)),
-        "models": tuple(dict.fromkeys(models)),
-        "classes": tuple(dict.fromkeys(classes)) or tuple(RequestClass),
-        "slo": slo,
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "concurrency": concurrency,
-    }
+    keys = _keys(config, file)
+    wanted = NewKey(
+        name=name,
+        scopes=tuple(map(Scope, scopes)),
+        models=models,
+        classes=tuple(map(RequestClass, classes)) or tuple(RequestClass),
+        slo=slo,
+        expires=lifetime,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        concurrency=concurrency,
+    )
     try:
-        made = msgspec.convert(fields, Key)
-    except msgspec.ValidationError as error:
-        raise click.BadParameter(
-            "begins with a letter or a digit, and has at most 64 of them and of ._@-",
-            param_hint="NAME",
-        ) from error
+        made, secret = make_key(wanted, time.time())
+    except KeyFieldError as error:
+        raise click.BadParameter(error.wrong, param_hint=error.field.upper()) from error
     try:
         keys.add(made)
     except KeysError as error:

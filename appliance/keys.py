@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,34 @@ _VERSION: Final = 1
 
 log = logging.getLogger(__name__)
 
+_LIFETIME: Final = re.compile(r"([0-9]{1,6})([mhd])")
+_LIFETIME_SECONDS: Final = {"m": 60, "h": 3600, "d": 86_400}
+
 _Limit = Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class KeyExists(KeysError):
+    """There is a key of this name already."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a key {name!r} already")
+
+
+class KeyNotFound(KeysError):
+    """There is no key of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no key {name!r}")
+
+
+class KeyFieldError(KeysError):
+    """No key can be as it is wanted: what is wrong with one of its fields, and how it would be
+    right."""
+
+    def __init__(self, field: str, wrong: str) -> None:
+        super().__init__(f"{field}: {wrong}")
+        self.field = field
+        self.wrong = wrong
 
 
 class Scope(StrEnum):
@@ -71,6 +99,54 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def allows(self, model: ModelName) -> bool:
         return not self.models or model in self.models
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key as it is wanted; what is left out is as `Key` has it."""
+
+    name: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"})]
+    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = (Scope.INFER,)
+    models: tuple[ModelName, ...] = ()
+    """Empty: every model."""
+    classes: Annotated[tuple[RequestClass, ...], Meta(min_length=1)] = tuple(RequestClass)
+    slo: bool = False
+    expires: Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,6}[mhd]$"})] | None = None
+    """After so long: ``30d``, ``12h``, ``90m``; never if it is left out."""
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrency: _Limit | None = None
+
+
+def lifetime_seconds(text: str) -> float:
+    """What ``30d``, ``12h`` or ``90m`` comes to. Raises `ValueError` with what is expected."""
+    match = _LIFETIME.fullmatch(text)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text[:40]!r} is not a duration, such as 30d, 12h or 90m")
+    return float(int(match[1]) * _LIFETIME_SECONDS[match[2]])
+
+
+def make_key(wanted: NewKey, now: float) -> tuple[Key, str]:
+    """A key made at the Unix time `now`, which is in no file yet, and its secret, which will be in
+    none. Raises `KeyFieldError`."""
+    secret = new_secret()
+    try:
+        expires = None if wanted.expires is None else now + lifetime_seconds(wanted.expires)
+    except ValueError as error:
+        raise KeyFieldError("expires", str(error)) from error
+    fields = {
+        **{name: getattr(wanted, name) for name in wanted.__struct_fields__ if name != "expires"},
+        "scopes": tuple(dict.fromkeys(wanted.scopes)),
+        "models": tuple(dict.fromkeys(wanted.models)),
+        "classes": tuple(dict.fromkeys(wanted.classes)),
+        "sha256": digest(secret),
+        "created_seconds": now,
+        "expires_seconds": expires,
+    }
+    try:
+        return msgspec.convert(fields, Key), secret
+    except msgspec.ValidationError as error:
+        rule = "begins with a letter or a digit, and has at most 64 of them and of ._@-"
+        raise KeyFieldError("name", rule) from error
 
 
 class _Keys(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -122,19 +198,21 @@ class KeyFile:
         return tuple(found.keys)
 
     def add(self, key: Key) -> None:
-        """Raises `KeysError` if its name is taken, or the file cannot be written."""
+        """Raises `KeyExists`, or `KeysError` if there are too many or the file cannot be
+        written."""
         with self._locked():
             self._write([*self.read(), key])
 
     def remove(self, name: str) -> Key:
-        """The key that was removed. Raises `KeysError` if there is none of this name."""
+        """The key that was removed. Raises `KeyNotFound`, or `KeysError` if the file cannot be
+        written."""
         with self._locked():
             keys = self.read()
             for key in keys:
                 if key.name == name:
                     self._write([other for other in keys if other is not key])
                     return key
-        raise KeysError(f"there is no key {name!r}")
+        raise KeyNotFound(name)
 
     def _check(self, keys: Sequence[Key]) -> None:
         if len(keys) > MAX_KEYS:
@@ -142,7 +220,7 @@ class KeyFile:
         names: set[str] = set()
         for key in keys:
             if key.name in names:
-                raise KeysError(f"there is a key {key.name!r} already")
+                raise KeyExists(key.name)
             names.add(key.name)
 
     @contextmanager
@@ -150,8 +228,7 @@ class KeyFile:
         """Others who change the file wait. This one is replaced, so the lock is on another."""
         lock = self.path.with_name(f"{self.path.name}.lock")
         try:
-            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(lock, flags, _MODE)
+            descriptor = _open_lock(lock)
         except OSError as error:
             raise KeysError(f"{lock}: cannot be written: {error.strerror}") from error
         try:
@@ -170,9 +247,7 @@ class KeyFile:
             temporary = Path(name)
             with os.fdopen(descriptor, "wb") as stream:
                 stream.write(data)
-                if os.geteuid() == 0:  # the daemon may be somebody else, and has to read it
-                    owner = (self.path if self.path.exists() else self.path.parent).stat()
-                    os.fchown(stream.fileno(), owner.st_uid, owner.st_gid)
+                _hand_over(stream.fileno(), self.path if self.path.exists() else self.path.parent)
                 stream.flush()
                 os.fsync(stream.fileno())
             temporary.replace(self.path)
@@ -181,6 +256,24 @@ class KeyFile:
                 temporary.unlink(missing_ok=True)
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
         _sync(self.path.parent)
+
+
+def _open_lock(lock: Path) -> int:
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(lock, flags | os.O_EXCL, _MODE)
+    except FileExistsError:
+        return os.open(lock, flags, _MODE)
+    _hand_over(descriptor, lock.parent)
+    return descriptor
+
+
+def _hand_over(made: int, owned: Path) -> None:
+    """If root made a file, give it to the owner of another: the daemon may be somebody else, and
+    has to read keys and to change them."""
+    if os.geteuid() == 0:
+        owner = owned.stat()
+        os.fchown(made, owner.st_uid, owner.st_gid)
 
 
 def _sync(directory: Path) -> None:
@@ -198,7 +291,7 @@ class KeyRing:
 
     def __init__(self, path: Path) -> None:
         """Raises `KeysError` if there is a file that cannot be read."""
-        self._file = KeyFile(path)
+        self.file = KeyFile(path)
         self._seen = self._look()
         self._refused: object = None
         """What the file was when it could not be read, so that it is said once."""
@@ -208,6 +301,11 @@ class KeyRing:
     def on_change(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Have `listener` called with the hashes of all keys when they have changed."""
         self._listeners.append(listener)
+
+    def all(self) -> tuple[Key, ...]:
+        """The keys in the order of the file, also expired ones."""
+        self._refresh()
+        return tuple(self._keys.values())
 
     def find(self, secret: str, now: float) -> Key | None:
         """The key that `secret` is, if it is one and the Unix time `now` is before its end."""
@@ -245,10 +343,10 @@ class KeyRing:
 
     def _look(self) -> tuple[int, ...] | None:
         try:
-            found = self._file.path.stat()
+            found = self.file.path.stat()
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
     def _by_digest(self) -> dict[str, Key]:
-        return {key.sha256: key for key in self._file.read()}
+        return {key.sha256: key for key in self.file.read()}

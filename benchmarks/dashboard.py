@@ -3,7 +3,10 @@
     python -m benchmarks.dashboard [--seconds 20]
 
 Every view is shown for so long, without a terminal. Printed are its share of one core (time of the
-process, not of the clock), how often it was brought up to date, and the most memory at the end.
+process, not of the clock) and how often it was brought up to date. Then keys are pressed while all
+that goes on: digits one after the other, each timed until its view is there, and whole commands at
+once, as fast fingers and pasted text come. Printed is how many had their effect. At last the most
+memory.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ import argparse
 import asyncio
 import random
 import resource
+import statistics
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from textual import events
 
 from tui.app import Dashboard
 from tui.messages import Document, Kind, Message, Piece, Refused
@@ -25,6 +31,11 @@ EVENTS_PER_SECOND = 500
 DELTAS_PER_SECOND = 4
 SIZE = (160, 48)
 WARM_SECONDS = 2.0
+SLABS, RUNS = 8192, 400
+"""Of each pool: what it is cut in, and pieces that have one owner."""
+LOST_SECONDS: Final = 2.0
+"""A key that had no effect by then never has one."""
+COMMANDS: Final = 40
 
 
 class Busy:
@@ -56,11 +67,23 @@ class Busy:
             yield Message(now, Kind.DELTA, {"unix_seconds": now, "patch": self._patch(now)})
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
+        if path.endswith("/slabs"):
+            return self._slabs()
         raise Refused("nobody answers")
 
     async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
         raise Refused("nobody answers")
         yield
+
+    def _slabs(self) -> Document:
+        """A pool that is torn to pieces."""
+        owners = [{"name": "free", "moving": False}]
+        owners += [{"name": f"{kind}:{name}", "moving": moving} for name in self._names[:6]
+                   for kind in ("weights", "kv") for moving in (False, True)]  # fmt: skip
+        cuts = sorted(self._dice.sample(range(1, SLABS), RUNS - 1))
+        sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, SLABS], strict=True)]
+        runs = [[self._dice.randrange(len(owners)), size] for size in sizes]
+        return {"slab_bytes": 2 << 20, "owners": owners, "runs": runs}
 
     def _model(self) -> str:
         return self._dice.choice(self._names)
@@ -130,6 +153,47 @@ class Counted(Dashboard):
         super().refresh_shown()
 
 
+async def until(holds: Callable[[], bool]) -> float | None:
+    """Seconds until it holds; None if that is not to be waited for any more."""
+    began = time.perf_counter()
+    while not holds():
+        if time.perf_counter() - began > LOST_SECONDS:
+            return None
+        await asyncio.sleep(0.001)
+    return time.perf_counter() - began
+
+
+async def press_digits(app: Dashboard, seconds: float) -> None:
+    """Each as soon as the view of the one before is there."""
+    found: list[float | None] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for digit, kind in enumerate(VIEWS[:9], start=1):
+            app.post_message(events.Key(str(digit), str(digit)))
+            found.append(await until(lambda kind=kind: isinstance(app.view, kind)))  # type: ignore[misc]
+    took = [seconds * 1e3 for seconds in found if seconds is not None]
+    print(
+        f"{'digits':10} {len(found)} pressed, {len(found) - len(took)} without effect; "
+        f"median {statistics.median(took):.0f} ms, at most {max(took):.0f} ms"
+    )
+
+
+async def type_commands(app: Dashboard) -> None:
+    """Every letter of a command, and Enter, before the first of them was looked at."""
+    pressed = lost = 0
+    for number in range(COMMANDS):
+        kind = VIEWS[(number + 1) % len(VIEWS)]
+        text = f":{kind.names[0]}"
+        for character in text:
+            name = "colon" if character == ":" else character
+            app.post_message(events.Key(name, character))
+        app.post_message(events.Key("enter", "\r"))
+        pressed += len(text) + 1
+        if await until(lambda kind=kind: isinstance(app.view, kind)) is None:  # type: ignore[misc]
+            lost += 1
+    print(f"{'commands':10} {COMMANDS} of {pressed} keys, {lost} without effect")
+
+
 async def measure(seconds: float) -> None:
     app = Counted(Busy())
     async with app.run_test(size=SIZE):
@@ -142,6 +206,8 @@ async def measure(seconds: float) -> None:
             took = (time.process_time() - cpu) / passed
             often = (app.updates - updates) / passed
             print(f"{kind.title:10} {took:6.1%} of a core, {often:.1f} updates/s")
+        await press_digits(app, seconds)
+        await type_commands(app)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{'memory':10} {most / 1024:6.0f} MiB")
 

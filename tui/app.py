@@ -22,13 +22,13 @@ from textual.widgets import ContentSwitcher
 from tui.asking import Ask, Asking
 from tui.bars import Header, Hints, Tabs
 from tui.canvas import Line
-from tui.dialogs import Form, Page, Question
+from tui.dialogs import Form, Page, Question, SecretPage
 from tui.look import LOOKS
 from tui.messages import Kind, Message, Refused, Source
 from tui.prompt import Command, Prompt
 from tui.recording import NoRecording, Recorder
 from tui.state import State
-from tui.view import Action, Given, Sight, View, raw, told
+from tui.view import Action, Given, Secret, Sight, View, raw, told
 from tui.views import VIEWS
 
 TICK_SECONDS = 0.25
@@ -73,7 +73,13 @@ class Dashboard(App[None]):
         Binding("shift+tab", "next_view(-1)", show=False, priority=True),
         Binding("ctrl+s", "save", show=False, priority=True),
         Binding("ctrl+c", "interrupt", show=False, priority=True),
-    ]
+        # What decides whom the next key is for has to be done before that is looked at: keys may
+        # come faster than they are handled.
+        Binding("colon", "prompt(':')", show=False, priority=True),
+        Binding("slash", "prompt('/')", show=False, priority=True),
+        *(Binding(digit, f"numbered_view('{digit}')", show=False, priority=True)
+          for digit in "1234567890"),
+    ]  # fmt: skip
 
     def __init__(
         self,
@@ -218,12 +224,12 @@ class Dashboard(App[None]):
         self._hints.show(sight, view, readonly=self.readonly)
         if isinstance(self.screen, Page):
             self.screen.show(sight)
+        self._ask()  # it may need something else now
 
     def show_view(self, name: str) -> None:
         self.query_one(ContentSwitcher).current = name
-        self.view.focus()
+        self.screen_stack[0].set_focus(self.view)  # now: the next key is for it
         self._asking.outdate(self.view.asks)
-        self._ask()
         self.refresh_shown()
 
     def show_page(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
@@ -251,7 +257,6 @@ class Dashboard(App[None]):
             return
         character = event.character or ""
         keys: dict[str, Callable[[], object]] = {
-            ":": partial(self._prompt_for, ":"), "/": partial(self._prompt_for, "/"),
             "?": self._help, "q": self.exit, "d": self._describe, "y": self._raw,
             "s": partial(self._on_view, lambda view: view.sort_by(None)), "enter": self._detail,
             "space": partial(self._on_view, lambda view: view.mark()),
@@ -260,8 +265,6 @@ class Dashboard(App[None]):
         action = next((one for one in self.view.actions if one.key in (character, event.key)), None)
         if action is not None:
             self.act(action)
-        elif character.isdigit() and 0 < (int(character) or 10) <= len(self._views):
-            self.show_view(self._views[(int(character) or 10) - 1].names[0])
         elif (do := keys.get(character, keys.get(event.key))) is not None:
             do()
         else:
@@ -282,9 +285,13 @@ class Dashboard(App[None]):
         self.show_view(message.view)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Tab belongs to whoever lies over the view, or is being typed in."""
+        """Some keys belong to whoever lies over the view, or is being typed in."""
         if action == "next_view":
             return self._keys_are_ours
+        if action in ("prompt", "numbered_view"):
+            key = str(parameters[0])
+            typed = self.focused is not None and self.focused.check_consume_key(key, key)
+            return self._keys_are_ours and not typed
         return super().check_action(action, parameters)
 
     @property
@@ -295,6 +302,11 @@ class Dashboard(App[None]):
     def action_next_view(self, by: int) -> None:
         place = self._views.index(self.view) + by
         self.show_view(self._views[place % len(self._views)].names[0])
+
+    def action_numbered_view(self, digit: str) -> None:
+        number = int(digit) or 10
+        if number <= len(self._views):
+            self.show_view(self._views[number - 1].names[0])
 
     def action_interrupt(self) -> None:
         if not (self._shows and self._keys_are_ours and self.view.interrupt()):
@@ -322,13 +334,14 @@ class Dashboard(App[None]):
     def _filter_by(self, text: str) -> None:
         self._on_view(lambda view: view.filter_by(text))
 
-    def _prompt_for(self, sign: str) -> None:
+    def action_prompt(self, sign: str) -> None:
+        """For a command (`:`), or a filter (`/`)."""
         self._hints.display = False
         self._prompt.open(sign)
 
     def on_prompt_closed(self) -> None:
         self._hints.display = True
-        self.view.focus()
+        self.screen_stack[0].set_focus(self.view)
 
     def on_prompt_filtered(self, message: Prompt.Filtered) -> None:
         self._filter_by(message.text)
@@ -461,7 +474,7 @@ class Dashboard(App[None]):
             here = row[1] if row is not None and known else {}
             fields = {field: field.now(here) for field in action.fields}
             self.push_screen(
-                Form(f"{action.name} {_some(keys)}".strip(), fields),
+                Form(f"{action.name} {_some(keys)}".strip(), fields, action.left_empty),
                 partial(self._filled, action, keys),
             )
         elif action.question is None:
@@ -487,10 +500,17 @@ class Dashboard(App[None]):
             except Refused as refusal:
                 self.notify(f"{key or action.name}: {refusal}", severity="error")
             else:
-                self.notify(done)
+                self._tell(done)
         if self._shows:
             self._asking.outdate(self.view.asks)
             self._ask()
+
+    def _tell(self, done: str | Secret) -> None:
+        """What was done; what is told once goes to a page of its own, and nowhere else."""
+        if isinstance(done, Secret):
+            self.push_screen(SecretPage(done.title, done.text))
+            done = done.done
+        self.notify(done)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The commands that need nothing more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from textual import events
 from textual.message import Message
 
@@ -14,7 +14,9 @@ from tui.canvas import Canvas, Line, plain
 from tui.messages import Source
 from tui.view import Sight, View
 
-SHORT = 4
+TITLES = ((None, " "), (4, " "), (3, ""), (2, ""), (1, ""))
+"""How titles of views are written where there is less and less room: so many letters of them, None
+for all, and what stands behind."""
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
@@ -82,26 +84,38 @@ class Tabs(Canvas):
 
     def show(self, sight: Sight, views: Sequence[View], current: View) -> None:
         width = self.size.width
-        line = self._titles(sight, views, current, short=False)
-        if cell_len(plain(line)) > width:
-            line = self._titles(sight, views, current, short=True)
+        status = current.status()
+        for letters, gap in TITLES:
+            line = self._titles(sight, views, current, status, letters, gap)
+            if (over := cell_len(plain(line)) - width) <= 0:
+                break
+        else:
+            room = max(0, cell_len(status) - over - 1)
+            status = f"{set_cell_size(status, room)}…" if status else ""
+            line = self._titles(sight, views, current, status, letters, gap)
         self._ends, end = [], 0
         for view, (text, _) in zip(views, line, strict=True):
             end += cell_len(text)
             self._ends.append((end, view.names[0]))
         self.paint([line])
 
-    def _titles(self, sight: Sight, views: Sequence[View], current: View, *, short: bool) -> Line:
+    def _titles(
+        self,
+        sight: Sight,
+        views: Sequence[View],
+        current: View,
+        status: str,
+        letters: int | None,
+        gap: str,
+    ) -> Line:
         line: Line = []
         for place, view in enumerate(views, start=1):
             digit = f"{place % 10} " if place <= 10 else ""
             if view is current:
-                status = view.status()
                 told = f" ({status})" if status else ""
                 line.append((f" {digit}{view.title}{told} ", "bold reverse"))
             else:
-                title = view.title[:SHORT] if short else view.title
-                line.append((f" {digit}{title} ", sight.look.dim))
+                line.append((f" {digit}{view.title[:letters]}{gap}", sight.look.dim))
         return line
 
     def on_click(self, event: events.Click) -> None:

@@ -1,4 +1,4 @@
-"""What lies over a view: a page to read, a question to answer, a form to fill in."""
+"""What lies over a view: a page to read, a secret, a question to answer, a form to fill in."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 
 from textual import events
 from textual.app import ComposeResult
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Label, Static
 
 from tui.canvas import Canvas, Line
 from tui.view import Field, Sight
+
+MOST_SPACED = 5
+"""Fields of a form that stand apart from each other; more of them are close together."""
 
 
 class Page(ModalScreen[None]):
@@ -80,6 +83,36 @@ class Page(ModalScreen[None]):
         self._paint()
 
 
+class SecretPage(ModalScreen[None]):
+    """A secret to be copied, on a line of its own. Escape alone leaves it: another key may have
+    been meant for what was there before."""
+
+    CSS = """
+    SecretPage { align: center middle; }
+    SecretPage > Static {
+        width: auto; max-width: 100%; height: auto;
+        border: round $warning; background: $surface; padding: 1 2;
+    }
+    """
+
+    def __init__(self, title: str, secret: str) -> None:
+        super().__init__()
+        self._title = title
+        self._secret = secret
+
+    def compose(self) -> ComposeResult:
+        words = "This is the only time that it is shown. With Shift, the mouse selects it."
+        box = Static(f"{self._secret}\n\n{words}", markup=False)
+        box.border_title = Content(self._title)
+        box.border_subtitle = "Esc"
+        yield box
+
+    def on_key(self, event: events.Key) -> None:
+        event.stop()
+        if event.key == "escape":
+            self.dismiss()
+
+
 class Question(ModalScreen[bool]):
     """Yes or no; whatever is not a yes is a no."""
 
@@ -113,33 +146,36 @@ class Form(ModalScreen[Mapping[str, str]]):
 
     CSS = """
     Form { align: center middle; }
-    Form > Vertical {
-        width: 70; max-width: 90%; height: auto;
+    Form > VerticalScroll {
+        width: 70; max-width: 90%; height: auto; max-height: 100%;
         border: round $primary; background: $surface; padding: 1 2;
     }
     Form Label { color: $foreground; }
     Form Input { background: $panel; margin-bottom: 1; }
+    Form.many > VerticalScroll { padding: 0 2; }
+    Form.many Input { margin-bottom: 0; }
     """
 
-    def __init__(self, title: str, fields: Mapping[Field, str]) -> None:
-        """`fields` with what holds now; a field that is left empty stays as it is."""
-        super().__init__()
+    def __init__(self, title: str, fields: Mapping[Field, str], left_empty: str) -> None:
+        """`fields` with what holds now; `left_empty` says what becomes of one that is left so."""
+        super().__init__(classes="many" if len(fields) > MOST_SPACED else "")
         self._title = title
         self._now = fields
+        self._left_empty = left_empty
         self._inputs = {
             field.name: Input(placeholder=f"now {now}" if now else "", compact=True)
             for field, now in fields.items()
         }
 
     def compose(self) -> ComposeResult:
-        box = Vertical()
+        box = VerticalScroll(can_focus=False)
         box.border_title = Content(self._title)
         box.border_subtitle = "Enter  do it      Esc  leave it"
         with box:
             for field in self._now:
                 yield Label(f"{field.name}: {field.help}", markup=False)
                 yield self._inputs[field.name]
-            yield Label("What is left empty stays as it is.")
+            yield Label(f"What is left empty {self._left_empty}.")
 
     def on_mount(self) -> None:
         next(iter(self._inputs.values())).focus()

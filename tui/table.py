@@ -70,6 +70,10 @@ class TableView(View):
         """What is said where there are no rows."""
         return ""
 
+    def faded(self, key: str, row: Document, sight: Sight) -> bool:
+        """Whether a row matters little: it is painted dim."""
+        return False
+
     def compose(self) -> ComposeResult:
         yield self._canvas
 
@@ -119,11 +123,12 @@ class TableView(View):
         visible = self._shown[self._top : self._top + max(0, height - 1)]
         cells = [
             [
-                (column.text(value), column.style(value, sight))
+                (column.text(value), sight.look.dim if faded else column.style(value, sight))
                 for column in self.columns
                 for value in (column.value(key, row, sight),)
             ]
             for key, row in visible
+            for faded in (self.faded(key, row, sight),)
         ]
         for place, column in enumerate(self.columns):
             widest = max([cell_len(row[place][0]) for row in cells], default=0)

@@ -36,23 +36,34 @@ Given: TypeAlias = Mapping[str, str]
 """What was told, by the names of fields; those that were left empty are not in it."""
 
 
+class Secret(NamedTuple):
+    """What an action came to that is to be read once: `done` is what was done, in words, `text` the
+    secret, under its `title`. It is on the screen until that is left, and kept nowhere."""
+
+    done: str
+    title: str
+    text: str
+
+
 class Action(NamedTuple):
     """Something that can be done to rows: by its key, as a command, in the palette.
 
     `do` is called for each marked row, or the one under the cursor, with the source, the row's key
-    and what was given; it returns what was done, in words, or raises `Refused`. With a `question`
-    that is asked first; ``{}`` in it are the rows. With `fields` a form asks for them, or the
-    command has them (``:limit ttft=5s``).
+    and what was given; it returns what was done, in words, or a `Secret`, or raises `Refused`. With
+    a `question` that is asked first; ``{}`` in it are the rows. With `fields` a form asks for them,
+    or the command has them (``:limit ttft=5s``).
     """
 
     key: str
     name: str
     help: str
-    do: Callable[[Source, str, Given], Awaitable[str]]
+    do: Callable[[Source, str, Given], Awaitable[str | Secret]]
     question: str | None = None
     fields: tuple[Field, ...] = ()
     each_row: bool = True
     """Else it is no row's: it is done once, with no key."""
+    left_empty: str = "stays as it is"
+    """What becomes of a field that is left empty."""
 
 
 class View(Widget):
@@ -68,8 +79,9 @@ class View(Widget):
     help: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Keys of its own, and what they do."""
     actions: ClassVar[tuple[Action, ...]] = ()
-    asks: ClassVar[tuple[Ask, ...]] = ()
-    """What it needs beside the state; it is found in `State.answer`."""
+    asks: tuple[Ask, ...] = ()
+    """What it needs beside the state; it is found in `State.answer`. May change with what is shown
+    of it."""
 
     can_focus = True
 

@@ -49,6 +49,12 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/api/models"): {"name": "mine", "path": "downloads/new", "max_context": 128},
     ("post", "/api/instances/{name}/quarantine"): {"reason": "its fan is loud"},
     ("put", "/api/models/{name}/limits"): {"slo": {"ttft": "5s", "tbt": "100ms"}, "max_queue": 20},
+    ("post", "/api/keys"): {
+        "name": "ci",
+        "models": ["small"],
+        "expires": "30d",
+        "requests_per_minute": 60,
+    },
     ("put", "/api/policies"): {"use": ["serverlessllm"]},
     ("put", "/api/log-level"): {"level": "info"},
 }

@@ -18,6 +18,7 @@ from appliance.api.events import event_routes
 from appliance.api.files import file_routes
 from appliance.api.gate import MAX_WAIT_SECONDS, MAX_WAITING, gated
 from appliance.api.instances import instance_routes
+from appliance.api.keys import key_routes
 from appliance.api.models import model_admin_routes
 from appliance.api.ollama import ollama_routes
 from appliance.api.ollama_catalogue import ollama_catalogue_routes
@@ -81,6 +82,7 @@ def create_app(
             *policy_routes(service),
             *request_routes(service),
             *instance_routes(service),
+            *key_routes(service, access),
             *model_admin_routes(service, settings),
             *([] if settings is None else config_routes(service, settings)),
             *([] if settings is None else catalogue_routes(service, settings)),

@@ -9,12 +9,13 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.errors import ApiError, BadRequest
-from appliance.api.keymetrics import KeyMetrics
+from appliance.api.keymetrics import KeyMetrics, KeyUse
 from appliance.api.service import AskedSlo
 from appliance.keys import Key, KeyRing
 from appliance.keys import Scope as KeyScope
@@ -135,10 +136,10 @@ class Access:
         """`clock` measures rates, `wall_clock` tells the end of keys. With `open_metrics` nobody
         needs a key for the metrics."""
         self.clock = clock
-        self._keys = keys
+        self.wall_clock = wall_clock
+        self.keys = keys
         self._local = local
         self._open_metrics = open_metrics
-        self._wall_clock = wall_clock
         self._meters: dict[str, Meter] = {}
         self.metrics = KeyMetrics()
         """What keys have had; nothing where there are none."""
@@ -147,7 +148,7 @@ class Access:
 
     def caller(self, scope: Scope, needed: KeyScope) -> Caller:
         """Who sent a request. Raises `Unauthorized` and `Forbidden`."""
-        keys = self._keys
+        keys = self.keys
         if scope.get(OPERATOR_MARK):
             return self._with_slo(scope, None)
         if keys is None:
@@ -157,7 +158,7 @@ class Access:
         secret = _secret(scope)
         if secret is None:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
-        key = keys.find(secret, self._wall_clock())
+        key = keys.find(secret, self.wall_clock())
         if key is None:
             raise Unauthorized("the API key is not valid: unknown, revoked or expired")
         if needed not in key.scopes:
@@ -169,7 +170,7 @@ class Access:
         who needed none; None if that key is not valid any more."""
         if not owner:
             return NOBODY
-        key = None if self._keys is None else self._keys.known(owner, self._wall_clock())
+        key = None if self.keys is None else self.keys.known(owner, self.wall_clock())
         if key is None or KeyScope.INFER not in key.scopes:
             return None
         return Caller(self._meter(key), waits=False, bill=[])
@@ -183,6 +184,13 @@ class Access:
             self.metrics.ended(caller.key.name, *used)
         caller.bill.clear()
 
+    def use_of(self, key: Key) -> KeyUse | None:
+        """What a key has had; None if nobody has shown it since the daemon began."""
+        meter = self._meters.get(key.sha256)
+        if meter is None:
+            return None
+        return msgspec.structs.replace(self.metrics.use(key.name), live=meter.live)
+
     def is_open(self, path: str) -> bool:
         """Whether nobody needs a key for an endpoint."""
         return scope_of(path) is None or (path == _METRICS and self._open_metrics)
@@ -190,7 +198,7 @@ class Access:
     @property
     def has_keys(self) -> bool:
         """Whether clients need a key."""
-        return self._keys is not None
+        return self.keys is not None
 
     def _with_slo(self, scope: Scope, meter: Meter | None) -> Caller:
         header = _header(scope, SLO_HEADER.encode())

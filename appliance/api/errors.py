@@ -18,9 +18,11 @@ from appliance.api.service import (
     PolicyNotActive,
     QueueFull,
     RequestNotFound,
+    SlabsUnanswered,
 )
 from appliance.api.settings import FilesLeft, NotSaved
-from appliance.errors import CheckpointError, ConfigError, PolicyChoiceError, PullError
+from appliance.errors import CheckpointError, ConfigError, KeysError, PolicyChoiceError, PullError
+from appliance.keys import KeyExists, KeyFieldError, KeyNotFound
 from appliance.tokens import ChatTemplateMissing, ChatTemplateRefused
 
 log = logging.getLogger(__name__)
@@ -99,6 +101,9 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(409, str(error), param="name", code="model_exists")
         case InstanceNotFound():
             return ApiError(404, str(error), param="number", code="instance_not_found")
+        case SlabsUnanswered():
+            message = f"{error}; try again later"
+            return ApiError(503, message, code="slabs_unanswered", headers={"Retry-After": "1"})
         case RequestNotFound():
             return ApiError(404, str(error), param="id", code="request_not_found")
         case QueueFull() | ModelQueueFull():
@@ -118,6 +123,15 @@ def as_api_error(error: BaseException) -> ApiError:
         case CheckpointError() | PullError():
             return ApiError(422, str(error), param="path", code="checkpoint")
         case NotSaved():
+            return ApiError(409, f"{error}; nothing was changed", code="not_saved")
+        case KeyNotFound():
+            return ApiError(404, str(error), param="name", code="key_not_found")
+        case KeyExists():
+            message = f"{error}; take another name, or revoke it first"
+            return ApiError(409, message, param="name", code="key_exists")
+        case KeyFieldError():
+            return BadRequest(str(error), error.field)
+        case KeysError():
             return ApiError(409, f"{error}; nothing was changed", code="not_saved")
         case NothingPrevious():
             return ApiError(409, str(error), code="nothing_previous")

@@ -22,6 +22,7 @@ from appliance.api.config import LogLevel, ModelLimits
 from appliance.api.errors import ErrorBody
 from appliance.api.instances import QuarantineReason
 from appliance.api.jsonanswers import json_answer
+from appliance.api.keys import Keys, MadeKey, RevokedKey, ShownKey
 from appliance.api.service import (
     Activity,
     InstanceActivity,
@@ -32,7 +33,9 @@ from appliance.api.service import (
 )
 from appliance.api.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
 from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
+from appliance.keys import NewKey
 from appliance.policywords import PolicyChoice, PolicyReport
+from appliance.slabwords import SlabMap
 
 REFERENCE: Final = "#/components/schemas/{name}"
 CANNOT_BE_READ: Final = 400
@@ -107,6 +110,8 @@ class Operation:
     answer: type | None
     body: type | None = None
     refusals: tuple[int, ...] = ()
+    success: int = 200
+    """What a success is answered with."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Flags in the query, and what each means."""
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -134,6 +139,11 @@ OPERATIONS: Final = (
         "post", "/api/instances/{name}/release", "Have it serve again.", InstanceActivity,
         refusals=(404,),
     ),
+    Operation(
+        "get", "/api/instances/{name}/slabs", "Which slab of its pool is whose.", SlabMap,
+        refusals=(404, 503),
+    ),
+    Operation("get", "/api/host/slabs", "Which slab of the host cache is whose.", SlabMap),
     Operation("get", "/api/models", "List the models.", Models),
     Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
     Operation(
@@ -175,6 +185,15 @@ OPERATIONS: Final = (
     Operation(
         "put", "/api/models/{name}/limits", "Set its promises and its queue.", ModelActivity,
         ModelLimits, (CANNOT_BE_READ, 404, 409, CANNOT_BE_USED),
+    ),
+    Operation("get", "/api/keys", "List the API keys.", Keys, refusals=(404,)),
+    Operation("get", "/api/keys/{name}", "One API key.", ShownKey, refusals=(404,)),
+    Operation(
+        "post", "/api/keys", "Make an API key.", MadeKey, NewKey,
+        (CANNOT_BE_READ, 404, 409, CANNOT_BE_USED), success=201,
+    ),
+    Operation(
+        "delete", "/api/keys/{name}", "Revoke an API key.", RevokedKey, refusals=(404, 409),
     ),
     Operation("get", "/api/policies", "Who decides, and who could.", PolicyReport),
     Operation(
@@ -253,11 +272,12 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
     refusals = {*one.refusals, *inference.ANYWHERE}
     if one.body is not None:
         refusals.add(inference.BODY_STALLS)
+    told = _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer])
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,
         "responses": {
-            "200": _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer]),
+            str(one.success): told,
             **{
                 str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
                 for status in sorted(refusals)

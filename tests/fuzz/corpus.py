@@ -111,6 +111,12 @@ BODIES: Final[dict[tuple[str, str], list[Any]]] = {
         {"use": ["serverlessllm"]},
         {"use": ["aegaeon"], "decisions": {}, "parameters": {}},
     ],
+    ("POST", "/api/keys"): [
+        {"name": ADDED},
+        {"name": ADDED, "scopes": ["infer", "admin"], "models": [MODELS[0]], "classes": ["batch"],
+         "slo": True, "expires": "30d", "requests_per_minute": 60, "tokens_per_minute": 9,
+         "concurrency": 4},
+    ],
     ("PUT", "/api/log-level"): [{"level": "info"}],
     ("POST", "/api/instances/{name:str}/quarantine"): [{}, {"reason": "its fan is loud"}],
     ("PUT", "/api/models/{target:path}"): [{"max_queue": 5}, {"slo": {"ttft": "2s", "tbt": "1s"}}],
@@ -128,6 +134,7 @@ _ENDS: Final = {
 _NAMES: Final = {
     "/api/requests": "chatcmpl-1",
     "/api/instances": "0",
+    "/api/keys": ADDED,
     "/api/policies": "serverlessllm",
     "/api/blobs": "sha256:00",
     "/v1/files": FILE,
@@ -135,7 +142,7 @@ _NAMES: Final = {
 }
 _NO_MODEL: Final = (
     *("/api/policies", "/api/log-level", "/api/models", "/api/config", "/api/verify"),
-    "/api/instances",
+    *("/api/instances", "/api/host", "/api/keys"),
     "/v1/batches",
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual.color import Color
+from textual.widgets import Input
 
 from tests.unit.tui_bench import (
     NOW,
@@ -20,6 +21,7 @@ from tests.unit.tui_bench import (
     lost,
     model,
     notice,
+    paste,
     press,
     request,
     screen,
@@ -62,6 +64,33 @@ async def test_views_have_commands_and_aliases() -> None:
             for name in kind.names:
                 await command(app, name)
                 assert type(app.view) is kind
+
+
+async def test_keys_that_come_all_at_once() -> None:
+    """Each is for whom the one before made it be for: a command is no row of keys, its `q` does not
+    quit; a filter is not, either, and arrows move the cursor of the view that a digit led to."""
+    async with dashboard(told()) as app:
+        await paste(app, *":requests", "enter")
+        assert app.view.title == "Requests"
+        await paste(app, "/", *"q10:", "enter")
+        assert "/q10:" in seen(app)
+        await press(app, "escape", "1")
+        await paste(app, "5", "down", "down")
+        row = app.view.current()
+        assert row is not None
+        assert row[0] == REQUESTS[2]["id"]
+
+
+async def test_digits_are_typed_where_text_is() -> None:
+    """Behind the sign, and in forms, they lead nowhere."""
+    async with dashboard(told()) as app:
+        await press(app, "4", "/", "5", "/", ":")
+        assert app.view.title == "Models"
+        assert "/5/:" in seen(app)
+        await press(app, "escape", "l", "5", ":")
+        assert app.screen.query(Input).first().value == "5:"
+        await press(app, "escape")
+        assert app.view.title == "Models"
 
 
 async def test_commands_are_completed() -> None:
@@ -148,7 +177,7 @@ async def test_a_long_table_scrolls() -> None:
 async def test_mouse() -> None:
     """Tabs, titles and rows can be clicked; a row twice is opened."""
     async with dashboard(told()) as app:
-        column = screen(app)[1].index("Requ") + 2
+        column = screen(app)[1].index("Req") + 2
         await click(app, column, 1)
         assert app.view.title == "Requests"
         line = screen(app).index(next(row for row in screen(app) if "TOKENS" in row))

@@ -208,10 +208,20 @@ def walk(node: Widget) -> Iterator[Widget]:
 async def press(app: Dashboard, *keys: str) -> None:
     """Press keys, by their names, one after the other."""
     for key in keys:
-        name = key if len(key) > 1 or key.isalnum() else _character_to_key(key)
-        character = key if len(key) == 1 else {"space": " "}.get(key)
-        app.post_message(events.Key(name, character))
+        app.post_message(_event(key))
         await settle(app)
+
+
+async def paste(app: Dashboard, *keys: str) -> None:
+    """Press keys before the first of them is looked at: fast fingers, on a machine that is busy."""
+    for key in keys:
+        app.post_message(_event(key))
+    await settle(app)
+
+
+def _event(key: str) -> events.Key:
+    name = key if len(key) > 1 or key.isalnum() else _character_to_key(key)
+    return events.Key(name, key if len(key) == 1 else {"space": " "}.get(key))
 
 
 async def command(app: Dashboard, text: str) -> None:

@@ -7,6 +7,7 @@ from tui.views.batches import Batches
 from tui.views.chat import Chat
 from tui.views.config import Config
 from tui.views.events import Events
+from tui.views.keys import Keys
 from tui.views.memory import Memory
 from tui.views.models import Models
 from tui.views.overview import Overview
@@ -24,5 +25,6 @@ VIEWS: tuple[type[View], ...] = (
     Policies,
     Config,
     Events,
+    Keys,
     Chat,
 )

@@ -173,7 +173,7 @@ class Chat(View):
 
     def _write(self) -> None:
         if self._line.display:
-            self._line.focus()
+            self.screen.set_focus(self._line)  # now: the next key is for it
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
@@ -296,7 +296,7 @@ class Chat(View):
         elif self._line.has_focus:
             if event.key != "escape":
                 return
-            self.focus()
+            self.screen.set_focus(self)
         elif do is not None:
             do()
         else:
