@@ -1,6 +1,6 @@
 """What the dashboard takes of a processor: 100 models, 16 instances, 500 events a second.
 
-    python -m benchmarks.dashboard [--seconds 20]
+    python -m benchmarks.dashboard [--seconds 20] [--json FILE]
 
 Every view is shown for so long, without a terminal. Printed are its share of one core (time of the
 process, not of the clock) and how often it was brought up to date. Then keys are pressed while all
@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import platform
 import random
 import resource
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 from textual import events
@@ -163,7 +168,7 @@ async def until(holds: Callable[[], bool]) -> float | None:
     return time.perf_counter() - began
 
 
-async def press_digits(app: Dashboard, seconds: float) -> None:
+async def press_digits(app: Dashboard, seconds: float) -> Document:
     """Each as soon as the view of the one before is there."""
     found: list[float | None] = []
     end = time.perf_counter() + seconds
@@ -172,13 +177,16 @@ async def press_digits(app: Dashboard, seconds: float) -> None:
             app.post_message(events.Key(str(digit), str(digit)))
             found.append(await until(lambda kind=kind: isinstance(app.view, kind)))  # type: ignore[misc]
     took = [seconds * 1e3 for seconds in found if seconds is not None]
+    told = {"pressed": len(found), "without_effect": len(found) - len(took),
+            "median_ms": statistics.median(took), "max_ms": max(took)}  # fmt: skip
     print(
-        f"{'digits':10} {len(found)} pressed, {len(found) - len(took)} without effect; "
-        f"median {statistics.median(took):.0f} ms, at most {max(took):.0f} ms"
+        f"{'digits':10} {told['pressed']} pressed, {told['without_effect']} without effect; "
+        f"median {told['median_ms']:.0f} ms, at most {told['max_ms']:.0f} ms"
     )
+    return told
 
 
-async def type_commands(app: Dashboard) -> None:
+async def type_commands(app: Dashboard) -> Document:
     """Every letter of a command, and Enter, before the first of them was looked at."""
     pressed = lost = 0
     for number in range(COMMANDS):
@@ -192,9 +200,11 @@ async def type_commands(app: Dashboard) -> None:
         if await until(lambda kind=kind: isinstance(app.view, kind)) is None:  # type: ignore[misc]
             lost += 1
     print(f"{'commands':10} {COMMANDS} of {pressed} keys, {lost} without effect")
+    return {"commands": COMMANDS, "pressed": pressed, "without_effect": lost}
 
 
-async def measure(seconds: float) -> None:
+async def measure(seconds: float) -> Document:
+    result: Document = {"seconds": seconds, "views": {}}
     app = Counted(Busy())
     async with app.run_test(size=SIZE):
         for kind in VIEWS:
@@ -206,16 +216,24 @@ async def measure(seconds: float) -> None:
             took = (time.process_time() - cpu) / passed
             often = (app.updates - updates) / passed
             print(f"{kind.title:10} {took:6.1%} of a core, {often:.1f} updates/s")
-        await press_digits(app, seconds)
-        await type_commands(app)
+            result["views"][kind.names[0]] = {"core_share": took, "updates_per_second": often}
+        result["digits"] = await press_digits(app, seconds)
+        result["typed"] = await type_commands(app)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{'memory':10} {most / 1024:6.0f} MiB")
+    result |= {"memory_mib": most / 1024, "load_average": os.getloadavg(), "cpus": os.cpu_count(),
+               "python": platform.python_version(), "textual": version("textual")}  # fmt: skip
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0)
-    asyncio.run(measure(parser.parse_args().seconds))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = asyncio.run(measure(options.seconds))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

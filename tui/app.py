@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -319,6 +320,11 @@ class Dashboard(App[None]):
             return
         at = datetime.fromtimestamp(self._clock()).strftime("%Y%m%d-%H%M%S")
         path = self.folder / f"appliance-{self.view.names[0]}-{at}.csv"
+        if self.is_web:  # who looks has no folder here
+            text = io.StringIO(newline="")
+            csv.writer(text).writerows(rows)
+            self.deliver_text(text, save_filename=path.name)
+            return
         try:
             with path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(rows)
