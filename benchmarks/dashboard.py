@@ -28,7 +28,7 @@ from typing import Any, Final
 from textual import events
 
 from tui.app import Dashboard
-from tui.messages import Document, Kind, Message, Refused
+from tui.messages import Document, Kind, Message, Piece, Refused
 from tui.views import VIEWS
 
 MODELS, INSTANCES, REQUESTS = 100, 16, 400
@@ -75,6 +75,10 @@ class Busy:
         if path.endswith("/slabs"):
             return self._slabs()
         raise Refused("nobody answers")
+
+    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+        raise Refused("nobody answers")
+        yield
 
     def _slabs(self) -> Document:
         """A pool that is torn to pieces."""

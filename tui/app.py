@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -51,6 +52,7 @@ KEYS = (
     ("Ctrl-P", "palette"),
     ("?", "this help"),
     ("Esc", "back; takes the filter away"),
+    ("Ctrl-C", "cancel the answer that comes, in a chat; quit elsewhere"),
     ("q", "quit"),
 )
 
@@ -71,7 +73,7 @@ class Dashboard(App[None]):
         Binding("tab", "next_view(1)", show=False, priority=True),
         Binding("shift+tab", "next_view(-1)", show=False, priority=True),
         Binding("ctrl+s", "save", show=False, priority=True),
-        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
         # What decides whom the next key is for has to be done before that is looked at: keys may
         # come faster than they are handled.
         Binding("colon", "prompt(':')", show=False, priority=True),
@@ -115,6 +117,7 @@ class Dashboard(App[None]):
         self._views = [kind() for kind in VIEWS]
         for view in self._views:
             view.id = view.names[0]
+            view.source, view.off = self.source, self._off
         yield self._header
         yield self._tabs
         with self._switcher:
@@ -130,6 +133,13 @@ class Dashboard(App[None]):
         self.view.focus()
         self.set_interval(TICK_SECONDS, self._tick)
         self.run_worker(self._follow(), name="follow")
+
+    @property
+    def _off(self) -> str:
+        """Why nothing may be changed or computed; "" where it may."""
+        if not self.source.live:
+            return "this is a recording"
+        return "it was started with --readonly" if self.readonly else ""
 
     @property
     def _shows(self) -> bool:
@@ -270,6 +280,9 @@ class Dashboard(App[None]):
     def on_view_opened(self, message: View.Opened) -> None:
         self.show_page(message.title, message.lines)
 
+    def on_view_wanted(self, message: View.Wanted) -> None:
+        self._go(message.view, message.word)
+
     def on_tabs_chosen(self, message: Tabs.Chosen) -> None:
         self.show_view(message.view)
 
@@ -297,6 +310,10 @@ class Dashboard(App[None]):
         if number <= len(self._views):
             self.show_view(self._views[number - 1].names[0])
 
+    def action_interrupt(self) -> None:
+        if not (self._shows and self._keys_are_ours and self.view.interrupt()):
+            self.exit()
+
     def action_save(self) -> None:
         rows = self.view.table()
         if not rows:
@@ -304,6 +321,11 @@ class Dashboard(App[None]):
             return
         at = datetime.fromtimestamp(self._clock()).strftime("%Y%m%d-%H%M%S")
         path = self.folder / f"appliance-{self.view.names[0]}-{at}.csv"
+        if self.is_web:  # who looks has no folder here
+            text = io.StringIO(newline="")
+            csv.writer(text).writerows(rows)
+            self.deliver_text(text, save_filename=path.name)
+            return
         try:
             with path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(rows)
@@ -326,7 +348,7 @@ class Dashboard(App[None]):
 
     def on_prompt_closed(self) -> None:
         self._hints.display = True
-        self.view.focus()
+        self.screen_stack[0].set_focus(self.view)
 
     def on_prompt_filtered(self, message: Prompt.Filtered) -> None:
         self._filter_by(message.text)
@@ -393,7 +415,9 @@ class Dashboard(App[None]):
         found: dict[str, Command] = {}
         for view in self._views:
             name, *others = view.names
-            found[name] = Command(f"the view {view.title}", partial(self._go, name))
+            found[name] = Command(
+                f"the view {view.title}", partial(self._go, name), partial(self._words, view)
+            )
             found |= {alias: Command(name, partial(self._go, name)) for alias in others}
         for action in self.view.actions:
             words = tuple(f"{field.name}=" for field in action.fields)
@@ -410,8 +434,14 @@ class Dashboard(App[None]):
             "quit": Command("end the dashboard", lambda _: self.exit()),
         }
 
-    def _go(self, name: str, _: str) -> None:
+    def _words(self, view: View) -> Iterable[str]:
+        return view.words(self.sight)
+
+    def _go(self, name: str, word: str) -> None:
         self.show_view(name)
+        if word:
+            self.view.turn_to(word)
+            self.refresh_shown()
 
     def _act(self, action: Action, words: str) -> None:
         """What is given stands behind the name: `ttft=5s queue=20`."""
@@ -441,11 +471,8 @@ class Dashboard(App[None]):
         """Do it to the rows that are picked, after a question if it has one. What it wants to be
         told is asked for unless it is given."""
         keys = self.view.picked() if action.each_row else [""]
-        if self.readonly:
-            why = (
-                "this is a recording" if not self.source.live else "it was started with --readonly"
-            )
-            self.notify(f"{action.name}: {why}", severity="warning")
+        if self._off:
+            self.notify(f"{action.name}: {self._off}", severity="warning")
         elif not keys:
             self.notify(f"{action.name}: there is no row for it", severity="warning")
         elif action.fields and not given:

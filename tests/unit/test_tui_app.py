@@ -35,6 +35,7 @@ from tests.unit.tui_bench import (
 from tui.dialogs import Page
 from tui.look import LOOKS
 from tui.messages import Message, Refused
+from tui.prompt import Prompt
 from tui.recording import Recorder, read_recording
 from tui.views import VIEWS
 
@@ -121,7 +122,7 @@ async def test_commands_are_completed() -> None:
     """Tab takes the first command that begins so, then the argument; up recalls."""
     async with dashboard(told()) as app:
         await press(app, ":", "t", "h", "tab")
-        prompt = app.query_one(Input)
+        prompt = app.query_one(Prompt)
         assert prompt.value == ":theme"
         await press(app, "space", "c", "tab")
         assert prompt.value == ":theme colour-blind"
