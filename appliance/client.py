@@ -55,16 +55,24 @@ def connect(url: str) -> httpx.Client:
     if url.startswith(UNIX):
         transport = httpx.HTTPTransport(uds=url.removeprefix(UNIX))
         return httpx.Client(base_url="http://appliance", transport=transport, timeout=timeout)
-    _check_address(url)
-    key = os.environ.get(KEY_VARIABLE)
-    if key is not None and not key.isascii():
-        fail(f"${KEY_VARIABLE} is no API key: there are only ASCII characters in one", 2)
+    check_address(url)
+    key = own_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(base_url=url, headers=headers, timeout=timeout)
 
 
-def _check_address(url: str) -> None:
-    """Ends the command for what cannot be the address of an HTTP server."""
+def own_key() -> str | None:
+    """The key that whoever calls has in the environment. Ends the command if it is none."""
+    key = os.environ.get(KEY_VARIABLE) or None
+    if key is not None and not key.isascii():
+        fail(f"${KEY_VARIABLE} is no API key: there are only ASCII characters in one", 2)
+    return key
+
+
+def check_address(url: str) -> None:
+    """Ends the command for what cannot be the address of a daemon."""
+    if url.startswith(UNIX):
+        return
     try:
         address = httpx.URL(url)
         if address.scheme in ("http", "https") and address.host:

@@ -28,6 +28,7 @@ from appliance.api.service import (
     Generation,
     GenerationFailed,
     InstanceActivity,
+    InstanceNotFound,
     InstanceVerification,
     Interpretation,
     KvTierActivity,
@@ -42,6 +43,7 @@ from appliance.api.service import (
     Readiness,
     RequestActivity,
     RequestNotFound,
+    SlabsUnanswered,
     Snapshot,
     SubmitRequest,
     cancelled,
@@ -56,6 +58,7 @@ from appliance.guiding import GuideChecks, GuideUnanswered
 from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
+from appliance.memory.slabmaps import host_map
 from appliance.pace import Pace
 from appliance.policies import installed
 from appliance.policyguard import BUDGET_SECONDS
@@ -71,6 +74,8 @@ from appliance.scheduling.machine import Machine
 from appliance.scheduling.reasons import wait_reason
 from appliance.scheduling.state import BuildJob, InstanceState, PrefillJob
 from appliance.shown import gpu_activities, host_bytes, kv_tier, kv_uses
+from appliance.slabquestions import SlabQuestions
+from appliance.slabwords import SlabMap
 from appliance.spans import HOOKS, MOST_PLANNED, Spans
 from appliance.timekeeper import Timekeeper
 from appliance.tokens import Tokenizer
@@ -235,8 +240,9 @@ class Daemon:
         self._times = Timekeeper(keeps_stretches=traces is not None)
         self._spans = Spans(list(self.machine.instances), lambda: time.time() - clock())
         self._paces: defaultdict[ModelName, Pace] = defaultdict(Pace)
-        self._verifications = Verifications(self._send_verify, self._images)
-        self._guides = GuideChecks(self._send_guide)
+        self._verifications = Verifications(self._send_to, self._images)
+        self._guides = GuideChecks(self._send_to)
+        self._slab_questions = SlabQuestions(self._send_to)
         self._interpreter = Interpreter()
         self._leaving: dict[ModelName, asyncio.Event] = {}
         """Models that were removed, and when they are gone."""
@@ -609,6 +615,17 @@ class Daemon:
             )
         return verifications
 
+    async def pool_map(self, number: InstanceId) -> SlabMap:
+        instance = self.machine.instances.get(number)
+        if instance is None:
+            raise InstanceNotFound(number)
+        if not instance.up:
+            raise SlabsUnanswered(f"instance {number} is not up")
+        return await self._slab_questions.ask(number)
+
+    def host_map(self) -> SlabMap:
+        return host_map(self.machine.host)
+
     def metrics(self) -> bytes:
         self._refresh_metrics()
         return self.metrics_of_run.exposition()
@@ -777,6 +794,8 @@ class Daemon:
                 self._verifications.answered(message)
             case wire.GuidePrepared():
                 self._guides.answered(message)
+            case wire.SlabsTold():
+                self._slab_questions.answered(message)
             case _:
                 self._observe(message)
                 self._tell(message)
@@ -788,6 +807,7 @@ class Daemon:
         self._prefetched.pop(instance, None)
         self._verifications.lost(instance)
         self._guides.lost(instance)
+        self._slab_questions.lost(instance)
         self.feed.tell(NoticeKind.INSTANCE_LOST, instance=instance)
         self._known[instance] = set()
         self._times.lost(instance, self._clock())
@@ -974,10 +994,7 @@ class Daemon:
     def _send(self, command: Command) -> None:
         self.workers[command.instance].send(command)  # type: ignore[attr-defined,arg-type]
 
-    def _send_verify(self, instance: InstanceId, message: wire.Verify) -> None:
-        self.workers[instance].send(message)
-
-    def _send_guide(self, instance: InstanceId, message: wire.PrepareGuide) -> None:
+    def _send_to(self, instance: InstanceId, message: wire.Down) -> None:
         self.workers[instance].send(message)
 
     def _introduce(self, instance: InstanceId, request: RequestId) -> None:

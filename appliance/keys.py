@@ -228,8 +228,7 @@ class KeyFile:
         """Others who change the file wait. This one is replaced, so the lock is on another."""
         lock = self.path.with_name(f"{self.path.name}.lock")
         try:
-            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(lock, flags, _MODE)
+            descriptor = _open_lock(lock)
         except OSError as error:
             raise KeysError(f"{lock}: cannot be written: {error.strerror}") from error
         try:
@@ -248,9 +247,7 @@ class KeyFile:
             temporary = Path(name)
             with os.fdopen(descriptor, "wb") as stream:
                 stream.write(data)
-                if os.geteuid() == 0:  # the daemon may be somebody else, and has to read it
-                    owner = (self.path if self.path.exists() else self.path.parent).stat()
-                    os.fchown(stream.fileno(), owner.st_uid, owner.st_gid)
+                _hand_over(stream.fileno(), self.path if self.path.exists() else self.path.parent)
                 stream.flush()
                 os.fsync(stream.fileno())
             temporary.replace(self.path)
@@ -259,6 +256,24 @@ class KeyFile:
                 temporary.unlink(missing_ok=True)
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
         _sync(self.path.parent)
+
+
+def _open_lock(lock: Path) -> int:
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(lock, flags | os.O_EXCL, _MODE)
+    except FileExistsError:
+        return os.open(lock, flags, _MODE)
+    _hand_over(descriptor, lock.parent)
+    return descriptor
+
+
+def _hand_over(made: int, owned: Path) -> None:
+    """If root made a file, give it to the owner of another: the daemon may be somebody else, and
+    has to read keys and to change them."""
+    if os.geteuid() == 0:
+        owner = owned.stat()
+        os.fchown(made, owner.st_uid, owner.st_gid)
 
 
 def _sync(directory: Path) -> None:

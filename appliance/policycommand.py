@@ -135,6 +135,15 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     click.echo()
     states = [[s["name"], _state(s), s["calls"], s["faults"]] for s in report["policies"]]
     print_table(["POLICY", "STATE", "CALLS", "FAULTS"], states)
+    tallies = [
+        [s["name"], hook, tally["calls"], tally["faults"], *_microseconds(tally)]
+        for s in report["policies"]
+        for hook, tally in s["decisions"].items()
+    ]
+    if tallies:
+        click.echo()
+        columns = ["POLICY", "DECISION", "CALLS", "FAULTS", "MEAN µs", "P50 µs", "P99 µs", "MAX µs"]
+        print_table(columns, tallies)
     if report["events"]:
         click.echo()
         events = [
@@ -148,6 +157,15 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
             for row in report["events"]
         ]
         print_table(["AT", "WHAT", "POLICY", "DECISION", "REASON"], events)
+
+
+def _microseconds(tally: dict[str, Any]) -> list[str]:
+    """Mean of all calls, then median, 99th percentile and most of the last ones."""
+    if tally["p50_seconds"] is None:
+        return ["-"] * 4
+    times = [tally["seconds"] / tally["calls"]]
+    times += [tally[f"{which}_seconds"] for which in ("p50", "p99", "max")]
+    return [f"{seconds * 1e6:.0f}" for seconds in times]
 
 
 def _state(state: dict[str, Any]) -> str:

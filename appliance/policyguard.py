@@ -17,6 +17,7 @@ import pluggy
 from appliance import answers
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PROJECT, PolicySpec
+from appliance.policytally import Tally
 from appliance.policywords import PolicyState
 
 BUDGET_SECONDS = 0.05
@@ -51,10 +52,9 @@ class GuardedPolicy:
         """
         self.name = name
         self.disabled = False
-        self.calls = 0
-        self._faults = 0
         self._faults_in_a_row = 0
         self._hooks = hook_callers(name, policy)
+        self._tallies = {hook: Tally() for hook in self._hooks}
         self._thread = None if budget_seconds is None else _Thread(name, budget_seconds)
 
     @property
@@ -64,19 +64,23 @@ class GuardedPolicy:
     def ask(self, hook: str, check: Check, views: Views) -> Outcome:
         """Put a question. Raises `Overran` or `Busy`, in a thread of its own only."""
         if self._thread is None:
-            self.calls += 1
+            self._tallies[hook].calls += 1
             return _attempt(self._hooks[hook], check, views)
         self._thread.make_ready()
-        self.calls += 1
+        self._tallies[hook].calls += 1
         return self._thread.ask(self._hooks[hook], check, views)
+
+    def took(self, hook: str, seconds: float) -> None:
+        """How long `ask` took, where somebody looks at a clock."""
+        self._tallies[hook].took(seconds)
 
     def answered(self) -> None:
         """It gave an answer that could be used."""
         self._faults_in_a_row = 0
 
-    def failed(self) -> bool:
+    def failed(self, hook: str) -> bool:
         """It failed; whether that was once too often."""
-        self._faults += 1
+        self._tallies[hook].faults += 1
         self._faults_in_a_row += 1
         return self._faults_in_a_row >= MAX_FAULTS_IN_A_ROW
 
@@ -91,14 +95,20 @@ class GuardedPolicy:
             self._thread.close()
 
     def state(self) -> PolicyState:
+        tallies = self._tallies.values()
         return PolicyState(
             name=self.name,
-            calls=self.calls,
-            faults=self._faults,
+            calls=sum(tally.calls for tally in tallies),
+            faults=sum(tally.faults for tally in tallies),
             faults_in_a_row=self._faults_in_a_row,
             disabled=self.disabled,
             apart=self._thread is not None,
             busy=self._thread is not None and self._thread.busy,
+            decisions={
+                hook: tally.told()
+                for hook, tally in self._tallies.items()
+                if tally.calls or tally.faults
+            },
         )
 
 

@@ -65,7 +65,8 @@ class PolicyStack:
         name. The last policy is never disabled: somebody has to answer.
 
         Policies of the names `apart` are asked in threads of their own, with a budget. `observe` is
-        told of every question: its hook, and the seconds until there was an answer.
+        told of every question: its hook, and the seconds until there was an answer. Without it no
+        clock is looked at.
 
         Raises `PolicyError` for a hook that does not exist.
         """
@@ -83,6 +84,8 @@ class PolicyStack:
         }
         self._last = next(reversed(self._policies), None)
         self._observe = observe
+        self._seconds = 0.0
+        """What the question that is being answered took so far."""
         self._faults: list[PolicyFault] = []
         self._missed: list[Missed] = []
         self._questions = 0
@@ -239,11 +242,11 @@ class PolicyStack:
         """The first answer of the stack that can be used."""
         if self._observe is None:
             return self._answer(hook, check, views)
-        began = perf_counter()
+        self._seconds = 0.0
         try:
             return self._answer(hook, check, views)
         finally:
-            self._observe(hook, perf_counter() - began)
+            self._observe(hook, self._seconds)
 
     def _answer(self, hook: str, check: Check, views: Views) -> Any:
         question, self._questions = self._questions, self._questions + 1
@@ -275,12 +278,26 @@ class PolicyStack:
         views: Views,
     ) -> Outcome:
         expected = self._expected.get((question, policy.name)) if self._expected else None
-        if expected is None:
+        if expected is not None:
+            raise Overran("no answer in time") if expected.overran else Busy
+        if self._observe is None:
             return policy.ask(hook, check, views)
-        raise Overran("no answer in time") if expected.overran else Busy
+        began = perf_counter()
+        try:
+            outcome = policy.ask(hook, check, views)
+        except Overran:
+            self._took(policy, hook, perf_counter() - began)
+            raise
+        self._took(policy, hook, perf_counter() - began)
+        return outcome
+
+    def _took(self, policy: GuardedPolicy, hook: str, seconds: float) -> None:
+        """The policy's own time, and of all who are asked for this answer."""
+        policy.took(hook, seconds)
+        self._seconds += seconds
 
     def _blame(self, policy: GuardedPolicy, hook: str, reason: str) -> None:
-        policy.disabled = policy.failed() and policy.name != self._last
+        policy.disabled = policy.failed(hook) and policy.name != self._last
         self._faults.append(
             PolicyFault(policy=policy.name, hook=hook, reason=reason, disables=policy.disabled)
         )

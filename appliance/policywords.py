@@ -72,6 +72,20 @@ class InstalledPolicy(Word, frozen=True):
     error: str = ""
 
 
+class DecisionTally(Word, frozen=True):
+    """How a policy of the stack fares at one decision. Times are until there was an answer that was
+    looked at, or none was waited for any more; None before the first one."""
+
+    calls: int
+    faults: int
+    seconds: float
+    """Of all calls together."""
+    p50_seconds: float | None
+    """Of the last 256 calls, as the next two."""
+    p99_seconds: float | None
+    max_seconds: float | None
+
+
 class PolicyState(Word, frozen=True):
     """How a policy of the stack fares."""
 
@@ -84,6 +98,8 @@ class PolicyState(Word, frozen=True):
     """Whether it is asked in a thread of its own."""
     busy: bool
     """Whether it still works at a question whose answer is not waited for any more."""
+    decisions: Mapping[str, DecisionTally] = {}
+    """Those of its decisions that it was asked for."""
 
 
 class Happening(StrEnum):

@@ -27,6 +27,7 @@ from appliance.eventlines import event_lines
 from appliance.printing import json_option, print_json, print_table
 from appliance.requestcommands import print_requests
 from appliance.units import human
+from appliance.webcommand import Web, web_options
 
 SHOWN_REQUESTS = 20
 THEMES = ("dark", "light", "colour-blind")
@@ -41,6 +42,7 @@ file = click.Path(dir_okay=False, exists=True, path_type=Path)
 @click.option("--record", type=new_file, help="Write the session to this new file.")
 @click.option("--replay", type=file, help="Show a recorded session instead of a daemon.")
 @click.option("--theme", type=click.Choice(THEMES), default=THEMES[0], show_default=True)
+@web_options
 @url_option_named("--connect")
 @json_option
 def top(
@@ -49,15 +51,21 @@ def top(
     record: Path | None,
     replay: Path | None,
     theme: str,
+    web: Web | None,
     url: str,
     as_json: bool,
 ) -> None:
-    """Show the whole appliance, live, and steer it: the dashboard, in this terminal.
+    """Show the whole appliance, live, and steer it: the dashboard, in this terminal or in browsers.
 
     `--once` prints instances, models and requests without it, for people or with `--json`.
     """
     if as_json and not once:
         raise click.UsageError("--json is for --once; `appliance logs --json` goes on")
+    if web is not None:
+        if once or record or replay:
+            raise click.UsageError("--web goes with none of --once, --record, --replay")
+        web.serve(url, readonly=readonly, theme=theme)
+        return
     if once:
         found = get(url, "/api/snapshot")
         if as_json:

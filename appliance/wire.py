@@ -14,8 +14,9 @@ import msgspec
 
 from appliance import vocabulary as v
 from appliance.engines.protocol import Guide, KvBytes, Produced, SequenceSpec, Verdict
+from appliance.slabwords import SlabMap
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 HEADER: Final = struct.Struct("<I")
 
@@ -79,6 +80,11 @@ class PrepareGuide(msgspec.Struct, frozen=True, tag=True):
     guide: Guide
 
 
+class TellSlabs(msgspec.Struct, frozen=True, tag=True):
+    """Say which slab of the pool is whose, beside whatever is computed. Asked again before it is
+    answered, it is answered once."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the worker after what was ordered before."""
 
@@ -129,12 +135,20 @@ class GuidePrepared(msgspec.Struct, frozen=True, tag=True):
     refused: str | None = None
 
 
+class SlabsTold(msgspec.Struct, frozen=True, tag=True):
+    """The pool as it is now: of the first rank, where there are several; the others are alike."""
+
+    instance: int
+    slabs: SlabMap
+
+
 Down: TypeAlias = (
     Configure
     | AddModel
     | AddSequence
     | PrepareGuide
     | Verify
+    | TellSlabs
     | Shutdown
     | v.BuildModel
     | v.StoreWeights
@@ -155,6 +169,7 @@ Up: TypeAlias = (
     | PoolReport
     | Verified
     | GuidePrepared
+    | SlabsTold
     | v.ModelBuilt
     | v.ModelFailed
     | v.ModelDropped

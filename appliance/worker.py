@@ -34,6 +34,7 @@ from appliance.memory.arena import Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
 from appliance.memory.images import ImageFolder
 from appliance.memory.imagewriter import ImageWriter
+from appliance.memory.slabmaps import pool_map
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.orders import Build, Seat
@@ -94,6 +95,8 @@ class Mailbox:
         self.commands: queue.SimpleQueue[wire.Down | Wake] = queue.SimpleQueue()
         self.guides: queue.SimpleQueue[wire.PrepareGuide] = queue.SimpleQueue()
         """For another thread than the one that computes."""
+        self.slabs_asked = threading.Event()
+        """Likewise; set again or not, it is one question."""
         self._lock = threading.Lock()
         self._releases: list[Release] = []
         self._ahead: set[str] = set()
@@ -113,6 +116,8 @@ class Mailbox:
             self._preempted = max(self._preempted, message.turn)
         elif isinstance(message, wire.PrepareGuide):
             self.guides.put(message)
+        elif isinstance(message, wire.TellSlabs):
+            self.slabs_asked.set()
         else:
             self.commands.put(message)
 
@@ -274,6 +279,17 @@ class Worker:
             log.exception("a guide of %s could not be compiled", message.model)
             refused = f"{type(error).__name__}: {error}"
         self._send([wire.GuidePrepared(self.instance, message.number, refused)])
+
+    def tell_slabs(self) -> None:
+        """Answer who asks which slab is whose, in a thread of its own, beside `run`."""
+        threading.Thread(target=self._tell_slabs, name="slabs", daemon=True).start()
+
+    def _tell_slabs(self) -> NoReturn:
+        while True:
+            self._mailbox.slabs_asked.wait()
+            self._mailbox.slabs_asked.clear()
+            slabs = pool_map(self._arena, self._swapper)
+            self._send([wire.SlabsTold(self.instance, slabs)])
 
     @singledispatchmethod
     def _carry_out(self, message: Command) -> None:
@@ -743,6 +759,7 @@ def main(arguments: list[str]) -> None:
     try:
         worker = Worker(configuration, arena, swapper, mailbox, build, send)
         worker.prepare_guides()
+        worker.tell_slabs()
         worker.run()
     except Exception:
         log.exception("worker failed")

@@ -1,23 +1,34 @@
 """What the dashboard takes of a processor: 100 models, 16 instances, 500 events a second.
 
-    python -m benchmarks.dashboard [--seconds 20]
+    python -m benchmarks.dashboard [--seconds 20] [--json FILE]
 
 Every view is shown for so long, without a terminal. Printed are its share of one core (time of the
-process, not of the clock), how often it was brought up to date, and the most memory at the end.
+process, not of the clock) and how often it was brought up to date. Then keys are pressed while all
+that goes on: digits one after the other, each timed until its view is there, and whole commands at
+once, as fast fingers and pasted text come. Printed is how many had their effect. At last the most
+memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import platform
 import random
 import resource
+import statistics
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from textual import events
 
 from tui.app import Dashboard
-from tui.messages import Document, Kind, Message, Refused
+from tui.messages import Document, Kind, Message, Piece, Refused
 from tui.views import VIEWS
 
 MODELS, INSTANCES, REQUESTS = 100, 16, 400
@@ -25,6 +36,11 @@ EVENTS_PER_SECOND = 500
 DELTAS_PER_SECOND = 4
 SIZE = (160, 48)
 WARM_SECONDS = 2.0
+SLABS, RUNS = 8192, 400
+"""Of each pool: what it is cut in, and pieces that have one owner."""
+LOST_SECONDS: Final = 2.0
+"""A key that had no effect by then never has one."""
+COMMANDS: Final = 40
 
 
 class Busy:
@@ -56,7 +72,23 @@ class Busy:
             yield Message(now, Kind.DELTA, {"unix_seconds": now, "patch": self._patch(now)})
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
+        if path.endswith("/slabs"):
+            return self._slabs()
         raise Refused("nobody answers")
+
+    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+        raise Refused("nobody answers")
+        yield
+
+    def _slabs(self) -> Document:
+        """A pool that is torn to pieces."""
+        owners = [{"name": "free", "moving": False}]
+        owners += [{"name": f"{kind}:{name}", "moving": moving} for name in self._names[:6]
+                   for kind in ("weights", "kv") for moving in (False, True)]  # fmt: skip
+        cuts = sorted(self._dice.sample(range(1, SLABS), RUNS - 1))
+        sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, SLABS], strict=True)]
+        runs = [[self._dice.randrange(len(owners)), size] for size in sizes]
+        return {"slab_bytes": 2 << 20, "owners": owners, "runs": runs}
 
     def _model(self) -> str:
         return self._dice.choice(self._names)
@@ -126,7 +158,53 @@ class Counted(Dashboard):
         super().refresh_shown()
 
 
-async def measure(seconds: float) -> None:
+async def until(holds: Callable[[], bool]) -> float | None:
+    """Seconds until it holds; None if that is not to be waited for any more."""
+    began = time.perf_counter()
+    while not holds():
+        if time.perf_counter() - began > LOST_SECONDS:
+            return None
+        await asyncio.sleep(0.001)
+    return time.perf_counter() - began
+
+
+async def press_digits(app: Dashboard, seconds: float) -> Document:
+    """Each as soon as the view of the one before is there."""
+    found: list[float | None] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for digit, kind in enumerate(VIEWS[:9], start=1):
+            app.post_message(events.Key(str(digit), str(digit)))
+            found.append(await until(lambda kind=kind: isinstance(app.view, kind)))  # type: ignore[misc]
+    took = [seconds * 1e3 for seconds in found if seconds is not None]
+    told = {"pressed": len(found), "without_effect": len(found) - len(took),
+            "median_ms": statistics.median(took), "max_ms": max(took)}  # fmt: skip
+    print(
+        f"{'digits':10} {told['pressed']} pressed, {told['without_effect']} without effect; "
+        f"median {told['median_ms']:.0f} ms, at most {told['max_ms']:.0f} ms"
+    )
+    return told
+
+
+async def type_commands(app: Dashboard) -> Document:
+    """Every letter of a command, and Enter, before the first of them was looked at."""
+    pressed = lost = 0
+    for number in range(COMMANDS):
+        kind = VIEWS[(number + 1) % len(VIEWS)]
+        text = f":{kind.names[0]}"
+        for character in text:
+            name = "colon" if character == ":" else character
+            app.post_message(events.Key(name, character))
+        app.post_message(events.Key("enter", "\r"))
+        pressed += len(text) + 1
+        if await until(lambda kind=kind: isinstance(app.view, kind)) is None:  # type: ignore[misc]
+            lost += 1
+    print(f"{'commands':10} {COMMANDS} of {pressed} keys, {lost} without effect")
+    return {"commands": COMMANDS, "pressed": pressed, "without_effect": lost}
+
+
+async def measure(seconds: float) -> Document:
+    result: Document = {"seconds": seconds, "views": {}}
     app = Counted(Busy())
     async with app.run_test(size=SIZE):
         for kind in VIEWS:
@@ -138,14 +216,24 @@ async def measure(seconds: float) -> None:
             took = (time.process_time() - cpu) / passed
             often = (app.updates - updates) / passed
             print(f"{kind.title:10} {took:6.1%} of a core, {often:.1f} updates/s")
+            result["views"][kind.names[0]] = {"core_share": took, "updates_per_second": often}
+        result["digits"] = await press_digits(app, seconds)
+        result["typed"] = await type_commands(app)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{'memory':10} {most / 1024:6.0f} MiB")
+    result |= {"memory_mib": most / 1024, "load_average": os.getloadavg(), "cpus": os.cpu_count(),
+               "python": platform.python_version(), "textual": version("textual")}  # fmt: skip
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0)
-    asyncio.run(measure(parser.parse_args().seconds))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = asyncio.run(measure(options.seconds))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

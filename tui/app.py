@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -51,6 +52,7 @@ KEYS = (
     ("Ctrl-P", "palette"),
     ("?", "this help"),
     ("Esc", "back; takes the filter away"),
+    ("Ctrl-C", "cancel the answer that comes, in a chat; quit elsewhere"),
     ("q", "quit"),
 )
 
@@ -71,8 +73,14 @@ class Dashboard(App[None]):
         Binding("tab", "next_view(1)", show=False, priority=True),
         Binding("shift+tab", "next_view(-1)", show=False, priority=True),
         Binding("ctrl+s", "save", show=False, priority=True),
-        Binding("ctrl+c", "quit", show=False, priority=True),
-    ]
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        # What decides whom the next key is for has to be done before that is looked at: keys may
+        # come faster than they are handled.
+        Binding("colon", "prompt(':')", show=False, priority=True),
+        Binding("slash", "prompt('/')", show=False, priority=True),
+        *(Binding(digit, f"numbered_view('{digit}')", show=False, priority=True)
+          for digit in "1234567890"),
+    ]  # fmt: skip
 
     def __init__(
         self,
@@ -98,6 +106,8 @@ class Dashboard(App[None]):
         self._shown_version = -1
         self._shown_at = 0.0
         self._views: list[View] = []
+        # Kept, not searched for: it is asked for with every event.
+        self._switcher = ContentSwitcher(initial=VIEWS[0].names[0])
         self._header, self._tabs, self._hints = Header(), Tabs(), Hints()
         self._prompt = Prompt(self.commands)
 
@@ -107,9 +117,10 @@ class Dashboard(App[None]):
         self._views = [kind() for kind in VIEWS]
         for view in self._views:
             view.id = view.names[0]
+            view.source, view.off = self.source, self._off
         yield self._header
         yield self._tabs
-        with ContentSwitcher(initial=self._views[0].id):
+        with self._switcher:
             yield from self._views
         yield self._hints
         yield self._prompt
@@ -124,19 +135,25 @@ class Dashboard(App[None]):
         self.run_worker(self._follow(), name="follow")
 
     @property
+    def _off(self) -> str:
+        """Why nothing may be changed or computed; "" where it may."""
+        if not self.source.live:
+            return "this is a recording"
+        return "it was started with --readonly" if self.readonly else ""
+
+    @property
     def _shows(self) -> bool:
         """Whether there is a view on the screen: not before the start, and not while it is left."""
         return (
             bool(self._views)
             and self.is_mounted(self._header)
-            and bool(self.query(ContentSwitcher))
+            and self.is_mounted(self._switcher)
         )
 
     @property
     def view(self) -> View:
         """The one on the screen."""
-        current = self.query_one(ContentSwitcher).current
-        return next(view for view in self._views if view.id == current)
+        return next(view for view in self._views if view.id == self._switcher.current)
 
     @property
     def sight(self) -> Sight:
@@ -209,12 +226,12 @@ class Dashboard(App[None]):
         self._hints.show(sight, view, readonly=self.readonly)
         if isinstance(self.screen, Page):
             self.screen.show(sight)
+        self._ask()  # it may need something else now
 
     def show_view(self, name: str) -> None:
-        self.query_one(ContentSwitcher).current = name
-        self.view.focus()
+        self._switcher.current = name
+        self.screen_stack[0].set_focus(self.view)  # now: the next key is for it
         self._asking.outdate(self.view.asks)
-        self._ask()
         self.refresh_shown()
 
     def show_page(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
@@ -242,7 +259,6 @@ class Dashboard(App[None]):
             return
         character = event.character or ""
         keys: dict[str, Callable[[], object]] = {
-            ":": partial(self._prompt_for, ":"), "/": partial(self._prompt_for, "/"),
             "?": self._help, "q": self.exit, "d": self._describe, "y": self._raw,
             "s": partial(self._on_view, lambda view: view.sort_by(None)), "enter": self._detail,
             "space": partial(self._on_view, lambda view: view.mark()),
@@ -251,8 +267,6 @@ class Dashboard(App[None]):
         action = next((one for one in self.view.actions if one.key in (character, event.key)), None)
         if action is not None:
             self.act(action)
-        elif character.isdigit() and 0 < (int(character) or 10) <= len(self._views):
-            self.show_view(self._views[(int(character) or 10) - 1].names[0])
         elif (do := keys.get(character, keys.get(event.key))) is not None:
             do()
         else:
@@ -266,13 +280,20 @@ class Dashboard(App[None]):
     def on_view_opened(self, message: View.Opened) -> None:
         self.show_page(message.title, message.lines)
 
+    def on_view_wanted(self, message: View.Wanted) -> None:
+        self._go(message.view, message.word)
+
     def on_tabs_chosen(self, message: Tabs.Chosen) -> None:
         self.show_view(message.view)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Tab belongs to whoever lies over the view, or is being typed in."""
+        """Some keys belong to whoever lies over the view, or is being typed in."""
         if action == "next_view":
             return self._keys_are_ours
+        if action in ("prompt", "numbered_view"):
+            key = str(parameters[0])
+            typed = self.focused is not None and self.focused.check_consume_key(key, key)
+            return self._keys_are_ours and not typed
         return super().check_action(action, parameters)
 
     @property
@@ -284,6 +305,15 @@ class Dashboard(App[None]):
         place = self._views.index(self.view) + by
         self.show_view(self._views[place % len(self._views)].names[0])
 
+    def action_numbered_view(self, digit: str) -> None:
+        number = int(digit) or 10
+        if number <= len(self._views):
+            self.show_view(self._views[number - 1].names[0])
+
+    def action_interrupt(self) -> None:
+        if not (self._shows and self._keys_are_ours and self.view.interrupt()):
+            self.exit()
+
     def action_save(self) -> None:
         rows = self.view.table()
         if not rows:
@@ -291,6 +321,11 @@ class Dashboard(App[None]):
             return
         at = datetime.fromtimestamp(self._clock()).strftime("%Y%m%d-%H%M%S")
         path = self.folder / f"appliance-{self.view.names[0]}-{at}.csv"
+        if self.is_web:  # who looks has no folder here
+            text = io.StringIO(newline="")
+            csv.writer(text).writerows(rows)
+            self.deliver_text(text, save_filename=path.name)
+            return
         try:
             with path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(rows)
@@ -306,13 +341,14 @@ class Dashboard(App[None]):
     def _filter_by(self, text: str) -> None:
         self._on_view(lambda view: view.filter_by(text))
 
-    def _prompt_for(self, sign: str) -> None:
+    def action_prompt(self, sign: str) -> None:
+        """For a command (`:`), or a filter (`/`)."""
         self._hints.display = False
         self._prompt.open(sign)
 
     def on_prompt_closed(self) -> None:
         self._hints.display = True
-        self.view.focus()
+        self.screen_stack[0].set_focus(self.view)
 
     def on_prompt_filtered(self, message: Prompt.Filtered) -> None:
         self._filter_by(message.text)
@@ -379,7 +415,9 @@ class Dashboard(App[None]):
         found: dict[str, Command] = {}
         for view in self._views:
             name, *others = view.names
-            found[name] = Command(f"the view {view.title}", partial(self._go, name))
+            found[name] = Command(
+                f"the view {view.title}", partial(self._go, name), partial(self._words, view)
+            )
             found |= {alias: Command(name, partial(self._go, name)) for alias in others}
         for action in self.view.actions:
             words = tuple(f"{field.name}=" for field in action.fields)
@@ -396,8 +434,14 @@ class Dashboard(App[None]):
             "quit": Command("end the dashboard", lambda _: self.exit()),
         }
 
-    def _go(self, name: str, _: str) -> None:
+    def _words(self, view: View) -> Iterable[str]:
+        return view.words(self.sight)
+
+    def _go(self, name: str, word: str) -> None:
         self.show_view(name)
+        if word:
+            self.view.turn_to(word)
+            self.refresh_shown()
 
     def _act(self, action: Action, words: str) -> None:
         """What is given stands behind the name: `ttft=5s queue=20`."""
@@ -427,11 +471,8 @@ class Dashboard(App[None]):
         """Do it to the rows that are picked, after a question if it has one. What it wants to be
         told is asked for unless it is given."""
         keys = self.view.picked() if action.each_row else [""]
-        if self.readonly:
-            why = (
-                "this is a recording" if not self.source.live else "it was started with --readonly"
-            )
-            self.notify(f"{action.name}: {why}", severity="warning")
+        if self._off:
+            self.notify(f"{action.name}: {self._off}", severity="warning")
         elif not keys:
             self.notify(f"{action.name}: there is no row for it", severity="warning")
         elif action.fields and not given:

@@ -91,7 +91,7 @@ class Tabs(Canvas):
                 break
         else:
             room = max(0, cell_len(status) - over - 1)
-            status = f"{set_cell_size(status, room)}…"
+            status = f"{set_cell_size(status, room)}…" if status else ""
             line = self._titles(sight, views, current, status, letters, gap)
         self._ends, end = [], 0
         for view, (text, _) in zip(views, line, strict=True):

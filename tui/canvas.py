@@ -37,6 +37,8 @@ class Canvas(Widget):
         """Show these. O(lines), and what is shown of those that differ from before."""
         before, self.lines = self.lines, list(lines)
         width, height = self.size
+        if not height:  # it is not on the screen, and what it remembers of that is old
+            self.refresh()
         for y in range(height):
             if self._line(before, y) != self._line(self.lines, y):
                 self.refresh(Region(0, y, width, 1))

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tui.messages import Document, Kind, Message, Refused
+from tui.messages import Document, Kind, Message, Part, Piece, Refused
 
 UNIX = "unix:"
 EVERY_SECONDS = 0.25
@@ -19,6 +19,9 @@ LONGEST_WAIT_SECONDS = 4.0
 SILENT_SECONDS = 15.0
 """A daemon that has nothing to say says that every five seconds."""
 ANSWER_SECONDS = 30.0
+CONNECT_SECONDS = 5.0
+REQUEST_HEADER = "x-appliance-request"
+DONE = "[DONE]"
 
 
 class Connection:
@@ -44,7 +47,7 @@ class Connection:
             base_url="http://appliance" if url.startswith(UNIX) else url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             transport=transport,
-            timeout=httpx.Timeout(SILENT_SECONDS, connect=5.0),
+            timeout=httpx.Timeout(SILENT_SECONDS, connect=CONNECT_SECONDS),
         )
 
     async def follow(self) -> AsyncIterator[Message]:
@@ -75,9 +78,42 @@ class Connection:
             await _check(response)
             return msgspec.json.decode(response.content)
         except httpx.TransportError as error:
-            raise Refused(f"the daemon cannot be reached: {error}") from error
+            raise self._unreachable(error) from error
         except msgspec.DecodeError as error:
-            raise Refused(f"what answers at {self.name} is not the appliance") from error
+            raise self._stranger() from error
+
+    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+        """Without a limit: between tokens a request waits for the turns of other models, which is
+        for the daemon to bound."""
+        yield Piece(self._clock(), Part.ASKED, {})
+        try:
+            async with self._client.stream(
+                "POST", path, json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
+            ) as response:
+                await _check(response)
+                request = response.headers.get(REQUEST_HEADER, "")
+                yield Piece(self._clock(), Part.BEGUN, {"request": request})
+                async for line in _lines(response.aiter_bytes()):
+                    name, _, value = line.partition(":")
+                    value = value.strip()
+                    if name == "data" and value == DONE:
+                        return
+                    if name == "data":
+                        data = msgspec.json.decode(value, type=dict)
+                        yield Piece(self._clock(), Part.DATA, data)
+                    elif not name and value:
+                        yield Piece(self._clock(), Part.REMARK, {"text": value})
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        except msgspec.DecodeError as error:
+            raise self._stranger() from error
+        raise Refused("the answer broke off")
+
+    def _unreachable(self, error: httpx.TransportError) -> Refused:
+        return Refused(f"the daemon cannot be reached: {error}")
+
+    def _stranger(self) -> Refused:
+        return Refused(f"what answers at {self.name} is not the appliance")
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -31,6 +31,27 @@ class Message(NamedTuple):
     data: Document
 
 
+class Part(StrEnum):
+    """What a piece of a streamed answer is."""
+
+    ASKED = "asked"
+    """The question goes out."""
+    BEGUN = "begun"
+    """The answer is open: `request`, what the daemon knows it by."""
+    DATA = "data"
+    """An event of it, as the API tells it."""
+    REMARK = "remark"
+    """`text`, for whoever reads the stream itself."""
+
+
+class Piece(NamedTuple):
+    """`at` is the listener's clock, Unix seconds."""
+
+    at: float
+    part: Part
+    data: Document
+
+
 class Refused(Exception):
     """The daemon does not do what it was asked, or cannot be reached; the text says why."""
 
@@ -48,3 +69,7 @@ class Source(Protocol):
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         """The JSON that is answered. Raises `Refused`."""
+
+    def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+        """An answer of the OpenAI API as it comes, to its end. Raises `Refused`, also where it
+        breaks off. Who closes it before ends the request."""

@@ -83,7 +83,7 @@ class Prompt(Input):
         self.display = True
         self.value = sign
         self.cursor_position = len(sign)
-        self.focus()
+        self.screen.set_focus(self)  # now: the next key is for it
 
     def on_key(self, event: events.Key) -> None:
         if event.key == "tab":
@@ -112,7 +112,7 @@ class Prompt(Input):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        text = self.value
+        text = event.value
         self._close()
         if text[:1] == ":" and text[1:].strip():
             self._given = [*self._given, text][-MOST_REMEMBERED:]

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from tui.messages import Document, Kind, Message, Refused
+from tui.messages import Document, Kind, Message, Piece, Refused
 
 FIRST_LINE = {"appliance_session": 1}
 
@@ -108,3 +108,7 @@ class Replay:
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         raise Refused("this is a recording: there is nobody to ask")
+
+    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+        raise Refused("this is a recording: there is nobody to talk to")
+        yield

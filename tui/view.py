@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
@@ -79,10 +79,24 @@ class View(Widget):
     help: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Keys of its own, and what they do."""
     actions: ClassVar[tuple[Action, ...]] = ()
-    asks: ClassVar[tuple[Ask, ...]] = ()
-    """What it needs beside the state; it is found in `State.answer`."""
+    asks: tuple[Ask, ...] = ()
+    """What it needs beside the state; it is found in `State.answer`. May change with what is shown
+    of it."""
 
     can_focus = True
+
+    source: Source
+    """Whom it may ask; there before it is on the screen."""
+    off: str = ""
+    """Why nothing may be changed or computed, if so."""
+
+    class Wanted(Message):
+        """Another view is to be on the screen, with a word behind its command."""
+
+        def __init__(self, view: str, word: str) -> None:
+            super().__init__()
+            self.view = view
+            self.word = word
 
     class Opened(Message):
         """A page is to lie over the view; its `lines` are kept up to date."""
@@ -99,6 +113,17 @@ class View(Widget):
     def show(self, sight: Sight) -> None:
         """Bring what is on the screen in line with the state."""
         raise NotImplementedError
+
+    def words(self, sight: Sight) -> Iterable[str]:
+        """What may stand behind the command that goes there."""
+        return ()
+
+    def turn_to(self, word: str) -> None:
+        """This stood behind it."""
+
+    def interrupt(self) -> bool:
+        """Ctrl-C: end what it has begun. False if there is nothing; then the dashboard ends."""
+        return False
 
     def status(self) -> str:
         """A few words beside the title: how many rows, by what they are filtered."""

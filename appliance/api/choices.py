@@ -16,7 +16,7 @@ from appliance.api.timing import longest
 from appliance.api.toolreader import ToolReader
 from appliance.engines.protocol import Produced
 from appliance.tokens import TextStream, Tokenizer
-from appliance.vocabulary import FinishReason
+from appliance.vocabulary import FinishReason, RequestId
 
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not (vLLM's convention)."""
@@ -125,6 +125,11 @@ class Choices:
                 plan.interpretation.end()
             raise
         return cls(plan, generations)
+
+    @property
+    def request(self) -> RequestId:
+        """What operators know the answer by; of several choices, the first."""
+        return self._generations[0].id
 
     @property
     def finished(self) -> bool:

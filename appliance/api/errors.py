@@ -18,6 +18,7 @@ from appliance.api.service import (
     PolicyNotActive,
     QueueFull,
     RequestNotFound,
+    SlabsUnanswered,
 )
 from appliance.api.settings import FilesLeft, NotSaved
 from appliance.errors import CheckpointError, ConfigError, KeysError, PolicyChoiceError, PullError
@@ -100,6 +101,9 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(409, str(error), param="name", code="model_exists")
         case InstanceNotFound():
             return ApiError(404, str(error), param="number", code="instance_not_found")
+        case SlabsUnanswered():
+            message = f"{error}; try again later"
+            return ApiError(503, message, code="slabs_unanswered", headers={"Retry-After": "1"})
         case RequestNotFound():
             return ApiError(404, str(error), param="id", code="request_not_found")
         case QueueFull() | ModelQueueFull():

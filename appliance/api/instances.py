@@ -1,4 +1,5 @@
-"""The endpoints of an admin who looks at instances, takes them out of service, and back."""
+"""The endpoints of an admin who looks at instances and memory, takes instances out of service, and
+back."""
 
 from __future__ import annotations
 
@@ -46,7 +47,15 @@ def instance_routes(service: Service) -> list[HTTPRouteHandler]:
         service.release_instance(_found(service, name).instance)
         return json_answer(_found(service, name))
 
-    return [instances, instance, quarantine, release]
+    @get("/api/instances/{name:str}/slabs", operation_id="poolMap")
+    async def pool_map(name: FromPath[str]) -> ASGIResponse:
+        return json_answer(await service.pool_map(_found(service, name).instance))
+
+    @get("/api/host/slabs", operation_id="hostMap")
+    async def host_map() -> ASGIResponse:
+        return json_answer(service.host_map())
+
+    return [instances, instance, quarantine, release, pool_map, host_map]
 
 
 def _found(service: Service, name: str) -> InstanceActivity:

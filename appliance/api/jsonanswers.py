@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 from litestar.response.base import ASGIResponse
 
 
 def json_answer(
-    body: object, status: int = 200, headers: Mapping[str, str] | None = None
+    body: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> ASGIResponse:
     """`body` as JSON; what is JSON already is a `msgspec.Raw`."""
     return ASGIResponse(

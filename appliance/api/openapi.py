@@ -35,6 +35,7 @@ from appliance.api.settings import ConfigCheck, ConfigInForce, ConfigReload, Rem
 from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
 from appliance.keys import NewKey
 from appliance.policywords import PolicyChoice, PolicyReport
+from appliance.slabwords import SlabMap
 
 REFERENCE: Final = "#/components/schemas/{name}"
 CANNOT_BE_READ: Final = 400
@@ -138,6 +139,11 @@ OPERATIONS: Final = (
         "post", "/api/instances/{name}/release", "Have it serve again.", InstanceActivity,
         refusals=(404,),
     ),
+    Operation(
+        "get", "/api/instances/{name}/slabs", "Which slab of its pool is whose.", SlabMap,
+        refusals=(404, 503),
+    ),
+    Operation("get", "/api/host/slabs", "Which slab of the host cache is whose.", SlabMap),
     Operation("get", "/api/models", "List the models.", Models),
     Operation("get", "/api/models/{name}", "One model.", ModelActivity, refusals=(404,)),
     Operation(

@@ -1,7 +1,7 @@
 """The seam between the HTTP API and the appliance: what the API asks, what it is answered.
 
 Everything here is called on the event loop and must return at once; only iterating over a
-`Generation` waits, and what is async: verifying, and finding and loading policies.
+`Generation` waits, and what is async: verifying, asking for slabs, finding and loading policies.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from appliance.engines.protocol import Guide, Pooling, Produced, Sampling, Verdi
 from appliance.feed import Notice
 from appliance.policywords import PolicyChoice, PolicyReport
 from appliance.purpose import Purpose
+from appliance.slabwords import SlabMap
 from appliance.tokens import Tokenizer
 from appliance.toolcalls import Heard
 from appliance.vocabulary import (
@@ -51,6 +52,10 @@ class InstanceNotFound(Exception):
 
     def __init__(self, number: InstanceId | str) -> None:
         super().__init__(f"there is no instance {number}; `appliance ps` lists them")
+
+
+class SlabsUnanswered(Exception):
+    """Nobody says which slab of an instance is whose, now; the message says why."""
 
 
 class QueueFull(Exception):
@@ -584,6 +589,13 @@ class Service(Protocol):
 
         Requests wait while their instance compares.
         """
+
+    async def pool_map(self, number: InstanceId) -> SlabMap:
+        """Which slab of an instance is whose; requests do not wait meanwhile. Raises
+        `InstanceNotFound`, and `SlabsUnanswered` within a few seconds."""
+
+    def host_map(self) -> SlabMap:
+        """Which slab of the host tier is whose."""
 
     def metrics(self) -> bytes:
         """Prometheus text exposition."""

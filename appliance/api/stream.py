@@ -16,6 +16,9 @@ from appliance.api.errors import ApiError, as_api_error
 from appliance.api.replies import Dialect, Piece
 from appliance.api.timing import server_timing
 
+REQUEST_HEADER = "x-appliance-request"
+"""What `/api/requests`, spans and events know an answer by: there before its first token."""
+
 _Result = TypeVar("_Result")
 
 
@@ -66,7 +69,9 @@ async def answer(
         body = await unless_hung_up(receive, whole_answer(choices, dialect))
     finally:
         choices.cancel()  # also when the answer was never begun
-    headers = {"server-timing": phases} if (phases := server_timing(choices.times())) else {}
+    headers = {REQUEST_HEADER: choices.request}
+    if phases := server_timing(choices.times()):
+        headers["server-timing"] = phases
     return ASGIResponse(body=body, media_type="application/json", headers=headers)
 
 
@@ -150,7 +155,11 @@ class EventStream(ASGIResponse):
     def __init__(self, choices: Choices, source: AsyncIterator[bytes], media_type: str) -> None:
         super().__init__(
             media_type=media_type,
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            headers={
+                "cache-control": "no-cache",
+                "x-accel-buffering": "no",
+                REQUEST_HEADER: choices.request,
+            },
         )
         self._choices = choices
         self._source = source

@@ -14,7 +14,11 @@ def longest(times: Iterable[RequestTimes | None]) -> RequestTimes | None:
 
 
 def server_timing(times: RequestTimes | None) -> str:
-    """The header's value, milliseconds by phase; "" of what is not over."""
+    """The header's value, milliseconds by phase, and how often it was preempted if it was; "" of
+    what is not over."""
     if times is None:
         return ""
-    return ", ".join(f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in times.phases.items())
+    value = ", ".join(
+        f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in times.phases.items()
+    )
+    return f'{value};desc="{times.preemptions}"' if times.preemptions else value

@@ -1,13 +1,15 @@
 """The demonstration: six models served from memory for two, every token checked.
 
 Makes the checkpoints, runs them on plain vLLM for reference, starts a daemon whose pools hold about
-a third of the weights, sends it a burst of chats for all models at once, and compares.
+a third of the weights, sends it a burst of chats for all models at once, and compares. What the
+daemon tells meanwhile is recorded for the dashboard.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,6 +31,7 @@ from rich.table import Table
 
 from appliance.config import Config, load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.session import recorded
 from appliance.demo.traffic import Answer, Chat, burst, send
 from appliance.tokens import Tokenizer
 from appliance.units import human
@@ -36,6 +39,7 @@ from appliance.units import human
 CHATS_PER_MODEL: Final = 8
 START_SECONDS: Final = 600
 STOP_SECONDS: Final = 20
+SESSION: Final = "session.jsonl"
 
 
 @dataclass(slots=True)
@@ -71,14 +75,18 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         expected = reference(config, chats)
         with running_daemon(file, config, keep=keep) as (url, pid):
             _describe(console, config, url)
-            answers = asyncio.run(_send(console, url, chats))
+            session = _session(directory)
+            answers = asyncio.run(_send(console, url, chats, session))
             rows = _rows(config, answers, expected, metrics_by_model(url))
             complaints = _complaints(rows, answers)
             _report(console, rows, complaints, as_json)
             if keep:
                 console.print(f"\nthe daemon goes on at {url}; stop it with: kill {pid}")
                 console.print(_curl(url, config), soft_wrap=True, highlight=False)
-                console.print(f"appliance top --url {url}", soft_wrap=True, highlight=False)
+                console.print("the dashboard, live:")
+                _print_line(console, f"{_program()} top --connect {url}")
+            console.print("the dashboard, on what has just happened (docs/tui.md has a tour):")
+            _print_line(console, f"{_program()} top --replay {shlex.quote(str(session))}")
     return 1 if complaints else 0
 
 
@@ -87,6 +95,27 @@ def _directory(stack: ExitStack, keep: bool) -> Path:
     if keep:
         return Path(tempfile.mkdtemp(prefix="appliance-demo-"))
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="appliance-demo-")))
+
+
+def _session(directory: Path | None) -> Path:
+    """A file that is not there yet, and outlives the demonstration."""
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="appliance-demo-session-")) / SESSION
+    session = directory / SESSION
+    session.unlink(missing_ok=True)
+    return session
+
+
+def _program() -> str:
+    """How this program was started: what is printed can be pasted."""
+    called = Path(sys.argv[0])
+    if called.name == "appliance":
+        return shlex.quote(str(called))
+    return f"{shlex.quote(sys.executable)} -m appliance"
+
+
+def _print_line(console: Console, command: str) -> None:
+    console.print(command, soft_wrap=True, highlight=False, markup=False)
 
 
 def free_port() -> int:
@@ -195,7 +224,7 @@ def _describe(console: Console, config: Config, url: str) -> None:
     )
 
 
-async def _send(console: Console, url: str, chats: Sequence[Chat]) -> list[Answer]:
+async def _send(console: Console, url: str, chats: Sequence[Chat], session: Path) -> list[Answer]:
     total = sum(chat.max_tokens for chat in chats)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{len(chats)} chats at once", total=total)
@@ -206,7 +235,8 @@ async def _send(console: Console, url: str, chats: Sequence[Chat]) -> list[Answe
             shown += 1
             progress.update(task, completed=shown)
 
-        return await send(url, chats, on_token)
+        async with recorded(url, session):
+            return await send(url, chats, on_token)
 
 
 def metrics_by_model(url: str) -> dict[tuple[str, str], float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from appliance.memory.vmm import Vmm
 
@@ -23,6 +23,14 @@ POISON: Final = 0xFF
 
 class PoolExhausted(Exception):
     """Not enough free slabs; nothing was mapped. The answer is to free some, not to fail."""
+
+
+class Holding(NamedTuple):
+    """What a region has: its slots that have a slab, and which."""
+
+    owner: str
+    address: int
+    slabs: dict[int, int]
 
 
 class Region:
@@ -106,6 +114,15 @@ class Arena:
             for region in self._regions:
                 usage[region.owner] = usage.get(region.owner, 0) + region.mapped
             return usage | {"free": len(self._free)}
+
+    def holdings(self) -> list[Holding]:
+        """What every region has at one moment, those that have nothing left out."""
+        with self._lock:
+            return [
+                Holding(region.owner, region.address, dict(region._slabs))
+                for region in self._regions
+                if region._slabs
+            ]
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every slab is in exactly one place."""

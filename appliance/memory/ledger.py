@@ -127,6 +127,18 @@ class HostLedger:
         """Slabs of each master image."""
         return {model: len(offsets) for model, offsets in self._weights.items()}
 
+    def places(self) -> dict[str, list[int]]:
+        """Numbers of the slabs of each owner: ``weights:<model>``, ``kv:<bytes of a block>``.
+        O(slabs and blocks in use)."""
+        found = {
+            f"weights:{model}": [offset // self.slab_bytes for offset in offsets]
+            for model, offsets in self._weights.items()
+        }
+        for block_bytes, run in set(self._run_of.values()):
+            slabs = range(run, run + self._run_slabs(block_bytes))
+            found.setdefault(f"kv:{block_bytes}", []).extend(slabs)
+        return found
+
     @property
     def weight_slabs(self) -> int:
         return sum(len(offsets) for offsets in self._weights.values())

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from typing import Final
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 from appliance.memory.streams import Copy, Stream
 from appliance.memory.transferrules import TransferBook
@@ -22,6 +22,12 @@ TRACES: Final = 4096
 """Traces kept for `Swapper.take_traces`; the oldest are lost first."""
 
 Then = Callable[[Transfer], None]
+
+
+class _Started(NamedTuple):
+    then: Then | None = None
+    copies: Sequence[Copy] = ()
+    """Those that are known beforehand; weights are copied as they come."""
 
 
 class Swapper:
@@ -42,7 +48,7 @@ class Swapper:
         self._clock = clock
         self._streams = {kind: stream(f"swap-{kind}") for kind in TransferKind}
         self._book = TransferBook()
-        self._pending: dict[Transfer, Then | None] = {}  # in the order of `start`
+        self._pending: dict[Transfer, _Started] = {}  # in the order of `start`
         self._ended: deque[Transfer] = deque()  # filled by the streams' threads
         self._traces: deque[TransferTrace] = deque(maxlen=TRACES)
 
@@ -72,7 +78,8 @@ class Swapper:
         transfer = Transfer(kind, owner, nbytes, self._clock())
         transfer.on_end = self._note
         order = self._book.enter(transfer, reads, writes)
-        self._pending[transfer] = then
+        known = copies if isinstance(copies, Sequence) else ()
+        self._pending[transfer] = _Started(then, known)
         try:
             self._streams[kind].run(transfer, copies, after=order.after, needs=order.needs)
         except RuntimeError:
@@ -86,7 +93,7 @@ class Swapper:
         settled and traced like those of `start`."""
         transfer.on_end = self._note
         self._book.enter(transfer, (), ())
-        self._pending[transfer] = None
+        self._pending[transfer] = _Started()
 
     def reap(self) -> list[Transfer]:
         """Let go of the transfers that have ended since the last call: their `then`s run here.
@@ -100,6 +107,13 @@ class Swapper:
                 reaped.append(transfer)
                 self._let_go(transfer)
         return reaped
+
+    def under_way(self) -> list[tuple[Transfer, Sequence[Copy]]]:
+        """The transfers that are not over, with their copies as far as those were known beforehand.
+        May be called from any thread."""
+        # One step of the interpreter: nothing is started or reaped within it.
+        pending = list(self._pending.items())
+        return [(transfer, started.copies) for transfer, started in pending if not transfer.done]
 
     def is_over(self, transfer: Transfer) -> bool:
         """Whether it has ended and was reaped."""
@@ -137,7 +151,7 @@ class Swapper:
             raise AssertionError(f"{len(self._book)} in the book, {len(self._pending)} pending")
 
     def _let_go(self, transfer: Transfer) -> None:
-        then = self._pending.pop(transfer)
+        then = self._pending.pop(transfer).then
         self._book.leave(transfer)
         self._traces.append(transfer.trace())
         if then is not None:

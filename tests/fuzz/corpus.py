@@ -142,8 +142,7 @@ _NAMES: Final = {
 }
 _NO_MODEL: Final = (
     *("/api/policies", "/api/log-level", "/api/models", "/api/config", "/api/verify"),
-    "/api/instances",
-    "/api/keys",
+    *("/api/instances", "/api/host", "/api/keys"),
     "/v1/batches",
 )
 

@@ -1,10 +1,10 @@
 """An appliance to be fuzzed, in its own process: the real daemon over workers that are doubles.
 
 Its HTTP server is set up as `appliance.serve` does it, its configuration is in files, and answers
-come as fast as they can. Models can be fetched, added and removed; only those that it begins with
-stay, so that there is always somebody to ask. Every line on its standard input is answered with a
-line of JSON on its standard output: what it holds then (`Held`). It ends with its input, or with
-status 3 as soon as its daemon fails.
+come as fast as they can. Models can be fetched, added and removed, keys be made and revoked; only
+those that it begins with stay, so that there is always somebody to ask, who is answered. Every line
+on its standard input is answered with a line of JSON on its standard output: what it holds then
+(`Held`). It ends with its input, or with status 3 as soon as its daemon fails.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from appliance.config import Config, load_config
 from appliance.daemon import Daemon, Limits
 from appliance.dialogue import Parsers
 from appliance.engines.protocol import Guide, TokenLogprob
+from appliance.errors import KeysError
 from appliance.feed import Notice
-from appliance.keys import Key, KeyFile, Scope, digest
+from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.lifetime import Server
 from appliance.liveconfig import LiveConfig
 from appliance.purpose import Purpose
 from appliance.serve import make_server
+from appliance.slabwords import SlabMap
 from appliance.tokens import Tokenizer
 from appliance.toolcalls import Heard
 from appliance.vocabulary import Event, ModelName, Release, Task
@@ -177,6 +179,9 @@ class Whole:
     ) -> FakeInterpretation:
         return _Interpretation(msgspec.json.decode(chat), choices, reasons=True)
 
+    async def pool_map(self, number: int) -> SlabMap:
+        return await self._fake.pool_map(number)
+
     async def verify(self) -> list[InstanceVerification]:
         return await self._fake.verify()
 
@@ -218,6 +223,25 @@ class _Lasting(LiveConfig):
         if name in (*MODELS, EMBEDDER):
             raise NotSaved(f"{name} has to stay")
         return await super().remove_model(name, force=force, files=files)
+
+
+class _LastingKeys(KeyFile):
+    """Keeps the keys that it began with: who asks has one of them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._first = {key.name for key in self.read()}
+
+    def remove(self, name: str) -> Key:
+        if name in self._first:
+            raise KeysError(f"{name} has to stay")
+        return super().remove(name)
+
+
+class _LastingRing(KeyRing):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.file = _LastingKeys(path)
 
 
 class _Worker(WorkerDouble):
@@ -313,6 +337,7 @@ def _held(whole: Whole, server: Server, port: int) -> Held:
 async def _serve(folder: Path, *, keys: bool, ending: bool) -> None:
     config = _configure(folder, keys=keys)
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("appliance.serve.KeyRing", _LastingRing)
         whole = Whole(monkeypatch, ending=ending)
         settings = _Lasting(whole.daemon, config, folder / "appliance.toml")
         server = make_server(cast(Daemon, cast(Service, whole)), config, settings)

@@ -128,6 +128,13 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     until(lambda: model not in held())
     post("load")
     until(lambda: model in held())
+    # Whose each slab is adds up to the pool.
+    maps = [httpx.get(f"{url}/api/instances/{i['instance']}/slabs", timeout=PATIENCE_SECONDS).json()
+            for i in appliance.status()["instances"]]  # fmt: skip
+    assert f"weights:{model}" in {row["name"] for one in maps for row in one["owners"]}
+    for one in maps:
+        told = sum(count for _, count in one["runs"]) * one["slab_bytes"]
+        assert told == appliance.config.devices.memory_bytes
     until(
         lambda: (
             not httpx.get(f"{url}/api/models/{model}", timeout=PATIENCE_SECONDS).json()["wanted"]

@@ -18,6 +18,7 @@ from appliance.dialogue import Parsers
 from appliance.engines.protocol import Produced, Sampling
 from appliance.journal import Journal, Setup
 from appliance.policywords import PolicyChoice
+from appliance.slabwords import SlabMap, SlabOwner
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import (
     Direction,
@@ -100,6 +101,8 @@ class WorkerDouble:
         self.started = False
         self.stopped = False
         self.held = False
+        self.tells_slabs = False
+        """Whether it says whose its slabs are; else the test does."""
         self.stop_error: Exception | None = None
         self.sent: list[wire.Down] = []
         """Every frame down, in order, over all lives."""
@@ -154,6 +157,10 @@ class WorkerDouble:
                 return
             case wire.AddModel() | wire.Verify() | wire.PrepareGuide():
                 return  # the test answers
+            case wire.TellSlabs():
+                if self.tells_slabs:
+                    self.deliver(wire.SlabsTold(self.instance, self._slabs()))
+                return
             case RunPrefill():
                 self._check_known(heard.request)
             case RunTurn():
@@ -166,6 +173,10 @@ class WorkerDouble:
                 self._known.pop(heard.request, None)
         assert not isinstance(heard, wire.Configure | wire.Shutdown)
         self.double.order(heard)
+
+    def _slabs(self) -> SlabMap:
+        """All of them are free; whose they are is the double's secret."""
+        return SlabMap(SLAB, (SlabOwner("free"),), ((0, self.configuration.slabs),))
 
     def _introduce(self, message: wire.AddSequence) -> None:
         sequence = message.sequence

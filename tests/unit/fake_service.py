@@ -38,6 +38,7 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.purpose import Purpose
+from appliance.slabwords import SlabMap, SlabOwner
 from appliance.tokens import ChatTemplate, Tokenizer
 from appliance.toolcalls import CallPiece, Heard
 from appliance.vocabulary import FinishReason
@@ -306,6 +307,13 @@ class FakeService:
             ),
             kv={"host": KvTierActivity(fragmentation=0.25, shapes={"300": KV})},
         )
+
+    async def pool_map(self, number: int) -> SlabMap:
+        owners = (SlabOwner(name="free"), SlabOwner(name="kv:small", moving=True))
+        return SlabMap(slab_bytes=100, owners=owners, runs=((1, 1), (0, 9)))
+
+    def host_map(self) -> SlabMap:
+        return SlabMap(slab_bytes=100, owners=(SlabOwner(name="free"),), runs=((0, 20),))
 
     async def verify(self) -> list[InstanceVerification]:
         return [

@@ -34,6 +34,7 @@ async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
     models = small("ab")
     box = Box(monkeypatch, models, setup_of(models, policy="serverlessllm"))
     box.start()
+    box.workers[0].tells_slabs = True
     yield box
     box.daemon.host.close()
     assert box.take_failures() == []

@@ -43,6 +43,22 @@ async def test_a_stream_tells_before_its_end() -> None:
     assert (comment, done, rest) == (f": server-timing: {SHOWN}", "data: [DONE]", "")
 
 
+async def test_operators_can_ask_about_it() -> None:
+    """Before there is a token; an answer that was refused was never a request."""
+    whole, stream = await ask(), await ask(stream=True)
+
+    assert whole.headers["x-appliance-request"] == whole.json()["id"]
+    assert f'"id":"{stream.headers["x-appliance-request"]}"' in stream.text
+    assert "x-appliance-request" not in (await ask(prompt="")).headers
+
+
+async def test_of_several_choices_the_first_is_named() -> None:
+    """They are requests of their own."""
+    answer = await ask(n=2)
+
+    assert answer.headers["x-appliance-request"] == answer.json()["id"] + "-0"
+
+
 async def test_an_error_has_none() -> None:
     """Nothing was computed for it."""
     answer = await ask(prompt="")
@@ -55,3 +71,10 @@ def test_of_several_choices_the_longest_is_shown() -> None:
     """They run side by side; the answer took as long as that one."""
     assert server_timing(longest([RequestTimes(decode_seconds=0.5), TIMES, None])) == SHOWN
     assert server_timing(longest([None])) == ""
+
+
+def test_it_tells_how_often_it_was_preempted() -> None:
+    """As the description of that phase, where it happened."""
+    times = RequestTimes(preempted_seconds=0.25, preemptions=3)
+
+    assert server_timing(times).endswith('decode;dur=0.0, preempted;dur=250.0;desc="3"')

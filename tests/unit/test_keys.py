@@ -59,6 +59,24 @@ def test_the_file_is_private_and_holds_no_secret(path: Path) -> None:
     assert sorted(p.name for p in path.parent.iterdir()) == ["keys.json", "keys.json.lock"]
 
 
+def test_what_root_makes_is_its_directorys_owners(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and its lock: a daemon of another user changes keys, too. What was there before is
+    nobody else's then."""
+    given: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(
+        os, "fchown", lambda made, *owner: given.update({os.fstat(made).st_ino: owner})
+    )
+    lock = path.with_name("keys.json.lock")
+    owner = path.parent.stat()
+    for name, made in (("alice", {path, lock}), ("bob", {path})):
+        KeyFile(path).add(key(name, f"sk-{name}"))
+        assert given == {one.stat().st_ino: (owner.st_uid, owner.st_gid) for one in made}
+        given.clear()
+
+
 def test_names_are_unique_and_removed_by_name(path: Path) -> None:
     """A name that is taken, and one that nobody has, are refused and change nothing."""
     file = KeyFile(path)

@@ -179,6 +179,10 @@ async def test_set_show_and_rollback(call: Call, box: Box) -> None:
     assert ["phase", "serverlessllm,", "aegaeon,", "built-in", "aegaeon"] in rows(shown)
     assert ["aegaeon.q_max_seconds", "3"] in rows(shown)
     assert ["aegaeon", "asked", "2", "0"] in rows(shown)
+    (place,) = [row for row in rows(shown) if row[:2] == ["aegaeon", "place"]]
+    assert place[2:4] == ["1", "0"]
+    assert all(float(microseconds) >= 0 for microseconds in place[4:])
+    assert len(place) == 8
     assert whole["active"]["parameters"] == {"aegaeon": {"q_max_seconds": 3, "max_group": 2}}
     assert "installed" not in whole
     assert [row[2:] for row in rows(shown)][-1] == ["chosen", "aegaeon;", "phase:", "serverlessllm"]

@@ -116,6 +116,25 @@ def test_who_still_sleeps_is_not_asked(sleeper: Sleeper) -> None:
     assert stack.states()[0].calls == 2
 
 
+def test_what_an_overrun_took_is_its_time(sleeper: Sleeper) -> None:
+    """That of the budget; a question for which it was too busy took it none."""
+    stack = PolicyStack(
+        {"stranger": sleeper, "built-in": Aegaeon()},
+        apart=["stranger"],
+        budget_seconds=SHORT,
+        observe=lambda hook, seconds: None,
+    )
+    phase(stack)
+    first = stack.states()[0].decisions["phase"]
+    phase(stack)
+    again = stack.states()[0].decisions["phase"]
+
+    assert (first.calls, first.faults) == (1, 1)
+    assert first.seconds == first.p50_seconds == first.max_seconds
+    assert first.seconds >= SHORT
+    assert again == first
+
+
 def test_three_overruns_disable(sleeper: Sleeper) -> None:
     """Each with a question of its own."""
     stack = stack_of(sleeper, SHORT)

@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from appliance import policystack
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policystack import PolicyStack
-from appliance.policywords import Missed
+from appliance.policytally import RECENT, Tally
+from appliance.policywords import DecisionTally, Missed
 from appliance.scheduling.questions import (
     BatchLimits,
     Fleet,
@@ -570,6 +572,54 @@ def test_every_question_is_timed() -> None:
 
     assert [hook for hook, _ in told] == ["decode", "phase"]
     assert all(0 <= seconds < 1 for _, seconds in told)
+
+
+def test_time_is_each_policys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By decision; who was asked before in vain has spent its own, and the answer took the sum. Of
+    a fault the time counts, too."""
+    clock = iter([0.0, 0.25, 1.0, 1.5, 2.0, 2.125, 3.0, 3.25])
+    monkeypatch.setattr(policystack, "perf_counter", lambda: next(clock))
+    answers = iter([None, "nonsense"])
+    told: list[tuple[str, float]] = []
+    stack = PolicyStack(
+        {"shy": policy_with("phase", lambda: next(answers)), "built-in": Aegaeon()},
+        observe=lambda hook, seconds: told.append((hook, seconds)),
+    )
+    asked(stack, "phase")
+    asked(stack, "phase")
+
+    shy, built_in = stack.states()
+    assert told == [("phase", 0.75), ("phase", 0.375)]
+    assert shy.decisions == {
+        "phase": DecisionTally(
+            calls=2, faults=1, seconds=0.375, p50_seconds=0.125, p99_seconds=0.25, max_seconds=0.25
+        )
+    }
+    assert built_in.decisions["phase"].seconds == 0.75
+
+
+def test_quantiles_are_of_the_last_questions() -> None:
+    """The sum is of all; before there was one there are no times."""
+    tally = Tally()
+    assert tally.told() == DecisionTally(
+        calls=0, faults=0, seconds=0.0, p50_seconds=None, p99_seconds=None, max_seconds=None
+    )
+    for seconds in [1000.0, *range(1, RECENT + 1)]:
+        tally.took(seconds)
+
+    told = tally.told()
+    assert told.seconds == 1000 + sum(range(RECENT + 1))
+    assert (told.p50_seconds, told.p99_seconds, told.max_seconds) == (128, 254, 256)
+
+
+def test_nothing_is_timed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the lab, where a clock would be another run's; questions are counted all the same."""
+    monkeypatch.setattr(policystack, "perf_counter", None)
+    stack = PolicyStack({"built-in": Aegaeon()})
+    asked(stack, "phase")
+
+    (state,) = stack.states()
+    assert (state.calls, state.decisions["phase"].p50_seconds) == (1, None)
 
 
 @pytest.mark.parametrize(("name", "argument"), [("faze", "instance"), ("phase", "instanz")])

@@ -6,9 +6,11 @@ import csv
 import json
 from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.color import Color
+from textual.dom import DOMNode
 from textual.widgets import Input
 
 from tests.unit.tui_bench import (
@@ -21,6 +23,7 @@ from tests.unit.tui_bench import (
     lost,
     model,
     notice,
+    paste,
     press,
     request,
     screen,
@@ -32,6 +35,7 @@ from tests.unit.tui_bench import (
 from tui.dialogs import Page
 from tui.look import LOOKS
 from tui.messages import Message, Refused
+from tui.prompt import Prompt
 from tui.recording import Recorder, read_recording
 from tui.views import VIEWS
 
@@ -64,11 +68,61 @@ async def test_views_have_commands_and_aliases() -> None:
                 assert type(app.view) is kind
 
 
+async def test_keys_that_come_all_at_once() -> None:
+    """Each is for whom the one before made it be for: a command is no row of keys, its `q` does not
+    quit; a filter is not, either, and arrows move the cursor of the view that a digit led to."""
+    async with dashboard(told()) as app:
+        await paste(app, *":requests", "enter")
+        assert app.view.title == "Requests"
+        await paste(app, "/", *"q10:", "enter")
+        assert "/q10:" in seen(app)
+        await press(app, "escape", "1")
+        await paste(app, "5", "down", "down")
+        row = app.view.current()
+        assert row is not None
+        assert row[0] == REQUESTS[2]["id"]
+
+
+async def test_events_search_no_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come by the hundred in a second: what is looked for among the widgets is looked for when
+    they are painted, not with each of them."""
+    searches: list[int] = []
+    search = DOMNode.query
+
+    def counted(node: DOMNode, *arguments: Any) -> Any:
+        searches.append(1)
+        return search(node, *arguments)
+
+    async with dashboard(source := told()) as app:
+        monkeypatch.setattr(DOMNode, "query", counted)
+        monkeypatch.setattr(DOMNode, "query_one", counted)
+        found = []
+        for count in (1, 50):
+            searches.clear()
+            for number in range(count):
+                source.say(notice(number, "request_ended", id="x"))
+            await settle(app)
+            found.append(len(searches))
+    assert found[0] == found[1]
+
+
+async def test_digits_are_typed_where_text_is() -> None:
+    """Behind the sign, and in forms, they lead nowhere."""
+    async with dashboard(told()) as app:
+        await press(app, "4", "/", "5", "/", ":")
+        assert app.view.title == "Models"
+        assert "/5/:" in seen(app)
+        await press(app, "escape", "l", "5", ":")
+        assert app.screen.query(Input).first().value == "5:"
+        await press(app, "escape")
+        assert app.view.title == "Models"
+
+
 async def test_commands_are_completed() -> None:
     """Tab takes the first command that begins so, then the argument; up recalls."""
     async with dashboard(told()) as app:
         await press(app, ":", "t", "h", "tab")
-        prompt = app.query_one(Input)
+        prompt = app.query_one(Prompt)
         assert prompt.value == ":theme"
         await press(app, "space", "c", "tab")
         assert prompt.value == ":theme colour-blind"

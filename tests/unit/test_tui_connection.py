@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -11,10 +12,13 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
+from appliance.vocabulary import FinishReason
+from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
+from tests.unit.fake_service import FakeService, small_tokenizer
 from tests.unit.serving import served
 from tui.connection import LONGEST_WAIT_SECONDS, Connection
-from tui.messages import Kind, Message, Refused
+from tui.messages import Kind, Message, Part, Refused
 
 
 def sent(*events: tuple[str, dict[str, Any], int | None]) -> httpx.Response:
@@ -148,6 +152,76 @@ async def test_questions_are_answered_or_refused() -> None:
         with pytest.raises(Refused, match=words):
             await connection.ask(method, path)
     await connection.close()
+
+
+ASKED = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+async def listen(connection: Connection) -> list[tuple[Part, dict[str, Any]]]:
+    pieces = connection.stream("/v1/chat/completions", ASKED)
+    heard = [(piece.part, piece.data) async for piece in pieces]
+    await connection.close()
+    return heard
+
+
+async def test_an_answer_is_heard_as_it_comes() -> None:
+    """Who it is, its events and its remarks, up to the end that it says."""
+    text = ": keep-alive\n\n" + 'data: {"n":"\u2028"}\n\n: server-timing: a\n\ndata: [DONE]\n\n'
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, headers={"x-appliance-request": "chat-1"}, text=text)
+
+    assert await listen(connected(answer)) == [
+        (Part.ASKED, {}), (Part.BEGUN, {"request": "chat-1"}),
+        (Part.REMARK, {"text": "keep-alive"}), (Part.DATA, {"n": "\u2028"}),
+        (Part.REMARK, {"text": "server-timing: a"}),
+    ]  # fmt: skip
+    assert json.loads(asked[0].content) == ASKED
+    assert asked[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (httpx.Response(403, json={"error": {"message": "no scope 'infer'"}}), "no scope 'infer'"),
+        (httpx.Response(200, text="data: {}\n\n"), "the answer broke off"),
+        (httpx.Response(200, text="data: <html>\n\n"), "is not the appliance"),
+        (httpx.ConnectError("refused"), "cannot be reached: refused"),
+    ],
+)
+async def test_an_answer_that_is_none(answer: httpx.Response | Exception, words: str) -> None:
+    """Why, in the daemon's words where it has some."""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with pytest.raises(Refused, match=words):
+        await listen(connected(respond))
+
+
+async def test_who_stops_listening_ends_the_request() -> None:
+    """A real API hears of it."""
+    service = FakeService()
+    async with served(create_app(service)) as port:
+        connection = Connection(f"http://127.0.0.1:{port}")
+        body = ASKED | {"stream_options": {"include_usage": True}}
+        async with aclosing(connection.stream("/v1/chat/completions", body)) as pieces:  # type: ignore[type-var]
+            assert (await anext(pieces)).part is Part.ASKED
+            begun = await anext(pieces)
+            generation = await service.arrivals.get()
+            assert begun.data == {"request": generation.id}
+            generation.feed(small_tokenizer().encode("one"))
+            async for piece in pieces:
+                if piece.part is Part.DATA and piece.data["choices"][0]["delta"].get("content"):
+                    break
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await generation.cancelled.wait()
+        assert generation.reason is FinishReason.CANCELLED
+        await connection.close()
 
 
 @pytest.fixture

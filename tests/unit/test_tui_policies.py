@@ -43,12 +43,16 @@ async def test_the_stack_by_decision() -> None:
     async with dashboard(decided(), size=(120, 30)) as app:
         await command(app, "policies")
         rows = {line.split()[0]: " ".join(line.split()[1:]) for line in screen(app)[3:8]}
-        assert rows["round"].startswith("aegaeon, appliance ok 0")
-        assert rows["evict"].endswith("ours disabled 3 ours: took longer than 50 ms")
+        assert rows["round"].startswith("aegaeon, appliance ok 0 4711 32µs 210µs")
+        assert rows["prefetch"].endswith("ok 0 0")
+        assert "ours disabled 3 3 50ms 51ms ours: took longer" in rows["evict"]
         await command(app, "sort faults")
         await press(app, "S", "home", "enter")
         page = seen(app)
-    for words in ("4711", "as it ships", "2023-11-14 22:13:11 x3  ours: took longer than 50 ms"):
+    for words in (
+        "4711", "as it ships", "2023-11-14 22:13:11 x3  ours: took longer than 50 ms",
+        "3 calls, 3 faults; mean 63ms, p50 50ms, p99 51ms, max 51ms",
+    ):  # fmt: skip
         assert words in page
 
 

@@ -59,6 +59,8 @@ async def test_it_is_played_in_its_own_time(path: Path) -> None:
     assert (replay.name, replay.live) == ("session.jsonl", False)
     with pytest.raises(Refused, match="recording"):
         await replay.ask("GET", "/api/models")
+    with pytest.raises(Refused, match="recording"):
+        await anext(replay.stream("/v1/chat/completions", {}))
 
 
 @pytest.mark.parametrize(

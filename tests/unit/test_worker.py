@@ -1292,6 +1292,26 @@ def test_a_slow_guide_holds_up_no_other() -> None:
     assert {answer.number: answer.refused for answer in answers} == {0: None, 1: None}
 
 
+def test_slabs_are_told_in_the_middle_of_a_step() -> None:
+    """Whoever asks waits for no turn; asked twice before it could answer, it answers once."""
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    found: list[wire.SlabsTold] = []
+    bench = Bench("a", send=said.put)
+    bench.worker.tell_slabs()
+
+    def ask(step: int) -> None:
+        bench.mailbox.put(wire.TellSlabs())
+        while not isinstance(message := said.get(timeout=PATIENCE_SECONDS)[0], wire.SlabsTold):
+            pass
+        found.append(message)
+
+    bench.engines["a"].on_step = ask
+    bench.carry_out(build("a"), load("a"), add("r", 3), prefill("r"), turn("r"))
+
+    assert [told.instance for told in found] == [3, 3]
+    assert all(told.slabs.runs == ((0, 20),) for told in found)
+
+
 def test_what_is_no_command_is_an_error() -> None:
     """A worker does not guess."""
     slo = Slo(ttft_seconds=1.0, tbt_seconds=0.1)

@@ -17,7 +17,7 @@ from textual.keys import _character_to_key
 from textual.widget import Widget
 
 from tui.app import Dashboard
-from tui.messages import Document, Kind, Message, Refused
+from tui.messages import Document, Kind, Message, Part, Piece, Refused
 
 NOW = 1_700_000_000.0
 """2023-11-14 22:13:20 UTC."""
@@ -71,6 +71,52 @@ def tree(models: str = "abc", requests: Iterable[Document] = (), **members: Any)
     } | members
 
 
+def said(text: str, **delta: Any) -> Document:
+    """A chunk of an answer."""
+    return {"choices": [{"index": 0, "delta": {"content": text} | delta, "finish_reason": None}]}
+
+
+class Spoken:
+    """A streamed answer: the test says the pieces of it."""
+
+    def __init__(self, path: str, body: Any) -> None:
+        self.path = path
+        self.body = body
+        self.closed = False
+        """Nobody listens any more."""
+        self._pieces: asyncio.Queue[Piece | Refused | None] = asyncio.Queue()
+
+    def begin(self, request: str = "chatcmpl-1", at: float = NOW) -> None:
+        self._pieces.put_nowait(Piece(at, Part.BEGUN, {"request": request}))
+
+    def say(self, data: Document | str, at: float = NOW) -> None:
+        """An event, or new text."""
+        data = said(data) if isinstance(data, str) else data
+        self._pieces.put_nowait(Piece(at, Part.DATA, data))
+
+    def end(self, tokens: int, timing: str = "", at: float = NOW, *, reason: str = "stop") -> None:
+        """As the daemon does it."""
+        finish = {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+        usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}
+        self._pieces.put_nowait(Piece(at, Part.DATA, finish))
+        self._pieces.put_nowait(Piece(at, Part.REMARK, {"text": f"server-timing: {timing}"}))
+        self._pieces.put_nowait(Piece(at, Part.DATA, {"choices": [], "usage": usage}))
+        self._pieces.put_nowait(None)
+
+    def refuse(self, why: str) -> None:
+        self._pieces.put_nowait(Refused(why))
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        try:
+            yield Piece(NOW, Part.ASKED, {})
+            while (piece := await self._pieces.get()) is not None:
+                if isinstance(piece, Refused):
+                    raise piece
+                yield piece
+        finally:
+            self.closed = True
+
+
 class Told:
     """A source that says what it is told to, at once, and answers from `answers`."""
 
@@ -80,6 +126,8 @@ class Told:
         self.live = live
         self.asked: list[tuple[str, str, object]] = []
         self.answers: dict[tuple[str, str], Any] = {}
+        self.streams: list[Spoken] = []
+        """What was asked for as a stream, in order; the test speaks."""
         self._queue: asyncio.Queue[Message | None] = asyncio.Queue()
         for message in messages:
             self.say(message)
@@ -98,6 +146,10 @@ class Told:
         if isinstance(answer, Refused):
             raise answer
         return answer
+
+    def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+        self.streams.append(Spoken(path, body))
+        return self.streams[-1].pieces()
 
 
 @asynccontextmanager
@@ -156,10 +208,20 @@ def walk(node: Widget) -> Iterator[Widget]:
 async def press(app: Dashboard, *keys: str) -> None:
     """Press keys, by their names, one after the other."""
     for key in keys:
-        name = key if len(key) > 1 or key.isalnum() else _character_to_key(key)
-        character = key if len(key) == 1 else {"space": " "}.get(key)
-        app.post_message(events.Key(name, character))
+        app.post_message(_event(key))
         await settle(app)
+
+
+async def paste(app: Dashboard, *keys: str) -> None:
+    """Press keys before the first of them is looked at: fast fingers, on a machine that is busy."""
+    for key in keys:
+        app.post_message(_event(key))
+    await settle(app)
+
+
+def _event(key: str) -> events.Key:
+    name = key if len(key) > 1 or key.isalnum() else _character_to_key(key)
+    return events.Key(name, key if len(key) == 1 else {"space": " "}.get(key))
 
 
 async def command(app: Dashboard, text: str) -> None:

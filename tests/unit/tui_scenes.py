@@ -117,6 +117,38 @@ def pool() -> Document:
     }  # fmt: skip
 
 
+def slabs(*runs: tuple[str, int], slab_bytes: int = 64 << 20) -> Document:
+    """Runs of owners; a star behind one says that something is on its way there."""
+    owners = sorted({owner for owner, _ in runs})
+    return {
+        "slab_bytes": slab_bytes,
+        "owners": [{"name": o.removesuffix("*"), "moving": o.endswith("*")} for o in owners],
+        "runs": [[owners.index(owner), count] for owner, count in runs],
+    }
+
+
+def maps() -> dict[str, Document]:
+    """Where the slabs of `pool` lie, by the path that tells it. Pools are torn by now."""
+    first = slabs(
+        ("weights:llama-a", 224), ("kv:llama-a", 30), ("kv:qwen-a", 60), ("weights:qwen-a", 100),
+        ("free", 40), ("kv:llama-a", 26), ("kv:llama-a*", 24), ("kv:qwen-a", 90),
+        ("weights:gemma-a", 31), ("weights:gemma-a*", 49), ("weights:qwen-a", 44), ("free", 190),
+        ("kv:qwen-a", 26), ("kv:llama-a", 16), ("free", 74),
+    )  # fmt: skip
+    second = slabs(
+        ("weights:llama-b", 224), ("weights:phi-mini", 48), ("kv:phi-mini", 20), ("free", 8),
+        ("kv:phi-mini", 12), ("free", 712),
+    )  # fmt: skip
+    host = slabs(
+        *((f"weights:{name}", 224) for name in MODELS[:3]), ("free", 12),
+        *((f"weights:{name}", 224) for name in MODELS[3:]), ("free", 596),
+        ("kv:1048576", 40), ("kv:524288", 56),
+    )  # fmt: skip
+    return {
+        "/api/instances/0/slabs": first, "/api/instances/1/slabs": second, "/api/host/slabs": host
+    }  # fmt: skip
+
+
 def installed(name: str, *hooks: str, **members: object) -> Document:
     return {
         "name": name, "about": f"What {name} does.", "distribution": "appliance",
@@ -124,10 +156,17 @@ def installed(name: str, *hooks: str, **members: object) -> Document:
     } | members  # fmt: skip
 
 
+def tally(calls: int, p50: float, p99: float, most: float, faults: int = 0) -> Document:
+    return {
+        "calls": calls, "faults": faults, "seconds": calls * p50 * 1.25, "p50_seconds": p50,
+        "p99_seconds": p99, "max_seconds": most,
+    }  # fmt: skip
+
+
 def policy(name: str, **members: object) -> Document:
     return {
         "name": name, "calls": 4711, "faults": 0, "faults_in_a_row": 0, "disabled": False,
-        "apart": False, "busy": False,
+        "apart": False, "busy": False, "decisions": {},
     } | members  # fmt: skip
 
 
@@ -150,8 +189,16 @@ def policies() -> Document:
             "evict": ["ours", "appliance"], "prefetch": ["appliance"],
         },
         "policies": [
-            policy("aegaeon"), policy("ours", faults=3, disabled=True, apart=True),
-            policy("appliance"),
+            policy("aegaeon", decisions={"round": tally(4711, 32e-6, 210e-6, 0.0012)}),
+            policy("ours", calls=7, faults=3, disabled=True, apart=True, decisions={
+                "prefill": tally(4, 0.0011, 0.004, 0.0041),
+                "evict": tally(3, 0.05, 0.051, 0.051, 3),
+            }),
+            policy("appliance", decisions={
+                "place": tally(12, 90e-6, 150e-6, 160e-6),
+                "prefill": tally(410, 45e-6, 0.0007, 0.002),
+                "evict": tally(3, 20e-6, 31e-6, 31e-6),
+            }),
         ],
         "previous": [
             {"use": ["prism"], "decisions": {}, "parameters": {}},
@@ -257,6 +304,8 @@ def loaded() -> Told:
         notice(4, "request_rejected", NOW - 9, id="x", model="phi-mini", code="overloaded"),
     ]
     source = Told(*messages, *happened)
+    for path, document in maps().items():
+        source.answers["GET", path] = document
     source.answers["GET", "/api/policies"] = policies()
     source.answers["GET", "/api/config"] = config()
     source.answers["POST", "/api/config/check"] = config_check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tui.view import View
 from tui.views.batches import Batches
+from tui.views.chat import Chat
 from tui.views.config import Config
 from tui.views.events import Events
 from tui.views.keys import Keys
@@ -25,4 +26,5 @@ VIEWS: tuple[type[View], ...] = (
     Config,
     Events,
     Keys,
+    Chat,
 )

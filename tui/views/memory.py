@@ -1,7 +1,7 @@
 """Memory map: the pool of each instance cut in cells, each coloured by who has it; the host below.
 
-Cells stand for slabs, several where there is not room for all. They are in the order of their
-owners, not of their addresses: mapping makes addresses meaningless.
+Which slab is whose is asked for, of the pools on the screen. Where that is not told, as in a
+recording, cells are in the order of their owners, of whom the state says how much they have.
 """
 
 from __future__ import annotations
@@ -9,40 +9,21 @@ from __future__ import annotations
 from textual import events
 from textual.app import ComposeResult
 
-from tui.amounts import divide, size
+from tui.amounts import size
+from tui.asking import Ask
 from tui.canvas import Canvas, Line
 from tui.messages import Document
+from tui.pools import Part, Pool, counted, mapped
 from tui.view import Sight, View, told
 
-GLYPHS = {"weights": "█", "loading": "▚", "kv": "▓", "free": "·"}
+GLYPHS = {
+    "weights": "█", "loading": "▚", "kv": "▓", "moving": "▞", "runtime": "▒", "free": "·",
+}  # fmt: skip
 MOST_LINES = 6
 """Of cells, of one pool."""
-LEGEND = (("weights", "weights"), ("loading", "on their way"), ("kv", "KV"), ("free", "free"))
-
-
-def owners(row: Document, models: dict[str, Document], key: str) -> list[tuple[str, str, int]]:
-    """Who has how many bytes of an instance's pool: kind, model, bytes; the free ones last."""
-    found = []
-    for owner, nbytes in row.get("pool_bytes", {}).items():
-        kind, _, model = owner.partition(":")
-        stage = models.get(model, {}).get("residency", {}).get(key)
-        if kind == "weights" and stage == "loading":
-            kind = "loading"
-        if nbytes and kind != "free":
-            found.append((kind, model, nbytes))
-    found.sort(key=lambda one: (one[1], one[0]))
-    return [*found, ("free", "", row.get("pool_bytes", {}).get("free", 0))]
-
-
-def cells_of(parts: list[tuple[str, str, int]], count: int, sight: Sight) -> list[tuple[str, str]]:
-    """`count` cells among owners: a glyph for the kind, the model's colour."""
-    look, numbers = sight.look, sight.state.numbers
-    cells: list[tuple[str, str]] = []
-    shares = divide(count, (nbytes for _, _, nbytes in parts))
-    for (kind, model, _), share in zip(parts, shares, strict=True):
-        style = look.model(numbers.get(model, 0)) if model else look.dim
-        cells += [(GLYPHS[kind], style)] * share
-    return cells
+LEGEND = (("weights", "weights"), ("kv", "KV"), ("free", "free"))
+ASKED_EVERY_SECONDS = 1.0
+HOST = "host cache"
 
 
 class Memory(View):
@@ -57,6 +38,8 @@ class Memory(View):
         self._canvas = Canvas()
         self._sight: Sight | None = None
         self._place = 0
+        self._drawn: dict[str, tuple[Document, int, Pool]] = {}
+        """Of each answer what was made of it: an answer is looked at several times."""
 
     def compose(self) -> ComposeResult:
         yield self._canvas
@@ -64,78 +47,92 @@ class Memory(View):
     def show(self, sight: Sight) -> None:
         self._sight = sight
         width, height = max(1, self._canvas.size.width), self._canvas.size.height
-        pools = self._pools(sight)
-        self._place = max(0, min(self._place, len(pools) - 1))
+        names = self._names(sight)
+        self._place = max(0, min(self._place, len(names) - 1))
         legend: Line = []
         for kind, word in LEGEND:
             legend += [(GLYPHS[kind] * 2, sight.look.dim), (f" {word}   ", sight.look.dim)]
+        ways = GLYPHS["loading"] + GLYPHS["moving"]
+        legend.append((f"{ways} on their way", sight.look.dim))
         room = max(3, height - 1)
-        each = max(3, min(MOST_LINES + 3, room // max(1, min(len(pools), room // 4))))
+        each = max(3, min(MOST_LINES + 3, room // max(1, min(len(names), room // 4))))
         fit = max(1, room // each)
-        top = max(0, min(self._place - fit + 1, len(pools) - fit))
+        top = max(0, min(self._place - fit + 1, len(names) - fit))
+        seen = names[top : top + fit]
+        self.asks = tuple(Ask("GET", _path(name), ASKED_EVERY_SECONDS) for name in seen)
         lines = [legend]
-        for place, (name, parts) in enumerate(pools[top : top + fit], top):
-            lines += self._block(name, parts, sight, width, each, here=place == self._place)
+        for place, name in enumerate(seen, top):
+            pool = self._pool(name, sight, width * max(1, each - 3))
+            lines += self._block(pool, sight, width, each, here=place == self._place)
         self._canvas.paint(lines)
 
-    def _pools(self, sight: Sight) -> list[tuple[str, list[tuple[str, str, int]]]]:
-        models = sight.state.rows("models")
-        pools = [
-            (f"instance {key}", owners(row, models, key))
-            for key, row in sight.state.rows("instances").items()
-        ]
-        if host := sight.state.tree.get("host_bytes"):
-            pools.append(("host cache", owners({"pool_bytes": host}, {}, "")))
-        return pools
+    def _names(self, sight: Sight) -> list[str]:
+        host = [HOST] if sight.state.tree.get("host_bytes") else []
+        return [*(f"instance {key}" for key in sight.state.rows("instances")), *host]
+
+    def _pool(self, name: str, sight: Sight, room: int | None = None) -> Pool:
+        """With not more than `room` cells; with any, if nobody is to see them."""
+        path = _path(name)
+        document, refused = sight.state.answer(path)
+        if document is not None and not refused:
+            known = self._drawn.get(path)
+            if known is None or known[0] is not document or room not in (None, known[1]):
+                pool = mapped(name, document, room or 1, host=name == HOST)
+                known = self._drawn[path] = (document, room or 1, pool)
+            return known[2]
+        if name == HOST:
+            return counted(name, sight.state.tree.get("host_bytes", {}), set(), room or 1)
+        key = name.removeprefix("instance ")
+        loading = {
+            model
+            for model, row in sight.state.rows("models").items()
+            if row.get("residency", {}).get(key) == "loading"
+        }
+        row = sight.state.rows("instances").get(key, {})
+        return counted(name, row.get("pool_bytes", {}), loading, room or 1)
 
     def _block(
-        self,
-        name: str,
-        parts: list[tuple[str, str, int]],
-        sight: Sight,
-        width: int,
-        height: int,
-        *,
-        here: bool,
+        self, pool: Pool, sight: Sight, width: int, height: int, *, here: bool
     ) -> list[Line]:
-        look, numbers = sight.look, sight.state.numbers
-        whole = sum(nbytes for _, _, nbytes in parts)
-        rows = max(1, height - 3)
+        look = sight.look
+        whole = sum(part.amount for part in pool.parts)
         title: Line = [
-            (f" {name} ", look.cursor if here else look.strong),
-            (f" {size(whole)}, {size(parts[-1][2])} free", look.dim),
+            (f" {pool.name} ", look.cursor if here else look.strong),
+            (f" {size(whole)}, {size(pool.parts[-1].amount)} free", look.dim),
         ]
-        if whole:
-            title.append((f", a cell is {size(whole / (rows * width))}", look.dim))
+        if pool.scale:
+            title.append((f", {pool.scale}", look.dim))
         owned: Line = []
-        for kind, model, nbytes in sorted(parts[:-1], key=lambda one: -one[2]):
-            style = look.model(numbers.get(model, 0)) if model else look.dim
-            owned.append((f"{GLYPHS[kind]} {model or 'KV'} {size(nbytes)}  ", style))
-        cells = cells_of(parts, rows * width, sight)
+        for part in sorted(pool.parts[:-1], key=lambda part: -part.amount):
+            text = f"{GLYPHS[part.kind]} {_label(part)} {size(part.amount)}  "
+            owned.append((text, _style(part, sight)))
         lines: list[Line] = [title, owned]
-        for row in range(rows):
-            lines.append(_runs(cells[row * width : (row + 1) * width]))
+        for row in range(max(1, height - 3)):
+            lines.append(_line(pool.cells[row * width : (row + 1) * width], sight))
         return [*lines, []]
 
     def current(self) -> tuple[str, Document] | None:
-        if self._sight is None or not (pools := self._pools(self._sight)):
+        if self._sight is None or not (names := self._names(self._sight)):
             return None
-        name, parts = pools[min(self._place, len(pools) - 1)]
-        return name, {f"{kind} {model}".strip(): nbytes for kind, model, nbytes in parts}
+        pool = self._pool(names[min(self._place, len(names) - 1)], self._sight)
+        return pool.name, {f"{part.kind} {part.of}".strip(): part.amount for part in pool.parts}
 
     def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        parts = dict(self._pools(sight)).get(key)
-        if parts is None:
+        if key not in self._names(sight):
             return None
-        sizes = {f"{kind} {model}".strip(): size(nbytes) for kind, model, nbytes in parts}
-        return told(sizes, sight.look)
+        parts = self._pool(key, sight).parts
+        return told({f"{p.kind} {p.of}".strip(): size(p.amount) for p in parts}, sight.look)
+
+    def path(self, key: str) -> str | None:
+        return _path(key)
 
     def table(self) -> list[list[str]]:
         """A row for each owner."""
-        pools = [] if self._sight is None else self._pools(self._sight)
+        sight = self._sight
+        pools = [] if sight is None else [self._pool(name, sight) for name in self._names(sight)]
         return [
             ["pool", "kind", "model", "bytes"],
-            *([name, kind, model, str(n)] for name, parts in pools for kind, model, n in parts),
+            *([pool.name, kind, of, str(n)] for pool in pools for kind, of, n in pool.parts),
         ]
 
     def on_key(self, event: events.Key) -> None:
@@ -150,10 +147,31 @@ class Memory(View):
             self.show(self._sight)
 
 
-def _runs(cells: list[tuple[str, str]]) -> Line:
+def _path(name: str) -> str:
+    if name == HOST:
+        return "/api/host/slabs"
+    return f"/api/instances/{name.removeprefix('instance ')}/slabs"
+
+
+def _label(part: Part) -> str:
+    return part.of or {"kv": "KV"}.get(part.kind, part.kind)
+
+
+def _style(part: Part, sight: Sight) -> str:
+    look, number = sight.look, sight.state.numbers.get(part.of)
+    if number is not None:
+        return look.model(number)
+    return {"kv": look.kv, "runtime": look.graphs}.get(part.kind, look.dim)
+
+
+def _line(cells: list[Part], sight: Sight) -> Line:
     """Cells alike as one piece."""
     line: Line = []
-    for glyph, style in cells:
+    styles: dict[Part, str] = {}
+    for part in cells:
+        if part not in styles:
+            styles[part] = _style(part, sight)
+        glyph, style = GLYPHS[part.kind], styles[part]
         if line and line[-1][1] == style:
             line[-1] = (line[-1][0] + glyph, style)
         else:

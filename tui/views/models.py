@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
+from textual import events
+
 from tui.amounts import duration, rate, share, size, sparkline
 from tui.canvas import Line
 from tui.messages import Document, Refused, Source
@@ -107,6 +109,7 @@ class Models(TableView):
 
     title = "Models"
     names = ("models", "m")
+    help = (("c", "chat"),)
     columns = (
         Column("MODEL", lambda key, row, sight: key,
                style=lambda value, sight: sight.look.model(sight.state.numbers.get(value, 0))),
@@ -149,3 +152,9 @@ class Models(TableView):
 
     def path(self, key: str) -> str | None:
         return f"/api/models/{quote(key)}"
+
+    def on_key(self, event: events.Key) -> None:
+        row = self.current()
+        if event.character == "c" and row is not None:
+            event.stop()
+            self.post_message(self.Wanted("chat", row[0]))

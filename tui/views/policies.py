@@ -10,6 +10,7 @@ from typing import Any
 
 from textual import events
 
+from tui.amounts import duration
 from tui.asking import Ask
 from tui.canvas import Line
 from tui.messages import Document, Refused, Source
@@ -43,13 +44,37 @@ def _faults(report: Document, hook: str) -> list[Document]:
 def _row(hook: str, names: list[str], report: Document) -> Document:
     faults = _faults(report, hook)
     last = faults[-1] if faults else None
+    # A daemon of an earlier version tells none.
+    tallies = [
+        row["decisions"][hook]
+        for row in report["policies"]
+        if row["name"] in names and hook in row.get("decisions", {})
+    ]
     return {
         "asked": ", ".join(names),
+        "calls": max((tally["calls"] for tally in tallies), default=0),
+        "p50_seconds": _slowest(tallies, "p50_seconds"),
+        "p99_seconds": _slowest(tallies, "p99_seconds"),
         "state": _ailing(row for row in report["policies"] if row["name"] in names) or "ok",
         "faults": sum(row["count"] for row in faults),
         "active": report["active"],
         "last_fault": "" if last is None else f"{last['policy']}: {last['reason']}",
     }
+
+
+def _slowest(tallies: list[Document], time: str) -> float | None:
+    """Of those who are asked for a decision."""
+    return max((tally[time] for tally in tallies if tally[time] is not None), default=None)
+
+
+def _told_tally(tally: Document) -> str:
+    """Of one policy and decision: the mean of all calls, the rest of the last ones."""
+    counts = f"{tally['calls']} calls, {tally['faults']} faults"
+    if tally["p50_seconds"] is None:
+        return counts
+    times = {"mean": tally["seconds"] / tally["calls"]}
+    times |= {time: tally[f"{time}_seconds"] for time in ("p50", "p99", "max")}
+    return f"{counts}; " + ", ".join(f"{name} {duration(time)}" for name, time in times.items())
 
 
 def _state_style(value: Any, sight: Sight) -> str:
@@ -171,6 +196,9 @@ class Policies(TableView):
         Column("STATE", member("state"), style=_state_style),
         Column("FAULTS", member("faults"), right=True,
                style=lambda value, sight: sight.look.warn if value else sight.look.dim),
+        Column("CALLS", member("calls"), right=True),
+        Column("P50", member("p50_seconds"), duration, right=True),
+        Column("P99", member("p99_seconds"), duration, right=True),
         Column("LAST FAULT", member("last_fault"), style=lambda value, sight: sight.look.warn),
     )  # fmt: skip
     actions = (
@@ -206,7 +234,10 @@ class Policies(TableView):
         lines: list[Line] = []
         for state in report["policies"]:
             if state["name"] in names:
-                facts = {name: value for name, value in state.items() if name != "name"}
+                facts = {name: value for name, value in state.items()
+                         if name not in ("name", "decisions")}  # fmt: skip
+                tally = state.get("decisions", {}).get(key)
+                facts |= {f"for {key}": _told_tally(tally) if tally else "not asked yet"}
                 given = parameters.get(state["name"], {})
                 lines += [[(state["name"], f"bold {look.accent}")], *told(facts, look, 1)]
                 lines += [*told({"parameters": given or "as it ships"}, look, 1), []]

@@ -16,7 +16,8 @@ def _age(key: str, row: Document, sight: Sight) -> float:
     return max(0.0, sight.now - float(row["arrived_unix_seconds"]))
 
 
-def _reason(key: str, row: Document, sight: Sight) -> str | None:
+def waits_for(key: str, row: Document, sight: Sight) -> str | None:
+    """Why it is not computed now, in a few words; None if it is."""
     reason = row.get("reason")
     if reason is None:
         return None
@@ -51,7 +52,7 @@ class Requests(TableView):
         Column("AGE", _age, duration, right=True),
         Column("TOKENS", member("output_tokens"), right=True),
         Column("AT", member("instance"), right=True),
-        Column("WAITS FOR", _reason, style=lambda value, sight: sight.look.warn),
+        Column("WAITS FOR", waits_for, style=lambda value, sight: sight.look.warn),
         Column("ID", lambda key, row, sight: key),
         Column("CLASS", member("request_class")),
         Column("PROMPT", member("prompt_tokens"), right=True),

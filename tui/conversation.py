@@ -1,0 +1,196 @@
+"""What was said to a model and what it answered, with what each answer took. No clock, no I/O."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from tui.journey import Journey
+from tui.messages import Document, Part, Piece, Refused
+
+MOST_ANSWERS = 100
+MOST_CHARACTERS = 200_000
+"""Of a conversation, and of one answer."""
+
+PHASES = ("queue", "load", "prefill", "decode", "preempted")
+"""What the time of an answer goes to."""
+
+_PHASE = re.compile(r'(\w+);dur=(\d+(?:\.\d+)?)(?:;desc="(\d+)")?')
+
+
+class Outcome(StrEnum):
+    """How an answer stands."""
+
+    COMING = "coming"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Text
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Chunk(msgspec.Struct):
+    """An event of `/v1/chat/completions`, as far as it is read."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class Answer:
+    """To one question. Times are the listener's clock, Unix seconds."""
+
+    def __init__(self, question: str, journey: Journey) -> None:
+        self.question = question
+        self.journey = journey
+        self.outcome = Outcome.COMING
+        self.why = ""
+        """What ended it: a finish reason, or what went wrong."""
+        self.text = ""
+        self.reasoning = ""
+        self.cut = False
+        """There was more than is kept."""
+        self.prompt_tokens: int | None = None
+        self.tokens: int | None = None
+        self.phases: dict[str, float] = {}
+        """Seconds of its time by what it went to, as the daemon counts; empty where it tells
+        none."""
+        self.preemptions = 0
+        self._asked_at = 0.0
+        self._first_at: float | None = None
+        self._newest_at = 0.0
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From the question to the first of the text, here."""
+        return None if self._first_at is None else max(0.0, self._first_at - self._asked_at)
+
+    @property
+    def tbt_seconds(self) -> float | None:
+        """Between tokens, on average, here."""
+        if self._first_at is None or self.tokens is None or self.tokens < 2:
+            return None
+        return max(0.0, self._newest_at - self._first_at) / (self.tokens - 1)
+
+    def measured(self) -> Document:
+        """All that was measured of it, without a word of what was said."""
+        return {
+            "request": self.journey.request,
+            "outcome": self.outcome.value,
+            "ttft_seconds": self.ttft_seconds,
+            "tbt_seconds": self.tbt_seconds,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.journey.output_tokens if self.tokens is None else self.tokens,
+            **{f"{phase}_seconds": self.phases.get(phase) for phase in PHASES},
+            "preemptions": self.preemptions,
+            "instances": list(self.journey.instances),
+            "switches": [f"{instance}:{model}" for instance, model in self.journey.switches],
+        }
+
+    def hear(self, piece: Piece) -> None:
+        """More of it. Raises `Refused` for what no appliance says."""
+        if piece.part is Part.ASKED:
+            self._asked_at = piece.at
+        elif piece.part is Part.BEGUN:
+            self.journey.request = piece.data["request"]
+        elif piece.part is Part.REMARK:
+            self._read_remark(piece.data["text"])
+        else:
+            self._read(piece)
+
+    def end(
+        self, outcome: Literal[Outcome.DONE, Outcome.CANCELLED, Outcome.FAILED], why: str = ""
+    ) -> None:
+        """It is over, unless it was."""
+        if self.outcome is Outcome.COMING:
+            self.outcome, self.why = outcome, why or self.why
+
+    def _read(self, piece: Piece) -> None:
+        try:
+            chunk = msgspec.convert(piece.data, _Chunk)
+        except msgspec.ValidationError as error:
+            raise Refused(f"this is no answer of an appliance: {error}") from error
+        if chunk.error is not None:
+            self.end(Outcome.FAILED, chunk.error.message)
+        for choice in chunk.choices:
+            content, reasoning = choice.delta.content or "", choice.delta.reasoning or ""
+            if content or reasoning or choice.finish_reason:
+                self._newest_at = piece.at
+                self._first_at = piece.at if self._first_at is None else self._first_at
+            self.text += self._fitting(content)
+            self.reasoning += self._fitting(reasoning)
+            self.why = choice.finish_reason or self.why
+        if chunk.usage is not None:
+            self.prompt_tokens = chunk.usage.prompt_tokens
+            self.tokens = chunk.usage.completion_tokens
+
+    def _fitting(self, text: str) -> str:
+        room = MOST_CHARACTERS - len(self.text) - len(self.reasoning)
+        self.cut = self.cut or len(text) > room
+        return text[:room]
+
+    def _read_remark(self, text: str) -> None:
+        name, _, value = text.partition(":")
+        if name != "server-timing":
+            return
+        for phase, milliseconds, often in _PHASE.findall(value):
+            self.phases[phase] = float(milliseconds) / 1000
+            self.preemptions += int(often or 0)
+
+
+class Conversation:
+    """With one model. The oldest answers are forgotten where there are many, or long ones."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.answers: deque[Answer] = deque(maxlen=MOST_ANSWERS)
+
+    @property
+    def coming(self) -> Answer | None:
+        """The answer that is not over."""
+        last = self.answers[-1] if self.answers else None
+        return last if last is not None and last.outcome is Outcome.COMING else None
+
+    def ask(self, question: str, journey: Journey) -> tuple[Answer, Document]:
+        """The answer that is to come, and what to ask for it: all that was said before, except what
+        was not answered at all."""
+        while self.answers and self._characters() + len(question) > MOST_CHARACTERS:
+            self.answers.popleft()
+        messages: list[Document] = []
+        for before in self.answers:
+            if before.text:
+                messages.append({"role": "user", "content": before.question})
+                messages.append({"role": "assistant", "content": before.text})
+        messages.append({"role": "user", "content": question})
+        answer = Answer(question, journey)
+        self.answers.append(answer)
+        return answer, {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def _characters(self) -> int:
+        return sum(len(one.question) + len(one.text) + len(one.reasoning) for one in self.answers)

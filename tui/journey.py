@@ -1,0 +1,90 @@
+"""How a request fared, as `State` tells it: where it was computed, and which models had their turns
+there meanwhile. No clock, no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import takewhile
+from typing import NamedTuple
+
+from tui.messages import Document
+from tui.state import State
+
+MOST_SWITCHES = 1000
+
+
+class Switch(NamedTuple):
+    """From then on this model ran there."""
+
+    instance: str
+    model: str
+
+
+class Journey:
+    """Of one request. It hears what is new in the state, as often as somebody likes."""
+
+    def __init__(self, state: State) -> None:
+        """Before the request is sent: what happened until then is none of it."""
+        self.request = ""
+        """What the daemon knows it by; nothing is heard before that is told."""
+        self.instances: list[str] = []
+        """Where it was computed, in order."""
+        self.over = False
+        """Its end was heard, or can not be heard any more."""
+        self.missed = False
+        """Events were not heard."""
+        self.output_tokens: int | None = None
+        """Once it is over, where that was heard."""
+        self._arrived = False
+        self._switches: deque[Switch] = deque(maxlen=MOST_SWITCHES)
+        self._newest = state.notices[-1] if state.notices else None
+        """What was heard last."""
+        self._span = max(map(int, state.spans), default=0)
+
+    @property
+    def switches(self) -> list[Switch]:
+        """Those on its instances, while it was live."""
+        return [switch for switch in self._switches if switch.instance in self.instances]
+
+    def hear(self, state: State) -> None:
+        """O(what is new)."""
+        # An end is told at once, and where it was computed with the next change of the state.
+        if not self.request or (self.over and self.instances):
+            return
+        row = state.rows("requests").get(self.request)
+        if row is not None and row.get("instance") is not None:
+            self._was_on(row["instance"])
+        before = self._span
+        new = takewhile(lambda one: int(one[0]) > before, reversed(state.spans.items()))
+        for number, span in reversed(list(new)):
+            self._span = int(number)
+            if self.request in (*span.get("requests", ()), *span.get("prompts", ())):
+                self._was_on(span["instance"])
+        self._hear_notices(state)
+        if self.missed and row is None:
+            self.over = True
+
+    def _hear_notices(self, state: State) -> None:
+        new = list(takewhile(lambda notice: notice is not self._newest, reversed(state.notices)))
+        if not new:
+            return
+        self._newest = new[0]
+        if len(new) == state.notices.maxlen:
+            self.missed = True
+        for notice in reversed(new):
+            self._note(str(notice["kind"]), notice["facts"])
+
+    def _note(self, kind: str, facts: Document) -> None:
+        mine = facts.get("id") == self.request
+        if kind == "missed":
+            self.missed = True
+        elif kind == "request_arrived" and mine:
+            self._arrived = True
+        elif kind == "request_ended" and mine:
+            self.over, self.output_tokens = True, facts.get("output_tokens")
+        elif kind == "model_switched" and self._arrived and not self.over:
+            self._switches.append(Switch(str(facts["instance"]), str(facts["model"])))
+
+    def _was_on(self, instance: object) -> None:
+        if (name := str(instance)) not in self.instances:
+            self.instances.append(name)

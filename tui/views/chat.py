@@ -1,0 +1,330 @@
+"""Chat: talk to any model, and see of each answer what it took and how the appliance got there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import quote
+from weakref import WeakKeyDictionary
+
+from textual import events
+from textual.app import ComposeResult
+from textual.widgets import Input
+from textual.worker import Worker
+
+from tui.canvas import Canvas, Line
+from tui.conversation import Answer, Conversation, Outcome
+from tui.journey import Journey
+from tui.messages import Document, Refused
+from tui.view import Sight, View
+from tui.views.account import account, colour_of
+from tui.wrapping import Wrapped, harmless
+
+PATH = "/v1/chat/completions"
+PAINT_SECONDS = 0.1
+INDENT = 2
+
+
+class Writing(Input):
+    """The line at the bottom. What is typed into it is text, whatever it is."""
+
+    def __init__(self) -> None:
+        super().__init__(compact=True, select_on_focus=False)
+        self.cursor_blink = False
+
+    def _on_paste(self, event: events.Paste) -> None:
+        """All of it, in one line."""
+        event.stop()
+        event.prevent_default()
+        self.replace(harmless(" ".join(event.text.splitlines())), *self.selection)
+
+
+class Laid:
+    """An answer in lines of a width, as far as it has come."""
+
+    def __init__(self, question: str, width: int) -> None:
+        self.width = width
+        self.question, self.reasoning, self.text = (Wrapped(width) for _ in range(3))
+        self.question.add(question)
+        self._reasoning_there = self._text_there = 0
+
+    def catch_up(self, answer: Answer) -> None:
+        """O(what is new)."""
+        self.reasoning.add(answer.reasoning[self._reasoning_there :])
+        self.text.add(answer.text[self._text_there :])
+        self._reasoning_there, self._text_there = len(answer.reasoning), len(answer.text)
+
+
+class Chat(View):
+    """A conversation with each model. It follows what comes until it is scrolled back."""
+
+    title = "Chat"
+    names = ("chat",)
+    help = (
+        ("i", "write"), ("← →", "model"), ("↑ ↓", "scroll"), ("x", "cancel"), ("C", "clear"),
+    )  # fmt: skip
+
+    DEFAULT_CSS = """
+    Chat { layout: vertical; }
+    Chat > Input { background: $panel; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._canvas = Canvas()
+        self._line = Writing()
+        self._sight: Sight | None = None
+        self._model: str | None = None
+        """The one that was chosen; before that it is the first of the catalogue."""
+        self._conversations: dict[str, Conversation] = {}
+        self._workers: dict[str, Worker[None]] = {}
+        self._laid: WeakKeyDictionary[Answer, Laid] = WeakKeyDictionary()
+        self._top: int | None = None
+        """The first line that is seen; None follows the end."""
+        self._last_top = 0
+        self._painted_at = 0.0
+
+    def compose(self) -> ComposeResult:
+        yield self._canvas
+        yield self._line
+
+    # --- what is on the screen -------------------------------------------------------------------
+
+    def show(self, sight: Sight) -> None:
+        self._sight = sight
+        for conversation in self._conversations.values():
+            if conversation.answers:
+                conversation.answers[-1].journey.hear(sight.state)
+        model = self._talks_to(sight)
+        self._line.display = bool(model) and not self.off
+        self._line.placeholder = (
+            "Enter sends, Esc leaves this line" if self._line.has_focus else f"i: write to {model}"
+        )
+        width, height = self._canvas.size
+        if self.off:
+            lines: list[Line] = [[(f"chat is off, as it computes: {self.off}", sight.look.warn)]]
+        elif not model:
+            lines = [[("no model is known", sight.look.dim)]]
+        else:
+            said = self._said(self._conversations.get(model), sight, max(1, width - INDENT))
+            room = max(1, height - 1)
+            end = max(0, len(said) - room)
+            self._top = None if self._top is None or self._top >= end else self._top
+            self._last_top = end if self._top is None else self._top
+            lines = [self._heading(model, sight, end), *said[self._last_top :][:room]]
+        self._canvas.paint(lines)
+
+    def _talks_to(self, sight: Sight) -> str:
+        """The model's name; "" where there is none."""
+        return self._model or next(iter(sight.state.rows("models")), "")
+
+    def _heading(self, model: str, sight: Sight, end: int) -> Line:
+        row = sight.state.rows("models").get(model, {})
+        places = [key for key, stage in row.get("residency", {}).items() if stage == "loaded"]
+        told = f"  {row.get('state', 'not in the catalogue')}"
+        told += f" on {' '.join(places)}" if places else ""
+        scrolled = f"  {end - self._last_top} lines below" if self._top is not None else ""
+        return [
+            (model, f"bold {colour_of(model, sight)}"),
+            (told, sight.look.dim),
+            (scrolled, sight.look.warn),
+        ]
+
+    def _said(self, conversation: Conversation | None, sight: Sight, width: int) -> list[Line]:
+        look = sight.look
+        if conversation is None or not conversation.answers:
+            return [[], [("Nothing was said yet.", look.dim)]]
+        pad, lines = " " * INDENT, list[Line]()
+        for answer in conversation.answers:
+            laid = self._laid.get(answer)
+            if laid is None or laid.width != width:
+                laid = self._laid[answer] = Laid(answer.question, width)
+            laid.catch_up(answer)
+            mark = "> "
+            for text in laid.question.lines:
+                lines.append([(mark, look.accent), (text, look.accent)])
+                mark = pad
+            if answer.reasoning:
+                lines += [
+                    [(pad, ""), (text, f"italic {look.dim}")] for text in laid.reasoning.lines
+                ]
+            if answer.text:
+                lines += [[(pad, ""), (text, "")] for text in laid.text.lines]
+            if answer.cut:
+                lines.append([(f"{pad}the rest of it is not kept", look.warn)])
+            lines += [[(pad, ""), *line] for line in account(answer, sight, width)]
+            lines.append([])
+        return lines
+
+    def status(self) -> str:
+        coming = sum(one.coming is not None for one in self._conversations.values())
+        return f"{coming} answering" if coming else ""
+
+    # --- what is said ----------------------------------------------------------------------------
+
+    def words(self, sight: Sight) -> Iterable[str]:
+        return sight.state.rows("models")
+
+    def turn_to(self, word: str) -> None:
+        """Talk to this model."""
+        self._model, self._top = word, None
+        self._write()
+
+    def _write(self) -> None:
+        if self._line.display:
+            self.screen.set_focus(self._line)  # now: the next key is for it
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        sight, text = self._sight, event.value.strip()
+        if sight is None or not text:
+            return
+        model = self._talks_to(sight)
+        conversation = self._conversations.setdefault(model, Conversation(model))
+        if conversation.coming is not None:
+            self.app.notify(f"{model} still answers; Ctrl-C cancels that", severity="warning")
+            return
+        self._line.value = ""
+        self._top = None
+        answer, body = conversation.ask(text, Journey(sight.state))
+        self._workers[model] = self.run_worker(self._hear(answer, body))
+        self.show(sight)
+
+    async def _hear(self, answer: Answer, body: Document) -> None:
+        """Closing the stream, however it comes to that, ends the request."""
+        try:
+            async with aclosing(self.source.stream(PATH, body)) as pieces:  # type: ignore[type-var]
+                async for piece in pieces:
+                    answer.hear(piece)
+                    if answer.outcome is Outcome.FAILED:
+                        break
+                    self._look_again(answer, piece.at)
+        except Refused as refusal:
+            answer.end(Outcome.FAILED, str(refusal))
+        answer.end(Outcome.DONE)
+        self._again()
+
+    def _look_again(self, answer: Answer, at: float) -> None:
+        if self._sight is not None:
+            answer.journey.hear(self._sight.state)
+        if abs(at - self._painted_at) >= PAINT_SECONDS:
+            self._painted_at = at
+            self._again()
+
+    def _again(self) -> None:
+        if self._sight is not None and self.display:
+            self.show(self._sight)
+
+    def interrupt(self) -> bool:
+        """The answer that comes, if one does; else what was typed. Who writes never leaves by it:
+        an answer may end just before the key."""
+        if self._cancel():
+            return True
+        self._line.value = ""
+        return self._line.has_focus
+
+    def _cancel(self) -> bool:
+        conversation = self._conversation()
+        coming = None if conversation is None else conversation.coming
+        if conversation is None or coming is None:
+            return False
+        coming.end(Outcome.CANCELLED)
+        self._workers[conversation.model].cancel()
+        self._again()
+        return True
+
+    def _clear(self) -> None:
+        self._cancel()
+        if (conversation := self._conversation()) is not None:
+            del self._conversations[conversation.model]
+        self._top = None
+
+    def _conversation(self) -> Conversation | None:
+        """The one on the screen."""
+        return None if self._sight is None else self._conversations.get(self._talks_to(self._sight))
+
+    def _turn(self, by: int) -> None:
+        """To the model before, or the next one."""
+        if self._sight is not None and (names := [*self._sight.state.rows("models")]):
+            here = self._talks_to(self._sight)
+            place = names.index(here) + by if here in names else 0
+            self._model, self._top = names[place % len(names)], None
+
+    # --- the answer that came last ---------------------------------------------------------------
+
+    def current(self) -> tuple[str, Document] | None:
+        conversation = self._conversation()
+        if conversation is None or not conversation.answers:
+            return None
+        answer = conversation.answers[-1]
+        return answer.journey.request or conversation.model, answer.measured()
+
+    def path(self, key: str) -> str | None:
+        """Only what is live is known to the daemon."""
+        conversation = self._conversation()
+        live = conversation is not None and conversation.coming is not None
+        return f"/api/requests/{quote(key, safe='')}" if live else None
+
+    def table(self) -> list[list[str]]:
+        """What was measured of each answer, without a word of it."""
+        conversation = self._conversation()
+        if conversation is None or not conversation.answers:
+            return []
+        rows = [answer.measured() for answer in conversation.answers]
+        return [[*rows[0]], *([_saved(value) for value in row.values()] for row in rows)]
+
+    # --- keys ------------------------------------------------------------------------------------
+
+    def on_key(self, event: events.Key) -> None:
+        """Those that the line below has no use for reach it, too."""
+        page = max(1, self._canvas.size.height - 2)
+        far = 10**9
+        moves = {
+            "up": -1, "down": 1, "pageup": -page, "pagedown": page, "home": -far, "end": far,
+            "k": -1, "j": 1, "g": -far, "G": far,
+        }  # fmt: skip
+        keys: dict[str, Any] = {
+            "i": self._write, "enter": self._write, "x": self._cancel, "C": self._clear,
+            "left": lambda: self._turn(-1), "h": lambda: self._turn(-1),
+            "right": lambda: self._turn(1), "l": lambda: self._turn(1),
+        }  # fmt: skip
+        by = moves.get(event.character or "", moves.get(event.key))
+        do = keys.get(event.character or "", keys.get(event.key))
+        if by is not None:
+            self._scroll(by)
+        elif self._line.has_focus:
+            if event.key != "escape":
+                return
+            self.screen.set_focus(self)
+        elif do is not None:
+            do()
+        else:
+            return
+        event.stop()
+        self.call_after_refresh(self._again)
+
+    def _scroll(self, by: int) -> None:
+        self._top = max(0, self._last_top + by)
+        self._again()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self._scroll(3)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self._scroll(-3)
+
+    def on_descendant_focus(self) -> None:
+        self._again()
+
+    def on_descendant_blur(self) -> None:
+        self._again()
+
+    def on_resize(self) -> None:
+        self._again()
+
+
+def _saved(value: Any) -> str:
+    return "" if value is None else " ".join(value) if isinstance(value, list) else str(value)
