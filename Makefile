@@ -11,7 +11,7 @@ COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve deb test test-unit test-coverage test-engine test-system test-deb test-web test-gpu fuzz lint format generate results results-quick clean
+.PHONY: help install demo serve deb test test-unit test-coverage test-engine test-system test-deb test-top test-gpu fuzz lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,13 +64,14 @@ test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/g
 
 test-system: $(VENV)/.dev ## The whole appliance
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
-		tests/system --ignore tests/system/test_deb.py --ignore tests/system/test_web.py
+		tests/system --ignore tests/system/test_deb.py --ignore tests/system/test_web.py \
+		--ignore tests/system/test_dashboard.py
 
 test-deb: $(VENV)/.dev ## The Debian package, from installation to purge; needs root and dpkg
 	$(BIN)/python -m pytest -q tests/system/test_deb.py
 
-test-web: $(VENV)/.dev ## The dashboard in a real browser; needs Chromium (apt-get install chromium)
-	$(BIN)/python -m pytest -q tests/system/test_web.py
+test-top: $(VENV)/.dev ## The dashboard in a terminal and in a browser; needs tmux and Chromium
+	$(BIN)/python -m pytest -q -p no:xdist tests/system/test_dashboard.py tests/system/test_web.py
 
 fuzz: $(VENV)/.dev ## 10000 requests made from the OpenAPI document, then spoilt ones for 10 minutes
 	$(BIN)/python -m tests.fuzz.by_document --cases 10000

@@ -350,6 +350,9 @@ class Dashboard(App[None]):
         self._hints.display = True
         self.screen_stack[0].set_focus(self.view)
 
+    def on_prompt_late(self, message: Prompt.Late) -> None:
+        self.post_message(message.key)
+
     def on_prompt_filtered(self, message: Prompt.Filtered) -> None:
         self._filter_by(message.text)
 

@@ -70,6 +70,14 @@ class Prompt(Input):
     class Closed(Message):
         """The keys are the view's again."""
 
+    class Late(Message):
+        """A key was sent here before it was known that the one before it closed the line. It is
+        told behind what that one did."""
+
+        def __init__(self, key: events.Key) -> None:
+            super().__init__()
+            self.key = key
+
     def __init__(self, commands: Callable[[], Mapping[str, Command]]) -> None:
         super().__init__(suggester=Commands(commands), compact=True, select_on_focus=False)
         self._commands = commands
@@ -86,7 +94,11 @@ class Prompt(Input):
         self.screen.set_focus(self)  # now: the next key is for it
 
     def on_key(self, event: events.Key) -> None:
-        if event.key == "tab":
+        if not self.display:
+            self.post_message(self.Late(events.Key(event.key, event.character)))
+        elif event.key == "enter":
+            self._enter()
+        elif event.key == "tab":
             found = complete(self._commands(), self.value[1:]) if self.value[:1] == ":" else None
             if found is not None:
                 self.value = f":{found}"
@@ -110,9 +122,8 @@ class Prompt(Input):
         elif self.value[:1] == "/":
             self.post_message(self.Filtered(self.value[1:]))
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        text = event.value
+    def _enter(self) -> None:
+        text = self.value
         self._close()
         if text[:1] == ":" and text[1:].strip():
             self._given = [*self._given, text][-MOST_REMEMBERED:]

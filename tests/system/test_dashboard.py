@@ -24,6 +24,7 @@ from appliance.config import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
 from appliance.dropins import directory
+from appliance.eventlines import event_lines
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import until
 from tests.tmux import Terminal, terminal
@@ -49,6 +50,8 @@ class Watched:
     file: Path
     folder: Path
     screen: Terminal
+    events: list[tuple[str, str | None]]
+    """What the daemon told since, and of which model."""
 
     def get(self, path: str) -> Any:
         return self.admin.get(path).raise_for_status().json()
@@ -145,6 +148,32 @@ def load(admin: httpx.Client, models: list[str]) -> Iterator[None]:
         client.result()
 
 
+@contextmanager
+def events(admin: httpx.Client) -> Iterator[list[tuple[str, str | None]]]:
+    """A list that grows by what the daemon tells."""
+    heard: list[tuple[str, str | None]] = []
+    over = threading.Event()
+
+    def hear() -> None:
+        with admin.stream("GET", "/api/events") as answer:
+            for line in event_lines(answer.iter_bytes()):
+                if over.is_set():
+                    return
+                if line.startswith("event: "):
+                    kind = line.removeprefix("event: ")
+                elif line.startswith("data: ") and kind != "snapshot":
+                    facts = json.loads(line.removeprefix("data: "))["facts"]
+                    heard.append((kind, facts.get("model")))
+
+    listener = threading.Thread(target=hear)
+    listener.start()
+    try:
+        yield heard
+    finally:
+        over.set()
+        listener.join()
+
+
 @pytest.fixture(scope="module")
 def watched(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
@@ -161,13 +190,14 @@ def watched(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         with (
             daemon(file, socket) as admin,
+            events(admin) as heard,
             load(admin, models),
             terminal(
                 folder,
                 [sys.executable, "-m", "appliance", "top", "--connect", f"unix:{socket}"],
             ) as screen,
         ):
-            found = Watched(admin, file, folder, screen)
+            found = Watched(admin, file, folder, screen, heard)
             until(lambda: found.shows("Overview", "qwen3-a"))
             yield found
 
@@ -189,7 +219,7 @@ def test_models(watched: Watched) -> None:
 
     watched.go("models", IDLE)
     watched.do("L", told=f"{IDLE} comes to a device", sure=False)
-    until(lambda: held(watched, IDLE))
+    until(lambda: ("model_loaded", IDLE) in watched.events)
     watched.do("P", told=f"{IDLE} is pinned", sure=False)
     assert model()["terms"]["pinned"]
     watched.do("U", told=f"{IDLE} is not pinned", sure=False)
@@ -203,6 +233,7 @@ def test_models(watched: Watched) -> None:
     assert (terms["slo"]["ttft_seconds"], terms["slo"]["tbt_seconds"]) == (7, 0.3)
     assert terms["max_queue"] == 5
     watched.do("E", told=f"{IDLE} leaves its devices")
+    until(lambda: ("model_dismissed", IDLE) in watched.events)
     until(lambda: not held(watched, IDLE))
 
 
@@ -315,6 +346,26 @@ def test_keys(watched: Watched) -> None:
     watched.go("keys", "visitor")
     watched.do("K", told="visitor is revoked")
     until(lambda: not opens(secret))
+
+
+def test_a_chat(watched: Watched) -> None:
+    """A question is answered, and the answer says what it took."""
+
+    def asked() -> float:
+        text = watched.admin.get("/metrics").raise_for_status().text
+        series = f'appliance_requests_total{{model="{IDLE}",outcome="stop"}}'
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(series))
+
+    before = asked()
+    watched.go(f"chat {IDLE}")
+    watched.screen.press("i")
+    until(lambda: watched.shows("Enter sends"))
+    watched.screen.type("Say something short")
+    watched.screen.press("Enter")
+    until(lambda: watched.shows("Say something short", "first token", "tokens/s"))
+    until(lambda: asked() > before)
+    watched.screen.press("Escape")
+    until(lambda: watched.shows(f"i: write to {IDLE}"))
 
 
 def seconds_until(true: Callable[[], bool]) -> float:

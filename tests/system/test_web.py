@@ -1,6 +1,6 @@
 """The dashboard in a real browser, on a real daemon: in with a key, a look, and a model evicted.
 
-Needs Chromium: `make test-web`, not part of `make test`.
+Needs Chromium: `make test-top`, not part of `make test`.
 """
 
 from __future__ import annotations

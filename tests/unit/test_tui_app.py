@@ -76,6 +76,10 @@ async def test_keys_that_come_all_at_once() -> None:
         assert app.view.title == "Requests"
         await paste(app, "/", *"q10:", "enter")
         assert "/q10:" in seen(app)
+        await paste(app, *":models", "enter", *":requests", "enter", "?")
+        assert app.view.title == "Requests"
+        assert "Commands" in seen(app)
+        await press(app, "escape")
         await press(app, "escape", "1")
         await paste(app, "5", "down", "down")
         row = app.view.current()
