@@ -145,9 +145,7 @@ class Dashboard(App[None]):
     def _shows(self) -> bool:
         """Whether there is a view on the screen: not before the start, and not while it is left."""
         return (
-            bool(self._views)
-            and self.is_mounted(self._header)
-            and self.is_mounted(self._switcher)
+            bool(self._views) and self.is_mounted(self._header) and self.is_mounted(self._switcher)
         )
 
     @property
