@@ -38,7 +38,7 @@ SIZE = (160, 48)
 WARM_SECONDS = 2.0
 SLABS, RUNS = 8192, 400
 """Of each pool: what it is cut in, and pieces that have one owner."""
-LOST_SECONDS: Final = 2.0
+LOST_SECONDS: Final = 30.0
 """A key that had no effect by then never has one."""
 COMMANDS: Final = 40
 

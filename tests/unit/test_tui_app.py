@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
@@ -91,15 +92,17 @@ async def test_events_search_no_widgets(monkeypatch: pytest.MonkeyPatch) -> None
     """They come by the hundred in a second: what is looked for among the widgets is looked for when
     they are painted, not with each of them."""
     searches: list[int] = []
-    search = DOMNode.query
 
-    def counted(node: DOMNode, *arguments: Any) -> Any:
-        searches.append(1)
-        return search(node, *arguments)
+    def counted(search: Callable[..., Any]) -> Callable[..., Any]:
+        def searched(node: DOMNode, *arguments: Any) -> Any:
+            searches.append(1)
+            return search(node, *arguments)
+
+        return searched
 
     async with dashboard(source := told()) as app:
-        monkeypatch.setattr(DOMNode, "query", counted)
-        monkeypatch.setattr(DOMNode, "query_one", counted)
+        for name in ("query", "query_one"):
+            monkeypatch.setattr(DOMNode, name, counted(getattr(DOMNode, name)))
         found = []
         for count in (1, 50):
             searches.clear()
