@@ -228,7 +228,7 @@ def test_models(watched: Watched) -> None:
     assert model()["draining"]
     watched.do("R", told=f"{IDLE} takes requests", sure=False)
     assert not model()["draining"]
-    watched.fill("l", "7s", "300ms", "5", told="at most 5 requests")
+    watched.fill("l", "7s", "300ms", "5", told=f"{IDLE}: first token 7 s")
     terms = model()["terms"]
     assert (terms["slo"]["ttft_seconds"], terms["slo"]["tbt_seconds"]) == (7, 0.3)
     assert terms["max_queue"] == 5
@@ -251,7 +251,7 @@ def test_a_request_is_cancelled(watched: Watched) -> None:
             lambda: "the-longest" in [one["id"] for one in watched.get("/api/requests")["requests"]]
         )
         watched.go("requests", "the-longest")
-        watched.do("K", told="the-longest")
+        watched.do("K", told="cancelled the-longest after")
         answer = asked.result()
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
@@ -290,7 +290,7 @@ def test_the_configuration_is_reloaded(watched: Watched) -> None:
     watched.go("config", "max_queue")
     until(lambda: watched.shows("77"))
 
-    watched.do("R", told="api.max_queue")
+    watched.do("R", told="1 applied, 0 wait")
 
     until(lambda: watched.get("/api/config")["config"]["api"]["max_queue"] == 77)
 
@@ -324,7 +324,7 @@ def test_a_batch_is_cancelled(watched: Watched) -> None:
     batch = watched.admin.post("/v1/batches", json=body).raise_for_status().json()["id"]
 
     watched.go("batches", batch)
-    watched.do("K", told=f"{batch} is cancel")
+    watched.do("K", told="is cancel")
 
     until(lambda: watched.get(f"/v1/batches/{batch}")["status"] == "cancelled")
 
