@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
@@ -155,6 +157,12 @@ class Form(ModalScreen[Mapping[str, str]]):
     Form.many > VerticalScroll { padding: 0 2; }
     Form.many Input { margin-bottom: 0; }
     """
+
+    # Before the next key is looked at: that one is for the next field.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("tab", "app.focus_next", show=False, priority=True),
+        Binding("shift+tab", "app.focus_previous", show=False, priority=True),
+    ]
 
     def __init__(self, title: str, fields: Mapping[Field, str], left_empty: str) -> None:
         """`fields` with what holds now; `left_empty` says what becomes of one that is left so."""
