@@ -80,15 +80,15 @@ async def test_keys_that_come_all_at_once() -> None:
         await paste(app, *":models", "enter", *":requests", "enter", "?")
         assert app.view.title == "Requests"
         assert "Commands" in seen(app)
-        await press(app, "escape", "4", "l")
-        await paste(app, "7", "tab", "8", "shift+tab", "9")
-        assert [typed.value for typed in app.screen.query(Input)] == ["9", "8", ""]
         await press(app, "escape")
         await press(app, "escape", "1")
         await paste(app, "5", "down", "down")
         row = app.view.current()
         assert row is not None
         assert row[0] == REQUESTS[2]["id"]
+        await press(app, "4", "l")
+        await paste(app, "7", "tab", "8", "shift+tab", "9")
+        assert [typed.value for typed in app.screen.query(Input)] == ["9", "8", ""]
 
 
 async def test_events_search_no_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
