@@ -60,6 +60,13 @@ class Watched:
         screen = self.screen.screen()
         return all(text in screen for text in texts)
 
+    def wait(self, *texts: str) -> None:
+        """Until it shows these; otherwise the failure has what it shows instead."""
+        try:
+            until(lambda: self.shows(*texts))
+        except AssertionError:
+            pytest.fail(f"not on the screen: {texts}\n{self.screen.screen()}")
+
     def go(self, view: str, row: str = "") -> None:
         """To a view, with the cursor on its only row that has this text."""
         self.screen.type(f":{view}")
@@ -67,26 +74,26 @@ class Watched:
         if row:
             self.screen.type(f"/{row}")
             self.screen.press("Enter")
-            until(lambda: self.shows(f"/{row}", row))
+            self.wait(f"/{row}", row)
 
     def do(self, key: str, *, told: str, sure: bool = True) -> None:
         """Press the key of an action, say yes if it asks, and read what it tells."""
         self.screen.press(key)
         if sure:
-            until(lambda: self.shows("Sure?"))
+            self.wait("Sure?")
             self.screen.press("y")
-        until(lambda: self.shows(told))
+        self.wait(told)
 
     def fill(self, key: str, *fields: str, told: str) -> None:
         """Press the key of an action that has a form, and fill it in from the top."""
         self.screen.press(key)
-        until(lambda: self.shows("Enter  do it"))
+        self.wait("Enter  do it")
         for number, text in enumerate(fields):
             if number:
                 self.screen.press("Tab")
             self.screen.type(text)
         self.screen.press("Enter")
-        until(lambda: self.shows(told))
+        self.wait(told)
 
 
 @contextmanager
@@ -198,7 +205,7 @@ def watched(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             ) as screen,
         ):
             found = Watched(admin, file, folder, screen, heard)
-            until(lambda: found.shows("Overview", "qwen3-a"))
+            found.wait("Overview", "qwen3-a")
             yield found
 
 
@@ -245,13 +252,17 @@ def test_a_request_is_cancelled(watched: Watched) -> None:
         "ignore_eos": True,
     }
     headers = {"x-request-id": "the-longest"}
+
+    def mine() -> list[str]:
+        live = watched.get("/api/requests")["requests"]
+        return [one["id"] for one in live if "the-longest" in one["id"]]
+
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(watched.admin.post, "/v1/chat/completions", json=body, headers=headers)
-        until(
-            lambda: "the-longest" in [one["id"] for one in watched.get("/api/requests")["requests"]]
-        )
-        watched.go("requests", "the-longest")
-        watched.do("K", told="cancelled the-longest after")
+        until(lambda: mine() != [])
+        (request,) = mine()
+        watched.go("requests", request)
+        watched.do("K", told=f"cancelled {request} after")
         answer = asked.result()
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
@@ -271,7 +282,7 @@ def test_policies(watched: Watched) -> None:
     watched.fill("e", "serverlessllm", told="serverlessllm decide from now on")
     assert active() == ["serverlessllm"]
     watched.screen.press("c")
-    until(lambda: watched.shows("now and before", "appliance"))
+    watched.wait("now and before", "appliance")
     watched.screen.press("Escape")
     watched.do("B", told="appliance decide again")
     assert active() == ["appliance"]
@@ -288,7 +299,7 @@ def test_policies(watched: Watched) -> None:
 def test_the_configuration_is_reloaded(watched: Watched) -> None:
     (directory(watched.file) / "60-mine.toml").write_text("[api]\nmax_queue = 77\n")
     watched.go("config", "max_queue")
-    until(lambda: watched.shows("77"))
+    watched.wait("77")
 
     watched.do("R", told="1 applied, 0 wait")
 
@@ -359,13 +370,13 @@ def test_a_chat(watched: Watched) -> None:
     before = asked()
     watched.go(f"chat {IDLE}")
     watched.screen.press("i")
-    until(lambda: watched.shows("Enter sends"))
+    watched.wait("Enter sends")
     watched.screen.type("Say something short")
     watched.screen.press("Enter")
-    until(lambda: watched.shows("Say something short", "first token", "tokens/s"))
+    watched.wait("Say something short", "first token", "tokens/s")
     until(lambda: asked() > before)
     watched.screen.press("Escape")
-    until(lambda: watched.shows(f"i: write to {IDLE}"))
+    watched.wait(f"i: write to {IDLE}")
 
 
 def seconds_until(true: Callable[[], bool]) -> float:
@@ -377,14 +388,14 @@ def seconds_until(true: Callable[[], bool]) -> float:
 def test_what_happens_is_seen(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
     """Another policy, and a worker that is killed. How soon is told, not asserted."""
     watched.go("policies")
-    until(lambda: watched.shows("appliance"))
+    watched.wait("appliance")
     watched.admin.put("/api/policies", json={"use": ["aegaeon"]}).raise_for_status()
     swap = seconds_until(lambda: watched.shows("aegaeon"))
     watched.admin.post("/api/policies/rollback").raise_for_status()
 
     watched.go("overview")
     instance = watched.get("/api/status")["instances"][0]
-    until(lambda: watched.shows(f"pid {instance['pid']}"))
+    watched.wait(f"pid {instance['pid']}")
     os.kill(instance["pid"], signal.SIGKILL)
     kill = seconds_until(lambda: watched.shows("lost") or watched.shows("starting"))
     until(lambda: all(one["state"] == "up" for one in watched.get("/api/status")["instances"]))
