@@ -201,7 +201,10 @@ class KeyFile:
         """Raises `KeyExists`, or `KeysError` if there are too many or the file cannot be
         written."""
         with self._locked():
-            self._write([*self.read(), key])
+            keys = self.read()
+            if any(other.name == key.name for other in keys):
+                raise KeyExists(key.name)
+            self._write([*keys, key])
 
     def remove(self, name: str) -> Key:
         """The key that was removed. Raises `KeyNotFound`, or `KeysError` if the file cannot be
@@ -220,7 +223,7 @@ class KeyFile:
         names: set[str] = set()
         for key in keys:
             if key.name in names:
-                raise KeyExists(key.name)
+                raise KeysError(f"{self.path}: has more than one key {key.name!r}")
             names.add(key.name)
 
     @contextmanager
@@ -240,6 +243,11 @@ class KeyFile:
     def _write(self, keys: list[Key]) -> None:
         self._check(keys)
         data = msgspec.json.format(msgspec.json.encode(_Keys(keys=keys)), indent=2)
+        if len(data) > MAX_FILE_BYTES:  # nobody could read it
+            raise KeysError(
+                f"{self.path}: would be larger than {MAX_FILE_BYTES} bytes: "
+                "name fewer models, or revoke keys that nobody needs"
+            )
         temporary = None
         try:
             # A new file of mode 0600, never one that somebody else put there.

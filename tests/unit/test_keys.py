@@ -121,9 +121,27 @@ def test_keys_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(KeysError, match="more than 2 keys"):
         file.add(key("c"))
+    file.remove("b")
+    before = path.read_bytes()
+    monkeypatch.setattr(keys_module, "MAX_FILE_BYTES", len(before))
+    with pytest.raises(KeysError, match=f"would be larger than {len(before)} bytes"):
+        file.add(key("b"))
+    assert path.read_bytes() == before
+    assert file.read() == (key("a"),)
     monkeypatch.setattr(keys_module, "MAX_FILE_BYTES", 100)
     with pytest.raises(KeysError, match="larger than 100 bytes"):
         file.read()
+
+
+def test_a_name_that_is_there_twice(path: Path) -> None:
+    """Somebody wrote that by hand: the file is wrong, and not the key that is wanted."""
+    path.write_bytes(msgspec.json.encode({"keys": [key(), key(secret="sk-other")]}))
+
+    for change in (lambda: KeyFile(path).add(key("bob")), lambda: KeyFile(path).remove("alice")):
+        with pytest.raises(KeysError, match="has more than one key 'alice'") as caught:
+            change()
+        assert type(caught.value) is KeysError
+        assert str(path) in str(caught.value)
 
 
 def test_a_directory_that_is_not_there(path: Path) -> None:
