@@ -13,7 +13,9 @@ import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -29,12 +31,16 @@ from appliance.vocabulary import ModelName, RequestClass
 PREFIX: Final = "sk-"
 MAX_KEYS: Final = 10_000
 MAX_FILE_BYTES: Final = 16 << 20
+LOCK_TRIES: Final = 100
+"""How often somebody looks whether the file may be changed: for five seconds in all."""
 
+_LOCK_PAUSE_SECONDS: Final = 0.05
 _SECRET_BYTES: Final = 32
 _MAX_SECRET_CHARACTERS: Final = 256
 """What is longer is no key of ours; it is not even hashed."""
 _MODE: Final = 0o600
 _VERSION: Final = 1
+_ROOT: Final = 0
 
 log = logging.getLogger(__name__)
 
@@ -228,17 +234,30 @@ class KeyFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Others who change the file wait. This one is replaced, so the lock is on another."""
+        """Others who change the file wait for some seconds. This one is replaced, so the lock is on
+        another."""
         lock = self.path.with_name(f"{self.path.name}.lock")
         try:
             descriptor = _open_lock(lock)
         except OSError as error:
             raise KeysError(f"{lock}: cannot be written: {error.strerror}") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._take(descriptor)
             yield
         finally:
             os.close(descriptor)
+
+    def _take(self, lock: int) -> None:
+        """Raises `KeysError` if somebody else has it for too long."""
+        for left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if not left:
+                    raise KeysError(f"{self.path}: somebody else changes it; try again") from error
+                time.sleep(_LOCK_PAUSE_SECONDS)
+            else:
+                return
 
     def _write(self, keys: list[Key]) -> None:
         self._check(keys)
@@ -263,23 +282,30 @@ class KeyFile:
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
-        _sync(self.path.parent)
+        try:
+            _sync(self.path.parent)
+        except OSError as error:  # who asked must not be told that nothing was changed
+            log.warning("%s: may be lost in a power cut: %s", self.path, error.strerror)
 
 
 def _open_lock(lock: Path) -> int:
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(lock, flags, _MODE)
     try:
-        descriptor = os.open(lock, flags | os.O_EXCL, _MODE)
-    except FileExistsError:
-        return os.open(lock, flags, _MODE)
-    _hand_over(descriptor, lock.parent)
+        found = os.fstat(descriptor)
+        # Also one that root left before. What has another name may be anybody's file.
+        if stat.S_ISREG(found.st_mode) and found.st_uid == _ROOT and found.st_nlink == 1:
+            _hand_over(descriptor, lock.parent)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
 def _hand_over(made: int, owned: Path) -> None:
     """If root made a file, give it to the owner of another: the daemon may be somebody else, and
     has to read keys and to change them."""
-    if os.geteuid() == 0:
+    if os.geteuid() == _ROOT:
         owner = owned.stat()
         os.fchown(made, owner.st_uid, owner.st_gid)
 
