@@ -16,7 +16,7 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -330,10 +330,10 @@ class KeyRing:
         self._refused: object = None
         """What the file was when it could not be read, so that it is said once."""
         self._keys = self._by_digest()
-        self._listeners: list[Callable[[frozenset[str]], None]] = []
+        self._listeners: list[Callable[[Mapping[str, Key]], None]] = []
 
-    def on_change(self, listener: Callable[[frozenset[str]], None]) -> None:
-        """Have `listener` called with the hashes of all keys when they have changed."""
+    def on_change(self, listener: Callable[[Mapping[str, Key]], None]) -> None:
+        """Have `listener` called with all keys by their hashes when they have changed."""
         self._listeners.append(listener)
 
     def all(self) -> tuple[Key, ...]:
@@ -373,7 +373,7 @@ class KeyRing:
         self._seen = seen
         log.info("%d keys are known", len(self._keys))
         for listener in self._listeners:
-            listener(frozenset(self._keys))
+            listener(self._keys)
 
     def _look(self) -> tuple[int, ...] | None:
         try:

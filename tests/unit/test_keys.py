@@ -253,7 +253,7 @@ def test_changes_hold_from_the_next_request_on(path: Path) -> None:
     """Keys that are made, revoked, or gone with their file; listeners are told who is left."""
     ring = KeyRing(path)
     told: list[frozenset[str]] = []
-    ring.on_change(told.append)
+    ring.on_change(lambda keys: told.append(frozenset(keys)))
     assert ring.find("sk-alice", 1.0) is None
 
     KeyFile(path).add(key())
