@@ -71,15 +71,16 @@ async def test_who_asks_late_has_time_of_its_own(
 
 async def test_a_question_that_is_old_is_asked_again() -> None:
     """The worker may not have heard it, or could not answer; one answer is everybody's."""
-    now, sent = 0.0, 0
+    sent = 0
+    moments = iter((0.0, 0.9 * ANSWER_SECONDS, ANSWER_SECONDS, 1.9 * ANSWER_SECONDS))
 
     def send(instance: int, message: wire.TellSlabs) -> None:
         nonlocal sent
         sent += 1
 
-    questions = SlabQuestions(send, lambda: now)
+    questions = SlabQuestions(send, moments.__next__)
     tasks, asked = [], []
-    for now in (0.0, 0.9 * ANSWER_SECONDS, ANSWER_SECONDS, 1.9 * ANSWER_SECONDS):
+    for _ in range(4):
         tasks.append(asyncio.ensure_future(questions.ask(0)))
         await asyncio.sleep(0)
         asked.append(sent)
