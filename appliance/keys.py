@@ -13,8 +13,10 @@ import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -29,12 +31,16 @@ from appliance.vocabulary import ModelName, RequestClass
 PREFIX: Final = "sk-"
 MAX_KEYS: Final = 10_000
 MAX_FILE_BYTES: Final = 16 << 20
+LOCK_TRIES: Final = 100
+"""How often somebody looks whether the file may be changed: for five seconds in all."""
 
+_LOCK_PAUSE_SECONDS: Final = 0.05
 _SECRET_BYTES: Final = 32
 _MAX_SECRET_CHARACTERS: Final = 256
 """What is longer is no key of ours; it is not even hashed."""
 _MODE: Final = 0o600
 _VERSION: Final = 1
+_ROOT: Final = 0
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +207,10 @@ class KeyFile:
         """Raises `KeyExists`, or `KeysError` if there are too many or the file cannot be
         written."""
         with self._locked():
-            self._write([*self.read(), key])
+            keys = self.read()
+            if any(other.name == key.name for other in keys):
+                raise KeyExists(key.name)
+            self._write([*keys, key])
 
     def remove(self, name: str) -> Key:
         """The key that was removed. Raises `KeyNotFound`, or `KeysError` if the file cannot be
@@ -220,26 +229,44 @@ class KeyFile:
         names: set[str] = set()
         for key in keys:
             if key.name in names:
-                raise KeyExists(key.name)
+                raise KeysError(f"{self.path}: has more than one key {key.name!r}")
             names.add(key.name)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Others who change the file wait. This one is replaced, so the lock is on another."""
+        """Others who change the file wait for some seconds. This one is replaced, so the lock is on
+        another."""
         lock = self.path.with_name(f"{self.path.name}.lock")
         try:
             descriptor = _open_lock(lock)
         except OSError as error:
             raise KeysError(f"{lock}: cannot be written: {error.strerror}") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._take(descriptor)
             yield
         finally:
             os.close(descriptor)
 
+    def _take(self, lock: int) -> None:
+        """Raises `KeysError` if somebody else has it for too long."""
+        for left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if not left:
+                    raise KeysError(f"{self.path}: somebody else changes it; try again") from error
+                time.sleep(_LOCK_PAUSE_SECONDS)
+            else:
+                return
+
     def _write(self, keys: list[Key]) -> None:
         self._check(keys)
         data = msgspec.json.format(msgspec.json.encode(_Keys(keys=keys)), indent=2)
+        if len(data) > MAX_FILE_BYTES:  # nobody could read it
+            raise KeysError(
+                f"{self.path}: would be larger than {MAX_FILE_BYTES} bytes: "
+                "name fewer models, or revoke keys that nobody needs"
+            )
         temporary = None
         try:
             # A new file of mode 0600, never one that somebody else put there.
@@ -255,23 +282,30 @@ class KeyFile:
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
-        _sync(self.path.parent)
+        try:
+            _sync(self.path.parent)
+        except OSError as error:  # who asked must not be told that nothing was changed
+            log.warning("%s: may be lost in a power cut: %s", self.path, error.strerror)
 
 
 def _open_lock(lock: Path) -> int:
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(lock, flags, _MODE)
     try:
-        descriptor = os.open(lock, flags | os.O_EXCL, _MODE)
-    except FileExistsError:
-        return os.open(lock, flags, _MODE)
-    _hand_over(descriptor, lock.parent)
+        found = os.fstat(descriptor)
+        # Also one that root left before. What has another name may be anybody's file.
+        if stat.S_ISREG(found.st_mode) and found.st_uid == _ROOT and found.st_nlink == 1:
+            _hand_over(descriptor, lock.parent)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
 def _hand_over(made: int, owned: Path) -> None:
     """If root made a file, give it to the owner of another: the daemon may be somebody else, and
     has to read keys and to change them."""
-    if os.geteuid() == 0:
+    if os.geteuid() == _ROOT:
         owner = owned.stat()
         os.fchown(made, owner.st_uid, owner.st_gid)
 
@@ -296,10 +330,10 @@ class KeyRing:
         self._refused: object = None
         """What the file was when it could not be read, so that it is said once."""
         self._keys = self._by_digest()
-        self._listeners: list[Callable[[frozenset[str]], None]] = []
+        self._listeners: list[Callable[[Mapping[str, Key]], None]] = []
 
-    def on_change(self, listener: Callable[[frozenset[str]], None]) -> None:
-        """Have `listener` called with the hashes of all keys when they have changed."""
+    def on_change(self, listener: Callable[[Mapping[str, Key]], None]) -> None:
+        """Have `listener` called with all keys by their hashes when they have changed."""
         self._listeners.append(listener)
 
     def all(self) -> tuple[Key, ...]:
@@ -339,7 +373,7 @@ class KeyRing:
         self._seen = seen
         log.info("%d keys are known", len(self._keys))
         for listener in self._listeners:
-            listener(frozenset(self._keys))
+            listener(self._keys)
 
     def _look(self) -> tuple[int, ...] | None:
         try:

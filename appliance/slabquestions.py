@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from appliance import wire
@@ -15,38 +17,53 @@ ANSWER_SECONDS: Final = 2.0
 """A worker takes milliseconds, unless its interpreter is held up."""
 
 
+@dataclass(slots=True)
+class _Question:
+    asked_seconds: float
+    answer: asyncio.Future[SlabMap] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
 class SlabQuestions:
     """The questions that are open, one for each instance at most: whoever asks meanwhile gets the
     same answer. Used on one event loop."""
 
-    def __init__(self, send: Callable[[InstanceId, wire.TellSlabs], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[InstanceId, wire.TellSlabs], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._send = send
-        self._open: dict[InstanceId, asyncio.Future[SlabMap]] = {}
+        self._clock = clock
+        self._open: dict[InstanceId, _Question] = {}
 
     async def ask(self, instance: InstanceId) -> SlabMap:
         """Of an instance that is up. Raises `SlabsUnanswered`."""
-        answer = self._open.get(instance)
-        if answer is None:
-            answer = self._open[instance] = asyncio.get_running_loop().create_future()
+        now = self._clock()
+        question = self._open.get(instance)
+        if question is None:
+            question = self._open[instance] = _Question(now)
+            self._send(instance, wire.TellSlabs())
+        elif now - question.asked_seconds >= ANSWER_SECONDS:  # the worker may have missed it
+            question.asked_seconds = now
             self._send(instance, wire.TellSlabs())
         # Who leaves, or waited for long enough, takes the answer from nobody else.
-        await asyncio.wait([answer], timeout=ANSWER_SECONDS)
-        if not answer.done():
-            if self._open.get(instance) is answer:
-                del self._open[instance]
+        await asyncio.wait([question.answer], timeout=ANSWER_SECONDS)
+        if not question.answer.done():
             raise SlabsUnanswered(f"instance {instance} did not answer in {ANSWER_SECONDS:g} s")
-        if answer.cancelled():
+        if question.answer.cancelled():
             raise SlabsUnanswered(f"the worker of instance {instance} ended")
-        return answer.result()
+        return question.answer.result()
 
     def answered(self, message: wire.SlabsTold) -> None:
-        """A worker answers; too late is as good as never."""
-        answer = self._open.pop(message.instance, None)
-        if answer is not None:
-            answer.set_result(message.slabs)
+        """A worker answers: whoever waits is told, and whoever asks next asks anew."""
+        question = self._open.pop(message.instance, None)
+        if question is not None:
+            question.answer.set_result(message.slabs)
 
     def lost(self, instance: InstanceId) -> None:
         """The worker died; it will not answer."""
-        answer = self._open.pop(instance, None)
-        if answer is not None:
-            answer.cancel()
+        question = self._open.pop(instance, None)
+        if question is not None:
+            question.answer.cancel()

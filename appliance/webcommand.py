@@ -39,8 +39,8 @@ class Web(NamedTuple):
 
     def serve(self, url: str, *, readonly: bool, theme: str) -> None:
         """Until a signal ends it. Ends the command for what cannot be."""
-        try:
-            from tui.web.server import Site, serve  # an HTTP server, and Textual: an extra
+        try:  # an HTTP server, and Textual: an extra
+            from tui.web.server import CannotListen, Site, serve
         except ModuleNotFoundError as error:
             fail(f"--web needs {error.name}: install appliance[web]")
         check_address(url)
@@ -66,8 +66,10 @@ class Web(NamedTuple):
         )  # fmt: skip
         try:
             asyncio.run(serve(site, self.bind.host, self.bind.port, self._tls(), opened))
+        except CannotListen as error:
+            fail(f"--bind: {self.bind}: {error}")
         except OSError as error:
-            fail(f"--bind: {self.bind}: {error.strerror or error}")
+            fail(f"--web: {error.strerror or error}")
 
     def _tls(self) -> ssl.SSLContext | None:
         if not self.certificate:

@@ -288,8 +288,12 @@ class Worker:
         while True:
             self._mailbox.slabs_asked.wait()
             self._mailbox.slabs_asked.clear()
-            slabs = pool_map(self._arena, self._swapper)
-            self._send([wire.SlabsTold(self.instance, slabs)])
+            try:
+                slabs = pool_map(self._arena, self._swapper)
+            except Exception:  # a defect must not end the thread; who asks does not wait for ever
+                log.exception("it could not be told which slab is whose")
+            else:
+                self._send([wire.SlabsTold(self.instance, slabs)])
 
     @singledispatchmethod
     def _carry_out(self, message: Command) -> None:

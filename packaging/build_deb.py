@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,10 +104,17 @@ def _stage_environment(tree: Path, work: Path) -> str:
     share = home / "share"
     share.mkdir()
     _install(ROOT / "requirements" / "cpu.txt", share / "engine-cpu.txt")
-    gpu = [r for r in _requirements("appliance") if r.marker and _of_extra(r, "gpu")]
-    lines = [f"{r.name}{r.specifier}\n" for r in gpu]
-    (share / "engine-gpu.txt").write_text("".join(lines))
+    (share / "engine-gpu.txt").write_text(engine_for_gpu())
     return version
+
+
+def engine_for_gpu() -> str:
+    """What pip is asked for on a GPU's machine, a line each: vLLM, and, as the list for the CPU has
+    them, too, what the dashboard needs in a terminal and in browsers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [f"{line}\n" for extra in ("gpu", "tui", "web") for line in extras[extra]]
+    return "".join(dict.fromkeys(lines))
 
 
 def _unpack_ourselves(site: Path, work: Path) -> str:
@@ -147,12 +155,6 @@ def _needed(*roots: str) -> Iterator[metadata.Distribution]:
 
 def _requirements(name: str) -> list[Requirement]:
     return [Requirement(line) for line in metadata.requires(name) or ()]
-
-
-def _of_extra(requirement: Requirement, extra: str) -> bool:
-    assert requirement.marker is not None
-    without = requirement.marker.evaluate({"extra": ""})
-    return requirement.marker.evaluate({"extra": extra}) and not without
 
 
 def _copy(distribution: metadata.Distribution, site: Path) -> None:

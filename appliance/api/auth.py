@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
@@ -144,7 +144,7 @@ class Access:
         self.metrics = KeyMetrics()
         """What keys have had; nothing where there are none."""
         if keys is not None:
-            keys.on_change(self._forget_all_but)
+            keys.on_change(self._follow)
 
     def caller(self, scope: Scope, needed: KeyScope) -> Caller:
         """Who sent a request. Raises `Unauthorized` and `Forbidden`."""
@@ -217,9 +217,18 @@ class Access:
             meter.change(key, self.clock())
         return meter
 
-    def _forget_all_but(self, hashes: frozenset[str]) -> None:
-        for gone in self._meters.keys() - hashes:
+    def _follow(self, keys: Mapping[str, Key]) -> None:
+        """Nothing is counted any more for keys that are gone; for renamed ones it begins anew."""
+        for gone in self._meters.keys() - keys.keys():
             self.metrics.forget(self._meters.pop(gone).key.name)
+        renamed = [
+            meter for sha256, meter in self._meters.items() if meter.key.name != keys[sha256].name
+        ]
+        for meter in renamed:
+            self.metrics.forget(meter.key.name)
+        for meter in renamed:  # the name of one may have been another's
+            meter.change(keys[meter.key.sha256], self.clock())
+            self.metrics.know(meter.key.name)
 
 
 class Authentication(ASGIMiddleware):

@@ -76,7 +76,7 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
         with running_daemon(file, config, keep=keep) as (url, pid):
             _describe(console, config, url)
             session = _session(directory)
-            answers = asyncio.run(_send(console, url, chats, session))
+            answers, broken = asyncio.run(_send(console, url, chats, session))
             rows = _rows(config, answers, expected, metrics_by_model(url))
             complaints = _complaints(rows, answers)
             _report(console, rows, complaints, as_json)
@@ -85,8 +85,11 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
                 console.print(_curl(url, config), soft_wrap=True, highlight=False)
                 console.print("the dashboard, live:")
                 _print_line(console, f"{_program()} top --connect {url}")
-            console.print("the dashboard, on what has just happened (docs/tui.md has a tour):")
-            _print_line(console, f"{_program()} top --replay {shlex.quote(str(session))}")
+            if broken is not None:
+                _print_line(console, f"the session could not be recorded to its end: {broken}")
+            else:
+                console.print("the dashboard, on what has just happened (docs/tui.md has a tour):")
+                _print_line(console, f"{_program()} top --replay {shlex.quote(str(session))}")
     return 1 if complaints else 0
 
 
@@ -224,7 +227,10 @@ def _describe(console: Console, config: Config, url: str) -> None:
     )
 
 
-async def _send(console: Console, url: str, chats: Sequence[Chat], session: Path) -> list[Answer]:
+async def _send(
+    console: Console, url: str, chats: Sequence[Chat], session: Path
+) -> tuple[list[Answer], str | None]:
+    """The answers, and why what happened meanwhile is not recorded, if that is so."""
     total = sum(chat.max_tokens for chat in chats)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{len(chats)} chats at once", total=total)
@@ -235,8 +241,9 @@ async def _send(console: Console, url: str, chats: Sequence[Chat], session: Path
             shown += 1
             progress.update(task, completed=shown)
 
-        async with recorded(url, session):
-            return await send(url, chats, on_token)
+        async with recorded(url, session) as recording:
+            answers = await send(url, chats, on_token)
+        return answers, recording.broken
 
 
 def metrics_by_model(url: str) -> dict[tuple[str, str], float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tui.connection import Connection
-from tui.messages import Kind
+from tui.messages import Kind, Message
 from tui.recording import Recorder
 from tui.state import State
 
@@ -17,36 +17,84 @@ PATIENCE_SECONDS: Final = 5.0
 """How long the demonstration waits for its recorder, which hears four times a second."""
 
 
+class Session:
+    """How far a recording has come, and what became of it."""
+
+    def __init__(self) -> None:
+        self.broken: str | None = None
+        """Why it ended before the demonstration did, once that is over; None: it did not."""
+        self._state = State()
+        self._newest = -1
+        """The newest event that was heard."""
+        self._settled = -1
+        """That of a state without requests."""
+        self._heard = asyncio.Event()
+
+    def hear(self, message: Message) -> None:
+        self._state.hear(message)
+        if message.kind is Kind.NOTICE:
+            self._newest = message.data["number"]
+        elif message.kind in (Kind.STATE, Kind.DELTA):
+            self._newest = max(self._newest, message.data.get("newest_event", -1))
+            if not self._state.rows("requests"):
+                self._settled = self._newest
+            self._heard.set()
+
+    async def settled(self, event: int) -> None:
+        """Until it was told that there are no requests, behind an event of this number."""
+        while self._settled < event:
+            self._heard.clear()
+            await self._heard.wait()
+
+
 @asynccontextmanager
-async def recorded(url: str, path: Path) -> AsyncIterator[None]:
+async def recorded(url: str, path: Path) -> AsyncIterator[Session]:
     """Writes what the daemon tells meanwhile to a new file, from the state at first to what became
     of the last request. A disk that is full ends the recording and nothing else. Raises
     `tui.recording.NotRecorded` if the file cannot be made."""
-    recorder, source, state = Recorder(path), Connection(url), State()
-    idle = asyncio.Event()
-    """It was told that there are no requests."""
+    recorder, source, session = Recorder(path), Connection(url), Session()
 
     async def record() -> None:
-        with suppress(OSError):
-            async for message in source.follow():
-                recorder.write(message)
-                state.hear(message)
-                if message.kind in (Kind.STATE, Kind.DELTA) and not state.rows("requests"):
-                    idle.set()
+        async for message in source.follow():
+            recorder.write(message)
+            session.hear(message)
+
+    async def all_heard() -> None:
+        await session.settled(await _newest_event(source))
 
     recording = asyncio.create_task(record())
     try:
-        await _soon(idle)
-        yield
-        idle.clear()
-        await _soon(idle)
+        await _soon(session.settled(0), recording)
+        yield session
+        await _soon(all_heard(), recording)
     finally:
         recording.cancel()
         await asyncio.wait([recording])
+        if not recording.cancelled() and (error := recording.exception()) is not None:
+            session.broken = f"{type(error).__name__}: {error}"
         recorder.close()
         await source.close()
 
 
-async def _soon(event: asyncio.Event) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), PATIENCE_SECONDS)
+async def _newest_event(source: Connection) -> int:
+    """What has happened last, as the daemon says to whoever begins to follow it."""
+    async with aclosing(source.follow()) as messages:  # type: ignore[type-var]
+        async for message in messages:
+            if message.kind is Kind.STATE:
+                number: int = message.data["newest_event"]
+                return number
+    raise AssertionError("who follows gives up by being cancelled")
+
+
+async def _soon(waited: Coroutine[Any, Any, None], recording: asyncio.Task[None]) -> None:
+    """Until that is so, but not for ever, nor for a recording that is over."""
+    waiting = asyncio.create_task(waited)
+    try:
+        await asyncio.wait(
+            [waiting, recording],
+            timeout=PATIENCE_SECONDS,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

@@ -8,7 +8,7 @@ machine makes room first, so claiming slabs that are not free is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from appliance.errors import LedgerError
 from appliance.vocabulary import ModelName
@@ -102,10 +102,13 @@ class HostLedger:
         self.kv_floor_slabs = kv_floor_slabs
         self._taken = bytearray(self.total_slabs)
         self._free_slabs = self.total_slabs
-        self._weights: dict[ModelName, tuple[int, ...]] = {}
+        self._weights: dict[ModelName, tuple[range, ...]] = {}
+        """Slabs in a row of each master image."""
         self._held_back: dict[ModelName, int] = {}
         self._runs: dict[int, int] = {}
         """block bytes -> number of runs."""
+        self._kv_taken: dict[int, bytearray] = {}
+        """block bytes -> for each slab of the tier, whether it is of such a run."""
         self._free: dict[int, dict[int, list[int]]] = {}
         """block bytes -> first slab of a run with free blocks -> their offsets."""
         self._open: dict[int, dict[int, dict[int, None]]] = {}
@@ -125,23 +128,21 @@ class HostLedger:
     @property
     def weights(self) -> dict[ModelName, int]:
         """Slabs of each master image."""
-        return {model: len(offsets) for model, offsets in self._weights.items()}
+        return {model: sum(map(len, rows)) for model, rows in self._weights.items()}
 
-    def places(self) -> dict[str, list[int]]:
-        """Numbers of the slabs of each owner: ``weights:<model>``, ``kv:<bytes of a block>``.
-        O(slabs and blocks in use)."""
-        found = {
-            f"weights:{model}": [offset // self.slab_bytes for offset in offsets]
-            for model, offsets in self._weights.items()
+    def rows(self) -> dict[str, Sequence[range]]:
+        """Slabs in a row of each owner, in the order of addresses: ``weights:<model>``,
+        ``kv:<bytes of a block>``. O(rows), and a search of the tier for each size of blocks."""
+        found: dict[str, Sequence[range]] = {
+            f"weights:{model}": rows for model, rows in self._weights.items()
         }
-        for block_bytes, run in set(self._run_of.values()):
-            slabs = range(run, run + self._run_slabs(block_bytes))
-            found.setdefault(f"kv:{block_bytes}", []).extend(slabs)
+        for block_bytes, taken in self._kv_taken.items():
+            found[f"kv:{block_bytes}"] = list(_rows(taken))
         return found
 
     @property
     def weight_slabs(self) -> int:
-        return sum(len(offsets) for offsets in self._weights.values())
+        return sum(self.weights.values())
 
     @property
     def kv_slabs(self) -> int:
@@ -197,18 +198,25 @@ class HostLedger:
         if slabs > self.room_for_weights(model):
             return None
         self._held_back.pop(model, None)
-        offsets = tuple(self._claim_run(self._first_free_slab(), 1) for _ in range(slabs))
-        self._weights[model] = offsets
-        return offsets
+        rows: list[range] = []
+        while slabs:
+            first = self._first_free_slab()
+            behind = self._taken.find(1, first, first + slabs)
+            rows.append(range(first, first + slabs if behind < 0 else behind))
+            self._claim_run(first, len(rows[-1]))
+            slabs -= len(rows[-1])
+        self._weights[model] = tuple(rows)
+        return tuple(slab * self.slab_bytes for row in rows for slab in row)
 
     def give_weights(self, model: ModelName) -> None:
         """The master image of a model is not needed any more."""
-        for offset in self._weights.pop(model):
-            self._free_run(offset // self.slab_bytes, 1)
+        for row in self._weights.pop(model):
+            self._free_run(row.start, len(row))
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
         """Places for `count` blocks, or None if they do not all fit (nothing is taken then)."""
         self._runs.setdefault(block_bytes, 0)
+        self._kv_taken.setdefault(block_bytes, bytearray(self.total_slabs))
         free = self._free.setdefault(block_bytes, {})
         partly_free = self._open.setdefault(block_bytes, {})
         taken: list[int] = []
@@ -290,6 +298,7 @@ class HostLedger:
         count = min(wanted, room // needed, 1 + (last - first) // needed)
         first = last - (count - 1) * needed
         self._claim_run(first, count * needed)
+        self._kv_taken[block_bytes][first : last + needed] = b"\1" * (count * needed)
         self._runs[block_bytes] += count
         self._free_ends[needed] = first + needed
         return range(last, first - 1, -needed)
@@ -316,17 +325,17 @@ class HostLedger:
         else:
             del free[run]
 
-    def _claim_run(self, first: int, slabs: int) -> int:
-        """Take free slabs in a row; the offset of the first."""
+    def _claim_run(self, first: int, slabs: int) -> None:
+        """Take free slabs in a row."""
         self._taken[first : first + slabs] = b"\1" * slabs
         self._free_slabs -= slabs
-        return first * self.slab_bytes
 
     def _settle(self, block_bytes: int, offsets: list[int]) -> None:
         """Put blocks back, and give back every run that is empty now."""
         free = self._free[block_bytes]
         slabs = self._run_slabs(block_bytes)
         whole = self._run_blocks(block_bytes)
+        taken = self._kv_taken[block_bytes]
         for offset in offsets:
             _, run = self._run_of.pop(offset)
             blocks = free.setdefault(run, [])
@@ -336,4 +345,14 @@ class HostLedger:
                 blocks.clear()
                 self._runs[block_bytes] -= 1
                 self._free_run(run, slabs)
+                taken[run : run + slabs] = bytes(slabs)
             self._file(block_bytes, run, before)
+
+
+def _rows(taken: bytearray) -> Iterator[range]:
+    """Where there are ones in a row."""
+    end = 0
+    while (first := taken.find(1, end)) >= 0:
+        behind = taken.find(0, first)
+        end = len(taken) if behind < 0 else behind
+        yield range(first, end)

@@ -38,12 +38,23 @@ def pool_map(arena: Arena, swapper: Swapper) -> SlabMap:
 
 
 def host_map(host: HostLedger) -> SlabMap:
-    """The host tier, as it is planned."""
-    return _drawn(
-        host.total_slabs,
-        host.slab_bytes,
-        ((SlabOwner(name=name), slabs) for name, slabs in host.places().items()),
-    )
+    """The host tier, as it is planned. O(runs) but for a fast search: the daemon draws it between
+    its orders."""
+    owners = [FREE]
+    rows: list[tuple[int, int, int]] = []
+    for name, held in host.rows().items():
+        if held:
+            rows += [(row.start, row.stop, len(owners)) for row in held]
+            owners.append(SlabOwner(name=name))
+    runs: list[tuple[int, int]] = []
+    at = 0
+    for first, end, place in [*sorted(rows), (host.total_slabs, host.total_slabs, 0)]:
+        if at < first:
+            runs.append((0, first - at))
+        if first < end:
+            runs.append((place, end - first))
+        at = end
+    return SlabMap(slab_bytes=host.slab_bytes, owners=tuple(owners), runs=tuple(runs))
 
 
 def _touched(

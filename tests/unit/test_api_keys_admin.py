@@ -217,6 +217,27 @@ async def test_others_are_answered_while_the_file_is_locked(house: House) -> Non
         assert {"a", "b"} < set(await listed(client))
 
 
+async def test_keys_whose_names_are_changed_by_hand(house: House) -> None:
+    """What is counted for a name begins anew; two that change names do not take each other's."""
+    house.add("alice")
+    house.add("bob")
+    async with house.client("sk-operator") as client:
+        for secret in ("sk-alice", "sk-alice", "sk-bob"):
+            await client.post(CHATS, json=CHAT, headers=bearer(secret))
+        text = house.file.path.read_text(encoding="utf-8")
+        for old, new in (("alice", "carol"), ("bob", "alice"), ("carol", "bob")):
+            text = text.replace(f'"{old}"', f'"{new}"')
+        house.file.path.write_text(text, encoding="utf-8")
+
+        found = await listed(client)
+        assert [found[name]["use"]["requests"] for name in ("alice", "bob")] == [0, 0]
+        await client.post(CHATS, json=CHAT, headers=bearer("sk-alice"))
+        assert (await listed(client))["bob"]["use"]["requests"] == 1
+        metrics = (await client.get("/metrics")).text
+    assert 'appliance_key_requests_total{key="bob"} 1.0' in metrics
+    assert 'appliance_key_requests_total{key="alice"}' not in metrics
+
+
 async def test_the_log_has_names_alone(house: House, caplog: pytest.LogCaptureFixture) -> None:
     """Who was made and revoked; nothing that opens anything."""
     caplog.set_level(logging.DEBUG)

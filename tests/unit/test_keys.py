@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -59,22 +61,98 @@ def test_the_file_is_private_and_holds_no_secret(path: Path) -> None:
     assert sorted(p.name for p in path.parent.iterdir()) == ["keys.json", "keys.json.lock"]
 
 
-def test_what_root_makes_is_its_directorys_owners(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file and its lock: a daemon of another user changes keys, too. What was there before is
-    nobody else's then."""
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
+    """Whoever runs the tests is root, and gives files to nobody but here: inode -> owner."""
     given: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(keys_module, "_ROOT", os.geteuid())
     monkeypatch.setattr(
         os, "fchown", lambda made, *owner: given.update({os.fstat(made).st_ino: owner})
     )
+    return given
+
+
+def test_what_root_makes_is_its_directorys_owners(
+    path: Path, given: dict[int, tuple[int, int]]
+) -> None:
+    """The file and its lock, also a lock that root left before: a daemon of another user changes
+    keys, too."""
     lock = path.with_name("keys.json.lock")
     owner = path.parent.stat()
-    for name, made in (("alice", {path, lock}), ("bob", {path})):
+    for name in ("alice", "bob"):
         KeyFile(path).add(key(name, f"sk-{name}"))
-        assert given == {one.stat().st_ino: (owner.st_uid, owner.st_gid) for one in made}
+        assert given == {one.stat().st_ino: (owner.st_uid, owner.st_gid) for one in (path, lock)}
         given.clear()
+
+
+def test_a_lock_that_is_another_file_too_is_nobody_elses(
+    path: Path, given: dict[int, tuple[int, int]]
+) -> None:
+    """Who may write in the folder could have root give them any file of its own."""
+    precious = path.with_name("precious")
+    precious.touch()
+    path.with_name("keys.json.lock").hardlink_to(precious)
+
+    KeyFile(path).add(key())
+
+    assert set(given) == {path.stat().st_ino}
+
+
+def test_a_lock_that_cannot_be_handed_over(
+    path: Path, given: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is said, and it is not held open."""
+    opened: list[int] = []
+
+    def refuse(made: int, *owner: int) -> None:
+        opened.append(made)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+
+    with pytest.raises(KeysError, match="lock: cannot be written: Operation not permitted"):
+        KeyFile(path).add(key())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+    assert not path.exists()
+
+
+def test_somebody_else_changes_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are waited for, but not for ever; then nothing is changed."""
+    file = KeyFile(path)
+    file.add(key())
+    held = path.with_name("keys.json.lock").open()
+    fcntl.flock(held, fcntl.LOCK_EX)
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    with pytest.raises(KeysError, match="somebody else changes it"):
+        file.add(key("bob"))
+    assert file.read() == (key(),)
+    assert 1 < sum(pauses) < 10
+
+    monkeypatch.setattr(time, "sleep", lambda _: held.close())
+    file.remove("alice")
+    assert file.read() == ()
+
+
+def test_a_folder_that_cannot_be_synced(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The key is in the file, and counts: it is told, and the log has the rest."""
+    really = os.open
+
+    def refuse(opened: object, *rest: int) -> int:
+        if opened == path.parent:
+            raise PermissionError(13, "Permission denied")
+        return really(opened, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    KeyFile(path).add(key())
+
+    assert KeyFile(path).read() == (key(),)
+    assert f"{path}: may be lost in a power cut: Permission denied" in caplog.text
 
 
 def test_names_are_unique_and_removed_by_name(path: Path) -> None:
@@ -121,9 +199,27 @@ def test_keys_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(KeysError, match="more than 2 keys"):
         file.add(key("c"))
+    file.remove("b")
+    before = path.read_bytes()
+    monkeypatch.setattr(keys_module, "MAX_FILE_BYTES", len(before))
+    with pytest.raises(KeysError, match=f"would be larger than {len(before)} bytes"):
+        file.add(key("b"))
+    assert path.read_bytes() == before
+    assert file.read() == (key("a"),)
     monkeypatch.setattr(keys_module, "MAX_FILE_BYTES", 100)
     with pytest.raises(KeysError, match="larger than 100 bytes"):
         file.read()
+
+
+def test_a_name_that_is_there_twice(path: Path) -> None:
+    """Somebody wrote that by hand: the file is wrong, and not the key that is wanted."""
+    path.write_bytes(msgspec.json.encode({"keys": [key(), key(secret="sk-other")]}))
+
+    for change in (lambda: KeyFile(path).add(key("bob")), lambda: KeyFile(path).remove("alice")):
+        with pytest.raises(KeysError, match="has more than one key 'alice'") as caught:
+            change()
+        assert type(caught.value) is KeysError
+        assert str(path) in str(caught.value)
 
 
 def test_a_directory_that_is_not_there(path: Path) -> None:
@@ -157,7 +253,7 @@ def test_changes_hold_from_the_next_request_on(path: Path) -> None:
     """Keys that are made, revoked, or gone with their file; listeners are told who is left."""
     ring = KeyRing(path)
     told: list[frozenset[str]] = []
-    ring.on_change(told.append)
+    ring.on_change(lambda keys: told.append(frozenset(keys)))
     assert ring.find("sk-alice", 1.0) is None
 
     KeyFile(path).add(key())

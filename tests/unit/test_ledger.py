@@ -187,6 +187,24 @@ class HostBooks(RuleBasedStateMachine):
         assert self.ledger.free_slabs + held == self.slabs
         assert self.ledger.weight_slabs == sum(map(len, self.weights.values()))
 
+    @invariant()
+    def whose_each_slab_is(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        held = [(f"weights:{model}", SLAB, places) for model, places in self.weights.items()]
+        held += [(f"kv:{size}", size, places) for size, places in self.blocks]
+        expected = {
+            slab: name
+            for name, size, places in held
+            for start in places
+            for slab in range(start // SLAB, (start + size - 1) // SLAB + 1)
+        }
+        rows = self.ledger.rows()
+        assert {slab: name for name in rows for row in rows[name] for slab in row} == expected
+        assert sum(len(row) for name in rows for row in rows[name]) == len(expected)
+        for found in rows.values():
+            assert all(one.stop < other.start for one, other in pairwise(found))
+
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):
             return

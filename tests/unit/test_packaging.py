@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
 from configparser import ConfigParser
@@ -157,6 +159,24 @@ def test_the_manual_is_well_formed(tmp_path: Path) -> None:
             timeout=PATIENCE_SECONDS,
         )
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_dashboard_comes_with_either_engine() -> None:
+    """The package has no Textual: what `appliance-engine` installs has it, once."""
+    spec = importlib.util.spec_from_file_location("build_deb", UNITS.parent / "build_deb.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build_deb = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build_deb)
+    lists = {
+        "cpu": (UNITS.parents[1] / "requirements" / "cpu.txt").read_text(),
+        "gpu": build_deb.engine_for_gpu(),
+    }
+    for kind, text in lists.items():
+        names = [re.split("[<=>]", line)[0] for line in text.splitlines() if line[0] != "#"]
+        for name in ("aiohttp", "textual", "textual-serve"):
+            assert names.count(name) == 1, (kind, name)
+    assert "vllm==" in lists["gpu"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

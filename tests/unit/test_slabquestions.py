@@ -10,6 +10,7 @@ import pytest
 from appliance import wire
 from appliance.api.app import create_app
 from appliance.api.service import InstanceNotFound, SlabsUnanswered
+from appliance.slabquestions import ANSWER_SECONDS, SlabQuestions
 from appliance.slabwords import SlabMap, SlabOwner
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.serving import unserved
@@ -49,6 +50,45 @@ async def test_who_asks_for_slabs_meanwhile_shares_the_answer(make_box: MakeBox)
     box.workers[0].deliver(wire.SlabsTold(0, MAP))
     assert await third == MAP
     assert len(box.workers[0].heard(wire.TellSlabs)) == 2
+
+
+async def test_who_asks_late_has_time_of_its_own(
+    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That somebody gave the question up takes the answer from nobody who came meanwhile."""
+    box = make_box()
+    box.start()
+    with monkeypatch.context() as patched:
+        patched.setattr("appliance.slabquestions.ANSWER_SECONDS", 0.0)
+        with pytest.raises(SlabsUnanswered):
+            await box.daemon.pool_map(0)
+
+    late = await asking(box)
+    assert len(box.workers[0].heard(wire.TellSlabs)) == 1
+    box.workers[0].deliver(wire.SlabsTold(0, MAP))
+    assert await late == MAP
+
+
+async def test_a_question_that_is_old_is_asked_again() -> None:
+    """The worker may not have heard it, or could not answer; one answer is everybody's."""
+    sent = 0
+    moments = iter((0.0, 0.9 * ANSWER_SECONDS, ANSWER_SECONDS, 1.9 * ANSWER_SECONDS))
+
+    def send(instance: int, message: wire.TellSlabs) -> None:
+        nonlocal sent
+        sent += 1
+
+    questions = SlabQuestions(send, moments.__next__)
+    tasks, asked = [], []
+    for _ in range(4):
+        tasks.append(asyncio.ensure_future(questions.ask(0)))
+        await asyncio.sleep(0)
+        asked.append(sent)
+    questions.answered(wire.SlabsTold(0, MAP))
+    questions.answered(wire.SlabsTold(0, MAP))
+
+    assert asked == [1, 1, 2, 2]
+    assert await asyncio.gather(*tasks) == [MAP] * 4
 
 
 async def test_slabs_of_a_lost_worker(make_box: MakeBox) -> None:

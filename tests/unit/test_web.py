@@ -510,3 +510,14 @@ def test_the_web_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textual_serve", None)
     result = CliRunner().invoke(cli, ["top", "--web"])
     assert (result.exit_code, "install appliance[web]" in result.stderr) == (1, True)
+
+
+def test_what_goes_wrong_behind_the_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address was not to blame."""
+
+    async def exhausted(*arguments: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("tui.web.server.serve", exhausted)
+    result = CliRunner().invoke(cli, ["top", "--web", "--url", "http://x:1"])
+    assert (result.exit_code, result.stderr) == (1, "error: --web: Too many open files\n")

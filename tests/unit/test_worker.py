@@ -27,6 +27,7 @@ from appliance.engines.protocol import (
 )
 from appliance.errors import CheckpointError
 from appliance.memory.arena import Arena, PoolExhausted
+from appliance.memory.slabmaps import pool_map
 from appliance.memory.swapper import Swapper, Then
 from appliance.memory.transfers import Transfer, TransferFailed, TransferKind
 from appliance.vocabulary import (
@@ -1310,6 +1311,33 @@ def test_slabs_are_told_in_the_middle_of_a_step() -> None:
 
     assert [told.instance for told in found] == [3, 3]
     assert all(told.slabs.runs == ((0, 20),) for told in found)
+
+
+def test_a_map_that_cannot_be_drawn_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has why; whoever asks next is answered."""
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    bench = Bench("a", send=said.put)
+    outcomes = iter([RuntimeError("once"), pool_map])
+    tried = threading.Event()
+
+    def draw(*state: Any) -> Any:
+        outcome = next(outcomes)
+        if isinstance(outcome, RuntimeError):
+            tried.set()
+            raise outcome
+        return outcome(*state)
+
+    monkeypatch.setattr("appliance.worker.pool_map", draw)
+    bench.worker.tell_slabs()
+    bench.mailbox.put(wire.TellSlabs())
+    assert tried.wait(PATIENCE_SECONDS)
+    bench.mailbox.put(wire.TellSlabs())
+
+    (told,) = said.get(timeout=PATIENCE_SECONDS)
+    assert told.slabs.runs == ((0, 20),)
+    assert "RuntimeError: once" in caplog.text
 
 
 def test_what_is_no_command_is_an_error() -> None:

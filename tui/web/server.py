@@ -35,6 +35,10 @@ _NO_KEYS = (
 )
 
 
+class CannotListen(Exception):
+    """There is no listening at an address; the text says why."""
+
+
 class Site:
     """The dashboard of the daemon at `url`, as one `aiohttp` application.
 
@@ -230,7 +234,7 @@ class Site:
 async def serve(
     site: Site, host: str, port: int, tls: ssl.SSLContext | None, opened: Callable[[int], None]
 ) -> None:
-    """Until a signal ends it; `opened` is told the port. Raises `OSError` if it cannot listen."""
+    """Until a signal ends it; `opened` is told the port. Raises `CannotListen`."""
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -238,7 +242,10 @@ async def serve(
     runner = web.AppRunner(site.application(), access_log=None, shutdown_timeout=GRACE_SECONDS)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            raise CannotListen(error.strerror or str(error)) from error
         opened(runner.addresses[0][1])
         site.make_link()
         await over.wait()
