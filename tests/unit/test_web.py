@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from aiohttp.test_utils import TestServer
+from aiohttp import web
 from click.testing import CliRunner
 
 from appliance.api.app import create_app
@@ -134,11 +134,16 @@ class Page:
 async def browsing(url: str, **options: Any) -> AsyncIterator[Browser]:
     """A browser without cookies, and the dashboard of the daemon at `url`."""
     site = Site(url, **options)
-    async with TestServer(site.application()) as server:
+    runner = site.runner()
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         site.make_link()
         jar = aiohttp.CookieJar(unsafe=True)  # cookies of an address, not only of a name
         async with aiohttp.ClientSession(cookie_jar=jar) as session:
-            yield Browser(session, str(server.make_url("/")).rstrip("/"))
+            yield Browser(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
 
 
 @pytest.fixture

@@ -68,7 +68,8 @@ class Site:
         self._clock = clock
         self._visitors = Visitors(clock)
 
-    def application(self) -> web.Application:
+    def runner(self) -> web.AppRunner:
+        """Serves it."""
         app = web.Application(middlewares=[self._guard], client_max_size=LONGEST_FORM_BYTES)
         app.add_routes(
             [
@@ -82,7 +83,7 @@ class Site:
         )
         app.on_response_prepare.append(harden)
         app.on_shutdown.append(self._end)
-        return app
+        return web.AppRunner(app, access_log=None, shutdown_timeout=GRACE_SECONDS)
 
     # --- who may ---------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, over.set)
-    runner = web.AppRunner(site.application(), access_log=None, shutdown_timeout=GRACE_SECONDS)
+    runner = site.runner()
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()
