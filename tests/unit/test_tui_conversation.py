@@ -189,6 +189,19 @@ def test_where_it_was_is_heard_behind_its_end() -> None:
     assert journey.instances == ["1"]
 
 
+def test_where_it_was_is_heard_of_a_daemon_that_began_anew() -> None:
+    """Its numbers are small again."""
+    known = heard(
+        state(tree(spans=span(500, 1, ended_unix_seconds=NOW))),
+        state(tree(spans=span(1, 1)) | {"started_unix_seconds": NOW}, missed=True),
+    )
+    journey = Journey(known)
+    journey.request = "mine"
+    known.hear(delta({"spans": span(2, 0, requests=["mine"])}))
+    journey.hear(known)
+    assert journey.instances == ["0"]
+
+
 def test_the_instance_of_a_live_request_is_known() -> None:
     """Before it has had a turn; one that is not placed is nowhere."""
     known = heard(state(tree(requests=[request("mine", "a", instance=None)])))
