@@ -131,7 +131,8 @@ class State:
 
     def _is_another(self, tree: Document) -> bool:
         """Whether this is of another daemon than what was told before."""
-        before, now = (one.get("started_unix_seconds", 0.0) for one in (self.tree, tree))
+        before: float = self.tree.get("started_unix_seconds", 0.0)
+        now: float = tree.get("started_unix_seconds", 0.0)
         return abs(now - before) > SAME_START_SECONDS
 
     def _changed(self, patch: Document) -> None:
