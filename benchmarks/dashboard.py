@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from textual import events
 
+from benchmarks.dashboard_answers import answers
 from tui.app import Dashboard
 from tui.messages import Document, Kind, Message, Piece, Refused
 from tui.views import VIEWS
@@ -54,6 +55,7 @@ class Busy:
         self._numbers = iter(range(1, 10**9))
         self._tokens = dict.fromkeys((f"model-{n:03}" for n in range(MODELS)), 0)
         self._names = list(self._tokens)
+        self._answers = answers(time.time(), self._names)
 
     async def follow(self) -> AsyncIterator[Message]:
         now = time.time()
@@ -74,6 +76,8 @@ class Busy:
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         if path.endswith("/slabs"):
             return self._slabs()
+        if (answer := self._answers.get(path)) is not None:
+            return answer
         raise Refused("nobody answers")
 
     async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
@@ -178,11 +182,12 @@ async def press_digits(app: Dashboard, seconds: float) -> Document:
             found.append(await until(lambda kind=kind: isinstance(app.view, kind)))  # type: ignore[misc]
     took = [seconds * 1e3 for seconds in found if seconds is not None]
     told = {"pressed": len(found), "without_effect": len(found) - len(took),
-            "median_ms": statistics.median(took), "max_ms": max(took)}  # fmt: skip
-    print(
-        f"{'digits':10} {told['pressed']} pressed, {told['without_effect']} without effect; "
-        f"median {told['median_ms']:.0f} ms, at most {told['max_ms']:.0f} ms"
-    )
+            "median_ms": statistics.median(took) if took else None,
+            "max_ms": max(took, default=None)}  # fmt: skip
+    line = f"{'digits':10} {told['pressed']} pressed, {told['without_effect']} without effect"
+    if took:
+        line += f"; median {told['median_ms']:.0f} ms, at most {told['max_ms']:.0f} ms"
+    print(line)
     return told
 
 

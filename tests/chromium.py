@@ -45,7 +45,9 @@ class Chromium:
         async for message in self._socket:
             said = message.json()
             if "id" in said:
-                self._answers.pop(said["id"]).set_result(said)
+                answer = self._answers.pop(said["id"])
+                if not answer.done():  # somebody waited long enough
+                    answer.set_result(said)
             else:
                 self._note(said["method"], said["params"])
             self._changed.set()

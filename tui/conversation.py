@@ -11,14 +11,20 @@ import msgspec
 
 from tui.journey import Journey
 from tui.messages import Document, Part, Piece, Refused
+from tui.wrapping import LINE_ENDS
 
 MOST_ANSWERS = 100
 MOST_CHARACTERS = 200_000
-"""Of a conversation, and of one answer."""
+"""Of a conversation: of its questions and of what was answered, also of the last alone."""
+LONGEST_QUESTION = 100_000
+"""Characters."""
+MOST_LINES = 10_000
+"""Of an answer, as it ends them: there are models that say nothing but line feeds."""
 
 PHASES = ("queue", "load", "prefill", "decode", "preempted")
 """What the time of an answer goes to."""
 
+_LINE_END = re.compile(f"[{LINE_ENDS}]")
 _PHASE = re.compile(r'(\w+);dur=(\d+(?:\.\d+)?)(?:;desc="(\d+)")?')
 
 
@@ -77,6 +83,7 @@ class Answer:
         """Seconds of its time by what it went to, as the daemon counts; empty where it tells
         none."""
         self.preemptions = 0
+        self._lines_ended = 0
         self._asked_at = 0.0
         self._first_at: float | None = None
         self._newest_at = 0.0
@@ -145,10 +152,20 @@ class Answer:
             self.prompt_tokens = chunk.usage.prompt_tokens
             self.tokens = chunk.usage.completion_tokens
 
+    def size(self) -> int:
+        """Characters, with those of the question."""
+        return len(self.question) + len(self.text) + len(self.reasoning)
+
     def _fitting(self, text: str) -> str:
-        room = MOST_CHARACTERS - len(self.text) - len(self.reasoning)
-        self.cut = self.cut or len(text) > room
-        return text[:room]
+        if self.cut:
+            return ""
+        kept = text[: MOST_CHARACTERS - self.size()]
+        ends = [end.start() for end in _LINE_END.finditer(kept)]
+        if len(ends) > (left := MOST_LINES - 1 - self._lines_ended):
+            kept = kept[: ends[left]]
+        self._lines_ended += len(ends)
+        self.cut = len(kept) < len(text)
+        return kept
 
     def _read_remark(self, text: str) -> None:
         name, _, value = text.partition(":")
@@ -174,8 +191,12 @@ class Conversation:
 
     def ask(self, question: str, journey: Journey) -> tuple[Answer, Document]:
         """The answer that is to come, and what to ask for it: all that was said before, except what
-        was not answered at all."""
-        while self.answers and self._characters() + len(question) > MOST_CHARACTERS:
+        was not answered at all. Raises `ValueError` for a question that is too long."""
+        if len(question) > LONGEST_QUESTION:
+            raise ValueError(
+                f"the question has {len(question):,} characters; {LONGEST_QUESTION:,} are the most"
+            )
+        while self._size() + len(question) > MOST_CHARACTERS:
             self.answers.popleft()
         messages: list[Document] = []
         for before in self.answers:
@@ -192,5 +213,12 @@ class Conversation:
             "stream_options": {"include_usage": True},
         }
 
-    def _characters(self) -> int:
-        return sum(len(one.question) + len(one.text) + len(one.reasoning) for one in self.answers)
+    def hear(self, answer: Answer, piece: Piece) -> None:
+        """More of one of its answers, for which the oldest may have to go. Raises `Refused` for
+        what no appliance says."""
+        answer.hear(piece)
+        while len(self.answers) > 1 and self._size() > MOST_CHARACTERS:
+            self.answers.popleft()
+
+    def _size(self) -> int:
+        return sum(answer.size() for answer in self.answers)

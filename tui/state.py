@@ -18,6 +18,8 @@ from tui.series import Counter
 MOST_NOTICES = 2000
 MOST_SPANS = 4000
 """Of all instances together."""
+SAME_START_SECONDS = 1.0
+"""A daemon's start is told by its age, and so never twice the same to the last digit."""
 
 COUNTED = {
     "instances": ("switches", "computing_seconds", "moved_bytes"),
@@ -49,7 +51,7 @@ class State:
         """What happened, the oldest first. One of the kind `missed` stands for those not heard."""
         self.spans: dict[str, Document] = {}
         """What was computed and moved, by number, the oldest first; also what is over and the
-        daemon has forgotten."""
+        daemon has forgotten. Another daemon counts anew: of the one before nothing is left."""
         self.lost: str | None = "connecting"
         """Why nothing is heard, if that is so."""
         self.retry_at = 0.0
@@ -115,6 +117,8 @@ class State:
                 self.notices.append(
                     {"kind": "missed", "unix_seconds": data["unix_seconds"], "facts": facts}
                 )
+            if self._is_another(data["state"]):
+                self.spans.clear()
             self.tree = data["state"]
             self._changed(data["state"])
             for number in self.spans.keys() - self.rows("spans").keys():
@@ -124,6 +128,12 @@ class State:
         else:
             merge(self.tree, data["patch"])
             self._changed(data["patch"])
+
+    def _is_another(self, tree: Document) -> bool:
+        """Whether this is of another daemon than what was told before."""
+        before: float = self.tree.get("started_unix_seconds", 0.0)
+        now: float = tree.get("started_unix_seconds", 0.0)
+        return abs(now - before) > SAME_START_SECONDS
 
     def _changed(self, patch: Document) -> None:
         """Look at the rows that a patch names."""

@@ -8,6 +8,7 @@ from rich.cells import cell_len, chop_cells
 
 TAB = "    "
 NO_PICTURE = "\ufffd"
+LINE_ENDS = "\n\x85\u2028\u2029"
 
 _PICTURES: dict[int, str | None] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
@@ -15,7 +16,7 @@ _PICTURES: dict[int, str | None] = {
     **dict.fromkeys(range(0x80, 0xA0), NO_PICTURE),
     # Directions of writing: text behind them would not stand where it seems to.
     **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), NO_PICTURE),
-    **dict.fromkeys((ord("\n"), 0x85, 0x2028, 0x2029), "\n"),
+    **dict.fromkeys(map(ord, LINE_ENDS), "\n"),
     ord("\r"): None,
     ord("\t"): TAB,
 }
@@ -48,6 +49,15 @@ class Wrapped:
     @property
     def lines(self) -> list[str]:
         return [*self._over, self._last]
+
+    def __len__(self) -> int:
+        """How many lines."""
+        return len(self._over) + 1
+
+    def cut(self, begin: int, end: int) -> list[str]:
+        """The lines from the one to before the other, of those that there are. O(these)."""
+        lines = self._over[max(0, begin) : max(0, end)]
+        return [*lines, self._last] if begin <= len(self._over) < end else lines
 
     def _wrap(self, paragraph: str) -> list[str]:
         """Cut between words, and within those that are longer than a line."""

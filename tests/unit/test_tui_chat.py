@@ -318,6 +318,55 @@ async def test_a_long_answer_scrolls() -> None:
         assert "below" not in seen(app)
 
 
+async def test_any_line_of_any_answer_is_reached() -> None:
+    """One below the other: the question, what was thought and said, the account, an empty line."""
+    async with dashboard(source := pool(), size=(60, 12)) as app:
+        await command(app, "chat")
+        for number in range(3):
+            stream = await ask(app, source, f"{number}?")
+            stream.say({"choices": [{"index": 0, "delta": {"reasoning": f"{number} hm\nso"}}]})
+            stream.say(f"{number} a\n{number} b", NOW + 1)
+            stream.end(2, at=NOW + 2)
+            await settle(app)
+        whole = []
+        for number in range(3):
+            whole += [f"> {number}?", f"{number} hm", "so", f"{number} a", f"{number} b",
+                      "first token 0µs  2 tokens  0.5/s  2.0s each", ""]  # fmt: skip
+        await press(app, "escape", "home")
+        room = len(screen(app)) - 5
+        for top in range(len(whole) - room + 1):
+            shown = [line.strip() for line in screen(app)[3 : 3 + room]]
+            assert shown == whole[top : top + room]
+            await press(app, "down")
+
+
+async def test_a_question_that_is_too_long_stays_in_the_line() -> None:
+    """And it is said how long one may be."""
+    async with dashboard(source := pool()) as app:
+        await command(app, "chat")
+        await press(app, "i")
+        app.post_message(events.Paste("x" * 100_001))
+        await settle(app)
+        await press(app, "enter")
+        assert source.streams == []
+        assert "the question has 100,001 characters; 100,000 are the most" in notified(app)
+        await press(app, "home", "x", "ctrl+u", *"ok", "enter")
+        assert source.streams[0].body["messages"][0]["content"].startswith("ok")
+
+
+async def test_a_model_that_goes_keeps_its_conversation() -> None:
+    """Also where it was never chosen, but the first."""
+    async with dashboard(source := pool()) as app:
+        await command(app, "chat")
+        stream = await ask(app, source, "hi")
+        source.say(delta({"models": {"a": None}}))
+        stream.say("hello")
+        stream.end(1)
+        await settle(app)
+        assert screen(app)[2].startswith(" a  not in the catalogue")
+        assert "hello" in seen(app)
+
+
 async def test_nothing_is_left_of_another_conversation() -> None:
     """Though it was on the screen when the view was left."""
     async with dashboard(source := pool()) as app:

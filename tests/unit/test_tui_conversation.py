@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.tui_bench import NOW, delta, model, notice, request, said, state, tree
 from tui import conversation as conversations
-from tui.conversation import Answer, Conversation, Outcome
+from tui.conversation import LONGEST_QUESTION, MOST_LINES, Answer, Conversation, Outcome
 from tui.journey import Journey, Switch
 from tui.messages import Document, Message, Part, Piece, Refused
 from tui.state import State
@@ -122,14 +122,38 @@ def test_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Conversation("a")
     for number in range(4):
         answer, body = talk.ask(f"{number}?", Journey(State()))
-        answer.hear(Piece(1.0, Part.DATA, said("x" * 7)))
+        talk.hear(answer, Piece(1.0, Part.DATA, said("x" * 7)))
         answer.end(Outcome.DONE)
     assert [one.question for one in talk.answers] == ["2?", "3?"]
     assert [message["content"] for message in body["messages"]] == ["2?", "x" * 7, "3?"]
 
-    answer.hear(Piece(1.0, Part.DATA, said("y" * 30, reasoning="z")))
-    assert len(answer.text) + len(answer.reasoning) == 19
+    talk.hear(answer, Piece(1.0, Part.DATA, said("y" * 3, reasoning="z")))
+    assert list(talk.answers) == [answer]
+    assert not answer.cut
+    for _ in range(2):
+        talk.hear(answer, Piece(1.0, Part.DATA, said("y" * 30, reasoning="z")))
+    assert len(answer.question) + len(answer.text) + len(answer.reasoning) == 19
     assert answer.cut
+
+
+def test_only_so_many_lines_are_kept() -> None:
+    """However they end: some models say nothing else."""
+    answer = answered(
+        (1.0, Part.DATA, said("\n\u2028" * (MOST_LINES // 2 - 1))),
+        (2.0, Part.DATA, said("a\nb\nc\nd\n")),
+        (3.0, Part.DATA, said("e")),
+    )
+    assert answer.text[-4:] == "\u2028a\nb"
+    assert answer.cut
+
+
+def test_a_question_is_not_too_long() -> None:
+    """It is refused, and nothing is forgotten for it."""
+    talk = Conversation("a")
+    talk.ask("q" * LONGEST_QUESTION, Journey(State()))
+    with pytest.raises(ValueError, match="has 100,001 characters; 100,000 are the most"):
+        talk.ask("q" * (LONGEST_QUESTION + 1), Journey(State()))
+    assert len(talk.answers) == 1
 
 
 # --- the way of a request ------------------------------------------------------------------------
@@ -187,6 +211,19 @@ def test_where_it_was_is_heard_behind_its_end() -> None:
     known.hear(delta({"spans": span(9, 1, prompts=["mine"])}))
     journey.hear(known)
     assert journey.instances == ["1"]
+
+
+def test_where_it_was_is_heard_of_a_daemon_that_began_anew() -> None:
+    """Its numbers are small again."""
+    known = heard(
+        state(tree(spans=span(500, 1, ended_unix_seconds=NOW))),
+        state(tree(spans=span(1, 1)) | {"started_unix_seconds": NOW}, missed=True),
+    )
+    journey = Journey(known)
+    journey.request = "mine"
+    known.hear(delta({"spans": span(2, 0, requests=["mine"])}))
+    journey.hear(known)
+    assert journey.instances == ["0"]
 
 
 def test_the_instance_of_a_live_request_is_known() -> None:
@@ -254,6 +291,18 @@ def test_text_that_grows_is_cut_alike(width: int) -> None:
         grown.add(character)
 
     assert grown.lines == whole.lines
+
+
+def test_some_lines_of_a_text() -> None:
+    """Those that there are, also of a text that is nothing."""
+    for added in (TEXT, "", "one", "one\n"):
+        text = Wrapped(10)
+        text.add(added)
+        lines = text.lines
+        assert len(text) == len(lines)
+        for begin in range(-2, len(lines) + 2):
+            for end in range(-2, len(lines) + 2):
+                assert text.cut(begin, end) == lines[max(0, begin) : max(0, end)]
 
 
 def test_no_text_moves_a_cursor() -> None:

@@ -102,6 +102,17 @@ def test_what_ran_when_the_daemon_was_lost_is_let_go() -> None:
     assert list(heard.spans) == ["1", "9"]
 
 
+def test_a_daemon_that_began_anew_counts_anew() -> None:
+    """Of the one before no span is left; the same one tells its start a little otherwise."""
+    heard = State()
+    over = {"kind": "turn", "ended_unix_seconds": NOW}
+    heard.hear(state(tree(spans={"500": over}) | {"started_unix_seconds": NOW - 90}))
+    heard.hear(state(tree(spans={"501": over}) | {"started_unix_seconds": NOW - 90.01}))
+    assert list(heard.spans) == ["500", "501"]
+    heard.hear(state(tree(spans={"1": over}) | {"started_unix_seconds": NOW - 5}))
+    assert list(heard.spans) == ["1"]
+
+
 def test_time_is_the_daemons() -> None:
     """Whatever the clock here says; it goes on between messages, and never back."""
     heard = State()

@@ -6,26 +6,9 @@ import pytest
 
 from tests.unit.tui_bench import click, dashboard, press, screen
 from tests.unit.tui_scenes import loaded
-from tui.view import Sight, View
 from tui.views import VIEWS
 
-
-class Talk(View):
-    """The eleventh, which has no digit."""
-
-    title = "Talk"
-    names = ("talk",)
-
-    def show(self, sight: Sight) -> None:
-        """There is nothing to see."""
-
-
-@pytest.fixture(autouse=True)
-def eleven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tui.app.VIEWS", (*VIEWS[:10], Talk))
-
-
-TITLES = [*(view.title for view in VIEWS[:10]), "Talk"]
+TITLES = [view.title for view in VIEWS]
 
 
 @pytest.mark.parametrize(("width", "letters"), [(80, 2), (100, 3), (160, 20)])
@@ -59,5 +42,5 @@ async def test_a_long_status_is_cut() -> None:
         await press(app, "4", "/", *("llama|qwen" * 8), "enter")
         line = screen(app)[1]
         assert "4 Models (4 of 6, /llama|qwenllama|qwe…)  5 R" in line
-        assert line.endswith(" 9 E 0 K T")
+        assert line.endswith(" 9 E 0 K C")
         assert len(line) == 80

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from aiohttp.test_utils import TestServer
+from aiohttp import web
 from click.testing import CliRunner
 
 from appliance.api.app import create_app
@@ -32,7 +32,7 @@ from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import served
 from tui.web.gate import Gate, Verdict
 from tui.web.origins import is_local, is_own
-from tui.web.server import Site
+from tui.web.server import FORM, Site, serve
 from tui.web.visitors import KEPT_SECONDS, MOST, Visitors
 
 ESCAPE = re.compile(r"\x1b(\[[0-9;:?<>=]*[ -/]*[@-~]|[()].|[=>78])")
@@ -134,11 +134,16 @@ class Page:
 async def browsing(url: str, **options: Any) -> AsyncIterator[Browser]:
     """A browser without cookies, and the dashboard of the daemon at `url`."""
     site = Site(url, **options)
-    async with TestServer(site.application()) as server:
+    runner = site.runner()
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         site.make_link()
         jar = aiohttp.CookieJar(unsafe=True)  # cookies of an address, not only of a name
         async with aiohttp.ClientSession(cookie_jar=jar) as session:
-            yield Browser(session, str(server.make_url("/")).rstrip("/"))
+            yield Browser(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
 
 
 @pytest.fixture
@@ -333,6 +338,47 @@ async def test_pages_of_other_sites(url: str) -> None:
         assert (await browser.get("/ws"))[0] == 400, "no WebSocket"
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET / HTTP/1.1\nHost: localhost:abc",
+        "GET / HTTP/1.1\nHost: localhost:99999",
+        f"POST /login HTTP/1.1\nContent-Type: {FORM}; charset=nonsense",
+        f"POST /login HTTP/1.1\nContent-Type: {FORM}\nContent-Encoding: gzip",
+        "POST /login HTTP/1.1\nContent-Type: multipart/form-data",
+        "POST /login HTTP/1.1\nContent-Type: multipart/form-data; boundary=x",
+        "POST /login HTTP/1.1",
+    ],
+)  # fmt: skip
+async def test_heads_that_are_none_of_ours(head: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a login they are refused, and nothing breaks by them."""
+    assert await refusal(head, b"key=a") == 400
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("body", [b"key=\xff\xfe", b"key=%ff", b"key=" + b"a" * 9000])
+async def test_forms_that_are_none_of_ours(body: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Other bytes than text, and too many of them."""
+    head = f"POST /login HTTP/1.1\nContent-Type: {FORM}"
+    assert await refusal(head, body) == (413 if len(body) > 4096 else 400)
+    assert caplog.records == []
+
+
+async def refusal(head: str, body: bytes) -> int:
+    """The status of the answer to a request that no client would send."""
+    async with browsing("unix:/nowhere") as browser:
+        site = browser.address.removeprefix("http://")
+        lines = [*head.split("\n"), "Connection: close", f"Origin: {browser.address}"]
+        lines += [] if "Host:" in head else [f"Host: {site}"]
+        lines += [f"Content-Length: {len(body)}", "", ""]
+        reader, writer = await asyncio.open_connection(*site.split(":"))
+        writer.write("\r\n".join(lines).encode() + body)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            status = await reader.readline()
+        writer.close()
+        return int(status.split()[1])
+
+
 async def test_a_daemon_without_keys(open_url: str) -> None:
     """Whoever is on its machine may use it: here as there. Others may not."""
     async with browsing(open_url) as browser:
@@ -374,9 +420,39 @@ async def test_links_open_once() -> None:
         assert len(set(links)) == 2
         browser.session.cookie_jar.clear()
         assert (await browser.get(f"/{links[0]}"))[0] == 401
+        async with browser.session.head(f"{browser.address}/{links[1]}") as answer:
+            assert answer.status == 405, "who only looks at a link leaves it as it is"
         assert (await browser.get(f"/{links[1]}"))[0] == 200
     async with browsing("http://127.0.0.1:9", announce=links.append):
         assert len(links) == 3, "there are no rights to give"
+
+
+async def test_a_link_that_nobody_can_be_told() -> None:
+    """Who opened the one before is let in."""
+    links: list[str] = []
+
+    def announce(link: str) -> None:
+        if links:
+            raise BrokenPipeError
+        links.append(link)
+
+    async with browsing("unix:/nowhere", announce=announce) as browser:
+        assert (await browser.get(f"/{links[0]}"))[0] == 200
+
+
+async def test_a_browser_is_one_visitor() -> None:
+    """What was open ends where it is let in again; after it logged out nothing is left."""
+    links: list[str] = []
+    async with browsing("unix:/nowhere", announce=links.append) as browser:
+        assert (await browser.get(f"/{links[0]}"))[0] == 200
+        async with browser.page() as first:
+            assert (await browser.get(f"/{links[1]}"))[0] == 200
+            await first.ends()
+        async with browser.page() as second:
+            assert (await browser.post("/logout"))[0] == 401
+            await second.ends()
+        assert await browser.refused() == 401
+        await gone()
 
 
 async def test_what_a_daemon_says_that_is_none() -> None:
@@ -475,6 +551,23 @@ async def test_the_command_serves_until_it_ends(
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def test_a_terminal_that_is_closed_ends_nothing_under_nohup() -> None:
+    """A signal that is ignored stays so; any other ends it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    while_open: list[object] = []
+
+    def opened(port: int) -> None:
+        while_open.append(signal.getsignal(signal.SIGHUP))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await serve(Site("unix:/nowhere"), "127.0.0.1", 0, None, opened)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert while_open == [signal.SIG_IGN]
 
 
 @pytest.mark.parametrize(

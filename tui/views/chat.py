@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote
@@ -18,12 +18,12 @@ from tui.conversation import Answer, Conversation, Outcome
 from tui.journey import Journey
 from tui.messages import Document, Refused
 from tui.view import Sight, View
-from tui.views.account import account, colour_of
-from tui.wrapping import Wrapped, harmless
+from tui.views.account import colour_of
+from tui.views.laid import Laid, lines_of
+from tui.wrapping import harmless
 
 PATH = "/v1/chat/completions"
 PAINT_SECONDS = 0.1
-INDENT = 2
 
 
 class Writing(Input):
@@ -38,22 +38,6 @@ class Writing(Input):
         event.stop()
         event.prevent_default()
         self.replace(harmless(" ".join(event.text.splitlines())), *self.selection)
-
-
-class Laid:
-    """An answer in lines of a width, as far as it has come."""
-
-    def __init__(self, question: str, width: int) -> None:
-        self.width = width
-        self.question, self.reasoning, self.text = (Wrapped(width) for _ in range(3))
-        self.question.add(question)
-        self._reasoning_there = self._text_there = 0
-
-    def catch_up(self, answer: Answer) -> None:
-        """O(what is new)."""
-        self.reasoning.add(answer.reasoning[self._reasoning_there :])
-        self.text.add(answer.text[self._text_there :])
-        self._reasoning_there, self._text_there = len(answer.reasoning), len(answer.text)
 
 
 class Chat(View):
@@ -76,7 +60,7 @@ class Chat(View):
         self._line = Writing()
         self._sight: Sight | None = None
         self._model: str | None = None
-        """The one that was chosen; before that it is the first of the catalogue."""
+        """The one that was chosen, or written to; before that it is the first of the catalogue."""
         self._conversations: dict[str, Conversation] = {}
         self._workers: dict[str, Worker[None]] = {}
         self._laid: WeakKeyDictionary[Answer, Laid] = WeakKeyDictionary()
@@ -107,12 +91,15 @@ class Chat(View):
         elif not model:
             lines = [[("no model is known", sight.look.dim)]]
         else:
-            said = self._said(self._conversations.get(model), sight, max(1, width - INDENT))
+            there = self._conversations.get(model)
+            said = self._laid_out(() if there is None else there.answers, sight, width)
             room = max(1, height - 1)
-            end = max(0, len(said) - room)
+            end = max(0, sum(map(len, said)) - room)
             self._top = None if self._top is None or self._top >= end else self._top
             self._last_top = end if self._top is None else self._top
-            lines = [self._heading(model, sight, end), *said[self._last_top :][:room]]
+            shown = lines_of(said, self._last_top, self._last_top + room)
+            nothing: list[Line] = [[], [("Nothing was said yet.", sight.look.dim)]]
+            lines = [self._heading(model, sight, end), *(shown or nothing)]
         self._canvas.paint(lines)
 
     def _talks_to(self, sight: Sight) -> str:
@@ -131,31 +118,15 @@ class Chat(View):
             (scrolled, sight.look.warn),
         ]
 
-    def _said(self, conversation: Conversation | None, sight: Sight, width: int) -> list[Line]:
-        look = sight.look
-        if conversation is None or not conversation.answers:
-            return [[], [("Nothing was said yet.", look.dim)]]
-        pad, lines = " " * INDENT, list[Line]()
-        for answer in conversation.answers:
+    def _laid_out(self, answers: Collection[Answer], sight: Sight, width: int) -> list[Laid]:
+        found = []
+        for place, answer in enumerate(answers, start=1):
             laid = self._laid.get(answer)
-            if laid is None or laid.width != width:
-                laid = self._laid[answer] = Laid(answer.question, width)
-            laid.catch_up(answer)
-            mark = "> "
-            for text in laid.question.lines:
-                lines.append([(mark, look.accent), (text, look.accent)])
-                mark = pad
-            if answer.reasoning:
-                lines += [
-                    [(pad, ""), (text, f"italic {look.dim}")] for text in laid.reasoning.lines
-                ]
-            if answer.text:
-                lines += [[(pad, ""), (text, "")] for text in laid.text.lines]
-            if answer.cut:
-                lines.append([(f"{pad}the rest of it is not kept", look.warn)])
-            lines += [[(pad, ""), *line] for line in account(answer, sight, width)]
-            lines.append([])
-        return lines
+            if laid is None or laid.width != width or laid.look is not sight.look:
+                laid = self._laid[answer] = Laid(answer, width, sight.look)
+            laid.catch_up(sight, newest=place == len(answers))
+            found.append(laid)
+        return found
 
     def status(self) -> str:
         coming = sum(one.coming is not None for one in self._conversations.values())
@@ -185,18 +156,23 @@ class Chat(View):
         if conversation.coming is not None:
             self.app.notify(f"{model} still answers; Ctrl-C cancels that", severity="warning")
             return
+        try:
+            answer, body = conversation.ask(text, Journey(sight.state))
+        except ValueError as error:
+            self.app.notify(str(error), severity="warning")
+            return
+        self._model = model  # also when the catalogue has another first
         self._line.value = ""
         self._top = None
-        answer, body = conversation.ask(text, Journey(sight.state))
-        self._workers[model] = self.run_worker(self._hear(answer, body))
+        self._workers[model] = self.run_worker(self._hear(conversation, answer, body))
         self.show(sight)
 
-    async def _hear(self, answer: Answer, body: Document) -> None:
+    async def _hear(self, conversation: Conversation, answer: Answer, body: Document) -> None:
         """Closing the stream, however it comes to that, ends the request."""
         try:
             async with aclosing(self.source.stream(PATH, body)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:
-                    answer.hear(piece)
+                    conversation.hear(answer, piece)
                     if answer.outcome is Outcome.FAILED:
                         break
                     self._look_again(answer, piece.at)

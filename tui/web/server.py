@@ -8,7 +8,9 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from urllib.parse import parse_qsl
 
 from aiohttp import hdrs, web
 
@@ -20,6 +22,7 @@ from tui.web.terminal import Terminal
 from tui.web.visitors import KEPT_SECONDS, Visitor, Visitors
 
 MOST_DASHBOARDS = 8
+FORM = "application/x-www-form-urlencoded"
 LONGEST_FORM_BYTES = 4096
 LONGEST_MESSAGE_BYTES = 256 * 1024
 """What is pasted is one message."""
@@ -72,27 +75,34 @@ class Site:
         self._clock = clock
         self._visitors = Visitors(clock)
 
-    def application(self) -> web.Application:
+    def runner(self) -> web.AppRunner:
+        """Serves it."""
         app = web.Application(middlewares=[self._guard], client_max_size=LONGEST_FORM_BYTES)
         app.add_routes(
             [
-                web.get("/", self._front),
+                web.get("/", self._front, allow_head=False),
                 web.post("/login", self._login),
                 web.post("/logout", self._logout),
-                web.get("/ws", self._converse),
-                web.get("/download/{name}", self._download),
+                web.get("/ws", self._converse, allow_head=False),
+                web.get("/download/{name}", self._download, allow_head=False),
                 web.static("/static", STATIC),
             ]
         )
         app.on_response_prepare.append(harden)
         app.on_shutdown.append(self._end)
-        return app
+        return web.AppRunner(
+            app, access_log=None, shutdown_timeout=GRACE_SECONDS, auto_decompress=False
+        )
 
     # --- who may ---------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """No page of another site gets anything done, whatever its name was made to mean."""
+        try:
+            _ = request.url
+        except ValueError as error:
+            raise web.HTTPBadRequest(text="Host: this is no address") from error
         if self._local and not is_local(request.host):
             raise web.HTTPForbidden(text=f"this is for this machine only, not {request.host!r}")
         if request.method == hdrs.METH_POST or hdrs.UPGRADE in request.headers:
@@ -111,14 +121,22 @@ class Site:
             raise web.HTTPUnauthorized(text="a dashboard is open to whoever has an admin key")
         return visitor
 
-    def _let_in(
+    async def _let_in(
         self, request: web.Request, response: web.StreamResponse, key: str | None, by_link: bool
     ) -> None:
+        """A browser is one visitor: whoever it was before is no more."""
+        await self._forget(request)
         cookie = self._visitors.admit(key, by_link=by_link)
         response.set_cookie(
             _cookie_name(request), cookie, max_age=int(KEPT_SECONDS), path="/",
             httponly=True, samesite="Strict", secure=self._encrypted,
         )  # fmt: skip
+
+    async def _forget(self, request: web.Request) -> None:
+        """Whoever has this cookie is not let in any more, and what they have open ends."""
+        visitor = self._visitors.forget(request.cookies.get(_cookie_name(request), ""))
+        if visitor is not None:
+            await asyncio.gather(*(one.close() for one in list(visitor.open)))
 
     async def _ask(self, key: str | None) -> Answer:
         """What the daemon says to a key, or to somebody who has none yet."""
@@ -136,9 +154,10 @@ class Site:
     async def _front(self, request: web.Request) -> web.Response:
         """The dashboard's page, or the way to it."""
         if self._visitors.redeem(request.query.get("link", "")):
-            self.make_link()
             response = web.HTTPSeeOther("/")
-            self._let_in(request, response, self._own_key, by_link=True)
+            await self._let_in(request, response, self._own_key, by_link=True)
+            with suppress(OSError):  # nobody reads any more what is announced
+                self.make_link()
             raise response
         visitor = self._known(request)
         if visitor is not None and visitor.by_link:
@@ -148,25 +167,22 @@ class Site:
             return self._form(request, answer.why)
         page = terminal_page(request)  # of a daemon that is away the dashboard itself says so
         if visitor is None:
-            self._let_in(request, page, None, by_link=False)
+            await self._let_in(request, page, None, by_link=False)
         return page
 
     async def _login(self, request: web.Request) -> web.Response:
-        key = str((await request.post()).get("key", "")).strip()
+        key = (await _fields(request)).get("key", "").strip()
         answer = await self._ask(key)
         if answer.verdict is not Verdict.ADMITTED:
             return self._form(request, answer.why)
         response = web.HTTPSeeOther("/")
-        self._let_in(request, response, key, by_link=False)
+        await self._let_in(request, response, key, by_link=False)
         raise response
 
     async def _logout(self, request: web.Request) -> web.Response:
-        name = _cookie_name(request)
-        visitor = self._visitors.forget(request.cookies.get(name, ""))
-        if visitor is not None:
-            await asyncio.gather(*(one.close() for one in list(visitor.open)))
+        await self._forget(request)
         response = web.HTTPSeeOther("/")
-        response.del_cookie(name)
+        response.del_cookie(_cookie_name(request))
         raise response
 
     def _form(self, request: web.Request, why: str) -> web.Response:
@@ -238,8 +254,9 @@ async def serve(
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, over.set)
-    runner = web.AppRunner(site.application(), access_log=None, shutdown_timeout=GRACE_SECONDS)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+            loop.add_signal_handler(number, over.set)
+    runner = site.runner()
     await runner.setup()
     try:
         try:
@@ -256,6 +273,19 @@ async def serve(
 def _cookie_name(request: web.Request) -> str:
     """Browsers send the cookies of a host to all of its ports."""
     return f"appliance-{request.url.port}"
+
+
+async def _fields(request: web.Request) -> dict[str, str]:
+    """Of a form, as our page sends it. Raises `HTTPBadRequest` for any other, and
+    `HTTPRequestEntityTooLarge`."""
+    if request.content_type != FORM or (request.charset or "utf-8").lower() != "utf-8":
+        raise web.HTTPBadRequest(text=f"Content-Type: expected {FORM} in UTF-8")
+    if hdrs.CONTENT_ENCODING in request.headers:
+        raise web.HTTPBadRequest(text="Content-Encoding: expected none")
+    try:
+        return dict(parse_qsl((await request.read()).decode(), errors="strict"))
+    except (ValueError, ConnectionError) as error:
+        raise web.HTTPBadRequest(text="this is no form in UTF-8") from error
 
 
 def _number(request: web.Request, name: str, default: int) -> int:

@@ -46,17 +46,17 @@ class Terminal(AppService):
 
     async def stop(self) -> None:
         """End the process: it is asked to, then made to."""
-        if (process := self._process) is None:
+        if (process := self._process) is None or (reading := self._task) is None:
             return  # it never began
+        # Not under a timeout: `AppService.run` takes the cancel of it for its own.
+        leaving = asyncio.create_task(self._leave(process, reading))
         try:
-            async with asyncio.timeout(LEAVE_SECONDS):
-                await super().stop()
-                await process.communicate()
-        except TimeoutError:
-            pass
+            await asyncio.wait([leaving], timeout=LEAVE_SECONDS)
         finally:
             if process.returncode is None:
-                await self._kill(process)
+                process.kill()
+            reading.cancel()  # it may wait for a page that takes nothing
+            await asyncio.wait([leaving])
 
     async def download(self, name: str) -> Download | None:
         """What the page may fetch by this name, if there is something."""
@@ -99,11 +99,11 @@ class Terminal(AppService):
         self._stdin = process.stdin
         return process
 
-    async def _kill(self, process: Process) -> None:
-        process.kill()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+    async def _leave(self, process: Process, reading: asyncio.Task[None]) -> None:
+        """Ask it to, and see it off. It may wait for what it has still to say."""
+        await self._downloads.cancel_app_downloads(self.app_service_id)
+        await self.send_meta({"type": "quit"})
+        await asyncio.wait([reading])
         await process.communicate()
 
     async def _hear(self, text: str) -> bool:
