@@ -611,6 +611,6 @@ def test_what_goes_wrong_behind_the_listening(monkeypatch: pytest.MonkeyPatch) -
     async def exhausted(*arguments: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("tui.web.server.serve", exhausted)
+    monkeypatch.setattr(sys.modules[Site.__module__], "serve", exhausted)
     result = CliRunner().invoke(cli, ["top", "--web", "--url", "http://x:1"])
     assert (result.exit_code, result.stderr) == (1, "error: --web: Too many open files\n")
