@@ -191,7 +191,7 @@ class Whole:
         while True:
             box.now = max(box.now, time.monotonic() - self._began)
             for number, worker in box.workers.items():
-                if worker.held:  # in quarantine; the fuzzing goes on
+                if cast(_Worker, worker).doomed:  # in quarantine; the fuzzing goes on
                     worker.die()
                     box.daemon.release_instance(number)
                     worker.greet()
@@ -249,6 +249,16 @@ class _Worker(WorkerDouble):
 
     logprobs: ClassVar[dict[str, int | None]] = {}
     """How many each request wants beside that of the token itself, if any."""
+    doomed = False
+    """Whether it is to die. Who is let go before that dies all the same, as a real one does."""
+
+    def hold(self) -> None:
+        super().hold()
+        self.doomed = True
+
+    def die(self) -> None:
+        super().die()
+        self.doomed = False
 
     def _translate(self, event: Event) -> wire.Up:
         message = super()._translate(event)

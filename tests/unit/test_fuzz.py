@@ -72,6 +72,27 @@ async def test_spoilt_requests(keys: bool) -> None:
         assert (last.tasks, last.descriptors) == (first.tasks, first.descriptors)
 
 
+async def test_a_target_serves_behind_a_quarantine_that_is_over_at_once() -> None:
+    """Its worker dies all the same, and the next one serves. Both are asked in one breath, again
+    and again, as the worker may be quicker."""
+    line = "POST /api/instances/0/{} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}"
+    asked = "".join(map(line.format, ("quarantine", "release"))).encode()
+    chat = {"model": "small", "messages": [{"role": "user", "content": "hello"}]}
+    with running() as target:
+        async with httpx.AsyncClient(base_url=target.url, timeout=PATIENCE_SECONDS) as client:
+            for _ in range(10):
+                reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+                writer.write(asked)
+                for _ in range(2):
+                    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
+                writer.close()
+                await writer.wait_closed()
+                answer = await client.post("/v1/chat/completions", json=chat)
+                assert answer.status_code == 200
+
+
 async def test_an_endpoint_that_hangs_is_found() -> None:
     """Who listens long enough, and hears nothing, tells so."""
 
