@@ -11,7 +11,7 @@ import pytest
 from appliance.api.app import create_app
 from appliance.demo.session import recorded
 from tests.patience import PATIENCE_SECONDS
-from tests.unit.daemon_double import Box, setup_of, small
+from tests.unit.daemon_double import Box, box_maker
 from tests.unit.serving import served
 from tui.messages import Kind, Message
 from tui.recording import NotRecorded, Recorder, read_recording
@@ -20,12 +20,10 @@ from tui.state import State
 
 @pytest.fixture
 async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
-    models = small("ab")
-    box = Box(monkeypatch, models, setup_of(models))
-    box.start()
-    yield box
-    box.daemon.host.close()
-    assert box.take_failures() == []
+    with box_maker(monkeypatch, slabs=20) as make_box:
+        box = make_box()
+        box.start()
+        yield box
 
 
 async def test_all_of_it_is_recorded(box: Box, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from appliance.api.app import create_app
 from appliance.vocabulary import FinishReason
 from tests.patience import PATIENCE_SECONDS
-from tests.unit.daemon_double import Box, setup_of, small
+from tests.unit.daemon_double import Box, box_maker
 from tests.unit.fake_service import FakeService, small_tokenizer
 from tests.unit.serving import served
 from tui.connection import LONGEST_WAIT_SECONDS, Connection
@@ -226,12 +226,10 @@ async def test_who_stops_listening_ends_the_request() -> None:
 
 @pytest.fixture
 async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
-    models = small("ab")
-    box = Box(monkeypatch, models, setup_of(models))
-    box.start()
-    yield box
-    box.daemon.host.close()
-    assert box.take_failures() == []
+    with box_maker(monkeypatch, slabs=20) as make_box:
+        box = make_box()
+        box.start()
+        yield box
 
 
 async def test_a_real_api_is_heard(box: Box) -> None:

@@ -28,7 +28,7 @@ from appliance.cli import cli
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.certificates import certify
-from tests.unit.daemon_double import Box, setup_of, small
+from tests.unit.daemon_double import Box, box_maker
 from tests.unit.serving import served
 from tui.web.gate import Gate, Verdict
 from tui.web.origins import is_local, is_own
@@ -148,12 +148,10 @@ async def browsing(url: str, **options: Any) -> AsyncIterator[Browser]:
 
 @pytest.fixture
 async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
-    models = small("ab")
-    box = Box(monkeypatch, models, setup_of(models))
-    box.start()
-    yield box
-    box.daemon.host.close()
-    assert box.take_failures() == []
+    with box_maker(monkeypatch, slabs=20) as make_box:
+        box = make_box()
+        box.start()
+        yield box
 
 
 @pytest.fixture
