@@ -178,14 +178,17 @@ class Connection(HttpToolsProtocol):
         scope = {"headers": []} if self.scope is None else self.scope
         name = request_id(scope)  # type: ignore[arg-type]
         body = shape_of(path)(error, name)
-        head = (
-            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
-            "content-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n"
-            f"x-request-id: {name}\r\nrequest-id: {name}\r\n"
-            "connection: close\r\n\r\n"
-        )
-        return head.encode() + body
+        fields = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": name,
+            "request-id": name,
+            "connection": "close",
+            **error.headers,
+        }
+        head = "".join(f"{field}: {value}\r\n" for field, value in fields.items())
+        line = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        return f"{line}{head}\r\n".encode() + body
 
     def _should_upgrade(self) -> bool:
         return False  # to WebSockets: there are none
@@ -193,7 +196,8 @@ class Connection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Reached by CONNECT alone: what follows is no request, and has nobody to go to."""
         told = "CONNECT is for proxies, and this is none; ask for a path"
-        self._refuse(ApiError(501, told, code="not_a_proxy"))
+        none = {"allow": ""}  # of what has no path (RFC 9110, 10.2.1)
+        self._refuse(ApiError(405, told, code="not_a_proxy", headers=none))
 
     # --- what a client takes ---------------------------------------------------------------------
 

@@ -268,9 +268,11 @@ async def test_connect() -> None:
     """Is refused by name, and what is behind it is no request."""
     async with connected(FakeService()) as (reader, writer):
         writer.write(b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n" + LAST)
-        status, body = refusal(await reader.read())
+        answer = await reader.read()
 
-    assert (status, body["error"]["code"]) == (501, "not_a_proxy")
+    status, body = refusal(answer)
+    assert (status, body["error"]["code"]) == (405, "not_a_proxy")
+    assert b"\r\nallow: \r\n" in answer
 
 
 class Narrow(Connection):
