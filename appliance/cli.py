@@ -21,8 +21,10 @@ from appliance import configdoc
 from appliance.catalog import read_checkpoint
 from appliance.cataloguecommands import rm
 from appliance.client import checked, connect, fail, get, unreachable, url_option
-from appliance.config import Config, load_config, warnings
+from appliance.config import Config
+from appliance.configchecks import warnings
 from appliance.configcommands import diff, log_level, reload
+from appliance.configfile import load_config
 from appliance.configoption import config_option
 from appliance.errors import ApplianceError, ConfigError
 from appliance.eventlines import event_lines

@@ -24,7 +24,10 @@ import msgspec
 from appliance.adminsocket import UNIX, admin_path
 from appliance.catalog import CatalogEntry, read_checkpoint
 from appliance.checksums import SUMS, read_sums
-from appliance.config import Config, Model, load_config, uncached, warnings
+from appliance.config import Config, Model
+from appliance.configchecks import warnings
+from appliance.configfile import load_config
+from appliance.configsizes import uncached
 from appliance.engines.protocol import Verdict
 from appliance.errors import CheckpointError, ConfigError, Problem
 from appliance.memory import mapping

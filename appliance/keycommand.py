@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from appliance.client import fail
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.configoption import config_option
 from appliance.errors import ConfigError, KeysError
 from appliance.keys import (

@@ -35,15 +35,9 @@ from appliance.api.settings import (
     Removal,
 )
 from appliance.catalog import read_checkpoint
-from appliance.config import (
-    Config,
-    Model,
-    PolicyTable,
-    Section,
-    fields,
-    kv_floor_slabs,
-    load_config,
-)
+from appliance.config import Config, Model, PolicyTable, Section, fields
+from appliance.configfile import load_config
+from appliance.configsizes import kv_floor_slabs
 from appliance.daemon import Daemon, ServedModel
 from appliance.dropins import directory, read_layers
 from appliance.errors import CheckpointError, ConfigError, Problem, PullError

@@ -27,7 +27,9 @@ from appliance.api.operators import protocol_for
 from appliance.api.service import Service
 from appliance.api.settings import Settings
 from appliance.catalog import read_checkpoint
-from appliance.config import Config, kv_floor_slabs, uncached, warnings
+from appliance.config import Config
+from appliance.configchecks import warnings
+from appliance.configsizes import kv_floor_slabs, uncached
 from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon import Daemon, Limits
 from appliance.errors import ApplianceError

@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import STOP_SECONDS, free_port, reference, running_daemon
 from appliance.demo.traffic import Chat, burst

@@ -31,7 +31,8 @@ import pytest
 from appliance import wire
 from appliance.api.service import Generation, InstanceVerification, Service, SubmitRequest
 from appliance.api.settings import NotSaved, Removal
-from appliance.config import Config, load_config
+from appliance.config import Config
+from appliance.configfile import load_config
 from appliance.daemon import Daemon, Limits
 from appliance.dialogue import Parsers
 from appliance.engines.protocol import Guide, TokenLogprob

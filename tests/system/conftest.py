@@ -18,7 +18,8 @@ import ollama
 import openai
 import pytest
 
-from appliance.config import Config, load_config
+from appliance.config import Config
+from appliance.configfile import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, metrics_by_model, reference, running_daemon
 from appliance.demo.traffic import Chat, burst

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
 from appliance.dropins import directory

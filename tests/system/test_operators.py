@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from appliance import journal
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, burst, send

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from appliance.api.app import create_app
 from appliance.cli import cli
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.feed import NoticeKind
 from appliance.liveconfig import LiveConfig
 from appliance.vocabulary import WaitCode

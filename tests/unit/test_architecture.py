@@ -21,7 +21,7 @@ LIGHT = [
     "appliance.api.app",
     "appliance.catalog",
     "appliance.cli",
-    "appliance.config",
+    "appliance.configfile",
     "appliance.conformance",
     "appliance.daemon",
     "appliance.demo.checkpoints",
@@ -80,7 +80,7 @@ def test_tui_loads_nothing_of_the_appliance() -> None:
     assert "appliance" not in loaded_by("tui")
 
 
-@pytest.mark.parametrize("module", ["appliance.config", "appliance.cli"])
+@pytest.mark.parametrize("module", ["appliance.configfile", "appliance.cli"])
 def test_import_has_no_side_effects(module: str) -> None:
     """Importing prints nothing and warns of nothing."""
     result = subprocess.run(

@@ -20,7 +20,8 @@ from appliance.api.app import create_app
 from appliance.api.auth import scope_of
 from appliance.api.catalogue import NewModel
 from appliance.api.service import GenerationFailed
-from appliance.config import Model, fields, load_config
+from appliance.config import Model, fields
+from appliance.configfile import load_config
 from appliance.dropins import directory
 from appliance.journal import Journal, replay
 from appliance.keys import Scope

@@ -16,7 +16,8 @@ from click.testing import CliRunner, Result
 
 import appliance
 from appliance.cli import cli
-from appliance.config import Config, load_config
+from appliance.config import Config
+from appliance.configfile import load_config
 from appliance.doctor import Finding, Level
 from appliance.errors import PolicyError
 

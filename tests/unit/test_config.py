@@ -9,16 +9,10 @@ import pytest
 
 from appliance import configdoc
 from appliance.catalog import read_checkpoint
-from appliance.config import (
-    BatchSlo,
-    Config,
-    PolicyTable,
-    Slo,
-    fields,
-    load_config,
-    uncached,
-    warnings,
-)
+from appliance.config import BatchSlo, Config, PolicyTable, Slo, fields
+from appliance.configchecks import warnings
+from appliance.configfile import load_config
+from appliance.configsizes import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
 from appliance.policywords import PolicyChoice

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from appliance.api.app import create_app
 from appliance.cli import cli
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.liveconfig import LiveConfig
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.fake_service import byte_level_encoder

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from appliance import doctor
-from appliance.config import Config, load_config
+from appliance.config import Config
+from appliance.configfile import load_config
 from appliance.doctor import SHMEM_HUGE, Finding, Level, Machine, Package, examine
 from appliance.memory import mapping
 from appliance.memory.hosttier import HostTier

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.dropins import directory
 from appliance.errors import PolicyChoiceError
 from appliance.liveconfig import ADMIN_FILE, LiveConfig

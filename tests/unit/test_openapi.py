@@ -16,7 +16,7 @@ from appliance.api.app import create_app
 from appliance.api.auth import Access
 from appliance.api.inference import ENDPOINTS
 from appliance.api.openapi import OPERATIONS, Operation, document
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.liveconfig import LiveConfig
 from tests.unit.daemon_double import Box, setup_of, small

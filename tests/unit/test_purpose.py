@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.errors import CheckpointError, ConfigError
 from appliance.purpose import Purpose, read_purpose
 from appliance.vocabulary import Task

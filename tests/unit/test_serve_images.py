@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from appliance import wire
-from appliance.config import Config, load_config
+from appliance.config import Config
+from appliance.configfile import load_config
 from appliance.demo.checkpoints import Recipe, make_checkpoints, write_config
 from appliance.serve import make_daemon
 

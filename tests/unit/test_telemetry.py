@@ -22,9 +22,10 @@ from appliance.api.app import create_app
 from appliance.api.inference import ENDPOINTS
 from appliance.api.service import SubmitRequest, Trace
 from appliance.api.tracing import LONGEST
-from appliance.config import ConfigError, load_config
+from appliance.configfile import load_config
 from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
 from appliance.engines.protocol import Sampling
+from appliance.errors import ConfigError
 from appliance.serve import make_daemon
 from appliance.telemetry import OPERATIONS, Traces, otlp
 from tests.patience import PATIENCE_SECONDS
@@ -419,7 +420,7 @@ def test_the_extra_is_asked_for(
         '[[model]]\nname = "a"\npath = "tiny"\nmax_context = 64\n'
     )
     assert load_config(path).telemetry.traces
-    monkeypatch.setattr("appliance.config._has_opentelemetry", lambda: False)
+    monkeypatch.setattr("appliance.configchecks._has_opentelemetry", lambda: False)
 
     with pytest.raises(ConfigError, match='install the extra "otel"'):
         load_config(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from appliance.config import load_config
+from appliance.configfile import load_config
 from appliance.errors import ConfigError
 from appliance.serve import make_server
 from appliance.tlsfiles import problem_with
