@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import appliance
-from appliance import wire
+from appliance import health, wire
 from appliance.activities import InstanceActivities, ModelActivities, request_activity
 from appliance.api.metrics import Metrics
 from appliance.api.service import (
@@ -66,7 +66,6 @@ from appliance.processes import WorkerProcess
 from appliance.quarantine import Quarantine
 from appliance.requestlog import log_request
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.state import BuildJob, PrefillJob
 from appliance.served import ServedModel
 from appliance.shown import KvActivities, host_bytes
 from appliance.slabquestions import SlabQuestions
@@ -114,8 +113,6 @@ if TYPE_CHECKING:
     from appliance.telemetry import Traces
 
 RETRY_AFTER_SECONDS = 1.0
-WATCHDOG_PATIENCE = 10
-"""Times the progress deadline without any sign of a worker until the daemon counts as stuck."""
 REJECTION_STATUS = {
     "model_not_found": 404,
     "context_length_exceeded": 400,
@@ -383,32 +380,17 @@ class Daemon:
         return stream
 
     def readiness(self) -> Readiness:
-        reasons = []
-        if not any(instance.up for instance in self.machine.instances.values()):
-            deaths = sum(worker.stillborn for worker in self.workers.values())
-            told = f", {deaths} died before they were; see the log" if deaths else ""
-            if quarantined := len(self._quarantine.reasons):
-                told += f", {quarantined} of {len(self.workers)} instances are quarantined"
-            reasons.append(f"no worker is up{told}")
-        oldest = self.machine.oldest_progress()
-        if oldest is not None and self._clock() - oldest > self.limits.progress_seconds:
-            reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
-        degraded = [f"instance {number} is quarantined" for number in self._quarantine.reasons]
-        return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
+        return health.readiness(
+            self.machine, self.workers.values(), self._clock(), self.limits.progress_seconds
+        )
 
     def progresses(self) -> bool:
-        """Whether something still happens, or nothing has to. A request that waits while workers
-        report, start, build, load or compute a prompt is not stuck in a way that a new daemon would
-        mend; of the latter they report nothing before the end."""
-        now, bound = self._clock(), WATCHDOG_PATIENCE * self.limits.progress_seconds
-        oldest = self.machine.oldest_progress()
-        if oldest is None or now - max(oldest, self._heard) <= bound:
-            return not self._broken
-        return any(
-            not (instance.up or instance.quarantine)
-            or isinstance(instance.job, BuildJob | PrefillJob)
-            or instance.ledger.loading
-            for instance in self.machine.instances.values()
+        return health.progresses(
+            self.machine,
+            self._clock(),
+            self._heard,
+            self.limits.progress_seconds,
+            broken=self._broken,
         )
 
     def summary(self) -> str:
