@@ -38,12 +38,13 @@ from appliance.catalog import read_checkpoint
 from appliance.config import Config, Model, PolicyTable, Section, fields
 from appliance.configfile import load_config
 from appliance.configsizes import kv_floor_slabs
-from appliance.daemon import Daemon, ServedModel
+from appliance.daemon import Daemon
 from appliance.dropins import directory, read_layers
 from appliance.errors import CheckpointError, ConfigError, Problem, PullError
 from appliance.feed import NoticeKind
 from appliance.pulling import folder_name, pull
 from appliance.pullsources import Tell, find_source
+from appliance.served import ServedModel
 from appliance.servedmodels import served_model, terms_of
 from appliance.tlsfiles import LiveTls, Pair, TlsProblem, read_pair
 from appliance.tokens import TokenizerError
