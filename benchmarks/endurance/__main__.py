@@ -6,8 +6,9 @@ The daemon with the six demo models and an embedder, on two instances whose pool
 the weights. So many connections at once ask for chats whose answers plain vLLM has given before,
 whole or streamed, in OpenAI's, Anthropic's and Ollama's dialect, and for embeddings, guided
 answers, calls of tools and seeded chance, whose answers the daemon has given before anything
-disturbed it; batches run beside. Clients hang up at any time, in any way; an operator
-cancels requests; a worker is killed every minute, and the policy is another one every two.
+disturbed it; batches run beside. Clients hang up at any time, in any way, or do not read for a
+while; an operator cancels requests; a worker is killed every minute, and the policy is another one
+every two.
 
 Every answer has to be what it is undisturbed, every partial one how that begins. The daemon's log
 and journal have to agree with what clients saw: each request taken in ends once. Memory,

@@ -52,6 +52,12 @@ def arrived(journal: Path, known: set[str]) -> list[str]:
     return [name for name in names if name not in known]
 
 
+def stalls(journal: Path) -> int:
+    """How often the daemon was told that a client takes nothing."""
+    with journal.open("rb") as stream:
+        return sum(b"ReaderStalled" in line for line in stream)
+
+
 def compare(books: Books, arrived: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
     """What of the log does not fit the journal, or what clients saw."""
     names = [line["request"] for line in books.lines]

@@ -16,8 +16,8 @@ PATIENCE_SECONDS = 900.0
 NEAR = 1e-4
 """Of two numbers of a vector."""
 
-FATES = ("stay", "mid-stream", "before the first byte", "mid-request")
-FATE_WEIGHTS = (82, 9, 6, 3)
+FATES = ("stay", "nap", "mid-stream", "before the first byte", "mid-request")
+FATE_WEIGHTS = (72, 10, 9, 6, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class Client:
     async def _one(self, ask: Ask) -> float:
         """Ask once; seconds to wait before the next time."""
         fate = self._dice.choices(FATES, FATE_WEIGHTS)[0]
-        if fate == "mid-stream" and not ask.stream:
-            fate = "before the first byte"
+        if not ask.stream and fate in ("mid-stream", "nap"):
+            fate = "before the first byte" if fate == "mid-stream" else "stay"
         self._tally.fates[fate] += 1
         share = self._dice.random() if fate == "mid-request" else 1.0
         await self._connection.send("POST", ask.path, ask.body, share=share)
@@ -111,7 +111,10 @@ class Client:
             heard.whole(await reply.body())
             return self._whole(ask, heard)
         leave_after = self._dice.randrange(1, 60) if fate == "mid-stream" else None
+        nap = self._dice.choice((1.0, 5.0)) if fate == "nap" else 0.0
         async for data in reply.pieces():
+            await asyncio.sleep(nap)
+            nap = 0.0
             heard.stream(data)
             if leave_after is not None and heard.pieces >= leave_after and not heard.done:
                 self._hang_up()

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+NARROW_BYTES = 4096
+"""What a client has room for that the server finds out about soon when it does not read."""
 IDLE_SECONDS = 2.0
 """A connection that was not used for so long may be about to be closed by the server."""
 
@@ -47,8 +49,10 @@ class Reply:
 class Connection:
     """Kept open from one request to the next, and opened anew when it was dropped."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, narrow: bool = False) -> None:
+        """`narrow` has little room for what it does not read."""
         self._address = (host, port)
+        self._narrow = narrow
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._used = 0.0
 
@@ -65,7 +69,7 @@ class Connection:
         if self._streams is not None and time.monotonic() - self._used > IDLE_SECONDS:
             self.drop()
         if self._streams is None:
-            self._streams = await asyncio.open_connection(*self._address)
+            self._streams = await self._open()
         content = body if isinstance(body, bytes) else json.dumps(body).encode() if body else b""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self._address[0]}"]
         named = {"Content-Type": "application/json", "Content-Length": str(len(content))}
@@ -74,6 +78,19 @@ class Connection:
         _, writer = self._streams
         writer.write(request[: max(1, int(len(request) * share))])
         await writer.drain()
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if not self._narrow:
+            return await asyncio.open_connection(*self._address)
+        plug = socket.socket()
+        try:
+            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BYTES)
+            plug.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(plug, self._address)
+            return await asyncio.open_connection(sock=plug, limit=NARROW_BYTES)
+        except BaseException:
+            plug.close()
+            raise
 
     async def reply(self) -> Reply:
         """Wait for what the answer begins with. Raises `Closed`."""

@@ -14,13 +14,22 @@ from appliance.demo.run import metrics_by_model
 from appliance.demo.traffic import Chat
 from appliance.journal import replay
 from benchmarks.endurance.asks import Book
-from benchmarks.endurance.audit import arrived, at_rest, cancelled_by, compare, read_books
+from benchmarks.endurance.audit import (
+    arrived,
+    at_rest,
+    cancelled_by,
+    compare,
+    read_books,
+    stalls,
+)
 from benchmarks.endurance.batches import BatchClient
 from benchmarks.endurance.clients import Client, Tally, find_out
 from benchmarks.endurance.connection import Connection, ask_json
 from benchmarks.endurance.disturbances import Disturbances
 from benchmarks.endurance.watch import Watch
 
+NARROW_EVERY = 3
+"""Clients of which one has little room for what it does not read."""
 SETTLE_SECONDS = 600.0
 """How long workers may take to be up again, and batches to end, when the load is over."""
 
@@ -54,6 +63,8 @@ class Result:
     cancelled: int
     recoveries: int
     preemptions: int
+    held: int
+    """How often a request was held since its client did not read."""
     switches: int
     events_replayed: int
     not_ready: int
@@ -100,7 +111,12 @@ async def _live(plan: Plan, watch: Watch, book: Book, life: Life) -> None:
     host, port = watch.address
     stop, over, disturbances = asyncio.Event(), asyncio.Event(), life.disturbances
     clients: list[Client | BatchClient] = [
-        Client(Connection(host, port), book, life.tally, random.Random(f"{plan.seed} client {i}"))
+        Client(
+            Connection(host, port, narrow=i % NARROW_EVERY == 0),
+            book,
+            life.tally,
+            random.Random(f"{plan.seed} client {i}"),
+        )
         for i in range(plan.connections)
     ]
     clients += [
@@ -160,6 +176,7 @@ def judge(life: Life, watch: Watch, log: Path) -> Result:
         cancelled=len(disturbances.cancelled),
         recoveries=life.total("appliance_recoveries_total"),
         preemptions=life.total("appliance_preemptions_total"),
+        held=stalls(watch.journal),
         switches=life.total("appliance_switches_total"),
         events_replayed=events,
         not_ready=sum(not sample.ready for sample in watch.samples),
