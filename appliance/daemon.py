@@ -14,28 +14,26 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial, singledispatchmethod
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
 
 import appliance
-from appliance import wire
+from appliance import health, wire
+from appliance.activities import InstanceActivities, ModelActivities, request_activity
 from appliance.api.metrics import Metrics
 from appliance.api.service import (
     Activity,
     Decision,
     Generation,
     GenerationFailed,
-    InstanceActivity,
     InstanceNotFound,
     InstanceVerification,
     Interpretation,
-    KvTierActivity,
     ModelActivity,
     ModelCard,
     ModelExists,
-    ModelFacts,
     ModelNotFound,
     ModelQueueFull,
     ModelTerms,
@@ -48,10 +46,9 @@ from appliance.api.service import (
     SubmitRequest,
     cancelled,
 )
-from appliance.dialogue import Parsers
-from appliance.engines.protocol import Guide, KvBytes
+from appliance.engines.protocol import Guide
 from appliance.feed import Feed, Notice, NoticeKind
-from appliance.fragmentation import KvMeter, by_shape
+from appliance.gauges import Gauges
 from appliance.generation import RequestStream
 from appliance.gpuwatch import GpuWatch
 from appliance.guiding import GuideChecks, GuideUnanswered
@@ -66,17 +63,15 @@ from appliance.policystack import PolicyStack
 from appliance.policywatch import PolicyWatch
 from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
 from appliance.processes import WorkerProcess
-from appliance.purpose import Purpose
 from appliance.quarantine import Quarantine
 from appliance.requestlog import log_request
-from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.reasons import wait_reason
-from appliance.scheduling.state import BuildJob, InstanceState, PrefillJob
-from appliance.shown import gpu_activities, host_bytes, kv_tier, kv_uses
+from appliance.served import ServedModel
+from appliance.shown import KvActivities, host_bytes
 from appliance.slabquestions import SlabQuestions
 from appliance.slabwords import SlabMap
 from appliance.spans import HOOKS, MOST_PLANNED, Spans
+from appliance.switches import Switches
 from appliance.timekeeper import Timekeeper
 from appliance.tokens import Tokenizer
 from appliance.verification import Verifications
@@ -97,7 +92,6 @@ from appliance.vocabulary import (
     ModelLoaded,
     ModelName,
     ModelRemoved,
-    ModelSpec,
     ModelWanted,
     MoveKv,
     PrefetchModel,
@@ -119,9 +113,6 @@ if TYPE_CHECKING:
     from appliance.telemetry import Traces
 
 RETRY_AFTER_SECONDS = 1.0
-WATCHDOG_PATIENCE = 10
-"""Times the progress deadline without any sign of a worker until the daemon counts as stuck."""
-COMPUTED = (Stage.RUNNING, Stage.PREFILLING)
 REJECTION_STATUS = {
     "model_not_found": 404,
     "context_length_exceeded": 400,
@@ -134,36 +125,6 @@ REJECTION_STATUS = {
 }
 
 log = logging.getLogger("appliance.daemon")
-
-
-class ServedModel(msgspec.Struct, frozen=True):
-    """A catalogued model, from all sides."""
-
-    spec: ModelSpec
-    worker: wire.WorkerModel
-    tokenizer: Tokenizer
-    created: int
-    parsers: Parsers = Parsers()
-    architecture: str = ""
-    dtype: str = ""
-    max_queue: int = 1024
-    """Its live requests at most."""
-    parameters: int = 0
-    kv_bytes_per_token: int = 0
-    purpose: Purpose = Purpose()
-
-    @property
-    def facts(self) -> ModelFacts:
-        return ModelFacts(
-            architecture=self.architecture,
-            dtype=self.dtype,
-            parameters=self.parameters,
-            weight_bytes=self.spec.weight_bytes,
-            kv_bytes_per_token=self.kv_bytes_per_token,
-            max_context_tokens=self.spec.max_context_tokens,
-            max_batch=self.spec.max_batch,
-            path=self.worker.path,
-        )
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -232,10 +193,8 @@ class Daemon:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at: float | None = None
         self._known: dict[InstanceId, set[RequestId]] = {}
-        self._running: dict[InstanceId, ModelName] = {}
-        self._prefetched: dict[InstanceId, set[ModelName]] = {}
+        self._switches = Switches(self.metrics_of_run, self.feed)
         self._pools: dict[InstanceId, wire.PoolReport] = {}
-        self._host_meter = KvMeter()
         self._traces = traces
         self._times = Timekeeper(keeps_stretches=traces is not None)
         self._spans = Spans(list(self.machine.instances), lambda: time.time() - clock())
@@ -248,8 +207,6 @@ class Daemon:
         """Models that were removed, and when they are gone."""
         self._failed: set[ModelName] = set()
         """Models of which it was told that they cannot be served."""
-        self._preemptions_counted: dict[ModelName, int] = dict.fromkeys(self._served, 0)
-        self._restarts_counted: dict[InstanceId, int] = {}
         for name in self._served:
             self.metrics_of_run.declare(name)
         self.workers = {
@@ -280,8 +237,30 @@ class Daemon:
         )
         gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
         self._gpus = GpuWatch(gpus) if gpus else None
-        self._devices = devices
-        self._runtime_slabs = runtime_slabs
+        self._instance_activities = InstanceActivities(
+            self.machine,
+            self.workers,
+            self._pools,
+            self._switches,
+            self._spans,
+            runtime_slabs,
+            self._gpus,
+            devices,
+        )
+        self._model_activities = ModelActivities(
+            self.machine, self._served, self._leaving, self._paces, clock
+        )
+        self._kv_activities = KvActivities(self.machine.host, self._pools)
+        self._gauges = Gauges(
+            self.metrics_of_run,
+            self.machine,
+            self.workers,
+            self._instance_activities,
+            self._model_activities,
+            self._kv_activities,
+            self._gpus,
+            clock,
+        )
 
     def start(self) -> None:
         """Start the workers; requests are taken at once. The host tier's pages are brought in and
@@ -336,19 +315,8 @@ class Daemon:
         return [self.model(name) for name in self._served if name not in self._leaving]
 
     def model(self, name: ModelName) -> ModelCard:
-        served = self._find(name)
-        return ModelCard(
-            id=name,
-            created=served.created,
-            max_context_tokens=served.spec.max_context_tokens,
-            tool_parser=served.parsers.tool,
-            reasoning_parser=served.parsers.reasoning,
-            state=self._state(name),
-            architecture=served.architecture,
-            dtype=served.dtype,
-            weight_bytes=served.spec.weight_bytes,
-            purpose=served.purpose,
-        )
+        self._find(name)
+        return self._model_activities.card(name)
 
     def tokenizer(self, name: ModelName) -> Tokenizer:
         return self._find(name).tokenizer
@@ -412,32 +380,17 @@ class Daemon:
         return stream
 
     def readiness(self) -> Readiness:
-        reasons = []
-        if not any(instance.up for instance in self.machine.instances.values()):
-            deaths = sum(worker.stillborn for worker in self.workers.values())
-            told = f", {deaths} died before they were; see the log" if deaths else ""
-            if quarantined := len(self._quarantine.reasons):
-                told += f", {quarantined} of {len(self.workers)} instances are quarantined"
-            reasons.append(f"no worker is up{told}")
-        oldest = self.machine.oldest_progress()
-        if oldest is not None and self._clock() - oldest > self.limits.progress_seconds:
-            reasons.append(f"a request made no progress for {self._clock() - oldest:.0f} s")
-        degraded = [f"instance {number} is quarantined" for number in self._quarantine.reasons]
-        return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
+        return health.readiness(
+            self.machine, self.workers.values(), self._clock(), self.limits.progress_seconds
+        )
 
     def progresses(self) -> bool:
-        """Whether something still happens, or nothing has to. A request that waits while workers
-        report, start, build, load or compute a prompt is not stuck in a way that a new daemon would
-        mend; of the latter they report nothing before the end."""
-        now, bound = self._clock(), WATCHDOG_PATIENCE * self.limits.progress_seconds
-        oldest = self.machine.oldest_progress()
-        if oldest is None or now - max(oldest, self._heard) <= bound:
-            return not self._broken
-        return any(
-            not (instance.up or instance.quarantine)
-            or isinstance(instance.job, BuildJob | PrefillJob)
-            or instance.ledger.loading
-            for instance in self.machine.instances.values()
+        return health.progresses(
+            self.machine,
+            self._clock(),
+            self._heard,
+            self.limits.progress_seconds,
+            broken=self._broken,
         )
 
     def summary(self) -> str:
@@ -452,9 +405,9 @@ class Daemon:
         return Activity(
             version=appliance.__version__,
             uptime_seconds=self._clock() - self._started,
-            instances=tuple(self._instance_activity(i) for i in self.machine.instances.values()),
-            models=self._model_activities(),
-            kv=self._kv_activity(),
+            instances=self._instance_activities.all(),
+            models=self._model_activities.all(),
+            kv=self._kv_activities.tiers(),
             host_bytes=host_bytes(self.machine.host),
         )
 
@@ -462,23 +415,7 @@ class Daemon:
         return [self.request(name) for name in self.machine.requests]
 
     def request(self, request: RequestId) -> RequestActivity:
-        state = self.machine.requests.get(request)
-        if state is None:
-            raise RequestNotFound(request)
-        now = self._clock()
-        return RequestActivity(
-            id=state.id,
-            model=state.model,
-            request_class=state.spec.request_class,
-            phase=state.stage.value,
-            age_seconds=now - state.arrived,
-            prompt_tokens=state.spec.prompt_tokens,
-            output_tokens=state.generated,
-            max_tokens=state.spec.max_tokens,
-            instance=state.instance,
-            kv=state.kv.value,
-            reason=wait_reason(self.machine, state, now),
-        )
+        return request_activity(self.machine, request, self._clock())
 
     def cancel_request(self, request: RequestId) -> None:
         stream = self._streams.get(request)
@@ -496,7 +433,7 @@ class Daemon:
     def model_activity(self, name: ModelName) -> ModelActivity:
         if name not in self._leaving:
             self._find(name)
-        return self._model_activity(name)
+        return self._model_activities.one(name)
 
     def load_model(self, name: ModelName) -> None:
         self._find(name)
@@ -529,7 +466,6 @@ class Daemon:
         name = served.spec.name
         self.check_free(name)
         self._served[name] = served
-        self._preemptions_counted[name] = 0
         self.metrics_of_run.declare(name)
         for worker in self.workers.values():
             worker.add(served.worker)
@@ -556,13 +492,12 @@ class Daemon:
     def _forget_models(self) -> None:
         """Those that the machine has forgotten."""
         for name in [name for name in self._leaving if name not in self.machine.models]:
-            del self._served[name], self._live[name], self._preemptions_counted[name]
+            del self._served[name], self._live[name]
             self._paces.pop(name, None)
-            for number, worker in self.workers.items():
+            for worker in self.workers.values():
                 worker.drop(name)
-                self._prefetched.get(number, set()).discard(name)
-                if self._running.get(number) == name:
-                    del self._running[number]
+            self._switches.forget(name)
+            self._gauges.forget(name)
             self.metrics_of_run.forget(name)
             self.feed.tell(NoticeKind.MODEL_REMOVED, model=name)
             self._leaving.pop(name).set()
@@ -627,8 +562,23 @@ class Daemon:
         return host_map(self.machine.host)
 
     def metrics(self) -> bytes:
-        self._refresh_metrics()
+        self._gauges.refresh()
         return self.metrics_of_run.exposition()
+
+    def _find(self, name: ModelName) -> ServedModel:
+        served = self._served.get(name)
+        if served is None or name in self._leaving:
+            raise ModelNotFound(name)
+        return served
+
+    def _images(self, instance: InstanceId) -> dict[ModelName, int]:
+        """Versions of the whole master images that the instance's engines load from."""
+        found = {}
+        for name, engine in self.machine.instances[instance].engines.items():
+            master = self.machine.masters.get(name)
+            if master is not None and master.filler is None and engine.attached == master.version:
+                found[name] = master.version
+        return found
 
     # --- events in, commands out -----------------------------------------------------------------
 
@@ -802,9 +752,8 @@ class Daemon:
 
     def _on_lost(self, instance: InstanceId) -> None:
         self._heard = self._clock()
-        self._running.pop(instance, None)
+        self._switches.lost(instance)
         self._pools.pop(instance, None)
-        self._prefetched.pop(instance, None)
         self._verifications.lost(instance)
         self._guides.lost(instance)
         self._slab_questions.lost(instance)
@@ -955,14 +904,14 @@ class Daemon:
     @_perform.register
     def _(self, command: RunPrefill) -> None:
         self._introduce_prompt(command.instance, command.model, command.request)
-        self._note_switch(command.instance, command.model, "prefill")
+        self._switches.runs(command.instance, command.model, "prefill")
         self._send(command)
 
     @_perform.register
     def _(self, command: RunTurn) -> None:
         for prompt in command.prompts:
             self._introduce_prompt(command.instance, command.model, prompt)
-        self._note_switch(command.instance, command.model, "turn")
+        self._switches.runs(command.instance, command.model, "turn")
         self._send(command)
 
     @_perform.register
@@ -979,16 +928,12 @@ class Daemon:
 
     @_perform.register
     def _(self, command: PrefetchModel) -> None:
-        self._prefetched.setdefault(command.instance, set()).add(command.model)
-        self.metrics_of_run.prefetch("started")
+        self._switches.prefetches(command.instance, command.model)
         self._send(command)
 
     @_perform.register
     def _(self, command: EvictModel) -> None:
-        if command.model in self._prefetched.get(command.instance, ()):
-            self._prefetched[command.instance].remove(command.model)
-            self.metrics_of_run.prefetch("wasted")
-        self.feed.tell(NoticeKind.MODEL_EVICTED, instance=command.instance, model=command.model)
+        self._switches.evicts(command.instance, command.model)
         self._send(command)
 
     def _send(self, command: Command) -> None:
@@ -1009,172 +954,6 @@ class Daemon:
         self._introduce(instance, request)
         if self._streams[request].output:
             self.metrics_of_run.recovery(model)
-
-    def _note_switch(self, instance: InstanceId, model: ModelName, reason: str) -> None:
-        if model in self._prefetched.get(instance, ()):
-            self._prefetched[instance].remove(model)
-            self.metrics_of_run.prefetch("used")
-        if self._running.get(instance) != model:
-            self._running[instance] = model
-            self.metrics_of_run.switch(instance, model, reason)
-            self.feed.tell(NoticeKind.MODEL_SWITCHED, instance=instance, model=model)
-
-    # --- what is shown ---------------------------------------------------------------------------
-
-    def _find(self, name: ModelName) -> ServedModel:
-        served = self._served.get(name)
-        if served is None or name in self._leaving:
-            raise ModelNotFound(name)
-        return served
-
-    def _residency(self, name: ModelName) -> dict[str, str]:
-        return {
-            str(instance.id): instance.engines[name].stage.value
-            for instance in self.machine.instances.values()
-            if instance.up
-        }
-
-    def _state(self, name: ModelName) -> str:
-        """Where the model stands on the instance where it stands best."""
-        if name in self._leaving:
-            return "leaving"
-        if name in self.machine.failed:
-            return Engine.FAILED.value
-        order = [Engine.ABSENT, Engine.BUILDING, Engine.STORED, Engine.LOADING, Engine.LOADED]
-        stages = [Engine(stage) for stage in self._residency(name).values()]
-        best = max((order.index(stage) for stage in stages if stage in order), default=0)
-        return "cold" if best == 0 else order[best].value
-
-    def _instance_activity(self, instance: InstanceState) -> InstanceActivity:
-        worker = self.workers[instance.id]
-        report = self._pools.get(instance.id)
-        state = "up" if instance.serves else "lost" if worker.restarts else "starting"
-        if instance.quarantine is not None:
-            state = "quarantined"
-        size = self._setup.slab_bytes
-        return InstanceActivity(
-            instance=instance.id,
-            role=instance.placement.role.value,
-            state=state,
-            quarantine=instance.quarantine,
-            pid=worker.pid,
-            model=self._running.get(instance.id),
-            pool_bytes={} if report is None else {k: n * size for k, n in report.slabs.items()},
-            pool_high_water_bytes=0 if report is None else report.high_water_slabs * size,
-            runtime_bytes=self._runtime_slabs * size,
-            prefetched=tuple(sorted(self._prefetched.get(instance.id, ()))),
-            computing_seconds=self._spans.work[instance.id].computing_seconds,
-            switches=self._spans.work[instance.id].switches,
-            moved_bytes=dict(self._spans.work[instance.id].moved_bytes),
-            gpus=()
-            if self._gpus is None
-            else gpu_activities(self._gpus.readings, self._devices[instance.id]),
-        )
-
-    def _model_activity(self, name: ModelName) -> ModelActivity:
-        mine = [r for r in self.machine.requests.values() if r.model == name]
-        running = sum(r.stage in COMPUTED for r in mine)
-        return self._activity_of(name, running, len(mine) - running)
-
-    def _model_activities(self) -> tuple[ModelActivity, ...]:
-        """All of them, for which every request is looked at once."""
-        live = self.machine.requests.values()
-        everybody = Counter([request.model for request in live])
-        running = Counter([request.model for request in live if request.stage in COMPUTED])
-        return tuple(
-            self._activity_of(name, running[name], everybody[name] - running[name])
-            for name in self._served
-        )
-
-    def _activity_of(self, name: ModelName, running: int, waiting: int) -> ModelActivity:
-        served = self._served[name]
-        spec = served.spec
-        pace = self._paces[name]
-        return ModelActivity(
-            model=name,
-            state=self._state(name),
-            residency=self._residency(name),
-            running=running,
-            waiting=waiting,
-            draining=spec.draining,
-            wanted=name in self.machine.foreman.wishes,
-            output_tokens=pace.output_tokens,
-            lately=pace.lately(self._clock()),
-            terms=ModelTerms(
-                slo=spec.slo,
-                batch_slo=spec.batch_slo,
-                max_queue=served.max_queue,
-                pinned=spec.pinned,
-            ),
-            facts=served.facts,
-        )
-
-    def _images(self, instance: InstanceId) -> dict[ModelName, int]:
-        """Versions of the whole master images that the instance's engines load from."""
-        found = {}
-        for name, engine in self.machine.instances[instance].engines.items():
-            master = self.machine.masters.get(name)
-            if master is not None and master.filler is None and engine.attached == master.version:
-                found[name] = master.version
-        return found
-
-    def _kv_activity(self) -> dict[str, KvTierActivity]:
-        """KV of all instances, each with a peak of its own, and of the host tier."""
-        reports = self._pools.values()
-        device = by_shape(chain.from_iterable(report.kv.items() for report in reports))
-        device_peak = sum(report.kv_peak_bytes for report in reports)
-        ledger = self.machine.host
-        host = self._host_meter.measure(
-            (shape, KvBytes(slabs, used, 0, slabs))
-            for shape, (used, slabs) in ledger.kv_use().items()
-        )
-        host_peak = ledger.peak_kv_slabs * self._setup.slab_bytes
-        return {"device": kv_tier(device, device_peak), "host": kv_tier(host, host_peak)}
-
-    def _refresh_metrics(self) -> None:
-        """Bring what is counted elsewhere into the registry."""
-        metrics = self.metrics_of_run
-        pools: Counter[str] = Counter()
-        states = []
-        for instance in self.machine.instances.values():
-            shown = self._instance_activity(instance)
-            metrics.pool(instance.id, shown.pool_bytes, shown.pool_high_water_bytes)
-            pools.update(shown.pool_bytes)
-            states.append(shown.state)
-            metrics.quarantined(instance.id, instance.quarantine is not None)
-        metrics.instances(states)
-        for name in self._served:
-            metrics.kv_usage(name, pools[f"kv:{name}"] / max(1, pools.total()))
-        self._refresh_ages()
-        if self._gpus is not None:
-            metrics.gpus.refresh(self._gpus.readings, self._gpus.xids)
-        host, slab = self.machine.host, self._setup.slab_bytes
-        metrics.host("weights", host.weight_slabs * slab)
-        metrics.host("kv", host.kv_slabs * slab)
-        metrics.host("free", host.free_slabs * slab)
-        for tier, kv in self._kv_activity().items():
-            shapes = {shape: use.fragmentation for shape, use in kv.shapes.items()}
-            metrics.kv_fragmentation(tier, shapes, kv.fragmentation)
-            metrics.kv(tier, kv_uses(kv))
-        for activity in self._model_activities():
-            name = activity.model
-            metrics.queues(name, activity.running, activity.waiting)
-            for _ in range(self.machine.preemptions[name] - self._preemptions_counted[name]):
-                metrics.preemption(name)
-            self._preemptions_counted[name] = self.machine.preemptions[name]
-        for number, worker in self.workers.items():
-            for _ in range(worker.restarts - self._restarts_counted.get(number, 0)):
-                metrics.worker_restart(number)
-            self._restarts_counted[number] = worker.restarts
-
-    def _refresh_ages(self) -> None:
-        now = self._clock()
-        waits = dict.fromkeys(self._served, 0.0)
-        for request in self.machine.requests.values():
-            if request.stage in (Stage.UNPLACED, Stage.QUEUED):
-                waits[request.model] = max(waits[request.model], now - request.arrived)
-        oldest = self.machine.oldest_progress()
-        self.metrics_of_run.ages(waits, 0.0 if oldest is None else now - oldest)
 
 
 def _call_on(

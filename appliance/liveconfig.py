@@ -38,13 +38,15 @@ from appliance.catalog import read_checkpoint
 from appliance.config import Config, Model, PolicyTable, Section, fields
 from appliance.configfile import load_config
 from appliance.configsizes import kv_floor_slabs, read_model
-from appliance.daemon import Daemon, ServedModel
+from appliance.daemon import Daemon
 from appliance.dropins import directory, read_layers
 from appliance.errors import CheckpointError, ConfigError, Problem, PullError
 from appliance.feed import NoticeKind
 from appliance.pulling import folder_name, pull
 from appliance.pullsources import Tell, find_source
+from appliance.served import ServedModel
 from appliance.servedmodels import served_model, terms_of
+from appliance.tlsfiles import LiveTls, Pair, TlsProblem, read_pair
 from appliance.tokens import TokenizerError
 from appliance.tomllines import KeyPath, dotted
 from appliance.units import Address, Bytes, Seconds, human, toml
@@ -54,6 +56,9 @@ ADMIN_FILE: Final = "50-admin.toml"
 TERMS: Final = ("slo", "batch_slo", "max_queue", "pin")
 """Keys of a model that are applied while it is served."""
 LIMITS: Final = (("api", "max_queue"), ("api", "progress_deadline"), ("log", "level"))
+TLS: Final = (("api", "tls_certificate"), ("api", "tls_key"))
+SHOWN_DIGITS: Final = 12
+"""Of a digest, so that two can be told apart."""
 
 T = TypeVar("T")
 
@@ -72,12 +77,15 @@ class _Deletion:
 
 class LiveConfig:
     """Implements `appliance.api.settings.Settings` for a daemon that was made from `config`, which
-    was read from `path`."""
+    was read from `path`. `tls` is what its server speaks, if it does."""
 
-    def __init__(self, daemon: Daemon, config: Config, path: Path) -> None:
+    def __init__(
+        self, daemon: Daemon, config: Config, path: Path, tls: LiveTls | None = None
+    ) -> None:
         self._daemon = daemon
         self._running = config
         self._path = path.absolute()
+        self._tls = tls
         self._admin_file = directory(self._path) / ADMIN_FILE
         self._changing = asyncio.Lock()
         self._deletions: dict[ModelName, _Deletion] = {}
@@ -93,22 +101,25 @@ class LiveConfig:
     async def check(self) -> ConfigCheck:
         try:
             found = await self._read()
+            pair = await asyncio.to_thread(tls_pair, found, self._path)
         except ConfigError as error:
             return ConfigCheck(ok=False, problems=error.problems)
-        return ConfigCheck(ok=True, changes=tuple(changes(self._running, found)))
+        return ConfigCheck(ok=True, changes=self._changes(found, pair))
 
     async def reload(self) -> ConfigReload:
         async with self._changing:
             found = await self._read()
-            wanted = tuple(changes(self._running, found))
+            pair = await asyncio.to_thread(tls_pair, found, self._path)
+            wanted = self._changes(found, pair)
             joining = [
                 model.name for model in joining_models(self._running, found) if self._is_free(model)
             ]
             served, kv_floor = await asyncio.to_thread(_described, found, joining, self._path)
             await self._apply(found)
+            self._apply_tls(found, pair)
             self._join(found, served, kv_floor)
             self._leave(found)
-            left = tuple(changes(self._running, found))
+            left = self._changes(found, pair)
         applied = tuple(change for change in wanted if change not in left)
         log.info(
             "configuration reloaded: %d changes applied, %d wait for a restart",
@@ -315,6 +326,25 @@ class LiveConfig:
             )
         return document
 
+    def _changes(self, found: Config, pair: Pair | None) -> tuple[ConfigChange, ...]:
+        """What `found`, with the pair that it names, says otherwise than is in force."""
+        return (*self._renewal(found, pair), *changes(self._running, found))
+
+    def _renewal(self, found: Config, pair: Pair | None) -> Iterator[ConfigChange]:
+        """Of a certificate in the same file; another file is a change of its key."""
+        if pair is None or self._tls is None:
+            return
+        if found.api.tls_certificate != self._running.api.tls_certificate:
+            return
+        old, new = self._tls.pair.digest, pair.digest
+        if old != new:
+            yield ConfigChange(
+                key=dotted(TLS[0]),
+                old=f"sha256:{old[:SHOWN_DIGITS]}",
+                new=f"sha256:{new[:SHOWN_DIGITS]}",
+                applies="reload",
+            )
+
     # --- applying --------------------------------------------------------------------------------
 
     async def _apply(self, found: Config) -> None:
@@ -343,6 +373,18 @@ class LiveConfig:
             logs.set_level(found.log.level)
         self._running = replace(self._running, api=api, log=written, policy=found.policy)
         self._apply_models(found, {model.name for model in self._running.models})
+
+    def _apply_tls(self, found: Config, pair: Pair | None) -> None:
+        """Make handshakes with the pair that was read. HTTP stays HTTP, and HTTPS HTTPS."""
+        if pair is None or self._tls is None:
+            return
+        self._tls.pair = pair
+        api = msgspec.structs.replace(
+            self._running.api,
+            tls_certificate=found.api.tls_certificate,
+            tls_key=found.api.tls_key,
+        )
+        self._running = msgspec.structs.replace(self._running, api=api)
 
     def _apply_models(self, found: Config, names: set[ModelName]) -> None:
         """Serve these models on the terms that were read, those of them that were."""
@@ -388,6 +430,18 @@ class LiveConfig:
 
     def _keep(self, models: tuple[Model, ...]) -> None:
         self._running = msgspec.structs.replace(self._running, models=models)
+
+
+def tls_pair(config: Config, file: Path) -> Pair | None:
+    """The certificate of a configuration with its key; None if it has none. Raises `ConfigError`,
+    which names `file`, if they were spoiled after the configuration was checked."""
+    if not config.api.tls_certificate:
+        return None
+    found = read_pair(config.api.tls_certificate, config.api.tls_key)
+    if isinstance(found, TlsProblem):
+        where = (str(file), 1, f"api.{found.key}")
+        raise ConfigError([Problem(*where, found.wrong, found.remedy)])
+    return found
 
 
 def _described(
@@ -456,18 +510,20 @@ def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
     """What `found` says otherwise, in the order of the file, models by name."""
     old, new = dict(_flat(running)), dict(_flat(found))
     at_once = _moving(running, found)
+    stays_https = bool(running.api.tls_certificate and found.api.tls_certificate)
     for key in [*old, *(key for key in new if key not in old)]:
         if old.get(key) == new.get(key):
             continue
         model = key[:2]
         if key[0] == "model" and len(key) > 2 and (model not in old or model not in new):
             continue  # the model as a whole is told of
+        renews = stays_https and key in TLS
         moves = key[0] == "model" and len(key) == 2 and key[1] in at_once
         yield ConfigChange(
             key=dotted(key),
             old=old.get(key),
             new=new.get(key),
-            applies="reload" if moves or _applies_at_once(key) else "restart",
+            applies="reload" if renews or moves or _applies_at_once(key) else "restart",
         )
 
 

@@ -57,12 +57,6 @@ class Quarantine:
         self._stillborn_since: dict[InstanceId, float] = {}
         """When the first of its deaths in a row was."""
 
-    @property
-    def reasons(self) -> dict[InstanceId, str]:
-        """Why instances are in quarantine, those that are."""
-        found = {number: one.quarantine for number, one in self._instances.items()}
-        return {number: reason for number, reason in found.items() if reason is not None}
-
     def impose(self, number: InstanceId, reason: str) -> None:
         """Take the instance out of service; without effect if it is. Raises `InstanceNotFound`."""
         if self._find(number).quarantine is not None:

@@ -35,10 +35,11 @@ from appliance.errors import ApplianceError
 from appliance.journal import Journal, Setup
 from appliance.keys import KeyRing
 from appliance.lifetime import Lifetime, Server
-from appliance.liveconfig import LiveConfig
+from appliance.liveconfig import LiveConfig, tls_pair
 from appliance.memory.imagefile import image_name, prepare_folder
 from appliance.servedmodels import served_model
 from appliance.systemd import Notifier, refuse_strangers, take_sockets
+from appliance.tlsfiles import LiveTls
 
 if TYPE_CHECKING:
     from appliance.telemetry import Traces
@@ -72,9 +73,11 @@ async def _serve(config: Config, path: Path) -> int:
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
         os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
-    settings = LiveConfig(daemon, config, path)
+    pair = tls_pair(config, path)
+    tls = None if pair is None else LiveTls(pair)
+    settings = LiveConfig(daemon, config, path, tls)
     await settings.finish_deletions()
-    server = make_server(daemon, config, settings)
+    server = make_server(daemon, config, settings, tls)
     admin = make_admin_server(server, config)
     lifetime = Lifetime(
         daemon,
@@ -149,8 +152,15 @@ def _traces(config: Config) -> Traces | None:
     )
 
 
-def make_server(daemon: Daemon, config: Config, settings: Settings | None = None) -> Server:
-    """The HTTP server in front of a daemon; `should_exit` ends it."""
+def make_server(
+    daemon: Daemon,
+    config: Config,
+    settings: Settings | None = None,
+    tls: LiveTls | None = None,
+) -> Server:
+    """The HTTP server in front of a daemon; `should_exit` ends it. It has to be given `tls` if the
+    configuration has a certificate."""
+    assert (tls is not None) == bool(config.api.tls_certificate)
     keys = KeyRing(Path(config.api.keys)) if config.api.keys else None
     app = create_app(
         daemon,
@@ -173,8 +183,7 @@ def make_server(daemon: Daemon, config: Config, settings: Settings | None = None
             access_log=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",
-            ssl_certfile=config.api.tls_certificate or None,
-            ssl_keyfile=config.api.tls_key or None,
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls.context,
         )
     )
 

@@ -8,9 +8,9 @@ from appliance.api.service import ModelTerms
 from appliance.catalog import CatalogEntry
 from appliance.config import Model
 from appliance.config import Slo as ConfiguredSlo
-from appliance.daemon import ServedModel
 from appliance.dialogue import Parsers
 from appliance.purpose import read_purpose
+from appliance.served import ServedModel
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import ModelSpec, Slo
 from appliance.wire import WorkerModel

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 from appliance.api.service import GpuActivity, KvShapeActivity, KvTierActivity
 from appliance.engines.protocol import KvBytes
-from appliance.fragmentation import fragmentation, together
+from appliance.fragmentation import KvMeter, by_shape, fragmentation, together
 from appliance.gpuwatch import GpuReading
 from appliance.memory.ledger import HostLedger
+from appliance.vocabulary import InstanceId
+from appliance.wire import PoolReport
 
 
 def gpu_activities(readings: Mapping[int, GpuReading], device: str) -> tuple[GpuActivity, ...]:
@@ -57,3 +60,25 @@ def kv_tier(shapes: Mapping[int, KvBytes], peak_bytes: int) -> KvTierActivity:
             if use.peak_bytes
         },
     )
+
+
+class KvActivities:
+    """KV of all instances, each with a peak of its own, and of the host tier, whose shapes have
+    the peaks that were seen when somebody looked."""
+
+    def __init__(self, host: HostLedger, pools: Mapping[InstanceId, PoolReport]) -> None:
+        self._host = host
+        self._pools = pools
+        self._host_meter = KvMeter()
+
+    def tiers(self) -> dict[str, KvTierActivity]:
+        """``device`` and ``host``."""
+        reports = self._pools.values()
+        device = by_shape(chain.from_iterable(report.kv.items() for report in reports))
+        device_peak = sum(report.kv_peak_bytes for report in reports)
+        host = self._host_meter.measure(
+            (shape, KvBytes(slabs, used, 0, slabs))
+            for shape, (used, slabs) in self._host.kv_use().items()
+        )
+        host_peak = self._host.peak_kv_slabs * self._host.slab_bytes
+        return {"device": kv_tier(device, device_peak), "host": kv_tier(host, host_peak)}

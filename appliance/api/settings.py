@@ -38,7 +38,8 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
 
 class ConfigChange(msgspec.Struct, frozen=True, kw_only=True):
     """A key whose value on disk is not the one in force. Values are as a file has them; None for a
-    key, or a model, that is not there. `applies` is what it needs: ``reload`` or ``restart``."""
+    key, or a model, that is not there. Of a certificate that was renewed in its file they are the
+    beginnings of the file's SHA-256. `applies` is what it needs: ``reload`` or ``restart``."""
 
     key: str
     old: object

@@ -177,6 +177,19 @@ def test_the_admin_socket(daemon: Secured) -> None:
     assert f"ready at {unix}" in checked
 
 
+def test_a_renewed_certificate(daemon: Secured) -> None:
+    """A reload takes it in, and who trusts the one before alone is not served any more."""
+    certificate, _ = certify(daemon.file.parent, "box")
+    told = daemon.cli("reload", "--url", f"unix:{daemon.admin}")
+    renewed = ssl.create_default_context(cafile=certificate)
+    answer = httpx.get(f"{daemon.url}/livez", verify=renewed, timeout=PATIENCE_SECONDS)
+
+    assert told.startswith("1 applied, 0 wait for a restart\n")
+    assert answer.status_code == 200
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        daemon.get("/livez")
+
+
 def test_the_end(daemon: Secured) -> None:
     """The daemon ends as told, and takes its socket with it."""
     daemon.process.send_signal(signal.SIGTERM)

@@ -8,13 +8,19 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 
-def certify(directory: Path, name: str, password: bytes | None = None) -> tuple[str, str]:
-    """A self-signed certificate for this machine, and its key; their paths."""
-    key = ec.generate_private_key(ec.SECP256R1())
+def certify(
+    directory: Path,
+    name: str,
+    password: bytes | None = None,
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | None = None,
+) -> tuple[str, str]:
+    """A self-signed certificate for this machine, and its key; their paths. Files of that name are
+    written over."""
+    key = key or ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
     address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))

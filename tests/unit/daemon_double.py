@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance import wire
 from appliance.api.service import AskedSlo, Generation, SubmitRequest
-from appliance.daemon import Daemon, Limits, ServedModel
+from appliance.daemon import Daemon, Limits
 from appliance.dialogue import Parsers
 from appliance.engines.protocol import Produced, Sampling
 from appliance.journal import Journal, Setup
 from appliance.policywords import PolicyChoice
+from appliance.served import ServedModel
 from appliance.slabwords import SlabMap, SlabOwner
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import (

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from appliance.configfile import load_config
 from appliance.errors import ConfigError
 from appliance.serve import make_server
-from appliance.tlsfiles import problem_with
+from appliance.tlsfiles import LiveTls, Pair, problem_with, read_pair
 from tests.patience import PATIENCE_SECONDS
 
 from .certificates import certify
@@ -46,6 +47,8 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     certificate, key = certify(tmp_path, "a")
     _, other = certify(tmp_path, "b")
     _, locked = certify(tmp_path, "c", b"secret")
+    kind = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    _, of_another_kind = certify(tmp_path, "d", key=kind)
     missing = str(tmp_path / "none")
 
     def told(certificate: str, key: str) -> tuple[str, str]:
@@ -60,6 +63,9 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         "tls_key", f"{missing} cannot be read: No such file or directory",
     )  # fmt: skip
     assert told(certificate, other) == ("tls_key", f"{other} is not the key of {certificate}")
+    assert told(certificate, of_another_kind)[1] == (
+        f"{of_another_kind} is not the key of {certificate}"
+    )
     assert told(certificate, locked) == ("tls_key", f"{locked} is encrypted")
     assert told(key, certificate)[0] == "tls_certificate"
 
@@ -85,7 +91,9 @@ async def test_https_is_served(tmp_path: Path) -> None:
     file = tmp_path / "appliance.toml"
     file.write_text(CONFIG.format(api=f'tls_certificate = "{certificate}"\ntls_key = "{key}"'))
     config = load_config(file, check_files=False)
-    server = make_server(FakeService(), config)  # type: ignore[arg-type]
+    pair = read_pair(certificate, key)
+    assert isinstance(pair, Pair)
+    server = make_server(FakeService(), config, tls=LiveTls(pair))  # type: ignore[arg-type]
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     serving = asyncio.create_task(server.serve([listener]))

@@ -1,0 +1,197 @@
+"""What instances, models and requests do now, as the API shows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from appliance.api.service import (
+    InstanceActivity,
+    ModelActivity,
+    ModelCard,
+    ModelTerms,
+    RequestActivity,
+    RequestNotFound,
+)
+from appliance.gpuwatch import GpuWatch
+from appliance.pace import Pace
+from appliance.processes import WorkerProcess
+from appliance.scheduling.lifecycle import Engine, Stage
+from appliance.scheduling.machine import Machine
+from appliance.scheduling.reasons import wait_reason
+from appliance.scheduling.state import InstanceState
+from appliance.served import ServedModel
+from appliance.shown import gpu_activities
+from appliance.spans import Spans
+from appliance.switches import Switches
+from appliance.vocabulary import InstanceId, ModelName, RequestId
+from appliance.wire import PoolReport
+
+COMPUTED = (Stage.RUNNING, Stage.PREFILLING)
+
+
+class InstanceActivities:
+    """Reads the books of the machine and what workers reported last; changes nothing."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        workers: Mapping[InstanceId, WorkerProcess],
+        pools: Mapping[InstanceId, PoolReport],
+        switches: Switches,
+        spans: Spans,
+        runtime_slabs: int,
+        gpus: GpuWatch | None,
+        devices: Sequence[str],
+    ) -> None:
+        """`devices[i]` is what instance i computes on, if there are `gpus`."""
+        self._machine = machine
+        self._workers = workers
+        self._pools = pools
+        self._switches = switches
+        self._spans = spans
+        self._runtime_slabs = runtime_slabs
+        self._gpus = gpus
+        self._devices = devices
+
+    def all(self) -> tuple[InstanceActivity, ...]:
+        return tuple(self._activity_of(instance) for instance in self._machine.instances.values())
+
+    def _activity_of(self, instance: InstanceState) -> InstanceActivity:
+        worker = self._workers[instance.id]
+        report = self._pools.get(instance.id)
+        state = "up" if instance.serves else "lost" if worker.restarts else "starting"
+        if instance.quarantine is not None:
+            state = "quarantined"
+        size = self._machine.host.slab_bytes
+        work = self._spans.work[instance.id]
+        return InstanceActivity(
+            instance=instance.id,
+            role=instance.placement.role.value,
+            state=state,
+            quarantine=instance.quarantine,
+            pid=worker.pid,
+            model=self._switches.running(instance.id),
+            pool_bytes={} if report is None else {k: n * size for k, n in report.slabs.items()},
+            pool_high_water_bytes=0 if report is None else report.high_water_slabs * size,
+            runtime_bytes=self._runtime_slabs * size,
+            prefetched=self._switches.prefetched(instance.id),
+            computing_seconds=work.computing_seconds,
+            switches=work.switches,
+            moved_bytes=dict(work.moved_bytes),
+            gpus=()
+            if self._gpus is None
+            else gpu_activities(self._gpus.readings, self._devices[instance.id]),
+        )
+
+
+class ModelActivities:
+    """Reads the catalogue and the books of the machine; changes nothing."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        served: Mapping[ModelName, ServedModel],
+        leaving: Mapping[ModelName, object],
+        paces: Mapping[ModelName, Pace],
+        clock: Callable[[], float],
+    ) -> None:
+        """`leaving` are those of the `served` that were removed and are not gone yet. A model
+        without a pace delivered nothing."""
+        self._machine = machine
+        self._served = served
+        self._leaving = leaving
+        self._paces = paces
+        self._clock = clock
+
+    def card(self, name: ModelName) -> ModelCard:
+        """What clients are told of a model."""
+        served = self._served[name]
+        return ModelCard(
+            id=name,
+            created=served.created,
+            max_context_tokens=served.spec.max_context_tokens,
+            tool_parser=served.parsers.tool,
+            reasoning_parser=served.parsers.reasoning,
+            state=self._state(name),
+            architecture=served.architecture,
+            dtype=served.dtype,
+            weight_bytes=served.spec.weight_bytes,
+            purpose=served.purpose,
+        )
+
+    def one(self, name: ModelName) -> ModelActivity:
+        mine = [r for r in self._machine.requests.values() if r.model == name]
+        running = sum(r.stage in COMPUTED for r in mine)
+        return self._activity_of(name, running, len(mine) - running)
+
+    def all(self) -> tuple[ModelActivity, ...]:
+        """All of them, for which every request is looked at once."""
+        live = self._machine.requests.values()
+        everybody = Counter([request.model for request in live])
+        running = Counter([request.model for request in live if request.stage in COMPUTED])
+        return tuple(
+            self._activity_of(name, running[name], everybody[name] - running[name])
+            for name in self._served
+        )
+
+    def _activity_of(self, name: ModelName, running: int, waiting: int) -> ModelActivity:
+        served = self._served[name]
+        spec = served.spec
+        pace = self._paces.get(name)
+        return ModelActivity(
+            model=name,
+            state=self._state(name),
+            residency=self._residency(name),
+            running=running,
+            waiting=waiting,
+            draining=spec.draining,
+            wanted=name in self._machine.foreman.wishes,
+            output_tokens=0 if pace is None else pace.output_tokens,
+            lately=None if pace is None else pace.lately(self._clock()),
+            terms=ModelTerms(
+                slo=spec.slo,
+                batch_slo=spec.batch_slo,
+                max_queue=served.max_queue,
+                pinned=spec.pinned,
+            ),
+            facts=served.facts,
+        )
+
+    def _residency(self, name: ModelName) -> dict[str, str]:
+        return {
+            str(instance.id): instance.engines[name].stage.value
+            for instance in self._machine.instances.values()
+            if instance.up
+        }
+
+    def _state(self, name: ModelName) -> str:
+        """Where the model stands on the instance where it stands best."""
+        if name in self._leaving:
+            return "leaving"
+        if name in self._machine.failed:
+            return Engine.FAILED.value
+        order = [Engine.ABSENT, Engine.BUILDING, Engine.STORED, Engine.LOADING, Engine.LOADED]
+        stages = [Engine(stage) for stage in self._residency(name).values()]
+        best = max((order.index(stage) for stage in stages if stage in order), default=0)
+        return "cold" if best == 0 else order[best].value
+
+
+def request_activity(machine: Machine, name: RequestId, now: float) -> RequestActivity:
+    """A live request. Raises `RequestNotFound`."""
+    state = machine.requests.get(name)
+    if state is None:
+        raise RequestNotFound(name)
+    return RequestActivity(
+        id=state.id,
+        model=state.model,
+        request_class=state.spec.request_class,
+        phase=state.stage.value,
+        age_seconds=now - state.arrived,
+        prompt_tokens=state.spec.prompt_tokens,
+        output_tokens=state.generated,
+        max_tokens=state.spec.max_tokens,
+        instance=state.instance,
+        kv=state.kv.value,
+        reason=wait_reason(machine, state, now),
+    )

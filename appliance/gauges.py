@@ -1,0 +1,103 @@
+"""The metrics of what is counted elsewhere, brought up to date when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from appliance.activities import InstanceActivities, ModelActivities
+from appliance.api.metrics import Metrics
+from appliance.gpuwatch import GpuWatch
+from appliance.processes import WorkerProcess
+from appliance.scheduling.lifecycle import Stage
+from appliance.scheduling.machine import Machine
+from appliance.shown import KvActivities, kv_uses
+from appliance.vocabulary import InstanceId, ModelName
+
+
+class Gauges:
+    """Reads what there is and writes the registry. A refresh costs O(instances + models +
+    requests)."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        machine: Machine,
+        workers: Mapping[InstanceId, WorkerProcess],
+        instances: InstanceActivities,
+        models: ModelActivities,
+        kv: KvActivities,
+        gpus: GpuWatch | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._metrics = metrics
+        self._machine = machine
+        self._workers = workers
+        self._instances = instances
+        self._models = models
+        self._kv = kv
+        self._gpus = gpus
+        self._clock = clock
+        self._preemptions: Counter[ModelName] = Counter()
+        """Of each model, as far as the metrics have them."""
+        self._restarts: Counter[InstanceId] = Counter()
+
+    def forget(self, model: ModelName) -> None:
+        """The model is gone; one that gets its name begins at 0."""
+        del self._preemptions[model]
+
+    def refresh(self) -> None:
+        """Bring what is counted elsewhere into the registry."""
+        pools = self._refresh_instances()
+        self._refresh_models(pools)
+        self._refresh_memory()
+        if self._gpus is not None:
+            self._metrics.gpus.refresh(self._gpus.readings, self._gpus.xids)
+
+    def _refresh_instances(self) -> Counter[str]:
+        """Bytes of all pools by owner."""
+        pools: Counter[str] = Counter()
+        activities = self._instances.all()
+        for shown in activities:
+            self._metrics.pool(shown.instance, shown.pool_bytes, shown.pool_high_water_bytes)
+            self._metrics.quarantined(shown.instance, shown.quarantine is not None)
+            pools.update(shown.pool_bytes)
+        self._metrics.instances(shown.state for shown in activities)
+        for number, worker in self._workers.items():
+            for _ in range(worker.restarts - self._restarts[number]):
+                self._metrics.worker_restart(number)
+            self._restarts[number] = worker.restarts
+        return pools
+
+    def _refresh_models(self, pools: Counter[str]) -> None:
+        activities = self._models.all()
+        for shown in activities:
+            name = shown.model
+            self._metrics.kv_usage(name, pools[f"kv:{name}"] / max(1, pools.total()))
+            self._metrics.queues(name, shown.running, shown.waiting)
+            for _ in range(self._machine.preemptions[name] - self._preemptions[name]):
+                self._metrics.preemption(name)
+            self._preemptions[name] = self._machine.preemptions[name]
+        self._refresh_ages(shown.model for shown in activities)
+
+    def _refresh_ages(self, models: Iterable[ModelName]) -> None:
+        now = self._clock()
+        waits = dict.fromkeys(models, 0.0)
+        for request in self._machine.requests.values():
+            if request.stage in (Stage.UNPLACED, Stage.QUEUED):
+                waits[request.model] = max(waits[request.model], now - request.arrived)
+        oldest = self._machine.oldest_progress()
+        self._metrics.ages(waits, 0.0 if oldest is None else now - oldest)
+
+    def _refresh_memory(self) -> None:
+        host = self._machine.host
+        for owner, slabs in (
+            ("weights", host.weight_slabs),
+            ("kv", host.kv_slabs),
+            ("free", host.free_slabs),
+        ):
+            self._metrics.host(owner, slabs * host.slab_bytes)
+        for tier, kv in self._kv.tiers().items():
+            shapes = {shape: use.fragmentation for shape, use in kv.shapes.items()}
+            self._metrics.kv_fragmentation(tier, shapes, kv.fragmentation)
+            self._metrics.kv(tier, kv_uses(kv))

@@ -1,0 +1,55 @@
+"""Whether the daemon can serve, and whether something still happens, read off its books."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from appliance.api.service import Readiness
+from appliance.processes import WorkerProcess
+from appliance.scheduling.machine import Machine
+from appliance.scheduling.state import BuildJob, PrefillJob
+
+WATCHDOG_PATIENCE: Final = 10
+"""Times the progress deadline without any sign of a worker until the daemon counts as stuck."""
+
+
+def readiness(
+    machine: Machine, workers: Collection[WorkerProcess], now: float, progress_seconds: float
+) -> Readiness:
+    """Ready is a daemon with an instance that is up, while every request got a token, or came, in
+    the last `progress_seconds`."""
+    instances = machine.instances.values()
+    quarantined = [instance.id for instance in instances if instance.quarantine is not None]
+    reasons = []
+    if not any(instance.up for instance in instances):
+        deaths = sum(worker.stillborn for worker in workers)
+        told = f", {deaths} died before they were; see the log" if deaths else ""
+        if quarantined:
+            told += f", {len(quarantined)} of {len(workers)} instances are quarantined"
+        reasons.append(f"no worker is up{told}")
+    oldest = machine.oldest_progress()
+    if oldest is not None and now - oldest > progress_seconds:
+        reasons.append(f"a request made no progress for {now - oldest:.0f} s")
+    degraded = [f"instance {number} is quarantined" for number in quarantined]
+    return Readiness(ok=not reasons, reasons=tuple(reasons), degraded=tuple(degraded))
+
+
+def progresses(
+    machine: Machine, now: float, heard: float, progress_seconds: float, *, broken: bool
+) -> bool:
+    """Whether something still happens, or nothing has to. A worker was `heard` last at that time;
+    a `broken` daemon decides nothing more.
+
+    A request that waits while workers report, start, build, load or compute a prompt is not stuck
+    in a way that a new daemon would mend; of the latter they report nothing before the end.
+    """
+    oldest = machine.oldest_progress()
+    if oldest is None or now - max(oldest, heard) <= WATCHDOG_PATIENCE * progress_seconds:
+        return not broken
+    return any(
+        not (instance.up or instance.quarantine)
+        or isinstance(instance.job, BuildJob | PrefillJob)
+        or instance.ledger.loading
+        for instance in machine.instances.values()
+    )

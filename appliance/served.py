@@ -1,0 +1,42 @@
+"""A model that is served, from all sides: its terms, its workers' words, its text, its facts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from appliance.api.service import ModelFacts
+from appliance.dialogue import Parsers
+from appliance.purpose import Purpose
+from appliance.tokens import Tokenizer
+from appliance.vocabulary import ModelSpec
+from appliance.wire import WorkerModel
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A catalogued model, from all sides."""
+
+    spec: ModelSpec
+    worker: WorkerModel
+    tokenizer: Tokenizer
+    created: int
+    parsers: Parsers = Parsers()
+    architecture: str = ""
+    dtype: str = ""
+    max_queue: int = 1024
+    """Its live requests at most."""
+    parameters: int = 0
+    kv_bytes_per_token: int = 0
+    purpose: Purpose = Purpose()
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            architecture=self.architecture,
+            dtype=self.dtype,
+            parameters=self.parameters,
+            weight_bytes=self.spec.weight_bytes,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            max_context_tokens=self.spec.max_context_tokens,
+            max_batch=self.spec.max_batch,
+            path=self.worker.path,
+        )
