@@ -33,6 +33,7 @@ from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.fake_service import byte_level_encoder
+from tests.unit.instance_double import ModelDouble
 from tests.unit.serving import Call, commanded, served, unserved
 
 Make = Callable[..., Path]
@@ -243,6 +244,32 @@ async def test_what_can_never_fit_is_refused(
     (drop_in.parent / "60-mine.toml").unlink()
     fits = await client.post("/api/models", json=body | {"max_context": 7680})
     assert fits.status_code == 200, fits.text
+
+
+async def test_what_only_its_engine_knows_not_to_fit_fails_by_name(
+    box: Box, client: httpx.AsyncClient, call: Call
+) -> None:
+    """Requests hear why, and so does everybody who looks."""
+    box.world.models["new"] = ModelDouble(5, small("n")["n"].kv)
+    body = {"name": "new", "path": "new", "max_context": 512}
+    assert (await client.post("/api/models", json=body)).json()["failure"] is None
+
+    box.settle()
+    model = (await client.get("/api/models/new")).json()
+    asked = await client.post("/v1/completions", json={"model": "new", "prompt": "x"})
+    shown = await call("show", "new")
+    page = await call("top", "--once")
+
+    why = "its weights and the KV of one request at max_context need 21 slabs, the pool has 20"
+    told = f"{why}: raise devices.memory or lower max_context"
+    assert (model["state"], model["failure"]) == ("failed", told)
+    assert (asked.status_code, asked.json()["error"]["code"]) == (500, "model_failed")
+    assert asked.json()["error"]["message"] == told
+    assert f"state         failed: {told}\n" in shown.stdout
+    assert f"new failed: {told}\n" in page.stdout
+    await client.delete("/api/models/new")
+    box.settle()
+    assert (await client.get("/api/models/new")).status_code == 404
 
 
 def test_every_key_can_be_given() -> None:
