@@ -96,6 +96,8 @@ from appliance.vocabulary import (
     MoveKv,
     PrefetchModel,
     PrefillDone,
+    ReaderStalled,
+    ReaderWentOn,
     Reject,
     Release,
     RequestArrived,
@@ -352,7 +354,7 @@ class Daemon:
         if self._live[request.model] >= served.max_queue:
             raise ModelQueueFull(RETRY_AFTER_SECONDS, request.model)
         slo = request.slo.over(spec.promised(request.request_class))
-        stream = RequestStream(request, self._clock(), self._cancel, slo)
+        stream = RequestStream(request, self._clock(), self._cancel, self._on_reader, slo)
         self._streams[request.id] = stream
         self._times.arrived(request.id, request.model, stream.arrived)
         self._live[request.model] += 1
@@ -791,8 +793,7 @@ class Daemon:
 
     def _measure(self, stream: RequestStream, now: float, tokens: int) -> None:
         model = stream.request.model
-        due = stream.arrived + stream.slo.ttft_seconds + len(stream.output) * stream.slo.tbt_seconds
-        pace, late = self._paces[model], now > due
+        pace, late = self._paces[model], now > stream.due()
         pace.token(now, tokens, late=late)
         stream.late += tokens * late
         if stream.output:
@@ -833,6 +834,17 @@ class Daemon:
     def _cancel(self, request: RequestId) -> None:
         if request in self._streams:
             self._tell(RequestCancelled(request=request))
+
+    def _on_reader(self, request: RequestId, reads: bool) -> None:
+        stream = self._streams.get(request)
+        if stream is None:
+            return
+        if reads:
+            stream.went_on(self._clock())
+            self._tell(ReaderWentOn(request=request))
+        else:
+            stream.stalled(self._clock())
+            self._tell(ReaderStalled(request=request))
 
     # --- performing commands ---------------------------------------------------------------------
 

@@ -24,9 +24,10 @@ class RequestStream:
         request: SubmitRequest,
         arrived: float,
         on_cancel: Callable[[RequestId], None],
+        on_reader: Callable[[RequestId, bool], None],
         slo: Slo = NO_SLO,
     ) -> None:
-        """`slo` is what the request was promised."""
+        """`slo` is what the request was promised. `on_reader` hears whether the client reads."""
         self.request = request
         self.slo = slo
         self.arrived = arrived
@@ -35,12 +36,17 @@ class RequestStream:
         self.newest = arrived
         """When the last token came, or the request."""
         self.late = 0
-        """Tokens that came after they were due: token k at arrival + TTFT + k * TBT."""
+        """Tokens that came after they were due."""
         self.times: RequestTimes | None = None
         """What its time went to; known when it is over."""
         self.output: list[int] = []
         self.cancel_reason = FinishReason.CANCELLED
+        self.unread_since: float | None = None
+        """Since when its client takes nothing, if it does not."""
+        self.excused = 0.0
+        """Seconds that it took nothing: its tokens are due so much later."""
         self._on_cancel = on_cancel
+        self._on_reader = on_reader
         self._pending: list[Produced] = []
         self.failure: GenerationFailed | None = None
         """Why the appliance gave the request up, if it did."""
@@ -68,6 +74,26 @@ class RequestStream:
         if not self._ended:
             self.cancel_reason = reason
             self._on_cancel(self.id)
+
+    def reader(self, *, reads: bool) -> None:
+        if not self._ended and reads == (self.unread_since is not None):
+            self._on_reader(self.id, reads)
+
+    def stalled(self, now: float) -> None:
+        """Its client takes nothing from now on."""
+        self.unread_since = now
+
+    def went_on(self, now: float) -> None:
+        """Its client reads again. What it did not read in time was late for no fault of ours."""
+        assert self.unread_since is not None, "it had stalled"
+        self.excused += now - self.unread_since
+        self.unread_since = None
+        self.newest = now
+
+    def due(self) -> float:
+        """When its next token is due: token k at arrival + TTFT + k * TBT, and what is excused."""
+        began = self.arrived + self.excused
+        return began + self.slo.ttft_seconds + len(self.output) * self.slo.tbt_seconds
 
     def push(self, produced: Produced) -> None:
         """A token came."""

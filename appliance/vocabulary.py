@@ -122,6 +122,8 @@ class WaitCode(StrEnum):
     """Other requests of its model are computed on its instance."""
     QUEUE = "queue"
     """Its instance computes nothing: who is before it waits for something else."""
+    READER = "reader"
+    """Its client takes nothing of what was made for it."""
     TURN = "turn"
     """The appliance is full, and its API key has its turn later."""
 
@@ -292,6 +294,18 @@ class RequestArrived(Event, frozen=True, kw_only=True):
 
 class RequestCancelled(Event, frozen=True, kw_only=True):
     """Nobody waits for the request any more."""
+
+    request: RequestId
+
+
+class ReaderStalled(Event, frozen=True, kw_only=True):
+    """The client takes nothing of what was made for the request, which makes room until it does."""
+
+    request: RequestId
+
+
+class ReaderWentOn(Event, frozen=True, kw_only=True):
+    """The client of a request takes what was made for it again."""
 
     request: RequestId
 
@@ -550,6 +564,8 @@ AnyEvent: TypeAlias = (
     | ModelLoaded
     | RequestArrived
     | RequestCancelled
+    | ReaderStalled
+    | ReaderWentOn
     | RequestFailed
     | PrefillDone
     | PrefillDeferred

@@ -22,6 +22,10 @@ _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not (vLLM's convention)."""
 
 
+UNREAD_TOKENS = 64
+"""A client that leaves so many is behind: its request makes room until it has taken them."""
+
+
 class Choice:
     """One choice: collects its tokens, gives out its text, knows when it is over."""
 
@@ -97,7 +101,8 @@ class Choices:
     """All choices of one answer, generated side by side. A context: leaving it cancels what still
     runs, so nothing is computed for a client that left.
 
-    Tokens that came while nobody looked become one piece per choice.
+    Tokens that came while nobody looked become one piece per choice. When they are many, what
+    makes them is told to make room, until somebody looks.
     """
 
     def __init__(self, plan: Plan, generations: Sequence[Generation]) -> None:
@@ -188,6 +193,8 @@ class Choices:
                 raise self._failure
             self._news.set()  # what came before the failure goes out first
         ready, self._ready = self._ready, {}
+        for index in ready:
+            self._generations[index].reader(reads=True)
         pieces = [self._take(index, batch) for index, batch in ready.items()]
         if self._reader is None:
             return pieces
@@ -220,8 +227,11 @@ class Choices:
         finished = False
         try:
             async for batch in generation:
-                self._ready.setdefault(index, []).extend(batch)
+                ready = self._ready.setdefault(index, [])
+                ready.extend(batch)
                 self._news.set()
+                if len(ready) >= UNREAD_TOKENS:
+                    generation.reader(reads=False)
                 finished = finished or batch[-1].finished is not None
             if not finished and self._choices[index].finish is None:
                 raise GenerationFailed("cancelled", "the request was cancelled", 503)

@@ -6,8 +6,9 @@ uvicorn bounds only how long a connection may be idle between two requests. Here
   answered yet, and the end of the connection;
 - who offers another protocol is served as if it had not (`appliance.api.upgrades`);
 - what is around a body (a head, the sizes of chunks, trailers) is bounded, too: 431;
-- who does not take what is sent loses the connection, and with it what is being made for it: the
-  server itself holds no more than it has just made;
+- who does not take what is sent is noticed soon, as the system is given little to keep: its request
+  makes room for others (`appliance.api.choices`). In the end it loses the connection, and with it
+  what is being made for it;
 - all requests of a connection that is lost hear of that. uvicorn tells only the last one; with
   several sent at once (pipelining) an earlier one is being answered, and would go on for nobody.
 
@@ -18,6 +19,7 @@ was held up is not taken for a client that was.
 
 from __future__ import annotations
 
+import socket
 from asyncio import BaseTransport, TimerHandle
 from enum import Enum, auto
 from http import HTTPStatus
@@ -37,6 +39,8 @@ BODY_BYTES: Final = 16 * 1024
 """In every `BODY_SECONDS` so much of a body has to come, or its end: any line is faster."""
 UNREAD_SECONDS: Final = 60.0
 """How long a client may take nothing of what waits for it."""
+UNSENT_BYTES: Final = 16 * 1024
+"""What the system may keep beyond what the client has room for. It would take megabytes."""
 AROUND_BYTES: Final = 64 * 1024
 AROUND_EACH: Final = 8
 """What is around a body: so much, and so many times the body, as chunks of one byte take six."""
@@ -80,6 +84,9 @@ class Connection(HttpToolsProtocol):
         self.parser = PlainParser(self)
         # As uvicorn has it: an answer may close the connection while more requests stand in line.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        connection: socket.socket = transport.get_extra_info("socket")
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         # Whatever the system does not take is waited for, also when nothing more is to be sent. Not
         # 0: under TLS, where a buffer is full that has as much as its limit, nothing would be sent.
         self.transport.set_write_buffer_limits(high=1, low=0)

@@ -383,6 +383,10 @@ class _Metered:
         self._end()
         self._begun.set()
 
+    def reader(self, *, reads: bool) -> None:
+        if self._inner is not None and not isinstance(self._inner, Exception):
+            self._inner.reader(reads=reads)
+
     def _end(self) -> None:
         """It is over: what it reserved is settled for what it came to."""
         if self._settled:

@@ -238,6 +238,10 @@ class Generation(Protocol):
         Idempotent, and without effect on a generation that ended.
         """
 
+    def reader(self, *, reads: bool) -> None:
+        """The client takes nothing of what came, or takes it again. What nobody reads makes room
+        for others. Idempotent, and without effect on a generation that ended."""
+
 
 class Interpretation(Protocol):
     """What an answer is made of: reasoning, content, and calls of tools."""

@@ -123,6 +123,17 @@ class Foreman:
             turn.cut_at = min(turn.cut_at, turn.last_at)
         self.cut(instance)
 
+    def pause(self, instance: InstanceState) -> None:
+        """End the turn, and have the rest of its quota run with who is left then. One with a prompt
+        is let be: it is over with the prompt."""
+        turn = instance.job
+        assert isinstance(turn, TurnJob), "a request decodes"
+        if turn.preempting or turn.prompts:
+            return
+        turn.cut_at = self._desk.now
+        turn.resume_seconds = turn.quota_seconds
+        self.cut(instance)
+
     def dismiss(self, instance: InstanceState, model: ModelName) -> None:
         """Have the model leave the device when its job is over; a turn of its own is ended."""
         instance.dismissed[model] = None

@@ -24,6 +24,8 @@ class Stage(StrEnum):
     """In a decode batch, between turns."""
     RUNNING = "running"
     """In the turn that runs."""
+    HELD = "held"
+    """In no batch, as its client takes nothing."""
     DONE = "done"
 
 
@@ -53,8 +55,9 @@ STAGES: Mapping[Stage, frozenset[Stage]] = {
     Stage.UNPLACED: frozenset({Stage.QUEUED, Stage.READY, Stage.DONE}),
     Stage.QUEUED: frozenset({Stage.PREFILLING, Stage.UNPLACED, Stage.DONE}),
     Stage.PREFILLING: frozenset({Stage.READY, Stage.QUEUED, Stage.UNPLACED, Stage.DONE}),
-    Stage.READY: frozenset({Stage.RUNNING, Stage.UNPLACED, Stage.DONE}),
+    Stage.READY: frozenset({Stage.RUNNING, Stage.HELD, Stage.UNPLACED, Stage.DONE}),
     Stage.RUNNING: frozenset({Stage.READY, Stage.UNPLACED, Stage.DONE}),
+    Stage.HELD: frozenset({Stage.READY, Stage.UNPLACED, Stage.DONE}),
     Stage.DONE: frozenset(),
 }
 

@@ -65,6 +65,8 @@ from appliance.vocabulary import (
     ModelWanted,
     PrefillDeferred,
     PrefillDone,
+    ReaderStalled,
+    ReaderWentOn,
     Reject,
     Release,
     RequestArrived,
@@ -146,6 +148,8 @@ class Machine:
         while something is held for them."""
         self._zombies: dict[RequestId, tuple[InstanceId, tuple[int, ...]]] = {}
         """Ended requests whose places in the host tier an instance is still writing or reading."""
+        self._held: dict[RequestId, RequestState] = {}
+        """Requests whose clients take nothing, and that wait for that."""
         self._again = False
         """Whether free instances have to be asked (again) for what they can do."""
         self._plan_at = -math.inf
@@ -221,8 +225,10 @@ class Machine:
 
     def oldest_progress(self) -> float | None:
         """When the request that has waited longest last progressed; None without requests. Batch
-        work waits rightly while its instance does other work: that counts as progress of it."""
-        return min((self._progressed(request) for request in self.requests.values()), default=None)
+        work waits rightly while its instance does other work: that counts as progress of it. Who
+        waits for its client does not count."""
+        waiting = (request for request in self.requests.values() if not request.stalled)
+        return min((self._progressed(request) for request in waiting), default=None)
 
     def _progressed(self, request: RequestState) -> float:
         if request.interactive or request.instance is None:
@@ -277,6 +283,58 @@ class Machine:
         return True
 
     @_on.register
+    def _(self, event: ReaderStalled) -> bool:
+        request = self.requests.get(event.request)
+        if request is None or request.stalled:
+            return False
+        request.stalled = True
+        if self._may_be_held(request) and request.instance is not None:
+            if request.stage is Stage.RUNNING:
+                self.foreman.pause(self.instances[request.instance])
+            if request.stage is Stage.READY:
+                self._hold(request)
+                return True
+        return False
+
+    @_on.register
+    def _(self, event: ReaderWentOn) -> bool:
+        request = self.requests.get(event.request)
+        if request is None or not request.stalled:
+            return False
+        request.stalled = False
+        request.progressed = self._desk.now
+        if request.id not in self._held:
+            return False
+        self._let_go_on(request)
+        return True
+
+    def _may_be_held(self, request: RequestState) -> bool:
+        """Whether it only keeps others waiting. It keeps its room in the host tier until it ends:
+        while others wait for some, it had better end."""
+        return request.stalled and not self.foreman.host_queue
+
+    def _hold(self, request: RequestState) -> None:
+        """The request gives up its place, and its room on the device."""
+        assert request.instance is not None, "it is ready somewhere"
+        if request.batch is not None:
+            self.instances[request.instance].leave(request)
+        request.to_stage(Stage.HELD)
+        request.held = self._desk.now
+        self._held[request.id] = request
+        if request.kv is KvPlace.DEVICE:
+            assert request.kv_instance is not None, "its KV is on a device"
+            holder = self.instances[request.kv_instance]
+            self._desk.out.append(self.residency.swap_out(holder, request.model, [request]))
+
+    def _let_go_on(self, request: RequestState) -> None:
+        """A request that is held decodes where it did before."""
+        assert request.instance is not None, "it is held somewhere"
+        del self._held[request.id]
+        request.excuse(self._desk.now)
+        request.to_stage(Stage.READY)
+        self._join(request, self.instances[request.instance])
+
+    @_on.register
     def _(self, event: RequestFailed) -> bool:
         request = self.requests.get(event.request)
         if request is not None:
@@ -329,7 +387,11 @@ class Machine:
             desk.costs,
         )
         request.to_stage(Stage.READY)
-        self._join(request, self.instances[chosen])
+        if self._may_be_held(request):
+            request.instance = chosen
+            self._hold(request)
+        else:
+            self._join(request, self.instances[chosen])
 
     def _join(self, request: RequestState, instance: InstanceState) -> None:
         """The request decodes there from now on."""
@@ -366,6 +428,10 @@ class Machine:
             self._again |= self.host.short_slabs < short
         # Who waits for room that nobody's KV takes waits for weights that are read or written.
         self._again |= bool(self.foreman.host_queue) and not self.host.kv_slabs
+        if self._held and self.foreman.host_queue:
+            for request in list(self._held.values()):
+                self._let_go_on(request)
+            self._again = True
         view = self.floor.floor_view(desk.now)
         placements = desk.policy.place(desk.now, view, desk.costs)
         changed = self.floor.place(placements, desk.policy.scale(desk.now, view, desk.costs))
@@ -414,6 +480,7 @@ class Machine:
         del self.requests[request.id]
         self.demands.ended(request.model, request.generated)
         self.foreman.host_queue.pop(request.id, None)
+        self._held.pop(request.id, None)
         if request.instance is not None:
             self.instances[request.instance].leave(request)
         if request.kv_instance is not None:
@@ -504,6 +571,7 @@ class Machine:
             self.foreman.give_up_host(request)
         assert request.instance is not None, "who has KV on a device, or waits for one, is placed"
         self.instances[request.instance].leave(request)
+        self._held.pop(request.id, None)
         request.instance = None
         request.to_stage(Stage.UNPLACED)
 
@@ -764,7 +832,7 @@ class Machine:
                 self.costs.observe_prefill(event.model, request.kv_tokens, event.seconds)
             request.to_kv(KvPlace.DEVICE, instance.id)
             self._place_decode(request)
-            if request.instance != instance.id:
+            if request.instance != instance.id and request.kv is KvPlace.DEVICE:
                 leaving = self.residency.swap_out(instance, request.model, [request])
                 self._desk.out.append(leaving)
         return True
@@ -802,7 +870,9 @@ class Machine:
         self._learn(instance, job, event, alive)
         for request in alive:
             request.to_stage(Stage.READY)
-        instance.suspended = tuple([request.id for request in alive])
+            if self._may_be_held(request):
+                self._hold(request)
+        instance.suspended = tuple([r.id for r in alive if r.id not in self._held])
         left = min(job.resume_seconds - event.seconds, job.last_at - self._desk.now)
         if event.reason is TurnEnd.PREEMPTED and left > 0:
             instance.work.appendleft(PlannedTurn(model=event.model, quota_seconds=left))

@@ -18,6 +18,12 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
     instance = machine.instances[request.instance]
     if request.stage in (Stage.RUNNING, Stage.PREFILLING):
         return _under_way(machine, request, instance)
+    if request.stage is Stage.HELD:
+        return WaitReason(
+            code=WaitCode.READER,
+            message="its client takes nothing of what was made for it",
+            instance=instance.id,
+        )
     if request.kv is KvPlace.LEAVING:
         return WaitReason(
             code=WaitCode.SWAPPING_OUT,

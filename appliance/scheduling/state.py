@@ -82,6 +82,12 @@ class RequestState:
     newest_token: float = 0.0
     losses: int = 0
     """Workers that died computing it since it last got a token."""
+    stalled: bool = False
+    """Whether its client takes nothing of what was made."""
+    held: float = 0.0
+    """When it was held for that last."""
+    excused: float = 0.0
+    """Seconds that it was: its tokens are due so much later."""
     view: DecodingView | None = None
     """What is shown of it while it decodes, while that is true."""
     runnable: bool = False
@@ -92,7 +98,7 @@ class RequestState:
     tokens: int = field(init=False)
     """Prompt and output so far."""
     next_due: float = field(init=False)
-    """When its next token is due: token k at arrival + TTFT + k TBT."""
+    """When its next token is due: token k at arrival + TTFT + k TBT, and what is excused."""
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -104,7 +110,8 @@ class RequestState:
         """Every view and every choice of a batch reads these, so they are kept ready."""
         slo = self.spec.slo
         self.tokens = self.spec.prompt_tokens + self.generated
-        self.next_due = self.arrived + slo.ttft_seconds + self.generated * slo.tbt_seconds
+        began = self.arrived + self.excused
+        self.next_due = began + slo.ttft_seconds + self.generated * slo.tbt_seconds
 
     @property
     def kv_tokens(self) -> int:
@@ -143,6 +150,11 @@ class RequestState:
         self.view = None
         self._count()
         self._changed()
+
+    def excuse(self, now: float) -> None:
+        """It is held no longer."""
+        self.excused += now - self.held
+        self._count()
 
     def _changed(self) -> None:
         """What was shown of it is no longer true."""

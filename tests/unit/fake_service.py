@@ -89,6 +89,8 @@ class FakeGeneration:
         self.drained = asyncio.Event()
         """The first batch was taken, and the next one was asked for."""
         self.reason: FinishReason | None = None
+        self.reads: list[bool] = []
+        """What was said of its reader, when that was another thing than before."""
         self.times: RequestTimes | None = None
         self._batches: asyncio.Queue[list[Produced] | GenerationFailed | None] = asyncio.Queue()
 
@@ -144,6 +146,10 @@ class FakeGeneration:
             self.reason = reason
             self.cancelled.set()
             self._batches.put_nowait(None)
+
+    def reader(self, *, reads: bool) -> None:
+        if reads != (not self.reads or self.reads[-1]):
+            self.reads.append(reads)
 
 
 class FakeInterpretation:

@@ -25,6 +25,8 @@ from appliance.vocabulary import (
     KvShape,
     ModelAdded,
     ModelSpec,
+    ReaderStalled,
+    ReaderWentOn,
     Reject,
     RequestArrived,
     RequestCancelled,
@@ -241,6 +243,14 @@ class FloorDouble:
 
     def cancel(self, name: str) -> None:
         self.tell(RequestCancelled(request=name))
+
+    def stall(self, name: str) -> None:
+        """Its client takes nothing."""
+        self.tell(ReaderStalled(request=name))
+
+    def read_on(self, name: str) -> None:
+        """Its client takes what was made."""
+        self.tell(ReaderWentOn(request=name))
 
     def work(self, number: int) -> bool:
         """One instance does its next piece of work; False if it had none."""

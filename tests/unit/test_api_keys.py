@@ -456,6 +456,31 @@ async def test_concurrency(house: House) -> None:
     assert "1 requests at once" in refused.json()["error"]["message"]
 
 
+async def test_who_does_not_read_makes_room(house: House) -> None:
+    """With a key, too."""
+    secret = house.add("alice")
+    house.service.script = None
+    async with served(house.app()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.transport.pause_reading()
+        body = json.dumps({**CHAT, "stream": True}).encode()
+        head = f"POST {CHATS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n"
+        head += "Connection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        generation = await house.service.arrivals.get()
+        while not generation.reads:
+            generation.feed(small_tokenizer().encode("hello"))
+            for _ in range(4):
+                await asyncio.sleep(0)
+        writer.transport.resume_reading()
+        generation.say("hello")
+        answer = await reader.read()
+        writer.close()
+
+    assert answer.count(b"data: [DONE]") == 1
+    assert generation.reads == [False, True]
+
+
 async def test_many_texts_are_embedded_one_after_another(house: House) -> None:
     """A key for one request at a time has vectors of many texts; its tokens are the texts'."""
     secret = house.add("alice", concurrency=1, tokens_per_minute=100)

@@ -318,7 +318,33 @@ async def a_stream_that_is_not_read() -> None:
             writer.close()
 
     assert unread.reason is FinishReason.CANCELLED
-    assert read.reason is None
+    assert (read.reason, read.reads) == (None, [])
+
+
+async def test_who_reads_late() -> None:
+    """Is behind while the system takes no more, and gets all of it when it reads. What the system
+    keeps is a part of what it would."""
+    service = FakeService()
+    body = json.dumps({"model": "small", "prompt": "hello", "stream": True}).encode()
+    words, made = small_tokenizer().encode("hello"), 0
+    async with connected(service) as (reader, writer):
+        writer.transport.pause_reading()
+        head = HEAD.replace(b"Host", b"Connection: close\r\nHost")
+        writer.write(head % (b"/v1/completions", len(body)) + body)
+        generation = await service.arrivals.get()
+        while not generation.reads:
+            generation.feed(words)
+            made += 1
+            for _ in range(4):
+                await asyncio.sleep(0)
+        assert generation.reads == [False]
+        writer.transport.resume_reading()
+        generation.feed(words, FinishReason.LENGTH)
+        answer = await reader.read()
+
+    assert generation.reads == [False, True]
+    assert answer.count(b"hello") == made + 1
+    assert len(answer) < 2**20
 
 
 async def an_answer_that_is_not_read() -> None:

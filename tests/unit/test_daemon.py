@@ -39,6 +39,7 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.feed import NoticeKind
+from appliance.generation import RequestStream
 from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup, read, replay
 from appliance.policywords import Missed
@@ -129,6 +130,32 @@ async def test_a_client_that_waits_gets_tokens_as_they_come(make_box: MakeBox) -
     box.work_until(lambda: box.world.lives["r"].produced == 1)
 
     assert [produced.token for produced in await waiting] == [1]
+
+
+async def test_who_does_not_read_makes_room(make_box: MakeBox) -> None:
+    """Its request stops, others go on; when it reads it goes on where it was, and no token is late
+    for that."""
+    box = make_box()
+    box.start()
+    slow, other = box.ask("slow", "a", output=40), box.ask("other", "a", output=40)
+    box.work_until(lambda: box.world.lives["slow"].produced >= 2)
+
+    slow.reader(reads=False)
+    slow.reader(reads=False)
+    box.settle()
+
+    assert len(await read_all(other)) == 40
+    (shown,) = box.daemon.requests()
+    assert shown.reason is not None
+    assert (shown.id, shown.phase, shown.reason.code) == ("slow", "held", "reader")
+    box.now += 1000.0
+    slow.reader(reads=True)
+    box.settle()
+    assert len(await read_all(slow)) == 40
+    assert box.world.lives["slow"].prefills == 1
+    assert isinstance(slow, RequestStream)
+    assert slow.late == 0
+    slow.reader(reads=False)
 
 
 @pytest.mark.parametrize("policy", ["serverlessllm", "aegaeon"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from appliance.api.service import GenerationFailed, SubmitRequest
 from appliance.engines.protocol import Produced, Sampling
 from appliance.generation import RequestStream
-from appliance.vocabulary import FinishReason, RequestId
+from appliance.vocabulary import FinishReason, RequestId, Slo
 
 
 def stream_of(cancelled: list[RequestId] | None = None) -> RequestStream:
@@ -20,7 +20,7 @@ def stream_of(cancelled: list[RequestId] | None = None) -> RequestStream:
         id="r", model="a", prompt=(1, 2, 3), sampling=Sampling(max_tokens=9, seed=7)
     )
     heard = [] if cancelled is None else cancelled
-    return RequestStream(request, 12.5, heard.append)
+    return RequestStream(request, 12.5, heard.append, lambda *_: None)
 
 
 def token(number: int, finished: FinishReason | None = None) -> Produced:
@@ -146,3 +146,32 @@ async def test_a_client_that_was_quick_waits_again() -> None:
     stream.push(token(3))
 
     assert await waiting == [token(3)]
+
+
+def test_who_reads_is_told_when_it_changes() -> None:
+    """And of a stream that has ended nothing is. Tokens are due later by what was not read."""
+    heard: list[tuple[RequestId, bool]] = []
+    request = SubmitRequest(id="r", model="a", prompt=(1,), sampling=Sampling(max_tokens=9))
+    slo = Slo(ttft_seconds=2.0, tbt_seconds=0.5)
+
+    def on_reader(name: RequestId, reads: bool) -> None:
+        heard.append((name, reads))
+        if reads:
+            stream.went_on(30.0)
+        else:
+            stream.stalled(20.0)
+
+    stream = RequestStream(request, 10.0, lambda _: None, on_reader, slo)
+    stream.push(token(1))
+    stream.reader(reads=True)
+    assert stream.due() == 12.5
+
+    stream.reader(reads=False)
+    stream.reader(reads=False)
+    stream.reader(reads=True)
+    stream.reader(reads=True)
+    assert heard == [("r", False), ("r", True)]
+    assert (stream.due(), stream.newest) == (22.5, 30.0)
+    stream.end()
+    stream.reader(reads=False)
+    assert len(heard) == 2

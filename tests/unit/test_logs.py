@@ -62,7 +62,7 @@ def stream(tokens: int, kind: str = "r") -> RequestStream:
         sampling=Sampling(max_tokens=9),
         key="laptop",
     )
-    made = RequestStream(request, 10.0, lambda _: None)
+    made = RequestStream(request, 10.0, lambda _: None, lambda *_: None)
     for number in range(tokens):
         made.push(Produced(request=kind, token=4242 + number))
         made.newest = 12.0 + number

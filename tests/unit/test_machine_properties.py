@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from appliance.scheduling.lifecycle import Stage
+from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
 from appliance.scheduling.reasons import wait_reason
 from appliance.vocabulary import (
@@ -176,6 +176,13 @@ class BusyFloor(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.floor.cancel(f"r{data.draw(st.integers(0, self.asked - 1))}")
 
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), reads=st.booleans())
+    def stall_or_read_on(self, data: st.DataObject, reads: bool) -> None:
+        """A client takes nothing, or takes what was made."""
+        name = f"r{data.draw(st.integers(0, self.asked - 1))}"
+        self.floor.read_on(name) if reads else self.floor.stall(name)
+
     @precondition(lambda self: self.floor.up)
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
@@ -259,6 +266,15 @@ class BusyFloor(RuleBasedStateMachine):
             assert reason is not None or request.stage in (Stage.RUNNING, Stage.PREFILLING)
 
     @invariant()
+    def who_is_held_is_in_nobody_s_way(self) -> None:
+        """It is in no batch, and its KV is on no device, or on its way from there."""
+        for request in self.floor.machine.requests.values():
+            if request.stage is Stage.HELD:
+                assert request.stalled
+                assert request.batch is None
+                assert request.kv in (KvPlace.LEAVING, KvPlace.HOST)
+
+    @invariant()
     def preempted_is_not_recomputed(self) -> None:
         """Without losses a prompt is computed once, however often its request is preempted."""
         if not self.losses:
@@ -282,6 +298,14 @@ class BusyFloor(RuleBasedStateMachine):
         for number in self.floor.machine.instances:
             self.floor.release(number)
             self.come_back(number)
+        self.floor.settle()
+        while self.floor.machine.foreman.host_queue:  # who is held keeps nobody from that
+            self.wait(1.5)
+            assert self.floor.settle()
+        held = dict(self.floor.machine.requests)
+        assert all(request.stage is Stage.HELD for request in held.values())
+        for name in held:
+            self.floor.read_on(name)
         self.floor.settle()
         assert not self.floor.machine.requests
         ended = {"stop", "length"}
