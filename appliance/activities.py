@@ -142,6 +142,7 @@ class ModelActivities:
         return ModelActivity(
             model=name,
             state=self._state(name),
+            failure=None if name in self._leaving else self._machine.failed.get(name),
             residency=self._residency(name),
             running=running,
             waiting=waiting,

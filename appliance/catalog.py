@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from appliance.cpus import packs
 from appliance.errors import CheckpointError
-from appliance.memory.safetensors import WeightFile, read_header, weight_files
+from appliance.memory.safetensors import TensorEntry, read_header, weight_files
+from appliance.purpose import AskedTask, read_task
+from appliance.vocabulary import Task
 
 BYTES_PER_ELEMENT: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The types a model can be computed in."""
 
 _CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """Stored types that are converted to the type computed in; the others stay as they are."""
+
+_HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
+"""What checkpoints call the output head."""
+_LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
+_LEFT_OUT: Final = re.compile(r"(^|[._])mtp[._]|\.rotary_emb\.inv_freq$")
+"""Tensors that engines have no use for: layers that guess further tokens, which follow the others
+or are called so, and what is computed from config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +46,7 @@ class CatalogEntry:
     vocabulary: int
     max_positions: int
     weight_bytes: int
+    """Where it is served, at least: an engine pads. See `read_checkpoint`."""
     parameters: int
     """Elements of all tensors, as they are stored."""
     created: int
@@ -41,7 +54,7 @@ class CatalogEntry:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Keys and values of one token in all layers, each with its own, as config.json has it."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
 
     def kv_bytes(self, tokens: int) -> int:
@@ -49,10 +62,15 @@ class CatalogEntry:
         return tokens * self.kv_bytes_per_token
 
 
-def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
-    """Describe the checkpoint in `path` as it will be served.
+def read_checkpoint(
+    name: str, path: Path, dtype: str = "auto", task: AskedTask = "auto", *, cuda: bool = False
+) -> CatalogEntry:
+    """Describe the checkpoint in `path` as it will be served: on GPUs, if `cuda`, else on the CPU.
 
-    `dtype` "auto" is the stored type, but bfloat16 for float32.
+    `dtype` "auto" is the stored type, but bfloat16 for float32. The weights are without tensors
+    that an engine leaves out, such as the output head of a model that embeds or scores. A head
+    that is tied to the embedding is counted twice where the CPU packs weights (rows for one,
+    packed for the other), unless the files have a head of its own.
 
     Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
     missing or damaged, or says something that cannot be served.
@@ -65,36 +83,46 @@ def read_checkpoint(name: str, path: Path, dtype: str = "auto") -> CatalogEntry:
     heads = _integer(config, "num_attention_heads", path)
     hidden = _integer(config, "hidden_size", path)
     vocabulary = _integer(config, "vocab_size", path)
-    # An output head tied to the embedding is kept twice on the CPU: rows for one, packed for the
-    # other.
-    tied = vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
-    tied *= bool(config.get("tie_word_embeddings"))
+    layers = _integer(config, "num_hidden_layers", path)
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
+    heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
+    weight_bytes = tensor_bytes(kept, resolved)
+    if read_task(path, task) is not Task.GENERATE:
+        weight_bytes -= tensor_bytes(heads_stored, resolved)
+    elif config.get("tie_word_embeddings") and not heads_stored and not cuda and packs(resolved):
+        weight_bytes += vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
     architectures = config.get("architectures") or ["unknown"]
     return CatalogEntry(
         name=name,
         path=path,
         architecture=str(architectures[0]),
         dtype=resolved,
-        layers=_integer(config, "num_hidden_layers", path),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=_integer(config, "num_key_value_heads", path, default=heads),
         head_dim=_integer(config, "head_dim", path, default=hidden // heads),
         vocabulary=vocabulary,
         max_positions=_integer(config, "max_position_embeddings", path),
-        weight_bytes=sum(tensor_bytes(header, resolved) for header in headers) + tied,
-        parameters=sum(math.prod(tensor.shape) for head in headers for tensor in head.tensors),
+        weight_bytes=weight_bytes,
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         created=max(header.mtime_ns for header in headers) // 10**9,
     )
 
 
-def tensor_bytes(file: WeightFile, dtype: str) -> int:
-    """Bytes that the tensors of a safetensors file take once floats are converted to `dtype`."""
+def _is_left_out(tensor: TensorEntry, layers: int) -> bool:
+    layer = _LAYER.match(tensor.name)
+    return bool(_LEFT_OUT.search(tensor.name)) or (layer is not None and int(layer[1]) >= layers)
+
+
+def tensor_bytes(tensors: Iterable[TensorEntry], dtype: str) -> int:
+    """Bytes that tensors take once floats are converted to `dtype`."""
     return sum(
         math.prod(tensor.shape) * BYTES_PER_ELEMENT[dtype]
         if tensor.dtype in _CONVERTED
         else tensor.nbytes
-        for tensor in file.tensors
+        for tensor in tensors
     )
 
 

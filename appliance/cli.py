@@ -18,7 +18,6 @@ import msgspec
 
 import appliance
 from appliance import configdoc
-from appliance.catalog import read_checkpoint
 from appliance.cataloguecommands import rm
 from appliance.client import checked, connect, fail, get, unreachable, url_option
 from appliance.config import Config
@@ -26,6 +25,7 @@ from appliance.configchecks import warnings
 from appliance.configcommands import diff, log_level, reload
 from appliance.configfile import load_config
 from appliance.configoption import config_option
+from appliance.configsizes import read_model
 from appliance.errors import ApplianceError, ConfigError
 from appliance.eventlines import event_lines
 from appliance.instancecommands import instance
@@ -158,7 +158,7 @@ def check(file: Path, as_json: bool) -> None:
     loaded = _load(file)
     for warning in warnings(loaded):
         click.echo(f"warning: {warning}", err=True)
-    entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in loaded.models]
+    entries = [read_model(model, loaded.devices) for model in loaded.models]
     contexts = [model.max_context for model in loaded.models]
     if as_json:
         print_json([

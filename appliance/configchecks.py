@@ -11,10 +11,10 @@ from typing import Final
 
 from appliance import policies
 from appliance.adminsocket import AdminSocketError, group_id
-from appliance.catalog import CatalogEntry, read_checkpoint
+from appliance.catalog import CatalogEntry
 from appliance.config import Api, Config, Devices, Model, PolicyTable, Telemetry
 from appliance.configreport import Report
-from appliance.configsizes import check_sizes
+from appliance.configsizes import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
 from appliance.keys import KeyFile
 from appliance.purpose import read_purpose
@@ -39,7 +39,7 @@ def check(config: Config, report: Report, check_files: bool) -> None:
             if path and not Path(path).parent.is_dir():
                 report.add(key, f"{Path(path).parent} is not a directory", "create it")
         _check_api_files(config.api, report)
-        entries = _read_checkpoints(config.models, report)
+        entries = _read_checkpoints(config, report)
         _check_tasks(config, entries, report)
         _check_heads(config, entries, report)
         check_sizes(config, entries, report)
@@ -134,12 +134,12 @@ def _check_names(models: tuple[Model, ...], report: Report) -> None:
         first.setdefault(model.name, index)
 
 
-def _read_checkpoints(models: tuple[Model, ...], report: Report) -> list[CatalogEntry | None]:
+def _read_checkpoints(config: Config, report: Report) -> list[CatalogEntry | None]:
     entries: list[CatalogEntry | None] = []
-    for index, model in enumerate(models):
+    for index, model in enumerate(config.models):
         entry = None
         try:
-            entry = read_checkpoint(model.name, Path(model.path), model.dtype)
+            entry = read_model(model, config.devices)
         except CheckpointError as error:
             remedy = "give the directory of a whole checkpoint in safetensors format"
             report.add(("model", index, "path"), str(error), remedy)

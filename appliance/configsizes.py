@@ -1,20 +1,62 @@
-"""What the models of a configuration take of its memory, in slabs, and whether that is there."""
+"""What the models of a configuration take of its memory, in slabs, and whether that is there.
+
+Known of a model before its engine is built is what it takes at least: the engine rounds up, and
+may need a slab more. So what is refused here can never be served; what just fits may still be told
+otherwise by its engine (`Machine._why_never`), and fails then. A daemon that starts, one that
+reloads, and one that is given a model all come here, by `load_config`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
-from appliance.catalog import CatalogEntry
-from appliance.config import Config, Devices
+from appliance.catalog import CatalogEntry, read_checkpoint
+from appliance.config import Config, Devices, Model
 from appliance.configreport import Report
 from appliance.memory.kvpool import BLOCK_TOKENS, KvGeometry
-from appliance.units import human
+from appliance.units import human, no_less
+
+
+class Least(NamedTuple):
+    """Slabs that a model cannot do without in the pool of each rank."""
+
+    weights: int
+    kv: int
+    """Of one request of `max_context` tokens."""
+    tokens: int
+    """The longest request whose KV has room beside the weights, were `max_context` as large."""
+
+    @property
+    def slabs(self) -> int:
+        return self.weights + self.kv
+
+
+def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
+    """What the model takes of these devices at least: see above. KV is counted as the pool gives
+    it out, weights without what an engine pads, and evenly divided among ranks."""
+    share = _share(entry, devices.tensor_parallel)
+    weights = -(-share.weight_bytes // devices.slab_bytes)
+    geometry = _kv_geometry(share, devices)
+    blocks = -(-max_context // BLOCK_TOKENS)
+    groups = max(0, devices.slabs - weights) // geometry.group_slabs
+    return Least(
+        weights=weights,
+        kv=-(-blocks // geometry.group_blocks) * geometry.group_slabs,
+        tokens=groups * geometry.group_blocks * BLOCK_TOKENS,
+    )
+
+
+def read_model(model: Model, devices: Devices) -> CatalogEntry:
+    """The model's checkpoint, as these devices will serve it. Raises `CheckpointError`."""
+    path = Path(model.path)
+    return read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
 
 
 def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:
-    """Report models that have no room, in whole slabs, as memory is given out. What this refuses
-    can never work."""
+    """Report models that have no room, in whole slabs, as memory is given out."""
     devices, slab = config.devices, config.devices.slab_bytes
     ranks = devices.tensor_parallel
     if any(problem.key.startswith("devices.") for problem in report.problems):
@@ -23,22 +65,21 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Repo
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None:
             continue
-        share = _share(entry, ranks)
-        weights = -(-share.weight_bytes // slab)
-        geometry = _kv_geometry(share, devices)
-        blocks = -(-model.max_context // BLOCK_TOKENS)
-        kv = -(-blocks // geometry.group_blocks) * geometry.group_slabs
-        if weights + kv > devices.slabs:
+        need = least(entry, model.max_context, devices)
+        if need.slabs > devices.slabs:
+            runtime = devices.runtime_slabs * slab
+            beside = f" beside devices.runtime ({human(runtime)})" if runtime else ""
+            shorter = f", or max_context to {need.tokens} or less" if need.tokens else ""
             report.add(
                 ("model", index),
-                f"{model.name} needs {human(weights * slab)} for its weights and "
-                f"{human(kv * slab)} for the KV cache of one request{_on_each(ranks)}, in slabs of "
-                f"{human(slab)}: "
-                f"more than devices.memory ({human(devices.memory_bytes)})",
-                f"set devices.memory to {human((weights + kv) * slab)} or more, a smaller "
-                "devices.slab, or a smaller max_context",
+                f"{model.name} needs {human(need.weights * slab)} for its weights and "
+                f"{human(need.kv * slab)} for the KV cache of one request{_on_each(ranks)}, in "
+                f"slabs of {human(slab)}: "
+                f"more than devices.memory ({human(devices.memory_bytes)}) has{beside}",
+                f"set devices.memory to {no_less(need.slabs * slab + runtime)} or more, a "
+                f"smaller devices.slab{shorter}",
             )
-        pinned += weights * ranks if model.pin else 0
+        pinned += need.weights * ranks if model.pin else 0
     longest = kv_floor_slabs(config, [entry for entry in entries if entry is not None])
     needed = (pinned + longest) * slab
     if needed > devices.host_cache_bytes:
@@ -47,7 +88,7 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Repo
             ("devices", "host_cache"),
             f"{human(devices.host_cache_bytes)} do not hold {held}the KV cache of one request "
             f"({human(longest * slab)})",
-            f"set it to {human(needed)} or more" + (", or pin fewer models" if pinned else ""),
+            f"set it to {no_less(needed)} or more" + (", or pin fewer models" if pinned else ""),
         )
 
 

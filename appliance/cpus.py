@@ -1,9 +1,24 @@
-"""Processors: lists of them as text, and how they are dealt out."""
+"""Processors: lists of them as text, how they are dealt out, and what weights they pack."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+CPUINFO: Final = Path("/proc/cpuinfo")
+
+_PACKED_WITH: Final[dict[str, tuple[frozenset[str], ...]]] = {
+    "float32": (frozenset(),),
+    "bfloat16": (
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+        frozenset({"avx_vnni_int8", "avx_ne_convert"}),
+    ),
+    "float16": (frozenset({"avx512_fp16"}), frozenset({"avx_vnni_int8", "avx_ne_convert"})),
+}
+"""With which instructions (any of the sets, in Linux' words) oneDNN computes in a type."""
 
 
 def read_cpus(text: str) -> list[int]:
@@ -26,3 +41,22 @@ def deal_cpus(cpus: Sequence[int], shares: int) -> list[list[int]]:
     """Deal processors out evenly. With fewer processors than shares, neighbours have the same."""
     bounds = [number * len(cpus) // shares for number in range(shares + 1)]
     return [list(cpus[start:end]) or [cpus[start]] for start, end in pairwise(bounds)]
+
+
+def packs(dtype: str, cpuinfo: Path = CPUINFO) -> bool:
+    """Whether engines on this machine's CPU pack weights of a type for their products: True only
+    if it is certain, by what the system says of its instructions."""
+    if platform.machine() != "x86_64":
+        return False
+    flags = _flags(cpuinfo)
+    return any(needed <= flags for needed in _PACKED_WITH.get(dtype, ()))
+
+
+def _flags(cpuinfo: Path) -> frozenset[str]:
+    """Instructions that the first processor has."""
+    try:
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(found.partition(":")[2].split())

@@ -22,12 +22,12 @@ import httpx
 import msgspec
 
 from appliance.adminsocket import UNIX, admin_path
-from appliance.catalog import CatalogEntry, read_checkpoint
+from appliance.catalog import CatalogEntry
 from appliance.checksums import SUMS, read_sums
-from appliance.config import Config, Model
+from appliance.config import Config, Devices, Model
 from appliance.configchecks import warnings
 from appliance.configfile import load_config
-from appliance.configsizes import uncached
+from appliance.configsizes import read_model, uncached
 from appliance.engines.protocol import Verdict
 from appliance.errors import CheckpointError, ConfigError, Problem
 from appliance.memory import mapping
@@ -87,7 +87,7 @@ def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
         return
     entries = []
     for model in config.models:
-        entry, finding = check_checkpoint(model, verify=verify)
+        entry, finding = check_checkpoint(model, config.devices, verify=verify)
         yield finding
         if entry is not None:
             entries.append(entry)
@@ -175,11 +175,13 @@ def check_configuration(path: Path) -> tuple[Config | None, list[Finding]]:
     return config, [ok(what, f"{path}, models: {len(config.models)}"), *found]
 
 
-def check_checkpoint(model: Model, *, verify: bool) -> tuple[CatalogEntry | None, Finding]:
+def check_checkpoint(
+    model: Model, devices: Devices, *, verify: bool
+) -> tuple[CatalogEntry | None, Finding]:
     """Whether the checkpoint's headers can be read; if `verify`, its files against their sums."""
     what, path = f"checkpoint {model.name}", Path(model.path)
     try:
-        entry = read_checkpoint(model.name, path, model.dtype)
+        entry = read_model(model, devices)
         if not (path / "tokenizer.json").is_file():
             return entry, fail(what, f"{path} has no tokenizer.json", "add the model's tokenizer")
         found = f"{human(entry.weight_bytes)} of weights"

@@ -37,7 +37,7 @@ from appliance.api.settings import (
 from appliance.catalog import read_checkpoint
 from appliance.config import Config, Model, PolicyTable, Section, fields
 from appliance.configfile import load_config
-from appliance.configsizes import kv_floor_slabs
+from appliance.configsizes import kv_floor_slabs, read_model
 from appliance.daemon import Daemon
 from appliance.dropins import directory, read_layers
 from appliance.errors import CheckpointError, ConfigError, Problem, PullError
@@ -449,7 +449,7 @@ def _described(
 ) -> tuple[list[ServedModel], int]:
     """These models as the daemon serves them, and the slabs of the host tier that KV needs with all
     that were read. Raises `ConfigError`, which names `file`, and `CheckpointError`."""
-    entries = [read_checkpoint(model.name, Path(model.path), model.dtype) for model in found.models]
+    entries = [read_model(model, found.devices) for model in found.models]
     described = []
     for model, entry in zip(found.models, entries, strict=True):
         if model.name not in names:

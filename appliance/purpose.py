@@ -59,9 +59,8 @@ def read_purpose(path: Path, asked: AskedTask = "auto") -> Purpose:
 
     Raises `CheckpointError` for what it cannot be for, or not here.
     """
-    config = _read(path / "config.json", dict)
-    modules = _read(path / "modules.json", list) if (path / "modules.json").exists() else []
-    architecture = str((config.get("architectures") or ["unknown"])[0])
+    config, modules = _files(path)
+    architecture = _architecture(config)
     task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
     if task is Task.GENERATE:
         return Purpose()
@@ -80,6 +79,27 @@ def read_purpose(path: Path, asked: AskedTask = "auto") -> Purpose:
         dimensions=int(config.get("embedding_size") or config.get("hidden_size") or 0),
         cuts=tuple(cuts or ()) if cuts or config.get("is_matryoshka") else None,
     )
+
+
+def read_task(path: Path, asked: AskedTask = "auto") -> Task:
+    """The task of that purpose, whether or not it can be done here.
+
+    Raises `CheckpointError` for files that cannot be read.
+    """
+    if asked != "auto":
+        return Task(asked)
+    config, modules = _files(path)
+    return _own_task(_architecture(config), modules)
+
+
+def _files(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """config.json, and modules.json if there is one."""
+    config = _read(path / "config.json", dict)
+    return config, _read(path / "modules.json", list) if (path / "modules.json").exists() else []
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return str((config.get("architectures") or ["unknown"])[0])
 
 
 def _own_task(architecture: str, modules: list[Any]) -> Task:

@@ -26,10 +26,9 @@ from appliance.api.connections import Connection
 from appliance.api.operators import protocol_for
 from appliance.api.service import Service
 from appliance.api.settings import Settings
-from appliance.catalog import read_checkpoint
 from appliance.config import Config
 from appliance.configchecks import warnings
-from appliance.configsizes import kv_floor_slabs, uncached
+from appliance.configsizes import kv_floor_slabs, read_model, uncached
 from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon import Daemon, Limits
 from appliance.errors import ApplianceError
@@ -103,7 +102,7 @@ def make_daemon(config: Config) -> Daemon:
     Raises `PolicyError`, `CheckpointError`, `TokenizerError` or `OSError` for what cannot be had.
     """
     devices = config.devices
-    entries = [read_checkpoint(m.name, Path(m.path), m.dtype) for m in config.models]
+    entries = [read_model(model, devices) for model in config.models]
     models = [
         served_model(model, entry) for model, entry in zip(config.models, entries, strict=True)
     ]

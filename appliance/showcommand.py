@@ -57,7 +57,8 @@ def _whereabouts(found: dict[str, Any]) -> list[tuple[str, str]]:
     requests = f"{found['running']} running, {found['waiting']} waiting"
     if found["draining"]:
         requests += "; takes no new ones"
-    return [("state", found["state"]), ("residency", places or "nowhere"), ("requests", requests)]
+    state = ": ".join([found["state"], *(found["failure"] or "").splitlines()[:1]])
+    return [("state", state), ("residency", places or "nowhere"), ("requests", requests)]
 
 
 def _count(number: int) -> str:

@@ -147,6 +147,9 @@ def _show(found: dict[str, Any]) -> None:
     for row in status["instances"]:
         if reason := row.get("quarantine"):
             click.echo(f"instance {row['instance']} is quarantined: {reason}")
+    for row in status["models"]:
+        if reason := row.get("failure"):
+            click.echo(f"{row['model']} failed: {reason.splitlines()[0]}")
     click.echo()
     instances = [
         [

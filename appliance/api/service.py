@@ -378,6 +378,8 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelName
     state: str
+    failure: str | None = None
+    """Of one that failed: why, as its requests hear it."""
     residency: dict[str, str] = {}
     running: int = 0
     waiting: int = 0

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from appliance.catalog import read_checkpoint
+from appliance.config import Devices
+from appliance.configsizes import least
 from appliance.engines.protocol import Produced, Sampling
 from appliance.errors import CheckpointError
 from appliance.memory import mapping
@@ -22,6 +25,7 @@ from appliance.memory.pieces import process_cpus
 from appliance.memory.safetensors import read_header
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.weights import Image
+from appliance.units import Bytes, Memory
 from tests.engine.house import MODELS, SLAB, House, make_house, sequence
 from tests.patience import PATIENCE_SECONDS
 
@@ -172,6 +176,23 @@ def test_a_recipe_writes_what_the_loader_would(
         assert found == wanted.numpy().tobytes(), tensor.name
     # And the parameters themselves were not touched.
     assert all((parameter == 77).all() for parameter in model.parameters())
+
+
+def test_no_model_takes_less_than_is_known_before(
+    house: House, checkpoints: dict[str, str]
+) -> None:
+    """What a configuration refuses for its size, no engine could have served; and there is hardly
+    more to it than that."""
+    devices = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+    for name, path in checkpoints.items():
+        engine = house.engines[name]
+        entry = read_checkpoint(name, Path(path), MODELS[name][1])
+
+        known = least(entry, 1000, devices)
+
+        assert known.kv == engine.kv.slabs(engine.kv.blocks(1000))
+        assert known.weights <= engine.weight_slabs <= known.weights + 1
+        assert entry.weight_bytes <= engine._weights.layout.nbytes
 
 
 def test_tied_parameters_are_stored_once(tmp_path: Path) -> None:
@@ -411,6 +432,8 @@ def test_a_head_beside_the_embedding_counts(own: Any, checkpoints: dict[str, str
     )  # fmt: skip
     house.engines["untied"] = engine
     house.images["untied"] = house.places(engine.host_slabs, SLAB)
+    entry = read_checkpoint("untied", untied.parent, "float32")
+    assert 0 <= engine._weights.layout.nbytes - entry.weight_bytes < SLAB
     engine.store_weights(house.images["untied"], fill=True)
     expected = expected_image(engine, str(untied.parent), "float32")
     assert image_of(house, "untied") == expected

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from appliance.cpus import packs
 from appliance.engines.protocol import Sampling
 from appliance.memory.arena import Arena
 from appliance.memory.vmm_host import HostVmm
@@ -212,6 +213,16 @@ def test_every_linear_layer_is_packed(house: House) -> None:
         # Nothing that reads rows could take packed bytes for some.
         assert all(model.get_submodule(name).weight.ndim == 1 for name in linears)
         assert model.model.embed_tokens.weight.ndim == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_packed_is_known_without_an_engine(dtype: str) -> None:
+    """A tied head is counted twice where `packs` is certain, and it never is in vain."""
+    import torch
+
+    from appliance.engines.vllm import packed
+
+    assert not packs(dtype) or packed.supports(getattr(torch, dtype))
 
 
 def test_other_cpus_compute_with_plain_weights(

@@ -15,6 +15,7 @@ import pytest
 
 from appliance import wire
 from appliance.api.pooled import cosine
+from appliance.catalog import read_checkpoint
 from appliance.engines.protocol import NO_TOKEN, Pooling, Produced, Sampling, SequenceSpec
 from appliance.tokens import Tokenizer
 from appliance.vocabulary import FinishReason, PrefillDone, RunPrefill, RunTurn, Task
@@ -194,6 +195,15 @@ def pool(engine: Any, prompt: tuple[int, ...], pooling: Pooling | None = None) -
     values = vector(engine.prefill("r", PLENTY))
     assert not engine.knows("r")
     return values
+
+
+def test_what_has_no_head_takes_no_room_for_one(pooled: House, paths: dict[str, str]) -> None:
+    """Nor is one counted before there is an engine, though a checkpoint may have it."""
+    for name, path in paths.items():
+        task = TASKS.get(name, Task.GENERATE).value
+        entry = read_checkpoint(name, Path(path), "float32", task)
+        over = pooled.engines[name]._weights.layout.nbytes - entry.weight_bytes
+        assert 0 <= over < 128 * VOCAB * 4  # a head
 
 
 @pytest.mark.parametrize("name", list(TASKS))

@@ -14,12 +14,14 @@ import httpx
 import msgspec
 import ollama
 import pytest
+from click.testing import CliRunner
 
 from appliance import deletions, wire
 from appliance.api.app import create_app
 from appliance.api.auth import scope_of
 from appliance.api.catalogue import NewModel
 from appliance.api.service import GenerationFailed
+from appliance.cli import cli
 from appliance.config import Model, fields
 from appliance.configfile import load_config
 from appliance.dropins import directory
@@ -31,6 +33,7 @@ from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.fake_service import byte_level_encoder
+from tests.unit.instance_double import ModelDouble
 from tests.unit.serving import Call, commanded, served, unserved
 
 Make = Callable[..., Path]
@@ -203,6 +206,70 @@ async def test_what_cannot_be_served_is_refused(
     assert (answer.status_code, message in answer.text) == (status, True), answer.text
     assert len(box.daemon.models()) == 2
     assert not (directory(path) / ADMIN_FILE).exists()
+
+
+async def test_what_can_never_fit_is_refused(
+    box: Box, client: httpx.AsyncClient, call: Call, path: Path, fake_checkpoint: Make
+) -> None:
+    """In the words of `appliance config check`, whichever way it comes, with what would fit."""
+    long = fake_checkpoint("long", max_position_embeddings=1 << 17, num_hidden_layers=8)
+    byte_level_encoder().save(str(long / "tokenizer.json"))
+    body = {"name": "long", "path": "long", "max_context": 8000}
+
+    added = await client.post("/api/models", json=body)
+    unsaid = await client.post("/api/models", json={"name": "long", "path": "long"})
+    linked = await call("pull", str(long), "--link", "--max-context", "8000")
+    pulled = await client.post("/api/pull", json={"model": str(long), "stream": False})
+    drop_in = directory(path) / ADMIN_FILE
+    written = drop_in.exists()
+    table = f'[[model]]\nname = "long"\npath = "{long}"\nmax_context = 8000\n'
+    drop_in.parent.mkdir(exist_ok=True)
+    (drop_in.parent / "60-mine.toml").write_text(table, encoding="utf-8")
+    reloaded = await client.post("/api/config/reload")
+    checked = await asyncio.to_thread(CliRunner().invoke, cli, ["config", "check", str(path)])
+
+    words = (
+        "long needs 512KiB for its weights and 8MiB for the KV cache of one request, in slabs of "
+        "64KiB: more than devices.memory (8MiB) has; set devices.memory to 8.5MiB or more, a "
+        "smaller devices.slab, or max_context to 7680 or less"
+    )
+    for answer in (added, unsaid, reloaded):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "config")
+        assert answer.json()["error"]["message"].endswith(words)
+    assert (pulled.status_code, words in pulled.json()["error"]) == (422, True)
+    for command in (linked, checked):
+        assert (command.exit_code, words in command.stderr) == (2, True), command.output
+    assert not written
+    assert [card.id for card in box.daemon.models()] == ["a", "b"]
+    (drop_in.parent / "60-mine.toml").unlink()
+    fits = await client.post("/api/models", json=body | {"max_context": 7680})
+    assert fits.status_code == 200, fits.text
+
+
+async def test_what_only_its_engine_knows_not_to_fit_fails_by_name(
+    box: Box, client: httpx.AsyncClient, call: Call
+) -> None:
+    """Requests hear why, and so does everybody who looks."""
+    box.world.models["new"] = ModelDouble(5, small("n")["n"].kv)
+    body = {"name": "new", "path": "new", "max_context": 512}
+    assert (await client.post("/api/models", json=body)).json()["failure"] is None
+
+    box.settle()
+    model = (await client.get("/api/models/new")).json()
+    asked = await client.post("/v1/completions", json={"model": "new", "prompt": "x"})
+    shown = await call("show", "new")
+    page = await call("top", "--once")
+
+    why = "its weights and the KV of one request at max_context need 21 slabs, the pool has 20"
+    told = f"{why}: raise devices.memory or lower max_context"
+    assert (model["state"], model["failure"]) == ("failed", told)
+    assert (asked.status_code, asked.json()["error"]["code"]) == (500, "model_failed")
+    assert asked.json()["error"]["message"] == told
+    assert f"state         failed: {told}\n" in shown.stdout
+    assert f"new failed: {told}\n" in page.stdout
+    await client.delete("/api/models/new")
+    box.settle()
+    assert (await client.get("/api/models/new")).status_code == 404
 
 
 def test_every_key_can_be_given() -> None:

@@ -1,11 +1,14 @@
-"""Lists of processors, and who gets which."""
+"""Lists of processors, who gets which, and what they pack."""
 
 from __future__ import annotations
+
+import platform
+from pathlib import Path
 
 import pytest
 
 from appliance import wire
-from appliance.cpus import deal_cpus, read_cpus, show_cpus
+from appliance.cpus import deal_cpus, packs, read_cpus, show_cpus
 from appliance.orders import Seat, seats
 from appliance.serve import share_cpus
 
@@ -71,3 +74,29 @@ def configuration(cpus: str, ranks: int) -> wire.Configure:
         models=[],
         ranks=ranks,
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "packed"),
+    [
+        ("sse2 avx2", ["float32"]),
+        ("avx512f avx512bw avx512vl avx512dq", ["float32", "bfloat16"]),
+        ("avx512f avx512bw avx512vl avx512dq avx512_fp16", ["float32", "bfloat16", "float16"]),
+        ("avx2 avx_vnni_int8 avx_ne_convert", ["float32", "bfloat16", "float16"]),
+    ],
+)
+def test_packing_needs_instructions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, packed: list[str]
+) -> None:
+    """For each type its own, which the system lists; elsewhere nothing is packed."""
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: x\n")
+
+    def found(cpuinfo: Path) -> list[str]:
+        return [name for name in ("float32", "bfloat16", "float16", "int8") if packs(name, cpuinfo)]
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert found(file) == packed
+    assert found(tmp_path / "nothing") == ["float32"]
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert found(file) == []

@@ -251,7 +251,7 @@ def test_checksums_are_compared_when_asked_for(make_file: Make, fake_checkpoint:
     config = load_config(make_file())
 
     def check(verify: bool) -> Finding:
-        return doctor.check_checkpoint(config.models[0], verify=verify)[1]
+        return doctor.check_checkpoint(config.models[0], config.devices, verify=verify)[1]
 
     assert check(True).finding == "512KiB of weights, no SHA256SUMS to compare with"
     (path / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n", encoding="utf-8")
