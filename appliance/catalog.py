@@ -13,7 +13,7 @@ from typing import Any, Final
 from appliance.cpus import packs
 from appliance.errors import CheckpointError
 from appliance.memory.safetensors import TensorEntry, read_header, weight_files
-from appliance.purpose import AskedTask, read_task
+from appliance.purpose import AskedTask, read_architecture, read_task
 from appliance.vocabulary import Task
 
 BYTES_PER_ELEMENT: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -92,11 +92,10 @@ def read_checkpoint(
         weight_bytes -= tensor_bytes(heads_stored, resolved)
     elif config.get("tie_word_embeddings") and not heads_stored and not cuda and packs(resolved):
         weight_bytes += vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
-    architectures = config.get("architectures") or ["unknown"]
     return CatalogEntry(
         name=name,
         path=path,
-        architecture=str(architectures[0]),
+        architecture=read_architecture(config, path),
         dtype=resolved,
         layers=layers,
         hidden=hidden,

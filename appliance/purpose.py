@@ -4,6 +4,7 @@ vectors are. Read from the small files beside the weights, as vLLM reads them.""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -60,7 +61,7 @@ def read_purpose(path: Path, asked: AskedTask = "auto") -> Purpose:
     Raises `CheckpointError` for what it cannot be for, or not here.
     """
     config, modules = _files(path)
-    architecture = _architecture(config)
+    architecture = read_architecture(config, path)
     task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
     if task is Task.GENERATE:
         return Purpose()
@@ -89,17 +90,28 @@ def read_task(path: Path, asked: AskedTask = "auto") -> Task:
     if asked != "auto":
         return Task(asked)
     config, modules = _files(path)
-    return _own_task(_architecture(config), modules)
+    return _own_task(read_architecture(config, path), modules)
 
 
 def _files(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """config.json, and modules.json if there is one."""
     config = _read(path / "config.json", dict)
-    return config, _read(path / "modules.json", list) if (path / "modules.json").exists() else []
+    beside = path / "modules.json"
+    modules = _read(beside, list) if beside.exists() else []
+    if not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError(f"{beside} is not a list of JSON objects")
+    return config, modules
 
 
-def _architecture(config: dict[str, Any]) -> str:
-    return str((config.get("architectures") or ["unknown"])[0])
+def read_architecture(config: Mapping[str, Any], path: Path) -> str:
+    """What the ``config.json`` of the checkpoint in `path` calls its architecture.
+
+    Raises `CheckpointError` for what is no list of names.
+    """
+    names = config.get("architectures") or ["unknown"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise CheckpointError(f"{path}/config.json: architectures is not a list of names")
+    return names[0]
 
 
 def _own_task(architecture: str, modules: list[Any]) -> Task:

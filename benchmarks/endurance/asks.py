@@ -141,6 +141,8 @@ def _chat(truth: Truth, dice: random.Random, *, stream: bool | None = None) -> A
         stream = _streams(dice)
         n = dice.choice((1, 1, 1, 1, 1, 2))
     body |= {"max_tokens": tokens, "temperature": 0, "return_token_ids": True, "n": n}
+    if dice.random() < 0.2:
+        body |= {"logprobs": True, "top_logprobs": 5}
     said = truth.said(tokens, stop)
     return Ask(
         "chat", "/v1/chat/completions", "chatcmpl-", body | {"stream": stream}, n, (said,) * n

@@ -24,8 +24,8 @@ task = "embed"
 
 def test_a_busy_while(checkpoints: Path, expected: dict[Chat, list[int]]) -> None:
     """Forty connections in all dialects, clients that leave or do not read for a while, an operator
-    who cancels, workers that are killed and another policy: every answer is what it is undisturbed, and the log, the journal
-    and the ledgers agree with what clients saw."""
+    who cancels, workers that are killed and another policy: every answer is what it is undisturbed,
+    and the log, the journal and the ledgers agree with what clients saw."""
     plan = Plan(
         seconds=SECONDS,
         connections=40,

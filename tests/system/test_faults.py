@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import resource
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -76,6 +78,11 @@ class Box:
         assert answer.status_code == 500
         error: dict[str, str] = answer.json()["error"]
         return error
+
+    def phases(self) -> list[str]:
+        """Where requests are on their way."""
+        answer = httpx.get(f"{self.url}/api/requests", timeout=PATIENCE_SECONDS).raise_for_status()
+        return [request["phase"] for request in answer.json()["requests"]]
 
     def state(self, model: str) -> str:
         status = (
@@ -150,6 +157,31 @@ def test_memory_for_a_part_of_the_requests(box: Box) -> None:
     for model in (CACHED, PLAIN):
         assert metrics["appliance_kv_swapped_bytes_total", model] > 0, "the pool was too small"
         assert metrics["appliance_prefills_total", model] == len(chats) / 2, "nothing is recomputed"
+
+
+def test_who_does_not_read(box: Box) -> None:
+    """Makes room for others, which are served, and gets the rest of the same answer later."""
+    body = {"model": PLAIN, "prompt": "It was a long winter", "max_tokens": 250, "logprobs": 5}
+    body |= {"temperature": 0, "ignore_eos": True}
+    whole = httpx.post(f"{box.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS).json()
+    url = httpx.URL(box.url)
+    with socket.socket() as plug:
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plug.settimeout(PATIENCE_SECONDS)
+        plug.connect((url.host, url.port))
+        asked = json.dumps(body | {"stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(asked)}\r\n"
+        plug.sendall(f"{head}Host: localhost\r\n\r\n".encode() + asked)
+        assert plug.recv(12).endswith(b" 200")
+        _until(lambda: box.phases() == ["held"])
+        assert box.serves(CACHED)
+        assert box.serves(PLAIN)
+        assert box.phases() == ["held"]
+        with plug.makefile("rb") as answer:
+            events = [line[6:] for line in answer if line.startswith(b"data: {")]
+
+    said = "".join(choice["text"] for e in events for choice in json.loads(e)["choices"])
+    assert said == whole["choices"][0]["text"]
 
 
 def test_wrong_checksum(box: Box) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from appliance.catalog import read_checkpoint
 from appliance.configfile import load_config
 from appliance.errors import CheckpointError, ConfigError
 from appliance.purpose import Purpose, read_purpose
@@ -113,6 +114,18 @@ def test_damage_is_named(fake_checkpoint: Make) -> None:
     (path / "modules.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"modules\.json cannot be read"):
         read_purpose(path)
+    (path / "modules.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"modules\.json is not a list of JSON objects"):
+        read_purpose(path)
+
+
+@pytest.mark.parametrize("names", [7, "Llama", {"a": 1}, [None]])
+def test_architectures_that_are_none(fake_checkpoint: Make, names: object) -> None:
+    """Are named by whoever reads them."""
+    path = fake_checkpoint(architectures=names)
+    for read in (read_purpose, lambda path: read_checkpoint("a", path)):
+        with pytest.raises(CheckpointError, match=r"architectures is not a list of names"):
+            read(path)
 
 
 def test_a_configuration_is_checked(fake_checkpoint: Make, tmp_path: Path) -> None:
