@@ -95,6 +95,10 @@ class RequestStream:
         began = self.arrived + self.excused
         return began + self.slo.ttft_seconds + len(self.output) * self.slo.tbt_seconds
 
+    def decode_seconds(self) -> float:
+        """From the first token to the newest, without what is excused; 0 before the first."""
+        return 0.0 if self.first is None else self.newest - self.first - self.excused
+
     def push(self, produced: Produced) -> None:
         """A token came."""
         if self._ended:

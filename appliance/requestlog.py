@@ -43,7 +43,7 @@ def log_request(
     if stream.first is not None:
         fields["ttft_seconds"] = _short(stream.first - stream.arrived)
     if stream.first is not None and tokens > 1:
-        fields["mean_tbt_seconds"] = _short((stream.newest - stream.first) / (tokens - 1))
+        fields["mean_tbt_seconds"] = _short(stream.decode_seconds() / (tokens - 1))
     fields["late_tokens"] = stream.late
     fields["preemptions"] = times.preemptions
     fields["instances"] = times.instances

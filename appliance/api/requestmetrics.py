@@ -99,7 +99,7 @@ class RequestMetrics:
         if stream.first is None:
             return
         request, tokens, model = stream.request, len(stream.output), stream.request.model
-        decode = stream.newest - stream.first
+        decode = stream.decode_seconds()
         self._queue.labels(model).observe(times.queue_seconds)
         self._load.labels(model).observe(times.load_seconds)
         self._prefill.labels(model).observe(times.prefill_seconds)

@@ -152,8 +152,13 @@ class RequestState:
         self._changed()
 
     def excuse(self, now: float) -> None:
-        """It is held no longer."""
-        self.excused += now - self.held
+        """It is held no longer. As if what it has had come so much later, so that neither what is
+        due nor the pace of its tokens knows of the pause."""
+        pause = now - self.held
+        self.excused += pause
+        self.first_token += pause
+        self.newest_token += pause
+        self.view = None
         self._count()
 
     def _changed(self) -> None:

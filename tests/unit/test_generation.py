@@ -172,6 +172,9 @@ def test_who_reads_is_told_when_it_changes() -> None:
     stream.reader(reads=True)
     assert heard == [("r", False), ("r", True)]
     assert (stream.due(), stream.newest) == (22.5, 30.0)
+    assert stream.decode_seconds() == 0.0
+    stream.first = 12.0
+    assert stream.decode_seconds() == 8.0
     stream.end()
     stream.reader(reads=False)
     assert len(heard) == 2

@@ -116,7 +116,7 @@ def test_between_turns() -> None:
 
 
 def test_tokens_that_nobody_read_are_not_late() -> None:
-    """What is due, is due so much later."""
+    """What is due, is due so much later, and its pace is as if there had been no pause."""
     floor = ready()
     floor.ask("r", "a", output=60)
     until(floor, "r", Stage.RUNNING)
@@ -131,6 +131,9 @@ def test_tokens_that_nobody_read_are_not_late() -> None:
     assert request.next_due == due + floor.now - since
     assert request.next_due > floor.now + SLO.tbt_seconds
     assert floor.machine.oldest_progress() == floor.now
+    made = request.generated
+    floor.work_until(0, lambda: request.generated > made)
+    assert request.newest_token - request.first_token < 100.0
 
 
 def test_it_is_said_once() -> None:
