@@ -74,6 +74,7 @@ def main() -> int:
         policy_every=120.0,
         cancel_every=2.0,
         sample_every=10.0,
+        nap_seconds=45.0,  # a client that takes nothing for a minute is given up
         batches=3,
         policies=[
             p.name for p in installed() if p.shipped and not p.lab_only and p.name != PARTIAL

@@ -59,7 +59,16 @@ class Tally:
 class Client:
     """One connection, used again and again until it is told to stop."""
 
-    def __init__(self, connection: Connection, book: Book, tally: Tally, dice: random.Random):
+    def __init__(
+        self,
+        connection: Connection,
+        book: Book,
+        tally: Tally,
+        dice: random.Random,
+        nap_seconds: float,
+    ) -> None:
+        """It does not read for `nap_seconds`, or a tenth of that, now and then."""
+        self._nap_seconds = nap_seconds
         self._connection = connection
         self._book = book
         self._tally = tally
@@ -111,7 +120,7 @@ class Client:
             heard.whole(await reply.body())
             return self._whole(ask, heard)
         leave_after = self._dice.randrange(1, 60) if fate == "mid-stream" else None
-        nap = self._dice.choice((1.0, 5.0)) if fate == "nap" else 0.0
+        nap = self._nap_seconds * self._dice.choice((0.1, 1.0)) if fate == "nap" else 0.0
         async for data in reply.pieces():
             await asyncio.sleep(nap)
             nap = 0.0

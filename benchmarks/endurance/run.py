@@ -45,6 +45,7 @@ class Plan:
     policy_every: float
     cancel_every: float
     sample_every: float
+    nap_seconds: float
     batches: int
     policies: Sequence[str]
 
@@ -116,6 +117,7 @@ async def _live(plan: Plan, watch: Watch, book: Book, life: Life) -> None:
             book,
             life.tally,
             random.Random(f"{plan.seed} client {i}"),
+            plan.nap_seconds,
         )
         for i in range(plan.connections)
     ]

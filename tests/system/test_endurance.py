@@ -34,6 +34,7 @@ def test_a_busy_while(checkpoints: Path, expected: dict[Chat, list[int]]) -> Non
         policy_every=SECONDS / 1.5,
         cancel_every=1.0,
         sample_every=5.0,
+        nap_seconds=5.0,
         batches=1,
         policies=["aegaeon"],
     )
