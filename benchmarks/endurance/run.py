@@ -28,7 +28,7 @@ from benchmarks.endurance.connection import Connection, ask_json
 from benchmarks.endurance.disturbances import Disturbances
 from benchmarks.endurance.watch import Watch
 
-NARROW_EVERY = 3
+NARROW_EVERY = 2
 """Clients of which one has little room for what it does not read."""
 SETTLE_SECONDS = 600.0
 """How long workers may take to be up again, and batches to end, when the load is over."""
