@@ -25,7 +25,9 @@ _CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
 """What checkpoints call the output head."""
 _LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
-_LEFT_OUT: Final = re.compile(r"(^|[._])mtp[._]|\.rotary_emb\.inv_freq$")
+_LEFT_OUT: Final = re.compile(
+    r"(^|[._])mtp[._]|\.rotary_(pos_emb\.inv_freq|emb\.(inv_freq|cos_cached|sin_cached))$"
+)
 """Tensors that engines have no use for: layers that guess further tokens, which follow the others
 or are called so, and what is computed from config.json."""
 
@@ -69,8 +71,8 @@ def read_checkpoint(
 
     `dtype` "auto" is the stored type, but bfloat16 for float32. The weights are without tensors
     that an engine leaves out, such as the output head of a model that embeds or scores. A head
-    that is tied to the embedding is counted twice where the CPU packs weights (rows for one,
-    packed for the other), unless the files have a head of its own.
+    that is tied to the embedding is the embedding, whether the files have it or not, but where the
+    CPU packs weights: rows for one, packed for the other.
 
     Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
     missing or damaged, or says something that cannot be served.
@@ -88,9 +90,10 @@ def read_checkpoint(
     kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)
-    if read_task(path, task) is not Task.GENERATE:
+    generates, tied = read_task(path, task) is Task.GENERATE, config.get("tie_word_embeddings")
+    if tied or not generates:
         weight_bytes -= tensor_bytes(heads_stored, resolved)
-    elif config.get("tie_word_embeddings") and not heads_stored and not cuda and packs(resolved):
+    if tied and generates and not cuda and packs(resolved):
         weight_bytes += vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
     return CatalogEntry(
         name=name,

@@ -793,6 +793,9 @@ class Daemon:
 
     def _measure(self, stream: RequestStream, now: float, tokens: int) -> None:
         model = stream.request.model
+        state = self.machine.requests.get(stream.id)
+        if state is not None and state.excused > stream.excused:
+            stream.excuse(state.excused - stream.excused)
         pace, late = self._paces[model], now > stream.due()
         pace.token(now, tokens, late=late)
         stream.late += tokens * late
@@ -836,15 +839,10 @@ class Daemon:
             self._tell(RequestCancelled(request=request))
 
     def _on_reader(self, request: RequestId, reads: bool) -> None:
-        stream = self._streams.get(request)
-        if stream is None:
+        if request not in self._streams:
             return
-        if reads:
-            stream.went_on(self._clock())
-            self._tell(ReaderWentOn(request=request))
-        else:
-            stream.stalled(self._clock())
-            self._tell(ReaderStalled(request=request))
+        self._times.reader(request, reads=reads)
+        self._tell(ReaderWentOn(request=request) if reads else ReaderStalled(request=request))
 
     # --- performing commands ---------------------------------------------------------------------
 

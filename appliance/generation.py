@@ -34,17 +34,16 @@ class RequestStream:
         self.first: float | None = None
         """When the first token came."""
         self.newest = arrived
-        """When the last token came, or the request."""
+        """When the last token came, or the request; later by what was excused since."""
         self.late = 0
         """Tokens that came after they were due."""
         self.times: RequestTimes | None = None
         """What its time went to; known when it is over."""
         self.output: list[int] = []
         self.cancel_reason = FinishReason.CANCELLED
-        self.unread_since: float | None = None
-        """Since when its client takes nothing, if it does not."""
         self.excused = 0.0
-        """Seconds that it took nothing: its tokens are due so much later."""
+        """Seconds that it was held for its client: its tokens are due so much later."""
+        self._reads = True
         self._on_cancel = on_cancel
         self._on_reader = on_reader
         self._pending: list[Produced] = []
@@ -76,19 +75,14 @@ class RequestStream:
             self._on_cancel(self.id)
 
     def reader(self, *, reads: bool) -> None:
-        if not self._ended and reads == (self.unread_since is not None):
+        if not self._ended and reads is not self._reads:
+            self._reads = reads
             self._on_reader(self.id, reads)
 
-    def stalled(self, now: float) -> None:
-        """Its client takes nothing from now on."""
-        self.unread_since = now
-
-    def went_on(self, now: float) -> None:
-        """Its client reads again. What it did not read in time was late for no fault of ours."""
-        assert self.unread_since is not None, "it had stalled"
-        self.excused += now - self.unread_since
-        self.unread_since = None
-        self.newest = now
+    def excuse(self, seconds: float) -> None:
+        """It was held for so long since its newest token, which is as if it had come later."""
+        self.excused += seconds
+        self.newest += seconds
 
     def due(self) -> float:
         """When its next token is due: token k at arrival + TTFT + k * TBT, and what is excused."""

@@ -41,6 +41,8 @@ class _Record:
     seconds: list[float] = field(default_factory=lambda: [0.0] * 5)
     instances: list[InstanceId] = field(default_factory=list)
     preemptions: int = 0
+    reads: bool = True
+    """Whether its client takes what is made."""
     stretches: list[Stretch] = field(default_factory=list)
 
 
@@ -82,6 +84,11 @@ class Timekeeper:
             instances=tuple(record.instances),
             stretches=tuple(record.stretches),
         )
+
+    def reader(self, request: RequestId, *, reads: bool) -> None:
+        """Its client takes nothing, or takes what is made again. What waits for that counts as
+        preempted, but was stopped by nobody."""
+        self._records[request].reads = reads
 
     def lost(self, instance: InstanceId, now: float) -> None:
         """A worker died; what it did is to be done again."""
@@ -133,7 +140,7 @@ class Timekeeper:
         paused = self._paused.pop(instance, None)
         for request in () if paused is None else paused.requests:
             record = self._records.get(request)
-            if record is not None and record.phase == PREEMPTED:
+            if record is not None and record.phase == PREEMPTED and record.reads:
                 record.preemptions += 1
 
     # --- reports ---------------------------------------------------------------------------------

@@ -112,6 +112,8 @@ class Choices:
         self._unfinished = len(generations)
         self._ready: dict[int, list[Produced]] = {}
         self._failure: Exception | None = None
+        self._looking = False
+        """Whether somebody wants pieces, or waits for what they mean: then nobody is behind."""
         self._news = asyncio.Event()
         self._readers: list[asyncio.Task[None]] = []
         self._reader = None if plan.interpretation is None else ToolReader(plan)
@@ -187,6 +189,13 @@ class Choices:
 
         Raises `GenerationFailed` when the appliance gave one of the choices up.
         """
+        self._looking = True
+        try:
+            return await self._pieces(wait_seconds)
+        finally:
+            self._looking = False
+
+    async def _pieces(self, wait_seconds: float | None) -> list[Piece]:
         await self._wait(wait_seconds)
         if self._failure is not None:
             if not self._ready:
@@ -230,7 +239,7 @@ class Choices:
                 ready = self._ready.setdefault(index, [])
                 ready.extend(batch)
                 self._news.set()
-                if len(ready) >= UNREAD_TOKENS:
+                if len(ready) >= UNREAD_TOKENS and not self._looking:
                     generation.reader(reads=False)
                 finished = finished or batch[-1].finished is not None
             if not finished and self._choices[index].finish is None:

@@ -571,7 +571,8 @@ class Machine:
             self.foreman.give_up_host(request)
         assert request.instance is not None, "who has KV on a device, or waits for one, is placed"
         self.instances[request.instance].leave(request)
-        self._held.pop(request.id, None)
+        if self._held.pop(request.id, None) is not None:
+            request.excuse(self._desk.now)
         request.instance = None
         request.to_stage(Stage.UNPLACED)
 
@@ -874,7 +875,8 @@ class Machine:
                 self._hold(request)
         instance.suspended = tuple([r.id for r in alive if r.id not in self._held])
         left = min(job.resume_seconds - event.seconds, job.last_at - self._desk.now)
-        if event.reason is TurnEnd.PREEMPTED and left > 0:
+        goes_on = event.model in instance.batches  # unless all of it is held
+        if event.reason is TurnEnd.PREEMPTED and left > 0 and goes_on:
             instance.work.appendleft(PlannedTurn(model=event.model, quota_seconds=left))
             instance.resumes = True
         self._flow(instance)

@@ -111,6 +111,8 @@ def soak(plan: Plan, place: Path) -> Result:
     result.complaints += [
         f"{name} is not flat: {said}" for name, said in result.flatness.items() if not said["flat"]
     ]
+    if not result.stalls:
+        result.complaints.append("no client was found not to read")
     result.complaints += [f"{left.name} is left behind" for left in scratch.iterdir()]
     if result.complaints:
         kept = Path(tempfile.mkdtemp(prefix="appliance-endurance-failed-", dir="/tmp"))

@@ -64,8 +64,8 @@ class Result:
     cancelled: int
     recoveries: int
     preemptions: int
-    held: int
-    """How often a request was held since its client did not read."""
+    stalls: int
+    """How often a client was found not to read."""
     switches: int
     events_replayed: int
     not_ready: int
@@ -178,7 +178,7 @@ def judge(life: Life, watch: Watch, log: Path) -> Result:
         cancelled=len(disturbances.cancelled),
         recoveries=life.total("appliance_recoveries_total"),
         preemptions=life.total("appliance_preemptions_total"),
-        held=stalls(watch.journal),
+        stalls=stalls(watch.journal),
         switches=life.total("appliance_switches_total"),
         events_replayed=events,
         not_ready=sum(not sample.ready for sample in watch.samples),

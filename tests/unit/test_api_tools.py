@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -223,3 +224,32 @@ async def test_a_chat_that_never_begins_is_not_read(
 
     assert [answer.status_code for answer in answers] == [429, 400]
     assert [interpretation.ended > 0 for interpretation in service.interpretations] == [True, True]
+
+
+async def test_who_waits_for_the_parser_reads() -> None:
+    """Tokens that come while it works are no sign of a client that takes nothing."""
+    service, begun, goes_on = FakeService(), asyncio.Event(), asyncio.Event()
+    async with openai_client(create_app(service)) as client:
+        asking = asyncio.create_task(ask(client, stream=True))
+        generation = await service.arrivals.get()
+        (interpretation,) = service.interpretations
+        hear = interpretation.hear
+
+        async def slowly(*said: Any) -> Any:
+            begun.set()
+            await goes_on.wait()
+            return await hear(*said)
+
+        interpretation.hear = slowly  # type: ignore[method-assign]
+        generation.feed(small_tokenizer().encode("so"))
+        await begun.wait()
+        await generation.drained.wait()
+        generation.drained.clear()
+        generation.feed(small_tokenizer().encode("on " * 200))
+        await generation.drained.wait()
+        goes_on.set()
+        generation.feed(small_tokenizer().encode("."), FinishReason.LENGTH)
+        said = [chunk async for chunk in await asking]
+
+    assert said[-1].choices[0].finish_reason == "length"
+    assert generation.reads == []

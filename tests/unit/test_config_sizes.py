@@ -133,9 +133,16 @@ def test_on_a_gpu_the_runtime_takes_its_part(
         ({"tie_word_embeddings": True}, {"a": 100}, {"cuda": True}, 100),
         ({"tie_word_embeddings": True}, {"a": 100}, {"task": "embed"}, 100),
         ({"tie_word_embeddings": True}, {"a": 100, "lm_head.weight": HEAD}, {}, 100 + HEAD),
+        (
+            {"tie_word_embeddings": True},
+            {"a": 100, "lm_head.weight": HEAD},
+            {"cuda": True},
+            100,
+        ),
         ({}, {"model.layers.1.w": 100, "model.layers.2.w": 30}, {}, 100),
         ({}, {"a": 100, "mtp.layers.0.w": 30, "model.mtp_layers.0.w": 30}, {}, 100),
         ({}, {"a": 100, "model.layers.0.self_attn.rotary_emb.inv_freq": 30}, {}, 100),
+        ({}, {"a": 100, "model.layers.0.self_attn.rotary_emb.cos_cached": 30}, {}, 100),
         ({}, {"prompt.weight": 100, "attention.output.weight": 7}, {"task": "embed"}, 107),
     ],
 )

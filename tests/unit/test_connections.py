@@ -333,6 +333,7 @@ async def test_who_reads_late() -> None:
         writer.write(head % (b"/v1/completions", len(body)) + body)
         generation = await service.arrivals.get()
         while not generation.reads:
+            assert made < 50_000, "it is never noticed"
             generation.feed(words)
             made += 1
             for _ in range(4):

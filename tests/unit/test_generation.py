@@ -149,32 +149,28 @@ async def test_a_client_that_was_quick_waits_again() -> None:
 
 
 def test_who_reads_is_told_when_it_changes() -> None:
-    """And of a stream that has ended nothing is. Tokens are due later by what was not read."""
+    """And of a stream that has ended nothing is."""
     heard: list[tuple[RequestId, bool]] = []
     request = SubmitRequest(id="r", model="a", prompt=(1,), sampling=Sampling(max_tokens=9))
-    slo = Slo(ttft_seconds=2.0, tbt_seconds=0.5)
-
-    def on_reader(name: RequestId, reads: bool) -> None:
-        heard.append((name, reads))
-        if reads:
-            stream.went_on(30.0)
-        else:
-            stream.stalled(20.0)
-
-    stream = RequestStream(request, 10.0, lambda _: None, on_reader, slo)
-    stream.push(token(1))
-    stream.reader(reads=True)
-    assert stream.due() == 12.5
-
-    stream.reader(reads=False)
-    stream.reader(reads=False)
-    stream.reader(reads=True)
-    stream.reader(reads=True)
-    assert heard == [("r", False), ("r", True)]
-    assert (stream.due(), stream.newest) == (22.5, 30.0)
-    assert stream.decode_seconds() == 0.0
-    stream.first = 12.0
-    assert stream.decode_seconds() == 8.0
+    stream = RequestStream(request, 10.0, lambda _: None, lambda *said: heard.append(said))
+    for reads in (True, False, False, True, True):
+        stream.reader(reads=reads)
     stream.end()
     stream.reader(reads=False)
-    assert len(heard) == 2
+
+    assert heard == [("r", False), ("r", True)]
+
+
+def test_what_is_excused_is_not_late() -> None:
+    """Tokens are due so much later, and take as long as without the pause."""
+    request = SubmitRequest(id="r", model="a", prompt=(1,), sampling=Sampling(max_tokens=9))
+    slo = Slo(ttft_seconds=2.0, tbt_seconds=0.5)
+    stream = RequestStream(request, 10.0, lambda _: None, lambda *_: None, slo)
+    stream.push(token(1))
+    assert (stream.due(), stream.decode_seconds()) == (12.5, 0.0)
+    stream.first, stream.newest = 11.0, 14.0
+
+    stream.excuse(100.0)
+
+    assert (stream.due(), stream.newest) == (112.5, 114.0)
+    assert stream.decode_seconds() == 3.0

@@ -202,3 +202,25 @@ def test_what_has_ended_is_forgotten() -> None:
     clock.arrived("r", "a", 5.0)
 
     assert phases(clock.ended("r", 6.0)) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_who_does_not_read_was_not_stopped() -> None:
+    """It waits for its client, whatever runs meanwhile; afterwards it is stopped as others are."""
+    clock = Clock()
+    for request in ("r", "s"):
+        clock.arrived(request, "a", 0.0)
+        clock.prefill(1.0, request)
+        clock.prefilled(2.0, request)
+    clock.turn(3.0, "r", "s")
+    clock.reader("r", reads=False)
+    clock.turned(4.0)
+    clock.turn(5.0, model="b")
+    clock.turned(6.0, "b")
+    clock.reader("r", reads=True)
+    clock.turn(7.0, "r", "s")
+    clock.turned(8.0)
+    clock.turn(8.0, model="b")
+    clock.turned(9.0, "b")
+
+    assert clock.ended("r", 9.0).preemptions == 1
+    assert clock.ended("s", 9.0).preemptions == 2
