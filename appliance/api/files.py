@@ -8,11 +8,11 @@ import msgspec
 from litestar import Request, delete, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
-from litestar.response import File
 from litestar.response.base import ASGIResponse
 
 from appliance.api.auth import current
 from appliance.api.batchrunner import BatchRunner
+from appliance.api.downloads import Download
 from appliance.api.errors import ApiError, BadRequest, Unsupported
 from appliance.api.jsonanswers import json_answer
 from appliance.api.paging import Page, page_of, query_of
@@ -68,13 +68,14 @@ def file_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
         return json_answer(_worded(own_file(configured(batches), id)))
 
     @get("/v1/files/{id:str}/content", operation_id="downloadFile")
-    async def content(id: FromPath[str]) -> File:
+    async def content(id: FromPath[str]) -> ASGIResponse:
         here = configured(batches)
         file = own_file(here, id)
-        path = here.files.path(file.id)
-        if not path.is_file():
-            raise _no_file(id)
-        return File(path, filename=file.filename, media_type="application/jsonl")
+        try:
+            opened = await here.disk(here.files.path(file.id).open, "rb")
+        except FileNotFoundError as error:
+            raise _no_file(id) from error
+        return Download(opened, file.filename, "application/jsonl", here.disk)
 
     @delete("/v1/files/{id:str}", status_code=200, operation_id="deleteFile")
     async def remove(id: FromPath[str]) -> ASGIResponse:

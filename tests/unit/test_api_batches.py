@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
@@ -171,6 +171,26 @@ async def test_a_file_comes_back_as_it_went_in(house: House) -> None:
             with pytest.raises(openai.NotFoundError):
                 await gone(made.id)
     assert not list((house.folder / "files").iterdir())
+
+
+async def test_a_file_that_is_deleted_while_it_is_sent(house: House) -> None:
+    """Comes whole; whoever asks for it then hears that there is none."""
+    app, content = house.app(), bytes(range(256)) * 300
+
+    async def sly(scope: Any, receive: Any, send: Any) -> None:
+        async def deleting(event: Any) -> None:
+            if event["type"] == "http.response.start" and scope["path"].endswith("/content"):
+                for file in (house.folder / "files").glob("*.jsonl"):
+                    file.unlink()
+            await send(event)
+
+        await app(scope, receive, deleting)
+
+    async with openai_client(cast(Litestar, sly)) as client:
+        made = await client.files.create(file=("a", content), purpose="batch")
+        assert (await client.files.content(made.id)).content == content
+        with pytest.raises(openai.NotFoundError):
+            await client.files.content(made.id)
 
 
 async def test_files_are_listed_in_pages(house: House) -> None:
