@@ -42,6 +42,8 @@ class Scribe:
     async def write(self, record: Record) -> None:
         """The batch has this record from now on, also after a power cut. Raises `IllegalTransition`
         for one that it cannot have any more. A record is not taken back by not waiting for it."""
+        if self._task.done():  # though whoever stopped it may not have heard so yet
+            raise IllegalTransition(f"{self._batch.id}: it is over, and then {record!r:.200}")
         written = asyncio.get_running_loop().create_future()
         self._queue.append((record, written))
         self._idle.clear()

@@ -286,7 +286,8 @@ async def _exchange(port: int, data: bytes, rng: random.Random) -> tuple[bytes, 
     finally:
         if 0.25 <= manner < 0.45:  # a reset
             connection = writer.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # it may be closed already, by the other side
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
