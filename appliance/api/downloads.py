@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import AsyncIterator
 from typing import BinaryIO, Final
 from urllib.parse import quote
 
-from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
-from appliance.api.stream import HungUp, unless_hung_up
+from appliance.api.stream import Streamed
 from appliance.batches.disk import Disk
 
 PIECE_BYTES: Final = 2**20
 
 
-class Download(ASGIResponse):
+class Download(Streamed):
     """Sends a file piece by piece, and closes it."""
-
-    _should_set_content_length = False
 
     def __init__(self, file: BinaryIO, filename: str, media_type: str, disk: Disk) -> None:
         """`filename` is what a client may call it; it is read by `disk`."""
-        super().__init__(
-            media_type=media_type,
-            headers={
-                "content-length": str(os.fstat(file.fileno()).st_size),
-                "content-disposition": f"attachment; filename*=utf-8''{quote(filename)}",
-            },
-        )
+        headers = {
+            "content-length": str(os.fstat(file.fileno()).st_size),
+            "content-disposition": f"attachment; filename*=utf-8''{quote(filename)}",
+        }
+        super().__init__(_pieces(file, disk), media_type, headers)
         self._file = file
-        self._disk = disk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self.start_response(send)
-            with suppress(HungUp):
-                await unless_hung_up(receive, self._send(send))
-        finally:
-            self._file.close()
+        with self._file:
+            await super().__call__(scope, receive, send)
 
-    async def _send(self, send: Send) -> None:
-        more = True
-        while more:
-            piece = await self._disk(self._file.read, PIECE_BYTES)
-            more = bool(piece)
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+async def _pieces(file: BinaryIO, disk: Disk) -> AsyncIterator[bytes]:
+    while piece := await disk(file.read, PIECE_BYTES):
+        yield piece

@@ -11,12 +11,11 @@ import msgspec
 from litestar import Request, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
-from litestar.types import Receive, Scope, Send
 
 from appliance.api.errors import BadRequest
 from appliance.api.jsonanswers import json_answer
 from appliance.api.service import Service
-from appliance.api.stream import HungUp, unless_hung_up
+from appliance.api.stream import AS_IT_COMES, Streamed
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -80,27 +79,8 @@ def server_sent(kind: str, data: bytes, number: int | None = None) -> bytes:
     return numbered + b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
-class Watch(ASGIResponse):
+class Watch(Streamed):
     """Sends what comes until it ends, or the client leaves."""
 
-    _should_set_content_length = False
-
     def __init__(self, source: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
-        super().__init__(
-            media_type=media_type,
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-        )
-        self._source = source
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self.start_response(send)
-            await unless_hung_up(receive, self._send(send))
-        except HungUp:
-            return
-
-    async def _send(self, send: Send) -> None:
-        async with aclosing(self._source) as source:  # type: ignore[type-var]
-            async for data in source:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        super().__init__(source, media_type, AS_IT_COMES)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
@@ -18,6 +18,9 @@ from appliance.api.timing import server_timing
 
 REQUEST_HEADER = "x-appliance-request"
 """What `/api/requests`, spans and events know an answer by: there before its first token."""
+
+AS_IT_COMES: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Headers of what nobody on the way is to keep or hold back."""
 
 _Result = TypeVar("_Result")
 
@@ -143,8 +146,8 @@ def _worded(piece: Piece, dialect: Dialect, opened: set[int]) -> bytes:
     return dialect.opening(piece.index) + dialect.chunk(piece)
 
 
-class EventStream(ASGIResponse):
-    """Sends events as they are made; cancels `choices` when the client hangs up.
+class Streamed(ASGIResponse):
+    """Sends what `source` makes as it comes, until it ends or the client hangs up.
 
     Litestar's own `Stream` leaves closing its generator to the garbage collector when it is
     cancelled while sending. Here it is closed before the response ends.
@@ -152,29 +155,33 @@ class EventStream(ASGIResponse):
 
     _should_set_content_length = False
 
-    def __init__(self, choices: Choices, source: AsyncIterator[bytes], media_type: str) -> None:
-        super().__init__(
-            media_type=media_type,
-            headers={
-                "cache-control": "no-cache",
-                "x-accel-buffering": "no",
-                REQUEST_HEADER: choices.request,
-            },
-        )
-        self._choices = choices
+    def __init__(
+        self, source: AsyncIterator[bytes], media_type: str, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(media_type=media_type, headers=dict(headers))
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with suppress(HungUp):
             await self.start_response(send)
             await unless_hung_up(receive, self._send(send))
-        except HungUp:
-            return
-        finally:
-            self._choices.cancel()  # also when the source never got to enter them
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._source) as source:  # type: ignore[type-var]
             async for data in source:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(Streamed):
+    """Sends events as they are made; cancels `choices` when the client hangs up."""
+
+    def __init__(self, choices: Choices, source: AsyncIterator[bytes], media_type: str) -> None:
+        super().__init__(source, media_type, {**AS_IT_COMES, REQUEST_HEADER: choices.request})
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._choices.cancel()  # also when the source never got to enter them
