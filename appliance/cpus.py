@@ -55,8 +55,8 @@ def packs(dtype: str, cpuinfo: Path = CPUINFO) -> bool:
 def _flags(cpuinfo: Path) -> frozenset[str]:
     """Instructions that the first processor has."""
     try:
-        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+        with cpuinfo.open(encoding="ascii", errors="replace") as lines:
+            found = next((line for line in lines if line.startswith("flags")), "")
     except OSError:
         return frozenset()
-    found = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(found.partition(":")[2].split())

@@ -158,7 +158,6 @@ class RequestState:
         self.excused += pause
         self.first_token += pause
         self.newest_token += pause
-        self.view = None
         self._count()
 
     def _changed(self) -> None:
