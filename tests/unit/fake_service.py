@@ -116,6 +116,16 @@ class FakeGeneration:
             self.feed([token])
         self.feed(tokens[-1:], end)
 
+    async def say_until_unread(self, text: str) -> int:
+        """Again and again, until nobody takes it any more; how often."""
+        for said in range(1, 50_000):
+            self.drained.clear()
+            self.feed(small_tokenizer().encode(text))
+            await self.drained.wait()
+            if self.reads:
+                return said
+        raise AssertionError("it is never noticed")
+
     def pool(self, numbers: Sequence[float]) -> None:
         """The vector of the prompt, which is all that comes of it."""
         vector = struct.pack(f"<{len(numbers)}f", *numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.batches.disk import Disk
 from appliance.batches.log import BatchLog, load, replace, shorten
 from appliance.batches.records import (
     OVER,
@@ -25,7 +27,9 @@ from appliance.batches.records import (
     Record,
     Status,
 )
+from appliance.batches.scribe import Scribe
 from appliance.errors import IllegalTransition
+from tests.patience import PATIENCE_SECONDS
 
 CREATED = Created(
     at=0.0,
@@ -198,3 +202,18 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
 
     assert replace(path, [b"ne", b"w"]) == 3
     assert path.read_bytes() == b"new"
+
+
+async def test_the_scribe_takes_nothing_after_the_end(tmp_path: Path) -> None:
+    """Is refused: nobody writes it any more, though its runner may not have put it away yet."""
+    disk = Disk()
+    log = BatchLog(tmp_path / "batch_1.jsonl")
+    log.append([CREATED])
+    scribe = Scribe(Batch(CREATED), log, disk)
+    await scribe.write(CancelAsked(at=2.0))
+    await scribe.stop()
+
+    with pytest.raises(IllegalTransition):
+        await asyncio.wait_for(scribe.write(CancelAsked(at=3.0)), PATIENCE_SECONDS)
+    log.close()
+    await disk.close()
