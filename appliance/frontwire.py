@@ -1,0 +1,292 @@
+"""Frames between the core and a front end: a length, then one msgpack object. No pickle.
+
+A front end turns HTTP into token ids and back; the core keeps keys, limits and the machine. Both
+ends are one version of this package: another `VERSION` in `Welcome` ends the front end.
+
+Frames of one direction keep their order. A *call* is one HTTP request (or one line of a batch), a
+*request* is one sequence of it, known by the id that the engine, `/api/requests` and the log use.
+
+    front end                                      core
+    Hello                          ->
+                                   <-  Welcome, later Catalogue at every change
+    Enter(call)                    ->
+                                   <-  Entered(call) or Refused(call)
+    Submit(call, request)          ->
+                                   <-  Admitted(request) or Refused(call, request)
+                                   <-  Outputs(request, ...), at last one that is finished,
+                                       or Refused(call, request)
+    Abort, Reading                 ->
+    Leave(call)                    ->
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from appliance import wire
+from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
+
+VERSION: Final = 1
+
+
+# --- from the core to a front end ----------------------------------------------------------------
+
+
+class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as a front end needs it to render prompts and to parse answers."""
+
+    name: ModelName
+    path: str
+    dtype: str
+    max_context: int
+    max_batch: int
+    task: Task
+    created: int
+    """Unix time in seconds."""
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    """vLLM's names."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first frame down: all that a front end is configured with."""
+
+    version: int = VERSION
+    keep_alive_seconds: float
+    """An open stream without news gets a comment after so long."""
+    max_body_bytes: int
+    strict: bool
+    """`api.strict`: unknown fields are refused in every dialect."""
+    origins: tuple[str, ...]
+    """`api.origins`: the origins whose pages may use the API, beside the default ones."""
+    keyed: bool
+    """Whether clients need a key. Without keys only this machine is answered."""
+    models: tuple[FrontModel, ...]
+
+
+class Catalogue(msgspec.Struct, frozen=True, tag=True):
+    """All models from now on; what is missing was removed."""
+
+    models: tuple[FrontModel, ...]
+
+
+class Entered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The call may go on. `models` are those that its key allows; None: all of them. `headers` go
+    into its answer."""
+
+    call: int
+    models: tuple[ModelName, ...] | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The core refuses a call, or one of its requests, before or after its first token.
+
+    To be answered with `status`, in the dialect's words for errors; `code` is a stable word.
+    """
+
+    call: int
+    request: RequestId | None = None
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """The request was taken in: it is computed, or waits for its turn."""
+
+    request: RequestId
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New tokens of one request, oldest first; tokens that wait are sent together.
+
+    `details` are engine outputs that hold more than a token (log probabilities, a pooled vector):
+    each is `appliance.engines.vllm.messages`'s encoding of one. A request's output has either
+    `tokens` or `details`, which then hold the tokens, too.
+    """
+
+    request: RequestId
+    tokens: list[int]
+    finished: FinishReason | None = None
+    details: list[bytes] = []
+    timing: str | None = None
+    """With `finished`: the ``Server-Timing`` of the request."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What is new since the last frame, of all requests of the front end."""
+
+    outputs: list[Output]
+
+
+class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer a line of a batch as if it had come over HTTP, in a call that the core has entered
+    already; `Ran` has the same call."""
+
+    call: int
+    path: str
+    body: bytes
+    models: tuple[ModelName, ...] | None = None
+    """Those that its key allows; None: all of them."""
+
+
+class StopRun(msgspec.Struct, frozen=True, tag=True):
+    """Give a line of a batch up; no `Ran` is expected."""
+
+    call: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answer at once, from the event loop."""
+
+    number: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """End when all connections are answered: each answer from now on closes its connection."""
+
+
+# --- from a front end to the core ----------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first frame up."""
+
+    version: int
+    pid: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The front end serves from now on."""
+
+
+class Enter(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A call begins: may it? `headers` are those that decide it (`DECIDING_HEADERS`)."""
+
+    call: int
+    method: str
+    path: str
+    client: str | None
+    """The peer's address; None: unknown."""
+    headers: tuple[tuple[str, str], ...]
+
+
+DECIDING_HEADERS: Final = frozenset(
+    {"authorization", "x-api-key", "host", "origin", "x-slo", "traceparent"}
+)
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Compute one sequence. `body` is the engine's request without its prompt, encoded by
+    `appliance.engines.vllm.messages`; the core hands it to a worker unread."""
+
+    call: int
+    request: RequestId
+    model: ModelName
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Of output, at most; 0: the prompt is pooled and nothing follows."""
+    body: bytes
+    guided: bool = False
+    """Whether its output follows a guide, which is compiled before the request is admitted."""
+    together_tokens: int = 0
+    """Most tokens, prompts included, of all sequences that are asked for at once, if there are
+    several: they are taken together or not at all."""
+    request_class: RequestClass = RequestClass.INTERACTIVE
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """No more tokens are wanted: the client left (`CANCELLED`), or a stop string came (`STOP`)."""
+
+    requests: list[RequestId]
+    reason: FinishReason
+
+
+class Reading(msgspec.Struct, frozen=True, tag=True):
+    """The client of these requests does not read what is sent (backpressure), or reads again."""
+
+    requests: list[RequestId]
+    reads: bool
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The call is over; what it still has is aborted."""
+
+    call: int
+
+
+class Ran(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to a line of a batch."""
+
+    call: int
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The event loop turns. `connections` are open ones, `calls` those that are not answered."""
+
+    number: int
+    connections: int
+    calls: int
+
+
+class ModelRefused(msgspec.Struct, frozen=True, tag=True):
+    """The front half of a model cannot be built (its tokenizer is damaged, say)."""
+
+    model: ModelName
+    reason: str
+
+
+Down: TypeAlias = (
+    Welcome
+    | Catalogue
+    | Entered
+    | Refused
+    | Admitted
+    | Outputs
+    | Run
+    | StopRun
+    | Ping
+    | Drain
+)
+Up: TypeAlias = (
+    Hello
+    | Ready
+    | Enter
+    | Submit
+    | Abort
+    | Reading
+    | Leave
+    | Ran
+    | Pong
+    | ModelRefused
+)
+
+
+class Handover(msgspec.Struct, frozen=True, kw_only=True):
+    """Goes with a connection's descriptor, as one message of the handover socket (SEQPACKET).
+
+    Nothing was read from the connection. Under TLS it is one end of a socket pair: the core
+    encrypts.
+    """
+
+    client: tuple[str, int] | None
+    server: tuple[str, int] | None
+    scheme: str = "http"
+
+
+def decoder_for_front() -> wire.Decoder[Down]:
+    """For a front end."""
+    return wire.Decoder(msgspec.msgpack.Decoder(Down))
+
+
+def decoder_for_core() -> wire.Decoder[Up]:
+    """For the core."""
+    return wire.Decoder(msgspec.msgpack.Decoder(Up))
