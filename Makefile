@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(VENV)/.dev ## Install everything into .venv
+install: $(VENV)/.dev ## Install everything into .venv (torch for the CPU if pip finds it, else for CUDA)
 
 # One stamp for each step, so that a second run has nothing to do.
 $(VENV)/.created:
@@ -25,8 +25,14 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.cpu: requirements/cpu.txt $(VENV)/.created
+# The newest build of torch's version that pip finds: that for the CPU where there is one, else the
+# plain one, which is for CUDA and does not start without its libraries.
+$(VENV)/.cpu: requirements/cpu.txt requirements/torch-cuda.txt $(VENV)/.created
 	$(PIP) install -qq --no-deps -r requirements/cpu.txt
+	@if $(PIP) freeze | grep -x 'torch==[0-9.]*' > /dev/null; then \
+		echo "pip finds no CPU build of torch: fetching 2 GB of libraries that the CUDA build needs"; \
+		$(PIP) install -qq --no-deps -r requirements/torch-cuda.txt; \
+	fi
 	@touch $@
 
 $(VENV)/.appliance: pyproject.toml $(VENV)/.cpu
@@ -87,11 +93,12 @@ format: $(VENV)/.dev ## Rewrite the sources in the house's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: $(VENV)/.appliance ## Write the files that come from the schema, the hooks and the metrics
+generate: $(VENV)/.appliance ## Write the files that come from the schema, the hooks, the metrics and vLLM
 	$(BIN)/appliance config sample > etc/appliance.toml
 	$(BIN)/appliance config docs > docs/configuration.md
 	$(BIN)/appliance policy docs > docs/hooks.md
 	$(BIN)/python -m appliance.metricsdoc > docs/metrics.md
+	$(BIN)/python -m appliance.frontend.openapi > appliance/api/inference.json
 
 results: $(VENV)/.dev ## Play the papers' tables in the lab and write docs/results.md
 	$(BIN)/python -m benchmarks.papers
@@ -100,5 +107,5 @@ results-quick: $(VENV)/.dev ## A few of their cells are still as committed
 	$(BIN)/python -m benchmarks.papers --quick
 
 clean: ## Remove .venv and everything built
-	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -95,9 +95,11 @@ class ModelActivities:
         leaving: Mapping[ModelName, object],
         paces: Mapping[ModelName, Pace],
         clock: Callable[[], float],
+        refused: Mapping[ModelName, str],
     ) -> None:
         """`leaving` are those of the `served` that were removed and are not gone yet. A model
-        without a pace delivered nothing."""
+        without a pace delivered nothing. `refused` are those that front ends cannot serve."""
+        self._refused = refused
         self._machine = machine
         self._served = served
         self._leaving = leaving
@@ -111,8 +113,8 @@ class ModelActivities:
             id=name,
             created=served.created,
             max_context_tokens=served.spec.max_context_tokens,
-            tool_parser=served.parsers.tool,
-            reasoning_parser=served.parsers.reasoning,
+            tool_parser=served.tool_parser,
+            reasoning_parser=served.reasoning_parser,
             state=self._state(name),
             architecture=served.architecture,
             dtype=served.dtype,
@@ -142,7 +144,7 @@ class ModelActivities:
         return ModelActivity(
             model=name,
             state=self._state(name),
-            failure=None if name in self._leaving else self._machine.failed.get(name),
+            failure=None if name in self._leaving else self._failure(name),
             residency=self._residency(name),
             running=running,
             waiting=waiting,
@@ -159,6 +161,9 @@ class ModelActivities:
             facts=served.facts,
         )
 
+    def _failure(self, name: ModelName) -> str | None:
+        return self._machine.failed.get(name) or self._refused.get(name)
+
     def _residency(self, name: ModelName) -> dict[str, str]:
         return {
             str(instance.id): instance.engines[name].stage.value
@@ -170,7 +175,7 @@ class ModelActivities:
         """Where the model stands on the instance where it stands best."""
         if name in self._leaving:
             return "leaving"
-        if name in self._machine.failed:
+        if self._failure(name) is not None:
             return Engine.FAILED.value
         order = [Engine.ABSENT, Engine.BUILDING, Engine.STORED, Engine.LOADING, Engine.LOADED]
         stages = [Engine(stage) for stage in self._residency(name).values()]

@@ -53,11 +53,10 @@ def serve(path: Path) -> None:
     """Run the daemon in the foreground."""
     config = _load(path)
     from appliance.serve import serve as run_daemon  # loads the API; others need it not
-    from appliance.tokens import TokenizerError
 
     try:
         status = run_daemon(config, path)
-    except (ApplianceError, TokenizerError, OSError) as error:
+    except (ApplianceError, OSError) as error:
         fail(str(error))
     sys.exit(status)
 

@@ -88,6 +88,28 @@ class Api(Section, kw_only=True):
         str,
         Meta(description="Group whose members are operators, beside root and the daemon's user."),
     ] = ""
+    processes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | Literal["auto"],
+        Meta(
+            description="Front ends: processes that turn requests into tokens and back. `auto` is "
+            "one for every 8 processors, 4 at most. A change waits for a restart."
+        ),
+    ] = "auto"
+    strict: Annotated[
+        bool,
+        Meta(
+            description="Refuse fields of a request that nothing looks at. A change waits for a "
+            "restart."
+        ),
+    ] = False
+    origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins whose pages in a browser may use the API, such as "
+            '`https://chat.example.org`, beside those of this machine; `"*"` for all. A change '
+            "waits for a restart."
+        ),
+    ] = ()
     keep_alive_seconds: Annotated[
         Seconds,
         Meta(description="Longest silence on an open stream; a comment is sent when it is over."),
@@ -273,7 +295,7 @@ class Batches(Section, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Requests of batches in the appliance at once; every choice (`n`) is one.",
+            description="Requests of batches in the appliance at once.",
         ),
     ] = 32
     max_file_bytes: Annotated[Bytes, Meta(description="Largest file that is accepted.")] = (

@@ -30,7 +30,6 @@ from appliance.api.service import (
     GenerationFailed,
     InstanceNotFound,
     InstanceVerification,
-    Interpretation,
     ModelActivity,
     ModelCard,
     ModelExists,
@@ -41,18 +40,18 @@ from appliance.api.service import (
     Readiness,
     RequestActivity,
     RequestNotFound,
+    Sink,
     SlabsUnanswered,
     Snapshot,
     SubmitRequest,
     cancelled,
 )
-from appliance.engines.protocol import Guide
 from appliance.feed import Feed, Notice, NoticeKind
+from appliance.frontwire import FrontModel
 from appliance.gauges import Gauges
 from appliance.generation import RequestStream
 from appliance.gpuwatch import GpuWatch
 from appliance.guiding import GuideChecks, GuideUnanswered
-from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
 from appliance.memory.slabmaps import host_map
@@ -73,7 +72,6 @@ from appliance.slabwords import SlabMap
 from appliance.spans import HOOKS, MOST_PLANNED, Spans
 from appliance.switches import Switches
 from appliance.timekeeper import Timekeeper
-from appliance.tokens import Tokenizer
 from appliance.verification import Verifications
 from appliance.vocabulary import (
     Command,
@@ -172,6 +170,10 @@ class Daemon:
         self.host = HostTier.create(setup.host_bytes)
         self.on_failure: Callable[[BaseException], None] = _log_failure
         """Called when the daemon cannot go on: its books are no longer true."""
+        self.on_catalogue: Callable[[], None] = _ignore
+        """Called when `front_models` has changed."""
+        self.front_ends_missing: Callable[[], str | None] = _nothing
+        """Why no front end answers requests; None if one does."""
         self._setup = setup
         self._served: dict[ModelName, ServedModel] = {m.spec.name: m for m in models}
         self._journal = journal
@@ -204,11 +206,12 @@ class Daemon:
         self._verifications = Verifications(self._send_to, self._images)
         self._guides = GuideChecks(self._send_to)
         self._slab_questions = SlabQuestions(self._send_to)
-        self._interpreter = Interpreter()
         self._leaving: dict[ModelName, asyncio.Event] = {}
         """Models that were removed, and when they are gone."""
         self._failed: set[ModelName] = set()
         """Models of which it was told that they cannot be served."""
+        self._refused: dict[ModelName, str] = {}
+        """Models whose front half cannot be built, and why."""
         for name in self._served:
             self.metrics_of_run.declare(name)
         self.workers = {
@@ -250,7 +253,7 @@ class Daemon:
             devices,
         )
         self._model_activities = ModelActivities(
-            self.machine, self._served, self._leaving, self._paces, clock
+            self.machine, self._served, self._leaving, self._paces, clock, self._refused
         )
         self._kv_activities = KvActivities(self.machine.host, self._pools)
         self._gauges = Gauges(
@@ -273,8 +276,6 @@ class Daemon:
             self._gpus.start(partial(_call_on, loop, self._quarantine.gpu_failed))
         for worker in self.workers.values():
             worker.start()
-        if any(served.parsers.reasoning for served in self._served.values()):
-            self._interpreter.prepare()  # every chat of such a model needs it
 
     def _lock_host(self) -> None:
         if self.host.lock():
@@ -299,7 +300,7 @@ class Daemon:
             self._gpus.stop()
         stops = (worker.stop() for worker in self.workers.values())
         # What a worker's keeper failed of was told to `on_failure` when it happened.
-        await asyncio.gather(*stops, self._interpreter.stop(), return_exceptions=True)
+        await asyncio.gather(*stops, return_exceptions=True)
         if self._alarm is not None:  # of a worker's end
             self._alarm.cancel()
         if self._traces is not None:
@@ -320,41 +321,46 @@ class Daemon:
         self._find(name)
         return self._model_activities.card(name)
 
-    def tokenizer(self, name: ModelName) -> Tokenizer:
-        return self._find(name).tokenizer
+    def front_models(self) -> tuple[FrontModel, ...]:
+        return tuple(
+            served.front for name, served in self._served.items() if name not in self._leaving
+        )
 
-    async def check_guide(self, name: ModelName, guide: Guide) -> None:
+    def refuse_model(self, name: ModelName, reason: str) -> None:
+        if name not in self._served or name in self._refused:
+            return
+        self._refused[name] = reason
+        log.error("model %s cannot be served: %s", name, reason)
+        self.feed.tell(NoticeKind.MODEL_FAILED, model=name, reason=reason)
+
+    async def check_guide(self, name: ModelName, body: bytes) -> None:
         self._find(name)
 
         def up() -> list[InstanceId]:
             return [instance.id for instance in self.machine.instances.values() if instance.up]
 
         try:
-            await self._guides.ask(up, name, guide)
+            await self._guides.ask(up, name, body)
         except GuideUnanswered as error:
             raise GenerationFailed(
                 "guide_unanswered", str(error), 503, RETRY_AFTER_SECONDS
             ) from error
 
-    async def interpret(
-        self, name: ModelName, chat: bytes, prompt: Sequence[int], choices: int
-    ) -> Interpretation:
-        served = self._find(name)
-        return await self._interpreter.begin(
-            served.worker.path, served.parsers, chat, prompt, choices
-        )
-
-    def submit(self, request: SubmitRequest) -> Generation:
+    def submit(self, request: SubmitRequest, sink: Sink) -> Generation:
         served = self._find(request.model)
         spec = served.spec
         if self._draining or self._broken:
             raise _shutting_down()
+        if (reason := self._refused.get(request.model)) is not None:
+            raise GenerationFailed("model_failed", reason, 500)
         if len(self._streams) >= self.limits.queue:
             raise QueueFull(RETRY_AFTER_SECONDS)
         if self._live[request.model] >= served.max_queue:
             raise ModelQueueFull(RETRY_AFTER_SECONDS, request.model)
         slo = request.slo.over(spec.promised(request.request_class))
-        stream = RequestStream(request, self._clock(), self._cancel, self._on_reader, slo)
+        stream = RequestStream(
+            request, self._clock(), sink, self._cancel, self._on_reader, slo
+        )
         self._streams[request.id] = stream
         self._times.arrived(request.id, request.model, stream.arrived)
         self._live[request.model] += 1
@@ -371,7 +377,7 @@ class Daemon:
                     id=request.id,
                     model=request.model,
                     prompt_tokens=len(request.prompt),
-                    max_tokens=request.sampling.max_tokens,
+                    max_tokens=request.max_tokens,
                     slo=slo,
                     request_class=request.request_class,
                 )
@@ -379,11 +385,16 @@ class Daemon:
         )
         if stream.failure is not None:
             raise stream.failure
+        stream.taken = True
         return stream
 
     def readiness(self) -> Readiness:
         return health.readiness(
-            self.machine, self.workers.values(), self._clock(), self.limits.progress_seconds
+            self.machine,
+            self.workers.values(),
+            self._clock(),
+            self.limits.progress_seconds,
+            self.front_ends_missing(),
         )
 
     def progresses(self) -> bool:
@@ -439,8 +450,9 @@ class Daemon:
 
     def load_model(self, name: ModelName) -> None:
         self._find(name)
-        if name in self.machine.failed:
-            raise GenerationFailed("model_failed", self.machine.failed[name], 409)
+        reason = self.machine.failed.get(name) or self._refused.get(name)
+        if reason is not None:
+            raise GenerationFailed("model_failed", reason, 409)
         self.feed.tell(NoticeKind.MODEL_WANTED, model=name)
         self._tell(ModelWanted(model=name))
 
@@ -473,6 +485,7 @@ class Daemon:
             worker.add(served.worker)
         self.feed.tell(NoticeKind.MODEL_ADDED, model=name)
         self._tell(ModelAdded(model=served.spec, kv_floor_slabs=kv_floor_slabs))
+        self.on_catalogue()
 
     def check_free(self, name: ModelName) -> None:
         """Raises `ModelExists` unless a model may be added under this name."""
@@ -486,6 +499,7 @@ class Daemon:
             self._find(name)
             self._leaving[name] = asyncio.Event()
             self.feed.tell(NoticeKind.MODEL_LEAVING, model=name)
+            self.on_catalogue()
         gone = self._leaving[name]
         if name not in self.machine.leaving and (force or not self._live[name]):
             self._tell(ModelRemoved(model=name))
@@ -495,6 +509,7 @@ class Daemon:
         """Those that the machine has forgotten."""
         for name in [name for name in self._leaving if name not in self.machine.models]:
             del self._served[name], self._live[name]
+            self._refused.pop(name, None)
             self._paces.pop(name, None)
             for worker in self.workers.values():
                 worker.drop(name)
@@ -774,40 +789,57 @@ class Daemon:
             self.on_failure(error)
 
     def _on_tokens(self, message: wire.Tokens) -> None:
+        """Every token of every request comes by here: what can be counted once for the whole frame
+        is."""
         now = self._clock()
-        counts = []
+        model, streams = message.model, self._streams
+        known = self._known[message.instance]
+        counts: list[TokenCount] = []
+        tokens = late = 0
+        gaps: dict[float, int] = {}
+        """How many tokens came so long after the ones before; those of one step are alike."""
         for produced in message.produced:
-            stream = self._streams.get(produced.request)
-            if produced.finished is not None:
-                self._known[message.instance].discard(produced.request)
+            finished = produced.finished
+            if finished is not None:
+                known.discard(produced.request)
+            stream = streams.get(produced.request)
             if stream is None:
                 continue
-            self._measure(stream, now, produced.tokens)
+            count = produced.tokens
+            tokens += count
+            if stream.held:
+                self._excuse(stream)
+            if now > stream.due():
+                late += count
+                stream.late += count
+            if stream.output:
+                gap = now - stream.newest
+                gaps[gap] = gaps.get(gap, 0) + 1
+            else:
+                self._first_token(stream, now, count)
+            stream.newest = now
             stream.push(produced)
-            count = TokenCount(request=stream.id, count=produced.tokens, finished=produced.finished)
-            counts.append(count)
-        if counts:
-            self._tell(
-                TokensProduced(instance=message.instance, model=message.model, tokens=tuple(counts))
-            )
+            counts.append(TokenCount(request=stream.id, count=count, finished=finished))
+        if not counts:
+            return
+        pace = self._paces[model]
+        pace.tokens(now, tokens, late)
+        for gap, count in gaps.items():
+            pace.next_token(now, gap, count)
+            self.metrics_of_run.tokens(model, count, gap)
+        self._tell(TokensProduced(instance=message.instance, model=model, tokens=tuple(counts)))
 
-    def _measure(self, stream: RequestStream, now: float, tokens: int) -> None:
-        model = stream.request.model
+    def _excuse(self, stream: RequestStream) -> None:
+        """Its client stopped reading for a while: its tokens are due so much later."""
         state = self.machine.requests.get(stream.id)
         if state is not None and state.excused > stream.excused:
             stream.excuse(state.excused - stream.excused)
-        pace, late = self._paces[model], now > stream.due()
-        pace.token(now, tokens, late=late)
-        stream.late += tokens * late
-        if stream.output:
-            self.metrics_of_run.tokens(model, 1, now - stream.newest)
-            pace.next_token(now, now - stream.newest)
-        else:
-            stream.first = now
-            prompt = len(stream.request.prompt)
-            pace.first_token(now, now - stream.arrived)
-            self.metrics_of_run.first_token(model, prompt, tokens, now - stream.arrived)
-        stream.newest = now
+
+    def _first_token(self, stream: RequestStream, now: float, tokens: int) -> None:
+        model, seconds = stream.request.model, now - stream.arrived
+        stream.first = now
+        self._paces[model].first_token(now, seconds)
+        self.metrics_of_run.first_token(model, len(stream.request.prompt), tokens, seconds)
 
     def _observe(self, event: Event) -> None:
         """What a worker reports beside what the machine needs to know."""
@@ -976,6 +1008,14 @@ def _call_on(
 
 def _shutting_down() -> GenerationFailed:
     return GenerationFailed("shutting_down", "the appliance is shutting down", 503)
+
+
+def _ignore() -> None:
+    pass
+
+
+def _nothing() -> None:
+    return None
 
 
 def _log_failure(error: BaseException) -> None:

@@ -174,6 +174,8 @@ class Enter(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     client: str | None
     """The peer's address; None: unknown."""
     headers: tuple[tuple[str, str], ...]
+    connection: int = 0
+    """That of the `Handover`: the core knows which connections are an operator's."""
 
 
 DECIDING_HEADERS: Final = frozenset(
@@ -245,41 +247,45 @@ class ModelRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 Down: TypeAlias = (
-    Welcome
-    | Catalogue
-    | Entered
-    | Refused
-    | Admitted
-    | Outputs
-    | Run
-    | StopRun
-    | Ping
-    | Drain
+    Welcome | Catalogue | Entered | Refused | Admitted | Outputs | Run | StopRun | Ping | Drain
 )
-Up: TypeAlias = (
-    Hello
-    | Ready
-    | Enter
-    | Submit
-    | Abort
-    | Reading
-    | Leave
-    | Ran
-    | Pong
-    | ModelRefused
-)
+Up: TypeAlias = Hello | Ready | Enter | Submit | Abort | Reading | Leave | Ran | Pong | ModelRefused
 
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True):
     """Goes with a connection's descriptor, as one message of the handover socket (SEQPACKET).
 
-    Nothing was read from the connection. Under TLS it is one end of a socket pair: the core
-    encrypts.
+    From the core to a front end: nothing was read from the connection. Under TLS it is one end of a
+    socket pair: the core encrypts. From a front end to the core: a request on the connection is
+    the core's. `received` is then what was read of it, at most `MAX_RECEIVED_BYTES`.
     """
 
+    connection: int
+    """The core's number of it, from 1."""
     client: tuple[str, int] | None
     server: tuple[str, int] | None
     scheme: str = "http"
+    received: bytes = b""
+
+
+MAX_RECEIVED_BYTES: Final = 128 * 1024
+"""A request whose beginning is longer is not given back: its connection is closed."""
+
+
+# --- with the process that front ends are forked from ---------------------------------------------
+# Each is one message of its socket (SEQPACKET).
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """From the core, with two descriptors, the frames' and the handover's: fork a front end."""
+
+    number: int
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """To the core, with the pidfd of the front end, unless that is gone already."""
+
+    number: int
 
 
 def decoder_for_front() -> wire.Decoder[Down]:

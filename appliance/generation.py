@@ -1,12 +1,11 @@
-"""One request on its way: what came of it so far, and the stream its client reads."""
+"""One request on its way: what came of it so far, and where its output goes."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
-from appliance.api.service import GenerationFailed, RequestTimes, SubmitRequest
+from appliance.api.service import GenerationFailed, RequestTimes, Sink, SubmitRequest
 from appliance.engines.protocol import Produced, SequenceSpec
 from appliance.vocabulary import FinishReason, RequestId, Slo
 
@@ -14,20 +13,44 @@ NO_SLO = Slo(ttft_seconds=math.inf, tbt_seconds=math.inf)
 
 
 class RequestStream:
-    """The daemon pushes, one client iterates. Implements `appliance.api.service.Generation`.
+    """The daemon pushes, a sink takes. Implements `appliance.api.service.Generation`.
 
     It also keeps every token produced, so that the request can be continued on another worker.
     """
+
+    __slots__ = (
+        "_ended",
+        "_on_cancel",
+        "_on_reader",
+        "_reads",
+        "_sink",
+        "arrived",
+        "cancel_reason",
+        "excused",
+        "failure",
+        "first",
+        "held",
+        "id",
+        "late",
+        "newest",
+        "output",
+        "request",
+        "slo",
+        "taken",
+        "times",
+    )
 
     def __init__(
         self,
         request: SubmitRequest,
         arrived: float,
+        sink: Sink,
         on_cancel: Callable[[RequestId], None],
         on_reader: Callable[[RequestId, bool], None],
         slo: Slo = NO_SLO,
     ) -> None:
         """`slo` is what the request was promised. `on_reader` hears whether the client reads."""
+        self.id = request.id
         self.request = request
         self.slo = slo
         self.arrived = arrived
@@ -41,33 +64,19 @@ class RequestStream:
         """What its time went to; known when it is over."""
         self.output: list[int] = []
         self.cancel_reason = FinishReason.CANCELLED
+        self.held = False
+        """Whether its client ever stopped reading: only then something can be excused."""
         self.excused = 0.0
         """Seconds that it was held for its client: its tokens are due so much later."""
-        self._reads = True
-        self._on_cancel = on_cancel
-        self._on_reader = on_reader
-        self._pending: list[Produced] = []
         self.failure: GenerationFailed | None = None
         """Why the appliance gave the request up, if it did."""
+        self.taken = False
+        """Whether `submit` has answered: a request that is refused at once has no sink."""
+        self._reads = True
         self._ended = False
-        self._news = asyncio.Event()
-
-    @property
-    def id(self) -> RequestId:
-        return self.request.id
-
-    async def __aiter__(self) -> AsyncIterator[list[Produced]]:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            # More may come, or the end, while the client is busy with a batch.
-            while self._pending:
-                batch, self._pending = self._pending, []
-                yield batch
-            if self.failure is not None:
-                raise self.failure
-            if self._ended:
-                return
+        self._sink = sink
+        self._on_cancel = on_cancel
+        self._on_reader = on_reader
 
     def cancel(self, reason: FinishReason) -> None:
         if not self._ended:
@@ -77,6 +86,7 @@ class RequestStream:
     def reader(self, *, reads: bool) -> None:
         if not self._ended and reads is not self._reads:
             self._reads = reads
+            self.held = True
             self._on_reader(self.id, reads)
 
     def excuse(self, seconds: float) -> None:
@@ -97,10 +107,9 @@ class RequestStream:
         """A token came."""
         if self._ended:
             return
-        if produced.vector is None:
+        if produced.tokens:
             self.output.append(produced.token)
-        self._pending.append(produced)
-        self._news.set()
+        self._sink.produced(produced)
 
     def end(self, failure: GenerationFailed | None = None) -> None:
         """Nothing more will come."""
@@ -108,7 +117,8 @@ class RequestStream:
             return
         self.failure = failure
         self._ended = True
-        self._news.set()
+        if self.taken:
+            self._sink.ended(self.times, failure)
 
     def sequence(self) -> SequenceSpec:
         """All that a worker needs to start the request, or to go on with it."""
@@ -117,6 +127,5 @@ class RequestStream:
             model=self.request.model,
             prompt=self.request.prompt,
             output=tuple(self.output),
-            sampling=self.request.sampling,
-            pooling=self.request.pooling,
+            body=self.request.body,
         )

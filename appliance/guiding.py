@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from appliance import wire
-from appliance.engines.protocol import Guide, GuideRefused
+from appliance.engines.protocol import GuideRefused
 from appliance.vocabulary import InstanceId, ModelName
 
 COMPILE_SECONDS: Final = 60.0
@@ -39,22 +39,23 @@ class GuideChecks:
         self._greeted = asyncio.Event()
 
     async def ask(
-        self, up: Callable[[], Sequence[InstanceId]], model: ModelName, guide: Guide
+        self, up: Callable[[], Sequence[InstanceId]], model: ModelName, body: bytes
     ) -> None:
-        """Return when all that are `up` have compiled it. Who dies meanwhile compiles it when the
-        request comes, if another one could; if none could, the next that comes up is asked.
+        """Return when all that are `up` have compiled the guide of a request's body. A worker that
+        dies meanwhile compiles it when the request comes, if another one could; if none could, the
+        next one that comes up is asked.
 
         Raises `GuideRefused` and `GuideUnanswered`.
         """
         for losses in range(MOST_LOSSES):
             if losses and not up():
                 await self._until_one_is_up()
-            if await self._all_could(up(), model, guide):
+            if await self._all_could(up(), model, body):
                 return
         raise GuideUnanswered(f"{MOST_LOSSES} times no worker survived while it compiled the guide")
 
     async def _all_could(
-        self, instances: Sequence[InstanceId], model: ModelName, guide: Guide
+        self, instances: Sequence[InstanceId], model: ModelName, body: bytes
     ) -> bool:
         """Whether they compiled it, or nobody was asked; not so if all of them died."""
         self._asked += 1
@@ -63,7 +64,7 @@ class GuideChecks:
         for instance in instances:
             answer: _Answer = asyncio.get_running_loop().create_future()
             answers[instance] = self._open[instance, number] = answer
-            self._send(instance, wire.PrepareGuide(number, model, guide))
+            self._send(instance, wire.PrepareGuide(number, model, body))
         try:
             if answers:
                 await asyncio.wait(answers.values(), timeout=COMPILE_SECONDS)

@@ -15,10 +15,15 @@ WATCHDOG_PATIENCE: Final = 10
 
 
 def readiness(
-    machine: Machine, workers: Collection[WorkerProcess], now: float, progress_seconds: float
+    machine: Machine,
+    workers: Collection[WorkerProcess],
+    now: float,
+    progress_seconds: float,
+    no_front_end: str | None = None,
 ) -> Readiness:
-    """Ready is a daemon with an instance that is up, while every request got a token, or came, in
-    the last `progress_seconds`."""
+    """Ready is a daemon with an instance that is up and a front end that is ready (`no_front_end`
+    says why there is none), while every request got a token, or came, in the last
+    `progress_seconds`."""
     instances = machine.instances.values()
     quarantined = [instance.id for instance in instances if instance.quarantine is not None]
     reasons = []
@@ -28,6 +33,8 @@ def readiness(
         if quarantined:
             told += f", {len(quarantined)} of {len(workers)} instances are quarantined"
         reasons.append(f"no worker is up{told}")
+    if no_front_end is not None:
+        reasons.append(no_front_end)
     oldest = machine.oldest_progress()
     if oldest is not None and now - oldest > progress_seconds:
         reasons.append(f"a request made no progress for {now - oldest:.0f} s")

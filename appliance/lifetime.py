@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from appliance.api.connections import Connection
+from appliance.errors import ApplianceError
+from appliance.gateway.acceptor import Acceptor, FrontEnds, listen_at
 from appliance.systemd import Notifier
 
 STATUS_SECONDS = 5.0
@@ -21,6 +23,9 @@ STATUS_SECONDS = 5.0
 
 FRESH_SECONDS = 1.0
 """How long a connection that was accepted may take to send its request while we end."""
+
+GRACE_SECONDS = 3
+"""How long connections, and front ends, may take to send what they have after the drain."""
 
 log = logging.getLogger("appliance.serve")
 
@@ -41,13 +46,38 @@ class Served(Protocol):
         """How things stand, in a few words."""
 
 
-class Server(uvicorn.Server):
-    """Leaves signals alone: uvicorn would raise them again when it is done, and end the process
-    before the workers are."""
+class ServedBeside(Protocol):
+    """The front ends, as far as the daemon's life goes. `appliance.gateway.supervisor.Supervisor`
+    is it."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def start(self) -> None: ...
+
+    def drain(self) -> None:
+        """Have them end when what they have is answered."""
+
+    async def stop(self, patience_seconds: float) -> None:
+        """End them; those that are done in time by themselves."""
+
+
+class Server(uvicorn.Server):
+    """Answers what is the core's, and has front ends answer what is theirs.
+
+    Each of its answers is the last of its connection, so that the next request is routed anew.
+    It leaves signals alone: uvicorn would raise them again when it is done, and end the process
+    before the workers are.
+    """
+
+    acceptor: Acceptor
+    """There once it listens."""
+
+    def __init__(self, config: uvicorn.Config, front_ends: FrontEnds | None = None) -> None:
+        """The protocol of `config` has to be a `Connection`. Without `front_ends` everything is
+        the core's."""
+        config.headers = [*config.headers, ("connection", "close")]
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._front_ends = front_ends
+        self._bound: list[socket.socket] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -55,36 +85,48 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
+        """Listen. Raises `ApplianceError` where that cannot be."""
+        await super().startup([])
+        config = self.config
+        if sockets is None:
+            try:
+                sockets = self._bound = listen_at(config.host, config.port, config.backlog)
+            except OSError as error:
+                await self.lifespan.shutdown()
+                reason = error.strerror or str(error)
+                raise ApplianceError(
+                    f"api.bind: {config.host}, port {config.port}: {reason}"
+                ) from error
+        kind = config.http_protocol_class
+        assert issubclass(kind, Connection)
+        self.acceptor = Acceptor(self._make, kind, self._front_ends, config.ssl)
+        self.acceptor.start(sockets)
         self.listening.set()
 
+    def _make(self) -> Connection:
+        kind = self.config.http_protocol_class
+        return kind(self.config, self.server_state, self.lifespan.state)  # type: ignore
+
     def stop_accepting(self) -> None:
-        """Leave connections that were not accepted yet to whoever has the sockets, too."""
-        for server in self.servers:
-            server.close()
+        """Leave connections that were not accepted yet to the next process that has the sockets."""
+        self.acceptor.stop()
 
-    def close_after_answers(self) -> None:
-        """Every answer from now on is the last of its connection, and says so."""
-        header = (b"connection", b"close")
-        self.config.encoded_headers.append(header)
-        self.server_state.default_headers = [*self.server_state.default_headers, header]
-        for connection in self._connections():
-            if connection.cycle is not None:
-                connection.cycle.keep_alive = False
-
-    def _connections(self) -> list[HttpToolsProtocol]:
-        connections = self.server_state.connections
-        return [one for one in connections if isinstance(one, HttpToolsProtocol)]
+    def _undecided(self) -> bool:
+        """Whether a connection was accepted whose first request is on its way."""
+        return self.acceptor.undecided > 0 or any(
+            isinstance(one, Connection) and one.cycle is None
+            for one in self.server_state.connections
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End. A connection whose first request is on its way is not closed under it."""
         self.stop_accepting()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0 if self.force_exit else FRESH_SECONDS):
-                while any(c.cycle is None for c in self._connections()):  # noqa: ASYNC110
+                while self._undecided():  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-        await super().shutdown(sockets)
+        self.acceptor.end()
+        await super().shutdown([*(sockets or []), *self._bound])
 
 
 class Lifetime:
@@ -104,8 +146,10 @@ class Lifetime:
         sockets: Sequence[socket.socket] = (),
         *,
         drain_seconds: float,
+        front_ends: ServedBeside | None = None,
     ) -> None:
         self._daemon = daemon
+        self._front_ends = front_ends
         self._server = server
         self._notifier = notifier
         self._sockets = list(sockets)
@@ -126,11 +170,15 @@ class Lifetime:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.end)
         self._daemon.start()
+        if self._front_ends is not None:
+            self._front_ends.start()
         telling = loop.create_task(self._tell())
         try:
             await self._server.serve(sockets=self._sockets or None)
         finally:
             self._notifier.tell(STOPPING=1, STATUS="ending the workers")
+            if self._front_ends is not None:
+                await self._front_ends.stop(0 if self._server.force_exit else GRACE_SECONDS)
             await self._daemon.stop()
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
@@ -149,10 +197,10 @@ class Lifetime:
 
     async def _drain(self) -> None:
         self._notifier.tell(STOPPING=1, STATUS="draining: what runs may end")
-        if self._server.started:
-            if self._sockets:
-                self._server.stop_accepting()
-            self._server.close_after_answers()
+        if self._server.listening.is_set() and self._sockets:
+            self._server.stop_accepting()
+        if self._front_ends is not None:
+            self._front_ends.drain()
         await self._daemon.drain(self._drain_seconds)
         self._server.should_exit = True
 

@@ -47,7 +47,6 @@ from appliance.pullsources import Tell, find_source
 from appliance.served import ServedModel
 from appliance.servedmodels import served_model, terms_of
 from appliance.tlsfiles import LiveTls, Pair, TlsProblem, read_pair
-from appliance.tokens import TokenizerError
 from appliance.tomllines import KeyPath, dotted
 from appliance.units import Address, Bytes, Seconds, human, toml
 from appliance.vocabulary import ModelName
@@ -114,7 +113,7 @@ class LiveConfig:
             joining = [
                 model.name for model in joining_models(self._running, found) if self._is_free(model)
             ]
-            served, kv_floor = await asyncio.to_thread(_described, found, joining, self._path)
+            served, kv_floor = await asyncio.to_thread(_described, found, joining)
             await self._apply(found)
             self._apply_tls(found, pair)
             self._join(found, served, kv_floor)
@@ -159,7 +158,7 @@ class LiveConfig:
                     "[devices] of the files waits for a restart, and whether a model fits depends "
                     "on it: restart first, or take that change back"
                 )
-            described = await asyncio.to_thread(_described, found, [name], self._admin_file)
+            described = await asyncio.to_thread(_described, found, [name])
             self._daemon.check_free(name)
             await self._write(_text(rows))
             self._join(found, *described)
@@ -444,22 +443,15 @@ def tls_pair(config: Config, file: Path) -> Pair | None:
     return found
 
 
-def _described(
-    found: Config, names: Collection[ModelName], file: Path
-) -> tuple[list[ServedModel], int]:
+def _described(found: Config, names: Collection[ModelName]) -> tuple[list[ServedModel], int]:
     """These models as the daemon serves them, and the slabs of the host tier that KV needs with all
-    that were read. Raises `ConfigError`, which names `file`, and `CheckpointError`."""
+    that were read. Raises `CheckpointError`."""
     entries = [read_model(model, found.devices) for model in found.models]
     described = []
     for model, entry in zip(found.models, entries, strict=True):
         if model.name not in names:
             continue
-        try:
-            described.append(served_model(model, entry))
-        except TokenizerError as error:
-            remedy = "give a model with a tokenizer in that format"
-            where = (str(file), 1, f"model.{model.name}.path")
-            raise ConfigError([Problem(*where, str(error), remedy)]) from error
+        described.append(served_model(model, entry))
     return described, kv_floor_slabs(found, entries)
 
 

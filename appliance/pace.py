@@ -22,9 +22,9 @@ class _Times:
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
-    def add(self, seconds: float) -> int:
+    def add(self, seconds: float, count: int = 1) -> int:
         size = round(math.log(max(seconds, LEAST_SECONDS)) / STEP)
-        self._counts[size] += 1
+        self._counts[size] += count
         return size
 
     def forget(self, sizes: Counter[int]) -> None:
@@ -52,7 +52,7 @@ class _Slice:
 
 
 class Pace:
-    """Of one model. A token costs O(1); asking costs O(different times). Time is an argument."""
+    """Of one model. Tokens cost O(1); asking costs O(different times). Time is an argument."""
 
     def __init__(self) -> None:
         self.output_tokens = 0
@@ -63,22 +63,22 @@ class Pace:
         self._first = _Times()
         self._between = _Times()
 
-    def token(self, now: float, tokens: int, *, late: bool) -> None:
-        """So many tokens came at once, or none: a prompt was pooled."""
-        self.output_tokens += tokens
-        self._tokens += tokens
-        self._late += tokens * late
+    def tokens(self, now: float, count: int, late: int) -> None:
+        """So many tokens came, of which so many were late; none of prompts that were pooled."""
+        self.output_tokens += count
+        self._tokens += count
+        self._late += late
         piece = self._slice(now)
-        piece.tokens += tokens
-        piece.late += tokens * late
+        piece.tokens += count
+        piece.late += late
 
     def first_token(self, now: float, seconds: float) -> None:
         """One was the first, so long after its request."""
         self._slice(now).first[self._first.add(seconds)] += 1
 
-    def next_token(self, now: float, seconds: float) -> None:
-        """One came so long after the one before."""
-        self._slice(now).between[self._between.add(seconds)] += 1
+    def next_token(self, now: float, seconds: float, count: int = 1) -> None:
+        """So many came, each so long after the one before."""
+        self._slice(now).between[self._between.add(seconds, count)] += count
 
     def lately(self, now: float) -> LatePace | None:
         """The last minute; None if nothing came in it."""

@@ -33,6 +33,12 @@ LAST_SECONDS = 10.0
 log = logging.getLogger("appliance.processes")
 
 
+def pause_after(pause: float, *, worked: bool) -> float:
+    """How long to wait until a process that died is started again, given the pause before. It
+    grows while such processes die without having done anything."""
+    return FIRST_PAUSE_SECONDS if worked else min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+
 class WorkerProcess:
     """Keeps one instance's worker alive. Callbacks run on the event loop.
 
@@ -139,7 +145,7 @@ class WorkerProcess:
             self._count_death()
             if self._over:
                 return
-            pause = FIRST_PAUSE_SECONDS if self._worked else min(pause * 2, LONGEST_PAUSE_SECONDS)
+            pause = pause_after(pause, worked=self._worked)
             log.warning("worker of instance %d died; next in %.2f s", self.instance, pause)
             self.restarts += 1
             with contextlib.suppress(TimeoutError):

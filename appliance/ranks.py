@@ -35,7 +35,6 @@ import msgspec
 from appliance import wire
 from appliance.engines.protocol import (
     Engine,
-    Guide,
     KvBytes,
     KvUse,
     Produced,
@@ -394,9 +393,9 @@ class ReplicatedEngine:
         self._local = self._whole = None
         self._followers.follow(EvictWeights(self.model), self._engine.evict_weights)
 
-    def prepare(self, guide: Guide) -> None:
+    def prepare(self, body: bytes) -> None:
         """By the leader; the others compile it when the request is added."""
-        self._engine.prepare(guide)
+        self._engine.prepare(body)
 
     def add(self, sequence: SequenceSpec) -> None:
         self._followers.follow(Add(sequence), lambda: self._engine.add(sequence))

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from appliance.api.app import create_app
 from appliance.api.auth import Access
 from appliance.api.batchrunner import BatchRunner, BatchSettings
 from appliance.api.connections import Connection
+from appliance.api.cors import Cors
 from appliance.api.operators import protocol_for
-from appliance.api.service import Service
 from appliance.api.settings import Settings
 from appliance.config import Config
 from appliance.configchecks import warnings
@@ -32,9 +32,14 @@ from appliance.configsizes import kv_floor_slabs, read_model, uncached
 from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon import Daemon, Limits
 from appliance.errors import ApplianceError
+from appliance.frontwire import Handover
+from appliance.gateway.acceptor import FrontEnds
+from appliance.gateway.admission import Admission
+from appliance.gateway.sessions import FrontSettings, Sessions
+from appliance.gateway.supervisor import Supervisor
 from appliance.journal import Journal, Setup
 from appliance.keys import KeyRing
-from appliance.lifetime import Lifetime, Server
+from appliance.lifetime import GRACE_SECONDS, Lifetime, Server
 from appliance.liveconfig import LiveConfig, tls_pair
 from appliance.memory.imagefile import image_name, prepare_folder
 from appliance.servedmodels import served_model
@@ -44,8 +49,8 @@ from appliance.tlsfiles import LiveTls
 if TYPE_CHECKING:
     from appliance.telemetry import Traces
 
-GRACE_SECONDS = 3
-"""How long connections may take to send what they have after the drain."""
+CPUS_PER_FRONT_END = 8
+MOST_FRONT_ENDS = 4
 
 log = logging.getLogger("appliance.serve")
 
@@ -71,20 +76,27 @@ async def _serve(config: Config, path: Path) -> int:
         refuse_strangers(sockets)
     daemon = make_daemon(config)
     allowed = sorted(os.sched_getaffinity(0))
-    if len(allowed) > config.devices.instances * config.devices.tensor_parallel:
-        os.sched_setaffinity(0, allowed[-1:])  # the one that is left to us; workers set their own
+    workers = config.devices.instances * config.devices.tensor_parallel
+    processes = front_end_count(config.api.processes, len(allowed))
+    if kept := kept_cpus(len(allowed), workers, processes):
+        os.sched_setaffinity(0, allowed[-kept:])  # front ends', too; workers set their own
     pair = tls_pair(config, path)
     tls = None if pair is None else LiveTls(pair)
     settings = LiveConfig(daemon, config, path, tls)
     await settings.finish_deletions()
-    server = make_server(daemon, config, settings, tls)
-    admin = make_admin_server(server, config)
+    gateway = make_gateway(daemon, config)
+    front_ends = Supervisor(processes, gateway.sessions.open)
+    daemon.front_ends_missing = front_ends.not_ready
+    server = make_server(daemon, config, settings, tls, gateway, front_ends)
+    admin = make_admin_server(server, config, front_ends)
+    front_ends.on_given_back = partial(take_back, server, admin)
     lifetime = Lifetime(
         daemon,
         server,
         notifier,
         sockets,
         drain_seconds=float(config.api.drain_seconds),
+        front_ends=front_ends,
     )
     daemon.on_failure = lifetime.fail
     # All of this stays: a collection need not look at it again, for tens of milliseconds in which
@@ -102,6 +114,7 @@ def make_daemon(config: Config) -> Daemon:
     Raises `PolicyError`, `CheckpointError`, `TokenizerError` or `OSError` for what cannot be had.
     """
     devices = config.devices
+    allowed = sorted(os.sched_getaffinity(0))
     entries = [read_model(model, devices) for model in config.models]
     models = [
         served_model(model, entry) for model, entry in zip(config.models, entries, strict=True)
@@ -124,7 +137,12 @@ def make_daemon(config: Config) -> Daemon:
         setup,
         models,
         devices.slabs,
-        share_cpus(sorted(os.sched_getaffinity(0)), devices.instances, devices.tensor_parallel),
+        share_cpus(
+            allowed,
+            devices.instances,
+            devices.tensor_parallel,
+            front_end_count(config.api.processes, len(allowed)),
+        ),
         Limits(
             queue=config.api.max_queue,
             progress_seconds=float(config.api.progress_deadline_seconds),
@@ -152,30 +170,57 @@ def _traces(config: Config) -> Traces | None:
     )
 
 
+class Gateway(NamedTuple):
+    """Who may ask, which requests begin, and the calls of front ends."""
+
+    access: Access
+    admission: Admission
+    sessions: Sessions
+
+
+def make_gateway(daemon: Daemon, config: Config) -> Gateway:
+    """The gateway in front of a daemon; it tells front ends of the daemon's models."""
+    api = config.api
+    keys = KeyRing(Path(api.keys)) if api.keys else None
+    access = Access(keys, local=True, origins=api.origins, open_metrics=api.open_metrics)
+    admission = Admission(
+        daemon, access, max_waiting=api.max_waiting, max_wait_seconds=api.max_wait_seconds
+    )
+    settings = FrontSettings(
+        keep_alive_seconds=float(api.keep_alive_seconds),
+        max_body_bytes=int(api.max_body_bytes),
+        strict=api.strict,
+        origins=api.origins,
+    )
+    sessions = Sessions(daemon, access, admission, settings)
+    daemon.on_catalogue = sessions.catalogue_changed
+    return Gateway(access, admission, sessions)
+
+
 def make_server(
     daemon: Daemon,
     config: Config,
     settings: Settings | None = None,
     tls: LiveTls | None = None,
+    gateway: Gateway | None = None,
+    front_ends: FrontEnds | None = None,
 ) -> Server:
     """The HTTP server in front of a daemon; `should_exit` ends it. It has to be given `tls` if the
-    configuration has a certificate."""
+    configuration has a certificate. Without `front_ends` it answers what is the core's alone."""
     assert (tls is not None) == bool(config.api.tls_certificate)
-    keys = KeyRing(Path(config.api.keys)) if config.api.keys else None
+    gateway = make_gateway(daemon, config) if gateway is None else gateway
     app = create_app(
         daemon,
         settings=settings,
         keep_alive_seconds=config.api.keep_alive_seconds,
         max_body_bytes=config.api.max_body_bytes,
-        access=Access(keys, local=True, open_metrics=config.api.open_metrics),
-        max_waiting=config.api.max_waiting,
-        max_wait_seconds=config.api.max_wait_seconds,
-        batches=_batches(daemon, config),
-        traced=config.telemetry.traces,
+        access=gateway.access,
+        admission=gateway.admission,
+        batches=_batches(daemon, config, gateway),
     )
     return Server(
         uvicorn.Config(
-            app,
+            Cors(app, config.api.origins),
             http=Connection,
             host=config.api.bind.host,
             port=config.api.bind.port,
@@ -184,12 +229,13 @@ def make_server(
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",
             ssl_context_factory=None if tls is None else lambda _config, _default: tls.context,
-        )
+        ),
+        front_ends,
     )
 
 
-def _batches(daemon: Daemon, config: Config) -> Callable[[Service, Access], BatchRunner] | None:
-    """What makes the daemon's batches, if there are to be any."""
+def _batches(daemon: Daemon, config: Config, gateway: Gateway) -> BatchRunner | None:
+    """The daemon's batches, if there are to be any."""
     wanted = config.batches
     if not wanted.directory:
         return None
@@ -202,7 +248,13 @@ def _batches(daemon: Daemon, config: Config) -> Callable[[Service, Access], Batc
         max_stored_bytes=wanted.max_stored_bytes,
         keep_seconds=wanted.keep_days * 24 * 3600.0,
     )
-    return partial(BatchRunner, settings=settings, metrics=daemon.metrics_of_run.batches)
+    return BatchRunner(
+        daemon,
+        gateway.access,
+        gateway.sessions,
+        settings=settings,
+        metrics=daemon.metrics_of_run.batches,
+    )
 
 
 class AdminServer(NamedTuple):
@@ -213,7 +265,9 @@ class AdminServer(NamedTuple):
     path: Path
 
 
-def make_admin_server(server: Server, config: Config) -> AdminServer | None:
+def make_admin_server(
+    server: Server, config: Config, front_ends: FrontEnds | None = None
+) -> AdminServer | None:
     """The application of `server` on the admin socket, which listens from now on; None if it is to
     have none, or nobody said where and another daemon is there.
 
@@ -240,7 +294,16 @@ def make_admin_server(server: Server, config: Config) -> AdminServer | None:
         lifespan="off",
     )
     log.info("operators are listened to at %s", path)
-    return AdminServer(Server(settings), listener, path)
+    return AdminServer(Server(settings, front_ends), listener, path)
+
+
+def take_back(
+    server: Server, admin: AdminServer | None, connection: socket.socket, handover: Handover
+) -> None:
+    """A front end gave a connection back: the server answers that had accepted it."""
+    operators = admin is not None and connection.getsockname() == str(admin.path)
+    taker = admin.server if admin is not None and operators else server
+    taker.acceptor.take_back(connection, handover)
 
 
 @contextmanager
@@ -284,13 +347,29 @@ async def beside(admin: AdminServer | None) -> AsyncIterator[None]:
         await serving
 
 
-def share_cpus(allowed: Sequence[int], instances: int, ranks: int = 1) -> list[str]:
+def front_end_count(configured: int | str, cpus: int) -> int:
+    """How many front ends `api.processes` means on a machine with so many processors."""
+    if isinstance(configured, int):
+        return configured
+    return max(1, min(MOST_FRONT_ENDS, cpus // CPUS_PER_FRONT_END))
+
+
+def kept_cpus(cpus: int, workers: int, processes: int) -> int:
+    """How many processors the daemon has together with its front ends: one for each of these, if
+    there are more than workers; with too few all are shared."""
+    return max(0, min(processes, cpus - workers))
+
+
+def share_cpus(
+    allowed: Sequence[int], instances: int, ranks: int = 1, processes: int = 1
+) -> list[str]:
     """The processors of each instance, in vLLM's notation.
 
-    They are dealt out evenly; one is left to the daemon if there are more than worker processes,
-    of which an instance has `ranks`. With fewer processors than instances they are shared.
+    They are dealt out evenly; the daemon and its front ends (`processes`) have those that are kept
+    for them. An instance has `ranks` worker processes. With fewer processors than instances they
+    are shared.
     """
-    usable = allowed[:-1] if len(allowed) > instances * ranks else allowed
+    usable = allowed[: len(allowed) - kept_cpus(len(allowed), instances * ranks, processes)]
     return [show_cpus(share) for share in deal_cpus(usable, instances)]
 
 

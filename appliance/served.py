@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from appliance.api.service import ModelFacts
-from appliance.dialogue import Parsers
+from appliance.frontwire import FrontModel
 from appliance.purpose import Purpose
-from appliance.tokens import Tokenizer
 from appliance.vocabulary import ModelSpec
 from appliance.wire import WorkerModel
 
@@ -17,9 +16,9 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     spec: ModelSpec
     worker: WorkerModel
-    tokenizer: Tokenizer
     created: int
-    parsers: Parsers = Parsers()
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
     architecture: str = ""
     dtype: str = ""
     max_queue: int = 1024
@@ -39,4 +38,18 @@ class ServedModel(msgspec.Struct, frozen=True):
             max_context_tokens=self.spec.max_context_tokens,
             max_batch=self.spec.max_batch,
             path=self.worker.path,
+        )
+
+    @property
+    def front(self) -> FrontModel:
+        return FrontModel(
+            name=self.spec.name,
+            path=self.worker.path,
+            dtype=self.worker.dtype,
+            max_context=self.worker.max_context,
+            max_batch=self.worker.max_batch,
+            task=self.purpose.task,
+            created=self.created,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
         )

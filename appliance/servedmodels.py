@@ -1,17 +1,13 @@
-"""A model of the configuration as the daemon serves it: its terms, its sizes, its tokenizer."""
+"""A model of the configuration as the daemon serves it: its terms, its sizes."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from appliance.api.service import ModelTerms
 from appliance.catalog import CatalogEntry
 from appliance.config import Model
 from appliance.config import Slo as ConfiguredSlo
-from appliance.dialogue import Parsers
 from appliance.purpose import read_purpose
 from appliance.served import ServedModel
-from appliance.tokens import Tokenizer
 from appliance.vocabulary import ModelSpec, Slo
 from appliance.wire import WorkerModel
 
@@ -19,7 +15,7 @@ from appliance.wire import WorkerModel
 def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
     """The model as the daemon serves it.
 
-    Raises `TokenizerError`, and `CheckpointError` for what it cannot be for.
+    Raises `CheckpointError` for what it cannot be for.
     """
     terms = terms_of(model)
     purpose = read_purpose(entry.path, model.task)
@@ -41,10 +37,11 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             max_batch=model.max_batch,
             verify=model.verify,
             task=purpose.task,
+            reasoning_parser=model.reasoning_parser,
         ),
-        tokenizer=Tokenizer.load(Path(model.path)),
         created=entry.created,
-        parsers=Parsers(model.tool_parser or None, model.reasoning_parser or None),
+        tool_parser=model.tool_parser or None,
+        reasoning_parser=model.reasoning_parser or None,
         architecture=entry.architecture,
         dtype=entry.dtype,
         max_queue=terms.max_queue,

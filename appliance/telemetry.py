@@ -32,10 +32,12 @@ LAST_SECONDS: Final = 3.0
 
 OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/api/chat": "chat",
     "/v1/embeddings": "embeddings",
+    "/v2/embed": "embeddings",
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
     "/v1/score": "score",
@@ -164,7 +166,7 @@ def _attributes(
     stream: RequestStream, times: RequestTimes, outcome: str, now: float
 ) -> Mapping[str, AttributeValue]:
     """By the conventions for generative AI; what those have no word for by vLLM's, or our own."""
-    request, sampling = stream.request, stream.request.sampling
+    request = stream.request
     found: dict[str, AttributeValue] = {
         "gen_ai.operation.name": _operation(request.trace),
         "gen_ai.provider.name": "appliance",
@@ -187,10 +189,8 @@ def _attributes(
     }
     if request.trace is not None:
         found["url.path"] = request.trace.path
-    if request.pooling is None:
-        found["gen_ai.request.max_tokens"] = sampling.max_tokens
-        found["gen_ai.request.temperature"] = sampling.temperature
-        found["gen_ai.request.top_p"] = sampling.top_p
+    if not request.pooled:
+        found["gen_ai.request.max_tokens"] = request.max_tokens
     if stream.first is not None:
         found["gen_ai.latency.time_to_first_token"] = stream.first - stream.arrived
     return found

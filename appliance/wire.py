@@ -13,10 +13,10 @@ from typing import Final, Generic, TypeAlias, TypeVar
 import msgspec
 
 from appliance import vocabulary as v
-from appliance.engines.protocol import Guide, KvBytes, Produced, SequenceSpec, Verdict
+from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
 from appliance.slabwords import SlabMap
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 HEADER: Final = struct.Struct("<I")
 
@@ -31,6 +31,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
     max_batch: int
     verify: bool = False
     task: v.Task = v.Task.GENERATE
+    reasoning_parser: str = ""
+    """vLLM's name of it: guides begin where reasoning has ended. Empty: there is none."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
@@ -73,11 +75,12 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareGuide(msgspec.Struct, frozen=True, tag=True):
-    """Compile a guide, beside whatever is computed; the answer has the same number."""
+    """Compile the guide of a request's body, beside whatever is computed; the answer has the same
+    number."""
 
     number: int
     model: str
-    guide: Guide
+    body: bytes
 
 
 class TellSlabs(msgspec.Struct, frozen=True, tag=True):

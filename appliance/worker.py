@@ -76,6 +76,8 @@ PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
 SWITCH_SECONDS = 0.0005
 GUIDE_THREADS = 4
+MOST_DETAIL_BYTES = wire.MAX_FRAME_BYTES // 2
+"""Of a frame's tokens together. One token's alone are fewer, and a frame holds some bytes more."""
 
 Send = Callable[[Sequence[wire.Up]], None]
 """Tells the daemon several things at once. Called from any thread."""
@@ -272,7 +274,7 @@ class Worker:
         refused: str | None = None
         try:
             if engine is not None:
-                engine.prepare(message.guide)
+                engine.prepare(message.body)
         except GuideRefused as error:
             refused = str(error)
         except Exception as error:  # a defect must not end the thread
@@ -671,7 +673,17 @@ class Worker:
             self._report_prompt(model, request, time.monotonic() - begun.pop(request))
 
     def _tokens(self, model: ModelName, produced: list[Produced]) -> None:
-        self._held.append(wire.Tokens(self.instance, model, produced))
+        """In several frames where details would not fit into one."""
+        part: list[Produced] = []
+        nbytes = 0
+        for one in produced:
+            size = len(one.detail or b"")
+            if nbytes and size and nbytes + size > MOST_DETAIL_BYTES:
+                self._held.append(wire.Tokens(self.instance, model, part))
+                part, nbytes = [], 0
+            part.append(one)
+            nbytes += size
+        self._held.append(wire.Tokens(self.instance, model, part))
 
     def _forget_released(self) -> list[Release]:
         releases = self._mailbox.take_releases()
@@ -849,6 +861,7 @@ def _builder(
             device=device,
             images=images,
             task=model.task,
+            reasoning_parser=model.reasoning_parser,
         )
 
     return build

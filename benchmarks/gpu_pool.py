@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance import gpus, wire
-from appliance.engines.protocol import Sampling, SequenceSpec
+from appliance.engines.protocol import SequenceSpec
 from appliance.memory.hosttier import HostTier
 from appliance.orders import Seat
 from benchmarks.provenance import made
@@ -270,6 +270,11 @@ class Turns:
                 self.bytes.append(trace.moved_bytes)
 
     def _take_turn(self, number: int, model: VllmEngine, began: float) -> None:
+        from vllm import SamplingParams
+
+        from appliance.engines.vllm.messages import encode_params
+
+        params = SamplingParams(temperature=0.0, max_tokens=self._tokens + 1, ignore_eos=True)
         names = [f"{number}.{request}" for request in range(BATCH)]
         first = not self.answers[number][0]
         if first:
@@ -279,9 +284,7 @@ class Turns:
                         request=name,
                         model=model.model,
                         prompt=tuple(prompt),
-                        sampling=Sampling(
-                            temperature=0.0, max_tokens=self._tokens + 1, ignore_eos=True
-                        ),
+                        body=encode_params(params),
                     )
                 )
                 self._note(number, model.prefill(name, 1 << 20))

@@ -24,11 +24,10 @@ from pathlib import Path
 import msgspec
 
 from appliance.configfile import load_config
-from appliance.demo.checkpoints import RECIPES, Recipe, make_checkpoints, write_config
+from appliance.demo.checkpoints import RECIPES, Recipe, chat_prompt, make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Chat
 from appliance.serve import share_cpus
-from appliance.tokens import Tokenizer
 
 LARGER = Recipe(
     name="llama-1k",
@@ -237,11 +236,7 @@ def serve_plain(path: str, options: argparse.Namespace) -> None:
         temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False
     )
     engine = llm.llm_engine
-    tokenizer = Tokenizer.load(Path(path))
-    prompts = [
-        list(tokenizer.render_chat([{"role": "user", "content": chat.prompt}]))
-        for chat in chats_of(options)
-    ]
+    prompts = [chat_prompt(Path(path), chat.prompt) for chat in chats_of(options)]
     for turn, _ in enumerate(sys.stdin):
         window = Window(options.batch)
         lengths: dict[str, int] = {}

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from appliance.demo.checkpoints import Recipe, make_checkpoints
-from appliance.engines.protocol import KvExhausted, Produced, Sampling, SequenceSpec
+from appliance.demo.checkpoints import EOS_ID, Recipe, make_checkpoints
+from appliance.engines.protocol import KvExhausted, Produced, SequenceSpec
 from appliance.engines.vllm import prepare_environment
 from appliance.memory.arena import POISON, Arena, PoolExhausted
 from appliance.memory.hosttier import HostTier
@@ -643,13 +643,19 @@ class Soak:
     # --- their parts -----------------------------------------------------------------------------
 
     def _add(self, job: Job) -> None:
+        from vllm import SamplingParams
+
+        from appliance.engines.vllm.messages import encode_params
+
+        params = SamplingParams(max_tokens=job.limit, temperature=0.0)
+        params.update_from_generation_config({}, EOS_ID)
         job.instance.engines[job.model].add(
             SequenceSpec(
                 request=job.name,
                 model=job.model,
                 prompt=job.text.prompt,
                 output=tuple(job.output),
-                sampling=Sampling(max_tokens=job.limit, temperature=0.0),
+                body=encode_params(params),
             )
         )
 

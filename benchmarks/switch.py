@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.demo.checkpoints import Recipe, make_checkpoints
-from appliance.engines.protocol import Sampling, SequenceSpec
+from appliance.engines.protocol import SequenceSpec
 from appliance.engines.vllm import prepare_environment
 from appliance.memory import mapping
 from appliance.memory.arena import Arena, Region
@@ -154,11 +154,19 @@ class Bench:
 
     def ask(self, engine: VllmEngine, length: int) -> str:
         """A request of so many random tokens, known to the engine."""
+        from vllm import SamplingParams
+
+        from appliance.engines.vllm.messages import encode_params
+
         self._asked += 1
         name = f"r{self._asked}"
         prompt = tuple(self._random.randrange(3, VOCABULARY) for _ in range(length))
-        sampling = Sampling(max_tokens=CONTEXT, temperature=0.0, ignore_eos=True)
-        engine.add(SequenceSpec(request=name, model=engine.model, prompt=prompt, sampling=sampling))
+        params = SamplingParams(max_tokens=CONTEXT, temperature=0.0, ignore_eos=True)
+        engine.add(
+            SequenceSpec(
+                request=name, model=engine.model, prompt=prompt, body=encode_params(params)
+            )
+        )
         return name
 
     def prompt(self, engine: VllmEngine, length: int) -> float:

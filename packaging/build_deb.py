@@ -104,6 +104,7 @@ def _stage_environment(tree: Path, work: Path) -> str:
     share = home / "share"
     share.mkdir()
     _install(ROOT / "requirements" / "cpu.txt", share / "engine-cpu.txt")
+    _install(ROOT / "requirements" / "torch-cuda.txt", share / "torch-cuda.txt")
     (share / "engine-gpu.txt").write_text(engine_for_gpu())
     return version
 

@@ -1,6 +1,7 @@
 """A body for every operation of the OpenAPI document that takes one; tests send them all.
 
-Models are called as on the pages of docs/: ``small`` generates, ``embedder`` embeds.
+Models are called as on the pages of docs/: ``small`` generates, ``embedder`` embeds, ``scorer``
+scores.
 """
 
 from __future__ import annotations
@@ -12,23 +13,35 @@ _LINE: Final = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/completions", '
     '"body": {"model": "small", "prompt": "The Tiber"}}\n'
 )
+_SCORE: Final = {
+    "model": "embedder",
+    "text_1": "What flows through Rome?",
+    "text_2": ["Nothing.", "The Tiber."],
+}
+_RANK: Final = {
+    "model": "embedder",
+    "query": "What flows through Rome?",
+    "documents": ["Nothing.", "The Tiber."],
+    "top_n": 1,
+}
 
 EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/v1/chat/completions"): {"model": "small", "messages": _CHAT, "max_tokens": 50},
+    ("post", "/v1/chat/completions/batch"): {
+        "model": "small",
+        "messages": [_CHAT, _CHAT],
+        "max_tokens": 50,
+    },
+    ("post", "/v1/chat/completions/render"): {"model": "small", "messages": _CHAT},
     ("post", "/v1/completions"): {"model": "small", "prompt": "The Tiber", "max_tokens": 5},
+    ("post", "/v1/completions/render"): {"model": "small", "prompt": "The Tiber"},
     ("post", "/v1/responses"): {"model": "small", "input": "What flows through Rome?"},
     ("post", "/v1/embeddings"): {"model": "embedder", "input": ["Nothing.", "The Tiber."]},
-    ("post", "/v1/score"): {
-        "model": "embedder",
-        "text_1": "What flows through Rome?",
-        "text_2": ["Nothing.", "The Tiber."],
-    },
-    ("post", "/v1/rerank"): {
-        "model": "embedder",
-        "query": "What flows through Rome?",
-        "documents": ["Nothing.", {"text": "The Tiber."}],
-        "top_n": 1,
-    },
+    ("post", "/v2/embed"): {"model": "embedder", "texts": ["The Tiber."]},
+    ("post", "/pooling"): {"model": "embedder", "input": "The Tiber."},
+    ("post", "/classify"): {"model": "scorer", "input": "The Tiber."},
+    **dict.fromkeys([("post", "/v1/score"), ("post", "/score")], _SCORE),
+    **dict.fromkeys([("post", path) for path in ("/v1/rerank", "/rerank", "/v2/rerank")], _RANK),
     ("post", "/v1/files"): {"purpose": "batch", "file": _LINE},
     ("post", "/v1/batches"): {
         "input_file_id": "file-1",
@@ -58,4 +71,4 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("put", "/api/policies"): {"use": ["serverlessllm"]},
     ("put", "/api/log-level"): {"level": "info"},
 }
-"""By method and path; other paths of the same operation have the same."""
+"""By method and path."""

@@ -14,13 +14,16 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from appliance.api.cors import origin_allowed
 from appliance.api.errors import ApiError, BadRequest
 from appliance.api.keymetrics import KeyMetrics, KeyUse
 from appliance.api.service import AskedSlo
+from appliance.frontpaths import is_front_path
 from appliance.keys import Key, KeyRing
 from appliance.keys import Scope as KeyScope
 from appliance.ratelimits import Bucket, Meter, Refusal
 from appliance.units import Address, Seconds
+from appliance.vocabulary import ModelName
 
 SLO_HEADER: Final = "x-slo"
 OPERATOR_MARK: Final = "appliance.operator"
@@ -30,9 +33,7 @@ _OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/version", "/api/vers
 _METRICS: Final = "/metrics"
 _INFER: Final = frozenset(
     {
-        *("/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank"),
         # Ollama's; everything else below /api is an operator's.
-        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
         *("/api/tags", "/api/ps", "/api/show"),
     }
 )
@@ -46,7 +47,8 @@ def scope_of(path: str) -> KeyScope | None:
     """
     if path in _OPEN:
         return None
-    return KeyScope.INFER if path in _INFER or path.startswith("/v1/") else KeyScope.ADMIN
+    infers = path in _INFER or path.startswith("/v1/") or is_front_path(path)
+    return KeyScope.INFER if infers else KeyScope.ADMIN
 
 
 class Unauthorized(ApiError):
@@ -86,6 +88,24 @@ class Used(NamedTuple):
     output_tokens: int
 
 
+class Asking(NamedTuple):
+    """What a request shows of who sends it. The names of `headers` are in lower case; without a
+    `client` the address is unknown."""
+
+    headers: Mapping[str, str]
+    client: str | None = None
+    operator: bool = False
+    """Whether the connection proved to be an operator's."""
+
+    @classmethod
+    def of(cls, scope: Any) -> Asking:
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        client = scope.get("client")
+        return cls(headers, None if client is None else client[0], bool(scope.get(OPERATOR_MARK)))
+
+
 class Caller:
     """Who asks. Without a meter it is somebody who needs no key: everything is allowed."""
 
@@ -108,6 +128,10 @@ class Caller:
     def key(self) -> Key | None:
         return None if self.meter is None else self.meter.key
 
+    def allows(self, model: ModelName) -> bool:
+        """Whether it may know of a model."""
+        return self.key is None or self.key.allows(model)
+
 
 NOBODY: Final = Caller()
 """Whoever reaches an appliance that has no keys, and the appliance itself."""
@@ -120,8 +144,8 @@ class Access:
     """Whom the appliance answers. Without `keys` that is everybody who reaches it.
 
     `local`: without keys only what comes from this machine and was addressed to it as such, and no
-    page of another site in a browser here. Such a page could otherwise have its visitor's appliance
-    do things.
+    page of another site in a browser here, unless its origin is one of `origins` or of those that
+    `appliance.api.cors` allows. Such a page could otherwise have its visitor's appliance do things.
     """
 
     def __init__(
@@ -129,6 +153,7 @@ class Access:
         keys: KeyRing | None = None,
         *,
         local: bool = False,
+        origins: Iterable[str] = (),
         open_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -139,6 +164,7 @@ class Access:
         self.wall_clock = wall_clock
         self.keys = keys
         self._local = local
+        self._origins = tuple(origins)
         self._open_metrics = open_metrics
         self._meters: dict[str, Meter] = {}
         self.metrics = KeyMetrics()
@@ -146,16 +172,16 @@ class Access:
         if keys is not None:
             keys.on_change(self._follow)
 
-    def caller(self, scope: Scope, needed: KeyScope) -> Caller:
+    def caller(self, asking: Asking, needed: KeyScope) -> Caller:
         """Who sent a request. Raises `Unauthorized` and `Forbidden`."""
         keys = self.keys
-        if scope.get(OPERATOR_MARK):
-            return self._with_slo(scope, None)
+        if asking.operator:
+            return _with_slo(asking, None)
         if keys is None:
             if self._local:
-                _check_local(scope)
-            return self._with_slo(scope, None)
-        secret = _secret(scope)
+                self._check_local(asking)
+            return _with_slo(asking, None)
+        secret = _secret(asking.headers)
         if secret is None:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
         key = keys.find(secret, self.wall_clock())
@@ -163,7 +189,29 @@ class Access:
             raise Unauthorized("the API key is not valid: unknown, revoked or expired")
         if needed not in key.scopes:
             raise Forbidden(f"the API key has not the scope {needed.value!r}")
-        return self._with_slo(scope, self._meter(key))
+        return _with_slo(asking, self._meter(key))
+
+    def begin(self, caller: Caller) -> None:
+        """Count another HTTP request of a caller, to be told of its `end`. Raises `LimitMet`."""
+        meter = caller.meter
+        if meter is not None and (refusal := meter.begin(self.clock())):
+            self.metrics.refused(meter.key.name, refusal.limit)
+            raise LimitMet(refusal, self.rate_headers(caller))
+
+    def end(self, caller: Caller) -> None:
+        """A request that had begun is answered."""
+        if caller.meter is not None:
+            caller.meter.end()
+
+    def rate_headers(self, caller: Caller) -> list[tuple[str, str]]:
+        """OpenAI's headers that say how much of its limits a caller has left."""
+        meter, headers = caller.meter, []
+        if meter is not None:
+            now = self.clock()
+            for name, bucket in (("requests", meter.requests), ("tokens", meter.tokens)):
+                if bucket is not None:
+                    headers += _headers(name, bucket, now)
+        return headers
 
     def on_behalf_of(self, owner: str) -> Caller | None:
         """Who is meant by what the appliance does later for the key of this hash, "" for somebody
@@ -195,18 +243,23 @@ class Access:
         """Whether nobody needs a key for an endpoint."""
         return scope_of(path) is None or (path == _METRICS and self._open_metrics)
 
+    def _check_local(self, asking: Asking) -> None:
+        """Raises `Forbidden` for what comes from another machine, however it got to our socket, and
+        for what a browser sends for another site, also one whose name was made to mean this
+        machine."""
+        if asking.client is not None and not _is_local(asking.client):
+            raise Forbidden(f"without API keys only this machine is answered, not {asking.client}")
+        host, origin = asking.headers.get("host"), asking.headers.get("origin")
+        if host is not None and not _is_local(host):
+            raise Forbidden(f"without API keys only this machine is answered, not {host!r}")
+        local = origin is None or _is_local(origin.partition("://")[2])
+        if origin is not None and not local and not origin_allowed(origin, self._origins):
+            raise Forbidden(f"without API keys no page of another site is answered: {origin!r}")
+
     @property
     def has_keys(self) -> bool:
         """Whether clients need a key."""
         return self.keys is not None
-
-    def _with_slo(self, scope: Scope, meter: Meter | None) -> Caller:
-        header = _header(scope, SLO_HEADER.encode())
-        if header is None:
-            return NOBODY if meter is None else Caller(meter)
-        if meter is not None and not meter.key.slo:
-            raise Forbidden(f"{SLO_HEADER}: not allowed by the API key", SLO_HEADER)
-        return Caller(meter, _asked_slo(header))
 
     def _meter(self, key: Key) -> Meter:
         meter = self._meters.get(key.sha256)
@@ -246,45 +299,33 @@ class Authentication(ASGIMiddleware):
         if needed is None or self._access.is_open(path):
             await next_app(scope, receive, send)
             return
-        caller = self._access.caller(scope, needed)
+        caller = self._access.caller(Asking.of(scope), needed)
         asked = current.set(caller)
         try:
-            meter = caller.meter
-            if meter is None or needed is not KeyScope.INFER or scope["method"] != "POST":
+            if needed is not KeyScope.INFER or scope["method"] != "POST":
                 await next_app(scope, receive, send)
             else:
-                await self._metered(meter, scope, receive, send, next_app)
+                await self._counted(caller, scope, receive, send, next_app)
         finally:
             current.reset(asked)
 
-    async def _metered(
-        self, meter: Meter, scope: Any, receive: Receive, send: Send, next_app: ASGIApp
+    async def _counted(
+        self, caller: Caller, scope: Any, receive: Receive, send: Send, next_app: ASGIApp
     ) -> None:
-        clock = self._access.clock
+        access = self._access
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
-                told = rate_headers(meter, clock())
+                told = access.rate_headers(caller)
                 headers = ((name.encode(), value.encode()) for name, value in told)
                 message["headers"] = [*message["headers"], *headers]
             await send(message)
 
-        if refusal := meter.begin(clock()):
-            self._access.metrics.refused(meter.key.name, refusal.limit)
-            raise LimitMet(refusal, rate_headers(meter, clock()))
+        access.begin(caller)
         try:
             await next_app(scope, receive, tell)
         finally:
-            meter.end()
-
-
-def rate_headers(meter: Meter, now: float) -> list[tuple[str, str]]:
-    """OpenAI's headers that say how much is left."""
-    headers = []
-    for name, bucket in (("requests", meter.requests), ("tokens", meter.tokens)):
-        if bucket is not None:
-            headers += _headers(name, bucket, now)
-    return headers
+            access.end(caller)
 
 
 def _headers(name: str, bucket: Bucket, now: float) -> list[tuple[str, str]]:
@@ -303,34 +344,14 @@ def _duration(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def _secret(scope: Scope) -> str | None:
+def _secret(headers: Mapping[str, str]) -> str | None:
     """What the request presents: OpenAI's header, or Anthropic's."""
-    bearer = _header(scope, b"authorization")
+    bearer = headers.get("authorization")
     if bearer is not None:
         kind, _, secret = bearer.partition(" ")
         if kind.lower() == "bearer":
             return secret.strip()
-    return _header(scope, b"x-api-key")
-
-
-def _header(scope: Scope, name: bytes) -> str | None:
-    for key, value in scope["headers"]:
-        if key == name:
-            return value.decode("latin-1")
-    return None
-
-
-def _check_local(scope: Scope) -> None:
-    """Raises `Forbidden` for what comes from another machine, however it got to our socket, and for
-    what a browser sends for another site, also one whose name was made to mean this machine."""
-    client = scope.get("client")
-    if client is not None and not _is_local(client[0]):
-        raise Forbidden(f"without API keys only this machine is answered, not {client[0]}")
-    host, origin = _header(scope, b"host"), _header(scope, b"origin")
-    if host is not None and not _is_local(host):
-        raise Forbidden(f"without API keys only this machine is answered, not {host!r}")
-    if origin is not None and not _is_local(origin.partition("://")[2]):
-        raise Forbidden(f"without API keys no page of another site is answered: {origin!r}")
+    return headers.get("x-api-key")
 
 
 @lru_cache(maxsize=64)
@@ -340,6 +361,15 @@ def _is_local(address: str) -> bool:
         return Address.read(address).local
     except ValueError:
         return Address(f"{address}:0").local
+
+
+def _with_slo(asking: Asking, meter: Meter | None) -> Caller:
+    header = asking.headers.get(SLO_HEADER)
+    if header is None:
+        return NOBODY if meter is None else Caller(meter)
+    if meter is not None and not meter.key.slo:
+        raise Forbidden(f"{SLO_HEADER}: not allowed by the API key", SLO_HEADER)
+    return Caller(meter, _asked_slo(header))
 
 
 def _asked_slo(header: str) -> AskedSlo:

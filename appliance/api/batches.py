@@ -12,12 +12,13 @@ from litestar.response.base import ASGIResponse
 from msgspec import UNSET, Meta, UnsetType
 
 from appliance.api.auth import SLO_HEADER, Forbidden, current
+from appliance.api.batchrequests import ENDPOINTS
 from appliance.api.batchrunner import BatchRunner, TooManyBatches, Unavailable
+from appliance.api.bodies import parse
 from appliance.api.errors import ApiError, BadRequest
 from appliance.api.files import configured, own_file, owner
 from appliance.api.jsonanswers import json_answer
 from appliance.api.paging import Page, page_of, query_of
-from appliance.api.schemas import parse
 from appliance.api.service import AskedSlo
 from appliance.batches.files import StoreFull
 from appliance.batches.records import Batch, Problem, Status
@@ -96,8 +97,8 @@ def batch_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
 def _check(asked: BatchRequest, batches: BatchRunner) -> None:
     if asked.completion_window != _WINDOW:
         raise BadRequest(f"completion_window: only {_WINDOW!r} is supported", "completion_window")
-    if asked.endpoint not in batches.endpoints:
-        known = ", ".join(batches.endpoints)
+    if asked.endpoint not in ENDPOINTS:
+        known = ", ".join(ENDPOINTS)
         raise BadRequest(f"endpoint: one of {known}", "endpoint", "unsupported_value")
     if asked.metadata is not None and len(asked.metadata) > _MAX_METADATA:
         raise BadRequest(f"metadata: more than {_MAX_METADATA} pairs", "metadata")

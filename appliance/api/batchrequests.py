@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextvars import Context
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol
 
 import msgspec
 
-from appliance.api.auth import Access, current
-from appliance.api.batchendpoints import Answer
+from appliance.api.auth import Access, Caller
 from appliance.api.batchmetrics import BatchMetrics
-from appliance.api.errors import ApiError, as_api_error
-from appliance.api.plan import off_loop
-from appliance.api.service import GenerationFailed
+from appliance.api.errors import BadRequest
 from appliance.batches.disk import Disk
 from appliance.batches.log import BatchLog
 from appliance.batches.records import Batch, LineDone
@@ -25,16 +21,28 @@ from appliance.batches.results import answered, refused
 from appliance.batches.scribe import Scribe
 from appliance.batches.turns import Turn, Turns
 from appliance.errors import IllegalTransition
+from appliance.gateway.sessions import Answered, FrontEndLost, NoFrontEnd
+
+ENDPOINTS: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+)
+"""What batches may be made for, by path."""
 
 KEY_GONE: Final = ("invalid_api_key", "the API key of the batch was revoked, or has expired")
 
 _TRIES: Final = 5
-"""How often a request is asked that the appliance could not serve for reasons of its own."""
+"""How often a request is asked that the appliance could not serve for reasons of its own, such as
+a front end that died of it."""
 _HELD_UP: Final = frozenset({"overloaded", "model_draining", "no_instance"})
 """What passes, however long it takes: as with a full queue, it is not the request's fault. The
 window of the batch bounds it."""
 _AFTER_RESTART: Final = frozenset({"shutting_down", "internal_error"})
 """Failures of a whole appliance, which serves nothing before its next start."""
+_LONG_BYTES: Final = 256 * 1024
+"""An answer that is longer is read in a thread: streams must not wait for it."""
 
 log = logging.getLogger("appliance.batches")
 
@@ -54,18 +62,33 @@ class Run:
         self.task: asyncio.Task[None] | None = None
 
 
+class Fronts(Protocol):
+    """The front ends, which answer requests."""
+
+    async def ask(self, caller: Caller, path: str, body: bytes) -> Answered:
+        """Raises `NoFrontEnd` and `FrontEndLost`."""
+
+
 class _Details(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    completion_tokens_details: _Details = _Details()
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    output_tokens_details: _Details | None = None
+    """The last three are those of ``/v1/responses``."""
 
 
 class _Used(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
+
+
+class _Streamed(msgspec.Struct, frozen=True):
+    stream: object = None
 
 
 class BatchRequests:
@@ -74,7 +97,7 @@ class BatchRequests:
 
     def __init__(
         self,
-        endpoints: Mapping[str, Answer],
+        fronts: Fronts,
         access: Access,
         metrics: BatchMetrics,
         disk: Disk,
@@ -89,7 +112,7 @@ class BatchRequests:
         self._full = full
         self._waits_for_room = False
         self.halted = True
-        self._endpoints = endpoints
+        self._fronts = fronts
         self._access = access
         self._metrics = metrics
         self._disk = disk
@@ -127,8 +150,7 @@ class BatchRequests:
             return
         while (turn := self._turns.next(loop.time())) is not None:
             run = self._runs[turn.batch]
-            # A context of its own, for the caller that is set in it.
-            task = loop.create_task(self._carry_out(run, turn), context=Context())
+            task = loop.create_task(self._carry_out(run, turn))
             run.requests.add(task)
             task.add_done_callback(run.requests.discard)
         if (time := self._turns.next_time(loop.time())) is not None:
@@ -144,12 +166,14 @@ class BatchRequests:
 
     async def _carry_out(self, run: Run, turn: Turn) -> None:
         wait_seconds: float | None = None
+        caller = self._access.on_behalf_of(run.batch.created.owner)
         try:
-            outcome = await self._ask(run, turn.request)
+            outcome = await self._ask(run, turn.request, caller)
             if isinstance(outcome, LineDone):
                 await run.scribe.write(outcome)
                 run.tries.pop(turn.request, None)
-                self._access.count(current.get())
+                if caller is not None:
+                    self._access.count(caller)
                 self._metrics.request_done(outcome.ok)
             else:
                 wait_seconds = outcome
@@ -164,59 +188,75 @@ class BatchRequests:
             run.news.set()
             self._pump()
 
-    async def _ask(self, run: Run, request: int) -> LineDone | float:
+    async def _ask(self, run: Run, request: int, caller: Caller | None) -> LineDone | float:
         """What became of a request; or after how many seconds it is to be asked again."""
         assert run.lines is not None
         try:
             line = await self._disk(run.lines.read, request)
         except InputLost as error:
             return self._bad(request, refused("", "input_file_unreadable", str(error)))
-        caller = self._access.on_behalf_of(run.batch.created.owner)
         if caller is None:
             return self._bad(request, refused(line.custom_id, *KEY_GONE))
-        current.set(caller)  # of this task alone
+        body = bytes(line.body)
+        if msgspec.json.decode(body, type=_Streamed).stream:
+            streamed = BadRequest("stream: a batch has no streams", "stream")
+            told = msgspec.json.encode(streamed.body)
+            return self._bad(request, answered(line.custom_id, streamed.status, told))
         try:
-            body = await self._endpoints[run.batch.created.endpoint](bytes(line.body))
-        except Exception as error:
-            return self._failed(run, request, line, error)
-        return await off_loop(len(body), lambda: self._good(request, line.custom_id, body))
+            answer = await self._fronts.ask(caller, run.batch.created.endpoint, body)
+        except NoFrontEnd:
+            return self._retry_seconds
+        except FrontEndLost as error:
+            if self._tried(run, request):
+                return 0.0
+            return self._bad(request, refused(line.custom_id, "front_end_lost", str(error)))
+        if answer.status >= 400:
+            return self._failed(run, request, line, answer)
+        if len(answer.body) <= _LONG_BYTES:
+            return self._good(request, line.custom_id, answer)
+        return await asyncio.to_thread(self._good, request, line.custom_id, answer)
 
-    def _good(self, request: int, custom_id: str, body: bytes) -> LineDone:
-        used = msgspec.json.decode(body, type=_Used).usage or _Usage()
+    def _good(self, request: int, custom_id: str, answer: Answered) -> LineDone:
+        used = msgspec.json.decode(answer.body, type=_Used).usage or _Usage()
+        details = used.completion_tokens_details or used.output_tokens_details or _Details()
         return LineDone(
             at=self._wall_clock(),
             request=request,
             ok=True,
-            input_tokens=used.prompt_tokens,
-            output_tokens=used.completion_tokens,
-            reasoning_tokens=used.completion_tokens_details.reasoning_tokens,
-            entry=answered(custom_id, 200, body),
+            input_tokens=used.prompt_tokens or used.input_tokens or 0,
+            output_tokens=used.completion_tokens or used.output_tokens or 0,
+            reasoning_tokens=details.reasoning_tokens or 0,
+            entry=answered(custom_id, answer.status, answer.body),
         )
 
     def _failed(
-        self, run: Run, request: int, line: RequestLine, error: Exception
+        self, run: Run, request: int, line: RequestLine, answer: Answered
     ) -> LineDone | float:
-        if isinstance(error, GenerationFailed) and error.code in _AFTER_RESTART:
+        """Whether it is the request's own fault is known by what the core refused of it."""
+        refusal = answer.refused
+        code = None if refusal is None else refusal.code
+        if code in _AFTER_RESTART:
             self.halted = True  # it is asked again after the next start
             return 0.0
-        answer = as_api_error(error)
-        if self._again(run, request, answer):
-            asked = float(answer.headers.get("Retry-After", 1))
-            return min(asked, self._retry_seconds)
-        body = msgspec.json.encode(answer.body)
-        return self._bad(request, answered(line.custom_id, answer.status, body))
+        headers = answer.headers if refusal is None else refusal.headers
+        asked = {name.lower(): value for name, value in headers}.get("retry-after")
+        status = answer.status if refusal is None else refusal.status
+        waits = status == 429 or code in _HELD_UP
+        if waits or (status == 503 and asked is not None and self._tried(run, request)):
+            return min(_seconds(asked), self._retry_seconds)
+        return self._bad(request, answered(line.custom_id, answer.status, answer.body))
 
-    def _again(self, run: Run, request: int, error: ApiError) -> bool:
+    def _tried(self, run: Run, request: int) -> bool:
         """Whether it makes sense to ask again. Counts the tries that are not to be too many."""
-        code = error.body.error.code
-        if error.status == 429 or code in _HELD_UP:
-            return True
-        if code != "interpreter_lost" and not (
-            error.status == 503 and "Retry-After" in error.headers
-        ):
-            return False
         tries = run.tries[request] = run.tries.get(request, 0) + 1
         return tries < _TRIES
 
     def _bad(self, request: int, entry: msgspec.Raw) -> LineDone:
         return LineDone(at=self._wall_clock(), request=request, ok=False, entry=entry)
+
+
+def _seconds(header: str | None) -> float:
+    try:
+        return max(0.0, float(header or 1))
+    except ValueError:  # a date, say
+        return 1.0

@@ -20,10 +20,9 @@ from typing import Final
 import msgspec
 from litestar import Litestar
 
-from appliance.api.auth import Access, Caller, current
-from appliance.api.batchendpoints import batch_endpoints
+from appliance.api.auth import Access, Caller
 from appliance.api.batchmetrics import BatchMetrics
-from appliance.api.batchrequests import KEY_GONE, BatchRequests, Run
+from appliance.api.batchrequests import KEY_GONE, BatchRequests, Fronts, Run
 from appliance.api.service import Service
 from appliance.batches.disk import Disk
 from appliance.batches.files import FileStore, counted
@@ -40,7 +39,6 @@ from appliance.batches.records import (
 )
 from appliance.batches.requestlines import InputLost, InputRefused, RequestLines, check_input
 from appliance.batches.results import write_results
-from appliance.batches.room import Room
 from appliance.batches.scribe import RETRY_SECONDS, Scribe
 from appliance.errors import ApplianceError, IllegalTransition
 
@@ -59,7 +57,7 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path
     at_once: int
-    """Requests of batches in the appliance at once, and sequences of them."""
+    """Requests of batches in the appliance at once."""
     max_file_bytes: int
     max_requests: int
     """Of one batch."""
@@ -87,16 +85,16 @@ class BatchRunner:
         self,
         service: Service,
         access: Access,
+        fronts: Fronts,
         *,
         settings: BatchSettings,
         metrics: BatchMetrics,
         wall_clock: Callable[[], float] = time.time,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """`service` is what a key sees of the appliance (`appliance.api.gate`). What could not be
-        done is tried again after `retry_seconds` at the latest."""
+        """`fronts` answer the requests. What could not be done is tried again after
+        `retry_seconds` at the latest."""
         self.settings = settings
-        self.endpoints = batch_endpoints(service, Room(settings.at_once))
         self.wall_clock = wall_clock
         self.files = FileStore(
             settings.folder / "files",
@@ -115,7 +113,7 @@ class BatchRunner:
         """Those on their way to the disk, which count already."""
         self._runs: dict[str, Run] = {}
         self._requests = BatchRequests(
-            self.endpoints,
+            fronts,
             access,
             metrics,
             self.disk,
@@ -360,11 +358,7 @@ class BatchRunner:
 
     def _models(self, caller: Caller) -> frozenset[str]:
         """Those that a caller may use."""
-        asked = current.set(caller)
-        try:
-            return frozenset(card.id for card in self._service.models())
-        finally:
-            current.reset(asked)
+        return frozenset(card.id for card in self._service.models() if caller.allows(card.id))
 
     async def _carry_out(self, run: Run) -> None:
         """Run its requests until all are done, or no more are to."""

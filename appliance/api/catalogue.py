@@ -10,9 +10,9 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery
 from litestar.response.base import ASGIResponse
 
+from appliance.api.bodies import parse
 from appliance.api.config import Promise
 from appliance.api.jsonanswers import json_answer
-from appliance.api.schemas import parse
 from appliance.api.service import Service
 from appliance.api.settings import Settings
 

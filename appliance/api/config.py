@@ -12,9 +12,9 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance import logs
+from appliance.api.bodies import parse
 from appliance.api.errors import ApiError
 from appliance.api.jsonanswers import json_answer
-from appliance.api.schemas import parse
 from appliance.api.service import Service
 from appliance.api.settings import Settings
 

@@ -20,10 +20,10 @@ was held up is not taken for a client that was.
 from __future__ import annotations
 
 import socket
-from asyncio import BaseTransport, TimerHandle
+from asyncio import BaseTransport, TimerHandle, Transport
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -31,6 +31,7 @@ from appliance.api.errors import ApiError, BadRequest
 from appliance.api.errorshapes import shape_of
 from appliance.api.requestids import request_id
 from appliance.api.upgrades import PlainParser
+from appliance.frontwire import Handover
 
 HEAD_SECONDS: Final = 20.0
 """Some hundred bytes, over a slow line; what proxies and other servers give, too."""
@@ -41,6 +42,9 @@ UNREAD_SECONDS: Final = 60.0
 """How long a client may take nothing of what waits for it."""
 UNSENT_BYTES: Final = 16 * 1024
 """What the system may keep beyond what the client has room for. It would take megabytes."""
+LINGER_SECONDS: Final = 30.0
+"""How long the rest of a body is read, and forgotten, that was answered before it was whole. Closed
+at once, the connection would be reset, and most clients would not see the answer."""
 AROUND_BYTES: Final = 64 * 1024
 AROUND_EACH: Final = 8
 """What is around a body: so much, and so many times the body, as chunks of one byte take six."""
@@ -57,13 +61,22 @@ class Awaited(Enum):
 class Connection(HttpToolsProtocol):
     """Knows all its requests that are not answered yet, and what it waits for."""
 
-    head_seconds: ClassVar = HEAD_SECONDS
-    body_seconds: ClassVar = BODY_SECONDS
-    body_bytes: ClassVar = BODY_BYTES
-    unread_seconds: ClassVar = UNREAD_SECONDS
-    around_bytes: ClassVar = AROUND_BYTES
+    head_seconds = HEAD_SECONDS
+    body_seconds = BODY_SECONDS
+    body_bytes = BODY_BYTES
+    unread_seconds = UNREAD_SECONDS
+    around_bytes = AROUND_BYTES
+
+    for_operators: ClassVar = False
+    """Whether who is let in is an operator."""
+    handover: Handover | None = None
+    """What is known of a connection that comes from somebody who had it before."""
+    refusal: ApiError | None = None
+    """What is answered to every request, if none is let in."""
 
     unanswered: tuple[RequestResponseCycle, ...] = ()
+    _lingering: TimerHandle | None = None
+    """The last answer was given, and its request still comes."""
     _awaited = Awaited.NOTHING
     _reading: TimerHandle | None = None
     _writing: TimerHandle | None = None
@@ -77,9 +90,16 @@ class Connection(HttpToolsProtocol):
     _body_before = 0
     """Of its body, when it was last looked at."""
 
+    @classmethod
+    def admits(cls, connection: socket.socket) -> bool:
+        """Whether requests of the peer are let in; else they are refused."""
+        return True
+
     # --- what a client sends ---------------------------------------------------------------------
 
     def connection_made(self, transport: BaseTransport) -> None:
+        if self.refusal is not None:
+            self.app = refusing(self.refusal)
         super().connection_made(transport)  # type: ignore[arg-type]
         self.parser = PlainParser(self)
         # As uvicorn has it: an answer may close the connection while more requests stand in line.
@@ -91,6 +111,14 @@ class Connection(HttpToolsProtocol):
         # 0: under TLS, where a buffer is full that has as much as its limit, nothing would be sent.
         self.transport.set_write_buffer_limits(high=1, low=0)
         self._await(Awaited.HEAD)
+        if self.handover is not None:
+            self._go_on(self.handover)
+
+    def _go_on(self, handover: Handover) -> None:
+        self.client, self.server = handover.client, handover.server
+        self.scheme = "https" if handover.scheme == "https" else "http"
+        if handover.received:
+            self.data_received(handover.received)
 
     def data_received(self, data: bytes) -> None:
         request, body = self._requests, self._body
@@ -111,10 +139,13 @@ class Connection(HttpToolsProtocol):
             self._await(Awaited.HEAD)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():  # comes again, without the offer
+        # An offer comes again without it; behind the last answer nothing is a request.
+        if self.parser.should_upgrade() or self._lingering is not None:
             return
         before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.transport = _Closing(self, self.cycle)
         waiting = [cycle for cycle in self.unanswered if not cycle.response_complete]
         if self.cycle is not before:
             waiting.append(self.cycle)
@@ -130,6 +161,17 @@ class Connection(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._await(Awaited.NOTHING)
+        if self._lingering is not None:
+            self.transport.close()
+
+    def close_behind(self, cycle: RequestResponseCycle) -> None:
+        """Its answer is the last one, or cannot go on: close, but not before a request that comes
+        is whole."""
+        if cycle.response_complete and cycle.more_body and cycle is self.cycle:
+            if self._lingering is None:
+                self._lingering = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
     def plain_head(self) -> bytes:
         """The head that was parsed last, without its offer of another protocol."""
@@ -235,6 +277,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._lingering is not None:
+            self._lingering.cancel()
         self._await(Awaited.NOTHING)
         self._stop_looking_at_unread()
         self._let_go()
@@ -245,3 +289,38 @@ class Connection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         self.unanswered = ()
+
+
+class _Closing(Transport):
+    """What an answer is written to; the connection decides when it is closed."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        super().__init__()
+        self._connection = connection
+        self._cycle = cycle
+        self.write = connection.transport.write  # type: ignore[method-assign]
+        self.is_closing = connection.transport.is_closing  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self._connection.close_behind(self._cycle)
+
+
+def refusing(error: ApiError) -> Any:
+    """An ASGI application that answers every request with an error, and closes."""
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        name = request_id(scope)
+        body = shape_of(scope["path"])(error, name)
+        fields = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": name,
+            "request-id": name,
+            "connection": "close",
+            **error.headers,
+        }
+        headers = [(field.encode(), value.encode()) for field, value in fields.items()]
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return refuse

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from litestar.types import Receive, Scope, Send
 
-from appliance.api.stream import Streamed
+from appliance.api.sending import Streamed
 from appliance.batches.disk import Disk
 
 PIECE_BYTES: Final = 2**20

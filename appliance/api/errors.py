@@ -21,9 +21,9 @@ from appliance.api.service import (
     SlabsUnanswered,
 )
 from appliance.api.settings import FilesLeft, NotSaved
+from appliance.engines.protocol import GuideRefused
 from appliance.errors import CheckpointError, ConfigError, KeysError, PolicyChoiceError, PullError
 from appliance.keys import KeyExists, KeyFieldError, KeyNotFound
-from appliance.tokens import ChatTemplateMissing, ChatTemplateRefused
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(409, str(error), code="nothing_previous")
         case PolicyNotActive():
             return ApiError(404, str(error), param=error.policy, code="policy_not_active")
-        case ChatTemplateMissing() | ChatTemplateRefused():
-            return BadRequest(str(error), "messages", "chat_template")
+        case GuideRefused():
+            return BadRequest(f"structured output: {error}", code="invalid_guide")
         case HTTPException(detail="client disconnected prematurely"):  # litestar's, and a 500
             return ApiError(499, "the client closed the connection", code="client_closed")
         case HTTPException(__cause__=FileNotFoundError()):  # litestar's, of a file to be sent

@@ -1,7 +1,9 @@
-"""What the OpenAPI document says of the endpoints that apps use: three dialects, and the probes.
+"""What the OpenAPI document says of the endpoints that apps use, and of the probes.
 
-Requests are the very types that bodies are decoded into; of answers only the fields that are always
-there are told: the dialects' own documentation describes them.
+Of those that the core answers (models, files, batches) requests are the very types that bodies are
+decoded into; of answers only the fields that are always there are told: the dialects' own
+documentation describes them. What front ends answer is described by a file beside this one, which
+`appliance.frontend.openapi` writes.
 """
 
 from __future__ import annotations
@@ -9,32 +11,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
+from importlib import resources
 from typing import Any, Final, Literal
 
 import msgspec
 
-from appliance.api.anthropic_requests import CountRequest, MessagesRequest
 from appliance.api.apiexamples import EXAMPLES
 from appliance.api.batches import MAX_BATCHES, BatchRequest
-from appliance.api.embeddings import EmbeddingsRequest
 from appliance.api.errors import ErrorBody
 from appliance.api.files import MAX_FILES
-from appliance.api.ollama_embeddings import OllamaEmbed, OllamaEmbeddings
-from appliance.api.ollama_requests import OllamaChat, OllamaGenerate, OllamaPull, OllamaShow
-from appliance.api.responses import ResponsesRequest
-from appliance.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from appliance.api.scoring import RerankRequest, ScoreRequest
+from appliance.api.ollama import OllamaShow
+from appliance.api.ollama_pull import OllamaDelete, OllamaPull
 from appliance.api.service import Readiness
 
-_EVENTS: Final = "text/event-stream"
 _LINES: Final = "application/x-ndjson"
 _TEXT: Final = "text/plain"
 ANYWHERE: Final = (400, 401, 403)
 """A header that cannot be read, no valid key, a key that does not allow it."""
 BODY_STALLS: Final = 408
 _READ: Final = (400, 404, 413, 429)
-_GENERATED: Final = (400, 404, 413, 429, 500, 503)
 
 
 class BatchFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,20 +45,6 @@ class OllamaError(msgspec.Struct, frozen=True, kw_only=True):
     """The body of every error answer of Ollama's."""
 
     error: str
-
-
-class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong, in Anthropic's words."""
-
-    type: str
-    message: str
-
-
-class AnthropicError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
-    """The body of every error answer of Anthropic's."""
-
-    error: AnthropicErrorDetail
-    request_id: str
 
 
 @dataclass(frozen=True)
@@ -88,33 +71,6 @@ class Endpoint:
 
 
 ENDPOINTS: Final = (
-    Endpoint(
-        "post", "/v1/chat/completions", "Answer a chat.",
-        ("id", "object", "created", "model", "choices", "usage"),
-        ChatRequest, _EVENTS, _GENERATED,
-    ),
-    Endpoint(
-        "post", "/v1/completions", "Go on with a text.",
-        ("id", "object", "created", "model", "choices", "usage"),
-        CompletionRequest, _EVENTS, _GENERATED,
-    ),
-    Endpoint(
-        "post", "/v1/responses", "Answer, without a memory of it.",
-        ("id", "object", "created_at", "model", "output", "status", "usage"),
-        ResponsesRequest, _EVENTS, _GENERATED,
-    ),
-    Endpoint(
-        "post", "/v1/embeddings", "A vector for each text.", ("object", "data", "model", "usage"),
-        EmbeddingsRequest, None, _GENERATED,
-    ),
-    Endpoint(
-        "post", "/v1/score", "How well texts match.", ("object", "data", "model", "usage"),
-        ScoreRequest, None, _GENERATED, aliases=("/score",),
-    ),
-    Endpoint(
-        "post", "/v1/rerank", "The best of some texts for a query.", ("id", "model", "results"),
-        RerankRequest, None, _GENERATED, aliases=("/rerank", "/v2/rerank"),
-    ),
     Endpoint(
         "post", "/v1/files", "Keep a file of requests.", ("id", "object", "bytes", "filename"),
         BatchFile, None, (400, 404, 413, 507), form=True,
@@ -157,40 +113,8 @@ ENDPOINTS: Final = (
         "get", "/v1/models/{name}", "One model.", ("id", "object", "created"), refusals=(404,)
     ),
     Endpoint(
-        "post", "/tokenize", "The tokens of a text, or of a chat.",
-        ("count", "max_model_len", "tokens"), TokenizeRequest, None, _READ,
-    ),
-    Endpoint(
-        "post", "/detokenize", "The text of tokens.", ("prompt",), DetokenizeRequest, None, _READ
-    ),
-    Endpoint(
-        "post", "/v1/messages", "Answer a chat.",
-        ("id", "type", "role", "content", "model", "stop_reason", "usage"),
-        MessagesRequest, _EVENTS, _GENERATED, AnthropicError,
-    ),
-    Endpoint(
-        "post", "/v1/messages/count_tokens", "How many tokens a chat is.", ("input_tokens",),
-        CountRequest, None, _READ, AnthropicError,
-    ),
-    Endpoint(
-        "post", "/api/chat", "Answer a chat.", ("model", "created_at", "message", "done"),
-        OllamaChat, _LINES, _GENERATED, OllamaError,
-    ),
-    Endpoint(
-        "post", "/api/generate", "Answer a prompt.", ("model", "created_at", "response", "done"),
-        OllamaGenerate, _LINES, _GENERATED, OllamaError,
-    ),
-    Endpoint(
         "post", "/api/show", "One model.", ("details", "model_info", "capabilities"),
         OllamaShow, None, _READ, OllamaError,
-    ),
-    Endpoint(
-        "post", "/api/embed", "A vector for each text.", ("model", "embeddings"),
-        OllamaEmbed, None, _GENERATED, OllamaError,
-    ),
-    Endpoint(
-        "post", "/api/embeddings", "A vector for a text.", ("embedding",),
-        OllamaEmbeddings, None, _GENERATED, OllamaError,
     ),
     Endpoint(
         "post", "/api/pull", "Fetch a model and serve it; an operator's.", ("status",),
@@ -198,7 +122,7 @@ ENDPOINTS: Final = (
     ),
     Endpoint(
         "delete", "/api/delete", "Remove a model; an operator's.", (),
-        OllamaShow, _TEXT, (400, 404, 409, 413, 422), OllamaError,
+        OllamaDelete, _TEXT, (400, 404, 409, 413, 422), OllamaError,
     ),
     Endpoint("get", "/", "What Ollama's clients look for.", (), stream=_TEXT, open=True),
     Endpoint("head", "/", "What Ollama's clients look for.", (), open=True),
@@ -219,17 +143,31 @@ ENDPOINTS: Final = (
     ),
     Endpoint("get", "/metrics", "Metrics for Prometheus.", (), stream=_TEXT),
 )  # fmt: skip
-"""Those that generate, those that tell of models, and those that probes ask."""
+"""Those that tell of models, those of files and batches, and those that probes ask."""
+
+
+class FrontPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the document says of front ends' endpoints, and the schemas that they refer to."""
+
+    paths: dict[str, dict[str, Any]]
+    schemas: dict[str, Any]
+
+
+@cache
+def front_part() -> FrontPart:
+    """As it was generated."""
+    written = resources.files("appliance.api").joinpath("inference.json").read_bytes()
+    return msgspec.json.decode(written, type=FrontPart)
 
 
 def kinds() -> list[type]:
     """The types of all bodies."""
     bodies = [one.body for one in ENDPOINTS if one.body is not None]
-    return [*bodies, OllamaError, AnthropicError, Readiness]
+    return [*bodies, OllamaError, Readiness]
 
 
 def paths(schema_of: dict[type, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The endpoints by path and method, given the schemas of `kinds()`."""
+    """The core's endpoints by path and method, given the schemas of `kinds()`."""
     found: dict[str, dict[str, Any]] = {}
     for one in ENDPOINTS:
         for path in (one.path, *one.aliases):

@@ -18,10 +18,10 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance.api.auth import Access
+from appliance.api.bodies import parse
 from appliance.api.errors import ApiError
 from appliance.api.jsonanswers import json_answer
 from appliance.api.keymetrics import KeyUse
-from appliance.api.schemas import parse
 from appliance.api.service import ModelNotFound, Service
 from appliance.keys import Key, KeyNotFound, KeyRing, NewKey, Scope, make_key
 from appliance.remedies import nearest

@@ -1,13 +1,15 @@
-"""Ollama's endpoints. A request is put into OpenAI's words and planned like one of those."""
+"""Ollama's endpoints that tell of models, and those that it has and the appliance has not.
+
+Text and vectors are made in front ends (`appliance.frontend.ollama`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-import time
-import uuid
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from litestar import Request, post, route
@@ -15,99 +17,52 @@ from litestar.enums import HttpMethod
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
-import appliance
-from appliance.api.choices import Choices
+from appliance.api.bodies import parse
 from appliance.api.errors import ApiError, BadRequest
 from appliance.api.jsonanswers import json_answer
-from appliance.api.ollama_replies import Endpoint, OllamaDialect, placed, timestamp
-from appliance.api.ollama_requests import FIELDS, OllamaChat, OllamaGenerate, OllamaShow
-from appliance.api.plan import plan_chat, plan_completion
-from appliance.api.schemas import ChatRequest, parse
-from appliance.api.service import Activity, ModelCard, ModelNotFound, Service
-from appliance.api.stream import answer
-from appliance.api.tools import check_reasons
+from appliance.api.ollama_files import Checkpoint, read_checkpoint
+from appliance.api.ollama_pull import ollama_pull_routes
+from appliance.api.service import Activity, ModelCard, ModelFacts, ModelNotFound, Service
+from appliance.api.settings import Settings
 from appliance.vocabulary import ModelName, Task
 
-_LATEST = ":latest"
+OLLAMA_VERSION: Final = "0.14.0"
+"""The version of Ollama whose API this is. Clients refuse to talk to older ones than they know;
+the appliance's own is at ``/version``."""
+
+_LATEST: Final = ":latest"
 """The tag that a name without one stands for."""
 
-_FOREVER = timedelta(microseconds=(2**63 - 1) // 1000)
+_FOREVER: Final = timedelta(microseconds=(2**63 - 1) // 1000)
 """The longest duration that Ollama knows; how it tells of a model that is not unloaded."""
 
-_LOADED = frozenset({"loading", "loaded"})
+_LOADED: Final = frozenset({"loading", "loaded"})
 """Residencies on the device."""
 
-_LEVELS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_LEVELS: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Ollama's words for the types that weights are computed in."""
 
-_CAPABILITIES = {Task.GENERATE: ["completion"], Task.EMBED: ["embedding"], Task.SCORE: []}
+_CAPABILITIES: Final = {Task.GENERATE: ["completion"], Task.EMBED: ["embedding"], Task.SCORE: []}
 """Ollama's words; it has none for scores."""
 
-_GET_OR_HEAD = [HttpMethod.GET, HttpMethod.HEAD]
+_GET_OR_HEAD: Final = [HttpMethod.GET, HttpMethod.HEAD]
+
+_KEPT: Final = "models are catalogued in the appliance's configuration"
+_REFUSED: Final = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:str}")
+"""What Ollama has and the appliance has not."""
 
 
-def ollama_routes(
-    service: Service, keep_alive_seconds: float, *, fixed: bool
-) -> list[HTTPRouteHandler]:
-    """Ollama's endpoints; those that are not supported say so. With a `fixed` catalogue those that
-    change it are of them, else they are elsewhere."""
-    return [
-        *_generation_routes(service, keep_alive_seconds),
-        *_model_routes(service),
-        *_refusals(fixed),
-    ]
+class OllamaShow(msgspec.Struct, kw_only=True):
+    """``POST /api/show``; `name` is the old name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
 
 
-def _generation_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
-    @post("/api/chat", status_code=200, operation_id="ollamaChat")
-    async def chat(request: Request[Any, Any, Any]) -> ASGIResponse:
-        started = time.monotonic()
-        asked = parse(await request.body(), OllamaChat)
-        return await generate(request, asked, "chat", started)
+def ollama_catalogue_routes(service: Service, settings: Settings | None) -> list[HTTPRouteHandler]:
+    """All of Ollama's endpoints that the core answers. Without `settings` the catalogue is fixed:
+    nothing is fetched or deleted."""
 
-    @post("/api/generate", status_code=200, operation_id="ollamaGenerate")
-    async def completion(request: Request[Any, Any, Any]) -> ASGIResponse:
-        started = time.monotonic()
-        asked = parse(await request.body(), OllamaGenerate)
-        return await generate(request, asked, "generate", started)
-
-    async def generate(
-        request: Request[Any, Any, Any],
-        asked: OllamaChat | OllamaGenerate,
-        endpoint: Endpoint,
-        started: float,
-    ) -> ASGIResponse:
-        """`started` is when the request came, on the monotonic clock, in seconds."""
-        asked.check()
-        card = find(service, asked.model)
-        if asked.loads:
-            said = placed(asked.model, endpoint, "unload" if asked.unloads else "load")
-            return json_answer(msgspec.Raw(said))
-        if asked.think:
-            check_reasons("think", card)
-        translated = asked.openai(card)
-        name = f"{endpoint}-{uuid.uuid4().hex}"
-        try:
-            if isinstance(translated, ChatRequest):
-                plan = await plan_chat(translated, service, name, fit=True)
-            else:
-                plan = await plan_completion(translated, service, name, fit=True)
-        except BadRequest as error:
-            raise error.renamed(FIELDS) from error
-        choices = Choices.submit(plan, service)
-        read_seconds = time.monotonic() - started
-        return await answer(
-            request.receive,
-            choices,
-            OllamaDialect(asked.model, endpoint, read_seconds, choices.times),
-            stream=plan.stream,
-            keep_alive_seconds=keep_alive_seconds,
-        )
-
-    return [chat, completion]
-
-
-def _model_routes(service: Service) -> list[HTTPRouteHandler]:
     @route("/", http_method=_GET_OR_HEAD, operation_id="ollamaHeartbeat")
     async def heartbeat() -> ASGIResponse:
         # What Ollama's clients look for before they ask anything.
@@ -115,20 +70,24 @@ def _model_routes(service: Service) -> list[HTTPRouteHandler]:
 
     @route("/api/version", http_method=_GET_OR_HEAD, operation_id="ollamaVersion")
     async def version() -> ASGIResponse:
-        return json_answer({"version": appliance.__version__})
+        return json_answer({"version": OLLAMA_VERSION})
 
     @route("/api/tags", http_method=_GET_OR_HEAD, operation_id="ollamaTags")
     async def tags() -> ASGIResponse:
-        return json_answer({"models": [_tag(card) for card in service.models()]})
+        facts = _facts(service.activity())
+        return json_answer(
+            {"models": [_tag(card, facts.get(card.id)) for card in service.models()]}
+        )
 
     @route("/api/ps", http_method=[HttpMethod.GET], operation_id="ollamaPs")
     async def ps() -> ASGIResponse:
-        copies = _copies(service.activity())
+        activity = service.activity()
+        copies, facts = _copies(activity), _facts(activity)
         expires = timestamp(datetime.now(UTC) + _FOREVER)
         return json_answer(
             {
                 "models": [
-                    _tag(card)
+                    _tag(card, facts.get(card.id))
                     | {
                         "size": copies[card.id] * card.weight_bytes,
                         "size_vram": copies[card.id] * card.weight_bytes,
@@ -147,50 +106,31 @@ def _model_routes(service: Service) -> list[HTTPRouteHandler]:
         name = asked.model or asked.name
         if not name:
             raise BadRequest("model: a value is required", "model", "missing_field")
-        card = find(service, name)
-        family = _family(card)
-        return json_answer(
-            {
-                "details": _details(card),
-                "model_info": {
-                    "general.architecture": family,
-                    f"{family}.context_length": card.max_context_tokens,
-                },
-                "capabilities": _capabilities(card),
-                "modified_at": _modified(card),
-            }
-        )
+        card = _find(service, name)
+        facts = service.model_activity(card.id).facts
+        path = None if facts is None else facts.path
+        files = await asyncio.to_thread(read_checkpoint, path) if path else Checkpoint()
+        return json_answer(_shown(card, facts, files))
 
-    return [heartbeat, version, tags, ps, show]
+    return [
+        *(heartbeat, version, tags, ps, show),
+        *ollama_pull_routes(service, settings),
+        *([_refusal("/api/delete")] if settings is None else []),
+        *(_refusal(path) for path in _REFUSED),
+    ]
 
 
-_KEPT = "models are catalogued in the appliance's configuration"
-_REFUSED_IF_FIXED = {"/api/pull": _KEPT, "/api/delete": _KEPT}
-_REFUSED = {
-    "/api/push": _KEPT,
-    "/api/create": _KEPT,
-    "/api/copy": _KEPT,
-    "/api/blobs/{digest:str}": _KEPT,
-}
-"""What Ollama has and we have not, and why."""
-
-
-def _refusals(fixed: bool) -> list[HTTPRouteHandler]:
-    refused = _REFUSED | (_REFUSED_IF_FIXED if fixed else {})
-    return [_refusal(path, why) for path, why in refused.items()]
-
-
-def _refusal(path: str, why: str) -> HTTPRouteHandler:
+def _refusal(path: str) -> HTTPRouteHandler:
     methods = [HttpMethod.GET, HttpMethod.HEAD, HttpMethod.POST, HttpMethod.DELETE]
 
     @route(path, http_method=methods, include_in_schema=False)
     async def refuse() -> ASGIResponse:
-        raise ApiError(404, f"{path.partition('/{')[0]} is not supported: {why}")
+        raise ApiError(404, f"{path.partition('/{')[0]} is not supported: {_KEPT}")
 
     return refuse
 
 
-def find(service: Service, name: str) -> ModelCard:
+def _find(service: Service, name: str) -> ModelCard:
     """The model of this name, or of what it is without the tag that Ollama adds to every name."""
     for known in dict.fromkeys((name, name.removesuffix(_LATEST))):
         with contextlib.suppress(ModelNotFound):
@@ -207,7 +147,11 @@ def _copies(activity: Activity) -> dict[ModelName, int]:
     return {model: copies for model, copies in counted.items() if copies}
 
 
-def _tag(card: ModelCard) -> dict[str, object]:
+def _facts(activity: Activity) -> dict[ModelName, ModelFacts]:
+    return {model.model: model.facts for model in activity.models if model.facts is not None}
+
+
+def _tag(card: ModelCard, facts: ModelFacts | None) -> dict[str, object]:
     tagged = card.id if ":" in card.id.rpartition("/")[2] else card.id + _LATEST
     # Ollama's identifies the files of a model; ours changes when they do.
     identity = f"{card.id} {card.created} {card.weight_bytes}"
@@ -217,20 +161,57 @@ def _tag(card: ModelCard) -> dict[str, object]:
         "modified_at": _modified(card),
         "size": card.weight_bytes,
         "digest": hashlib.sha256(identity.encode()).hexdigest(),
-        "details": _details(card),
+        "details": _details(card, facts),
     }
 
 
-def _details(card: ModelCard) -> dict[str, object]:
+def _shown(card: ModelCard, facts: ModelFacts | None, files: Checkpoint) -> dict[str, object]:
+    family = _family(card)
+    parameters = "\n".join(f"{name:<30} {value}" for name, value in files.sampling.items())
+    return {
+        "modelfile": _modelfile(card, files),
+        "parameters": parameters,
+        "template": files.template,
+        "details": _details(card, facts),
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": card.id.rpartition("/")[2].partition(":")[0],
+            **({} if facts is None else {"general.parameter_count": facts.parameters}),
+            f"{family}.context_length": card.max_context_tokens,
+            **{f"{family}.{name}": value for name, value in files.shape.items()},
+        },
+        "capabilities": _capabilities(card),
+        "modified_at": _modified(card),
+    }
+
+
+def _modelfile(card: ModelCard, files: Checkpoint) -> str:
+    """What would make this model in Ollama's words. Files are the operator's: no path is told."""
+    lines = [f"FROM {card.id}"]
+    if files.template:
+        lines.append(f'TEMPLATE """{files.template}"""')
+    lines += [f"PARAMETER {name} {value}" for name, value in files.sampling.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _details(card: ModelCard, facts: ModelFacts | None) -> dict[str, object]:
     family = _family(card)
     return {
         "parent_model": "",
         "format": "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": "",
+        "parameter_size": "" if facts is None else _number(facts.parameters),
         "quantization_level": _LEVELS.get(card.dtype, card.dtype),
     }
+
+
+def _number(count: int) -> str:
+    """``7.6B``, as Ollama writes how many parameters a model has."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f}".removesuffix(".0") + unit
+    return str(count)
 
 
 def _capabilities(card: ModelCard) -> list[str]:
@@ -246,3 +227,8 @@ def _family(card: ModelCard) -> str:
 
 def _modified(card: ModelCard) -> str:
     return timestamp(datetime.fromtimestamp(card.created, UTC))
+
+
+def timestamp(moment: datetime) -> str:
+    """RFC 3339 in UTC, as Ollama writes it."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from html import escape
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -237,6 +238,7 @@ OPERATIONS: Final = (
         headers=_LAST_EVENT,
     ),
     Operation("get", "/api/openapi.json", "This document.", Document),
+    Operation("get", "/openapi.json", "This document, where vLLM has its own.", Document),
 )  # fmt: skip
 """All that operators ask."""
 
@@ -250,7 +252,10 @@ def document() -> dict[str, Any]:
         kinds, ref_template=REFERENCE, schema_hook=_anything
     )
     schema_of = dict(zip(kinds, schemas, strict=True))
-    paths = inference.paths(schema_of)
+    front = inference.front_part()
+    paths = {path: dict(item) for path, item in front.paths.items()}
+    for path, item in inference.paths(schema_of).items():
+        paths.setdefault(path, {}).update(item)
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
     return {
@@ -262,7 +267,7 @@ def document() -> dict[str, Any]:
         },
         "paths": paths,
         "security": [{}, *({name: []} for name in _KEYS)],
-        "components": {"schemas": components, "securitySchemes": _KEYS},
+        "components": {"schemas": front.schemas | components, "securitySchemes": _KEYS},
     }
 
 
@@ -320,8 +325,30 @@ def _anything(kind: type) -> dict[str, Any]:
 def openapi_routes() -> list[HTTPRouteHandler]:
     """Where the document is."""
 
-    @get("/api/openapi.json", operation_id="openapi")
+    @get(["/api/openapi.json", "/openapi.json"], operation_id="openapi")
     async def openapi() -> ASGIResponse:
         return json_answer(document())
 
-    return [openapi]
+    @get("/docs", operation_id="docs", include_in_schema=False)
+    async def docs() -> ASGIResponse:
+        return ASGIResponse(body=page(), media_type="text/html; charset=utf-8")
+
+    return [openapi, docs]
+
+
+@lru_cache
+def page() -> bytes:
+    """The endpoints as a page for people, which loads nothing."""
+    rows = [
+        f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td>"
+        f"<td>{escape(operation['summary'])}</td></tr>"
+        for path, item in sorted(document()["paths"].items())
+        for method, operation in item.items()
+    ]
+    title = "The appliance's API"
+    text = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<h1>{title}</h1><p>Their fields are in <a href="openapi.json">openapi.json</a>.</p>'
+        f"<table>{''.join(rows)}</table></html>"
+    )
+    return text.encode()

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import http
 import logging
+import socket
 from asyncio import BaseTransport
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import msgspec
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
 
 from appliance.adminsocket import group_id, may_operate, peer_of
 from appliance.api.auth import OPERATOR_MARK
 from appliance.api.connections import Connection
+from appliance.api.errors import ApiError
+
+NO_OPERATOR: Final = "not an operator: root, the daemon's user and members of api.admin_group are"
 
 log = logging.getLogger(__name__)
 
 
 class OperatorProtocol(Connection):
-    """HTTP on the admin socket: whoever is an operator gets the appliance, others a refusal."""
+    """HTTP on the admin socket: operators get the appliance, others a refusal."""
 
+    for_operators: ClassVar = True
     gid: int | None = None
 
+    @classmethod
+    def admits(cls, connection: socket.socket) -> bool:
+        """Only operators."""
+        return may_operate(peer_of(connection), cls.gid)
+
     def connection_made(self, transport: BaseTransport) -> None:
-        super().connection_made(transport)
-        peer = peer_of(transport.get_extra_info("socket"))
-        if may_operate(peer, self.gid):
+        connection: socket.socket = transport.get_extra_info("socket")
+        if self.admits(connection):
             self.app = _as_operator(self.app)
         else:
+            peer = peer_of(connection)
             log.warning("the process %d of user %d is no operator", peer.pid, peer.uid)
-            self.app = _refuse
+            self.refusal = ApiError(403, NO_OPERATOR, code="permission_denied")
+        super().connection_made(transport)
 
 
 def protocol_for(group: str) -> type[OperatorProtocol]:
@@ -43,19 +51,3 @@ def _as_operator(app: Callable[..., Any]) -> Callable[..., Any]:
         await app(scope, receive, send)
 
     return marked
-
-
-async def _refuse(scope: Any, receive: Any, send: Any) -> None:
-    message = "not an operator: root, the daemon's user and members of api.admin_group are"
-    body = msgspec.json.encode(
-        {"error": {"message": message, "type": "invalid_request_error", "param": None,
-                   "code": "permission_denied"}}
-    )  # fmt: skip
-    headers: Iterable[tuple[bytes, bytes]] = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    status = http.HTTPStatus.FORBIDDEN.value
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -9,8 +9,8 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from appliance.api.bodies import parse
 from appliance.api.jsonanswers import json_answer
-from appliance.api.schemas import parse
 from appliance.api.service import Service
 from appliance.policywords import PolicyChoice
 

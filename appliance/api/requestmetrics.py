@@ -108,7 +108,7 @@ class RequestMetrics:
         self._preempted.labels(model).observe(times.preempted_seconds)
         self._prompt_tokens.labels(model).observe(len(request.prompt))
         self._generation_tokens.labels(model).observe(tokens)
-        self._max_tokens.labels(model).observe(request.sampling.max_tokens)
+        self._max_tokens.labels(model).observe(request.max_tokens)
         self._preemptions.labels(model).observe(times.preemptions)
         mean = decode / (tokens - 1) if tokens > 1 else 0.0
         if tokens > 1:

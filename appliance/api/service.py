@@ -1,24 +1,23 @@
 """The seam between the HTTP API and the appliance: what the API asks, what it is answered.
 
-Everything here is called on the event loop and must return at once; only iterating over a
-`Generation` waits, and what is async: verifying, asking for slabs, finding and loading policies.
+Everything here is called on the event loop and must return at once; only what is async waits:
+compiling guides, verifying, asking for slabs, finding and loading policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from appliance.engines.protocol import Guide, Pooling, Produced, Sampling, Verdict
+from appliance.engines.protocol import Produced, Verdict
 from appliance.feed import Notice
+from appliance.frontwire import FrontModel
 from appliance.policywords import PolicyChoice, PolicyReport
 from appliance.purpose import Purpose
 from appliance.slabwords import SlabMap
-from appliance.tokens import Tokenizer
-from appliance.toolcalls import Heard
 from appliance.vocabulary import (
     FinishReason,
     InstanceId,
@@ -105,10 +104,6 @@ def cancelled() -> GenerationFailed:
     return GenerationFailed("cancelled", "an operator cancelled the request", 499)
 
 
-class ChatRefused(Exception):
-    """A chat asks for tools in a way that cannot be; the message says which."""
-
-
 class NothingPrevious(Exception):
     """No other choice of policies came before the one that is active."""
 
@@ -160,9 +155,10 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: RequestId
     model: ModelName
     prompt: tuple[int, ...]
-    sampling: Sampling
-    pooling: Pooling | None = None
-    """The prompt is pooled, and nothing follows it."""
+    max_tokens: int
+    """Of output, at most; 0: the prompt is pooled and nothing follows."""
+    body: bytes
+    """What only front ends and engines read."""
     request_class: RequestClass = RequestClass.INTERACTIVE
     slo: AskedSlo = AskedSlo()
     key: str | None = None
@@ -173,6 +169,11 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens, prompts included, of all sequences that are asked for at once, if there are
     several: they are taken together or not at all. Of prompts that are pooled, which come one after
     another, only the first one says it."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a vector or a score is made of the prompt, and no text follows it."""
+        return self.max_tokens == 0
 
 
 class Stretch(NamedTuple):
@@ -215,53 +216,33 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class Sink(Protocol):
+    """Where the output of one request goes, as it comes. Its methods return at once, raise nothing
+    and call nothing of the `Service`."""
+
+    def produced(self, produced: Produced) -> None:
+        """A token came, or the outcome of a pooled prompt."""
+
+    def ended(self, times: RequestTimes | None, failure: Exception | None) -> None:
+        """Nothing more comes. With a `failure` the appliance gave the request up. `times` are None
+        for a request that was never computed."""
+
+
 class Generation(Protocol):
-    """The tokens of one submitted request, as they come."""
+    """One submitted request that is not over."""
 
     @property
     def id(self) -> RequestId: ...
 
-    @property
-    def times(self) -> RequestTimes | None:
-        """What its time went to, once it has ended."""
-
-    def __aiter__(self) -> AsyncIterator[list[Produced]]:
-        """Batches of one token or more: all that came since the last one was taken.
-
-        Iterated at most once. Ends after the batch whose last token has `finished` set, or at
-        once after `cancel`. Raises `GenerationFailed` when the appliance gives the request up.
-        """
-
     def cancel(self, reason: FinishReason) -> None:
-        """Nobody wants more tokens: the client left (`CANCELLED`) or a stop string came (`STOP`).
+        """No more tokens are wanted: the client left (`CANCELLED`) or a stop string came (`STOP`).
 
-        Idempotent, and without effect on a generation that ended.
+        Idempotent, and without effect on a generation that ended. Its sink hears the end.
         """
 
     def reader(self, *, reads: bool) -> None:
-        """The client takes nothing of what came, or takes it again. What nobody reads makes room
+        """The client takes nothing of what came, or takes it again. What is not read makes room
         for others. Idempotent, and without effect on a generation that ended."""
-
-
-class Interpretation(Protocol):
-    """What an answer is made of: reasoning, content, and calls of tools."""
-
-    @property
-    def guide(self) -> Guide | None:
-        """What the answer has to follow."""
-
-    @property
-    def special_tokens(self) -> bool:
-        """Whether the text has to hold special tokens."""
-
-    async def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
-        """What more text of a choice is; all of it, if the chat is not streamed.
-
-        Raises `GenerationFailed`.
-        """
-
-    def end(self) -> None:
-        """Nothing more will be heard. Idempotent."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -530,26 +511,22 @@ class Service(Protocol):
     def model(self, name: ModelName) -> ModelCard:
         """Raises `ModelNotFound`."""
 
-    def tokenizer(self, name: ModelName) -> Tokenizer:
-        """The tokenizer of a catalogued model. Raises `ModelNotFound`."""
+    def front_models(self) -> tuple[FrontModel, ...]:
+        """The models that may be asked for, as front ends need them."""
 
-    async def check_guide(self, name: ModelName, guide: Guide) -> None:
-        """Have a guide compiled wherever the model may run, before a request comes with it.
+    async def check_guide(self, name: ModelName, body: bytes) -> None:
+        """Have the guide of a request's body compiled wherever the model may run, before the
+        request is submitted.
 
         Raises `ModelNotFound`, and `GuideRefused` if it cannot be compiled, or not in time.
         """
 
-    async def interpret(
-        self, name: ModelName, chat: bytes, prompt: Sequence[int], choices: int
-    ) -> Interpretation:
-        """Have the answers to a chat read for tool calls and reasoning. `chat` is the request as
-        vLLM takes it, JSON; its messages do not matter, as `prompt` is made of them.
+    def submit(self, request: SubmitRequest, sink: Sink) -> Generation:
+        """Take a request in. Raises `ModelNotFound`, `QueueFull`, `ModelQueueFull` and
+        `GenerationFailed`; the sink hears nothing then."""
 
-        Raises `ModelNotFound`, `ChatRefused`, and `GenerationFailed` if nobody can read them.
-        """
-
-    def submit(self, request: SubmitRequest) -> Generation:
-        """Take a request in. Raises `ModelNotFound`, `QueueFull` and `ModelQueueFull`."""
+    def refuse_model(self, name: ModelName, reason: str) -> None:
+        """A front end cannot build the model's front half: its requests fail with this reason."""
 
     def requests(self) -> list[RequestActivity]:
         """All live requests, the oldest first."""

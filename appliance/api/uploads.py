@@ -11,7 +11,7 @@ from litestar.exceptions import InternalServerException
 from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header
 
 from appliance.api.errors import BadRequest
-from appliance.api.stream import HungUp
+from appliance.api.sending import HungUp
 from appliance.batches.disk import Disk
 from appliance.batches.files import FileStore, Upload
 

@@ -31,10 +31,9 @@ from rich.table import Table
 
 from appliance.config import Config
 from appliance.configfile import load_config
-from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.checkpoints import chat_prompt, make_checkpoints, write_config
 from appliance.demo.session import recorded
 from appliance.demo.traffic import Answer, Chat, burst, send
-from appliance.tokens import Tokenizer
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
@@ -139,10 +138,11 @@ def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
                 "max_context": model.max_context,
                 "tensor_parallel": config.devices.tensor_parallel,
                 "prompts": [
-                    {"tokens": prompt, "max_tokens": chat.max_tokens}
-                    for chat, prompt in zip(
-                        mine[model.name], _prompts(model.path, mine[model.name]), strict=True
-                    )
+                    {
+                        "tokens": chat_prompt(Path(model.path), chat.prompt),
+                        "max_tokens": chat.max_tokens,
+                    }
+                    for chat in mine[model.name]
                 ],
             }
             for model in config.models
@@ -162,13 +162,6 @@ def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
         for model, answers in zip(config.models, outputs, strict=True)
         for chat, tokens in zip(mine[model.name], answers, strict=True)
     }
-
-
-def _prompts(path: str, chats: Sequence[Chat]) -> list[list[int]]:
-    tokenizer = Tokenizer.load(Path(path))
-    return [
-        list(tokenizer.render_chat([{"role": "user", "content": chat.prompt}])) for chat in chats
-    ]
 
 
 @contextmanager
@@ -351,4 +344,7 @@ def _curl(url: str, config: Config) -> str:
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 32,
     }
-    return f"curl {url}/v1/chat/completions -d '{json.dumps(body)}'"
+    return (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+        f" -d '{json.dumps(body)}'"
+    )

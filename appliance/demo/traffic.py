@@ -93,7 +93,7 @@ async def _one(client: httpx.AsyncClient, chat: Chat, on_token: Callable[[Answer
                 return answer
             now = time.perf_counter()
             for choice in event["choices"]:
-                ids = choice.get("token_ids", ())
+                ids = choice.get("token_ids") or ()
                 if ids and not answer.tokens:
                     answer.ttft_seconds = now - began
                 elif ids:

@@ -20,66 +20,12 @@ from appliance.memory.transfers import Transfer
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId
 
 
-class GuideKind(StrEnum):
-    """What a guide's text is: the names of vLLM's ``structured_outputs``."""
-
-    JSON = "json"
-    """A JSON schema; the output is JSON that it allows."""
-    JSON_OBJECT = "json_object"
-    """Nothing: any JSON object."""
-    REGEX = "regex"
-    CHOICE = "choice"
-    """A JSON array of strings, one of which the output is."""
-    GRAMMAR = "grammar"
-    """EBNF or Lark."""
-    STRUCTURAL_TAG = "structural_tag"
-    """xgrammar's JSON: text that may hold tags, and what follows each of them."""
-
-
-class Guide(msgspec.Struct, frozen=True):
-    """What the whole output has to follow, whatever the model would rather say."""
-
-    kind: GuideKind
-    text: str = ""
-
-
 class GuideRefused(ValueError):
     """A guide that cannot be followed; the message says why."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens of a request are drawn; OpenAI's names and meanings, vLLM's for the rest."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    guide: Guide | None = None
-
-
-class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """What is made of a prompt by a model that embeds or scores; vLLM's names.
-
-    `dimensions` are the first ones of a vector, for models whose vectors may be cut
-    (Matryoshka); `use_activation` is whether it has length 1 (a score: lies between 0 and 1).
-    """
-
-    dimensions: int | None = None
-    use_activation: bool | None = None
-
-
 NO_TOKEN: Final = -1
-"""The token of what has a vector instead."""
+"""The token of a pooled prompt, whose outcome is all in the detail."""
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,43 +34,35 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     `output` holds the tokens already produced (and sent) elsewhere: by another instance, or by
     this one before its worker was lost. Penalties, the seeded generator and the guide resume behind
     them.
+
+    `body` is the rest: how tokens are drawn, or the prompt is pooled. It is the front end's request
+    without its prompt, as `appliance.engines.vllm.messages` encodes it; engines alone read it.
     """
 
     request: RequestId
     model: ModelName
     prompt: tuple[int, ...]
     output: tuple[int, ...] = ()
-    sampling: Sampling
-    pooling: Pooling | None = None
-    """The prompt is pooled, and nothing is sampled."""
+    body: bytes
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The natural log of a token's probability, and its rank among all tokens (from 1)."""
+class Produced(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token of one request.
 
-    token: int
-    logprob: float
-    rank: int
-
-
-class Produced(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of one request. `logprobs`: the sampled token first, then the top ones asked for,
-    in the order of their ranks, the sampled one again if it is among them.
-
-    Of a prompt that was pooled it is the one and only outcome: `vector` in place of a token.
+    `detail` is the engine's whole output where that is more than the token (log probabilities, a
+    stop reason, cached tokens): `appliance.engines.vllm.messages`'s encoding of it. Of a prompt
+    that was pooled it holds the one and only outcome, and the token is `NO_TOKEN`.
     """
 
     request: RequestId
     token: int
-    logprobs: tuple[TokenLogprob, ...] = ()
     finished: FinishReason | None = None
-    vector: bytes | None = None
-    """Little-endian float32."""
+    detail: bytes | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens that this is: one, or none."""
-        return 1 if self.vector is None else 0
+        return 0 if self.token == NO_TOKEN else 1
 
 
 class KvUse(NamedTuple):
@@ -188,8 +126,9 @@ class Engine(Protocol):
     def evict_weights(self) -> None:
         """Unmap the weights, and stop a load that is under way; idempotent."""
 
-    def prepare(self, guide: Guide) -> None:
-        """Compile a guide, so that `add` finds it compiled. Raises `GuideRefused`.
+    def prepare(self, body: bytes) -> None:
+        """Compile the guide of a request's body, so that `add` finds it compiled. Raises
+        `GuideRefused`.
 
         Unlike everything else this is called from a thread of its own, while the engine computes.
         """

@@ -102,8 +102,8 @@ class Heard:
             said.finish = choice["finish_reason"] or said.finish
             for call in new.get("tool_calls") or ():
                 self._call(said, call)
-            if "token_ids" in choice:
-                said.ids = [*(said.ids or ()), *choice["token_ids"]]
+            if (ids := choice.get("token_ids")) is not None:
+                said.ids = [*(said.ids or ()), *ids]
 
     def _call(self, said: Said, call: dict[str, Any]) -> None:
         function = call["function"]

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from appliance.demo.checkpoints import chat_prompt
 from appliance.demo.traffic import Chat
-from appliance.tokens import TextStream, Tokenizer
 from benchmarks.endurance.answers import Said
 
 EMBEDDER = "vectors"
@@ -45,11 +48,11 @@ class Ask:
 class Truth:
     """A chat, and its tokens on plain vLLM, undisturbed."""
 
-    def __init__(self, chat: Chat, tokens: Sequence[int], tokenizer: Tokenizer) -> None:
+    def __init__(self, chat: Chat, tokens: Sequence[int], checkpoint: Path) -> None:
         self.chat = chat
-        self.prompt = tokenizer.render_chat(self.messages)
+        self.prompt = chat_prompt(checkpoint, chat.prompt)
         self._tokens = list(tokens)
-        self._tokenizer = tokenizer
+        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -64,16 +67,14 @@ class Truth:
         tokens = self._tokens[:max_tokens]
         natural = len(self._tokens) < self.chat.max_tokens and len(tokens) == len(self._tokens)
         shown = tokens[:-1] if natural else tokens
-        text = TextStream(self._tokenizer, (stop,) if stop else (), prompt=self.prompt)
+        stream = DecodeStream(ids=self.prompt, skip_special_tokens=True)
         said = Said(ids=[] if ids else None, finish="stop" if natural else "length")
         for place, token in enumerate(shown):
-            said.text += text.push(token)
-            if text.stopped:
+            said.text += stream.step(self._tokenizer, token) or ""
+            if stop is not None and stop in said.text:
+                said.text = said.text[: said.text.index(stop)]
                 said.finish, tokens = "stop", tokens[: place + 1]
                 break
-        else:
-            said.text += text.finish()
-            said.finish = "stop" if text.stopped else said.finish
         if ids:
             said.ids = tokens
         return said
@@ -91,8 +92,7 @@ class Book:
     """Everything that may be asked."""
 
     def __init__(self, truths: Mapping[Chat, Sequence[int]], checkpoints: Path) -> None:
-        tokenizers = {name: Tokenizer.load(checkpoints / name) for name in _models(truths)}
-        self._truths = [Truth(chat, ids, tokenizers[chat.model]) for chat, ids in truths.items()]
+        self._truths = [Truth(chat, ids, checkpoints / chat.model) for chat, ids in truths.items()]
         self.others: list[Ask] = []
         """Those whose answer only the appliance tells, while nothing disturbs it."""
 
@@ -118,10 +118,6 @@ class Book:
     def _first(self) -> list[Truth]:
         """One of each model."""
         return list({truth.chat.model: truth for truth in self._truths}.values())
-
-
-def _models(truths: Mapping[Chat, Sequence[int]]) -> list[str]:
-    return sorted({chat.model for chat in truths})
 
 
 def _tokens(truth: Truth, dice: random.Random) -> int:

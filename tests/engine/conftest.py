@@ -6,12 +6,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from appliance.engines.protocol import Sampling
 from appliance.engines.vllm import prepare_environment
-from tests.engine.house import MODELS, Baseline, House, make_checkpoint, make_house
+from tests.engine.house import (
+    MODELS,
+    Baseline,
+    House,
+    PlainAnswers,
+    Sampling,
+    make_checkpoint,
+    make_house,
+)
 
 prepare_environment("auto")
 
@@ -21,35 +29,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem != "test_ranks")
 
 
-COMPARED = (
-    "max_tokens",
-    "temperature",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "top_k",
-    "top_p",
-    "min_tokens",
-)
 BASELINE = """
 import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 engines = {}
+
+def asked(given):
+    bad_words = given.pop("bad_words_token_ids", None)
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+    if "repetition_detection" in given:
+        given["repetition_detection"] = RepetitionDetectionParams(**given["repetition_detection"])
+    if "logit_bias" in given:  # whose keys JSON made strings
+        given["logit_bias"] = {int(token): by for token, by in given["logit_bias"].items()}
+    params = SamplingParams(detokenize=False, **given)
+    params._bad_words_token_ids = bad_words
+    return params
+
+def scores(positions):
+    return positions and [
+        position and {token: (one.logprob, one.rank) for token, one in position.items()}
+        for position in positions]
+
+def told(answer):
+    return {
+        "sequences": [list(one.token_ids) for one in answer.outputs],
+        "logprobs": scores(answer.outputs[0].logprobs),
+        "prompt_logprobs": scores(answer.prompt_logprobs),
+        "finish_reason": answer.outputs[0].finish_reason,
+        "stop_reason": answer.outputs[0].stop_reason,
+    }
+
 for line in sys.stdin:
     job = json.loads(line)
-    if job["path"] not in engines:
-        engines[job["path"]] = LLM(
-            job["path"], skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True,
+    engine = job["path"], json.dumps(job["arguments"])
+    if engine not in engines:
+        engines[engine] = LLM(
+            job["path"], dtype=job["dtype"], enforce_eager=True,
             max_model_len=1024, kv_cache_memory_bytes=64 << 20, block_size=32,
-            enable_prefix_caching=False)
+            enable_prefix_caching=False, **job["arguments"])
     prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
-    sampling = [SamplingParams(detokenize=False, **s) for s in job["sampling"]]
-    outputs = engines[job["path"]].generate(prompts, sampling, use_tqdm=False)
-    print(json.dumps([list(o.outputs[0].token_ids) for o in outputs]), file=answers, flush=True)
+    sampling = [asked(s) for s in job["sampling"]]
+    outputs = engines[engine].generate(prompts, sampling, use_tqdm=False)
+    print(json.dumps(list(map(told, outputs))), file=answers, flush=True)
 """
 
 
@@ -61,8 +86,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def plain_vllm(checkpoints: dict[str, str]) -> Iterator[Baseline]:
-    """Outputs of unchanged vLLM, in a process of its own that stays for the session."""
+def plain_answers() -> Iterator[PlainAnswers]:
+    """What unchanged vLLM tells of prompts, in a process of its own that stays for the session."""
     with subprocess.Popen(
         [sys.executable, "-c", BASELINE],
         stdin=subprocess.PIPE,
@@ -75,20 +100,38 @@ def plain_vllm(checkpoints: dict[str, str]) -> Iterator[Baseline]:
         questions, answers = process.stdin, process.stdout
 
         def run(
-            model: str, prompts: list[tuple[int, ...]], sampling: list[Sampling]
-        ) -> list[list[int]]:
+            path: str,
+            dtype: str,
+            prompts: list[tuple[int, ...]],
+            sampling: list[Sampling],
+            **arguments: Any,
+        ) -> list[dict[str, Any]]:
             job = {
-                "path": checkpoints[model],
-                "dtype": MODELS[model][1],
+                "path": path,
+                "dtype": dtype,
                 "prompts": prompts,
-                "sampling": [{name: getattr(s, name) for name in COMPARED} for s in sampling],
+                "sampling": sampling,
+                "arguments": arguments or {"skip_tokenizer_init": True},
             }
             print(json.dumps(job), file=questions, flush=True)
-            outputs: list[list[int]] = json.loads(answers.readline())
+            outputs: list[dict[str, Any]] = json.loads(answers.readline())
             return outputs
 
         yield run
         questions.close()
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(checkpoints: dict[str, str], plain_answers: PlainAnswers) -> Baseline:
+    """Outputs of unchanged vLLM."""
+
+    def run(
+        model: str, prompts: list[tuple[int, ...]], sampling: list[Sampling]
+    ) -> list[list[int]]:
+        answers = plain_answers(checkpoints[model], MODELS[model][1], prompts, sampling)
+        return [answer["sequences"][0] for answer in answers]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from appliance.engines.protocol import Produced, Sampling, SequenceSpec
+import msgspec
+
+from appliance.engines.protocol import Produced, SequenceSpec
 
 SLAB = 256 * 1024
 POOL_SLABS = 64
@@ -109,7 +111,11 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+Sampling = dict[str, Any]
+"""Arguments of vLLM's ``SamplingParams``; what is an object there is a dictionary, too."""
+
 Baseline = Callable[[str, list[tuple[int, ...]], list[Sampling]], list[list[int]]]
+PlainAnswers = Callable[..., list[dict[str, Any]]]
 
 
 @dataclass
@@ -187,9 +193,36 @@ def make_house() -> House:
 
 
 def sequence(
-    model: str, name: str, prompt: tuple[int, ...], sampling: Sampling, output: tuple[int, ...] = ()
+    model: str,
+    name: str,
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    output: tuple[int, ...] = (),
+    **asked: Any,
 ) -> SequenceSpec:
-    return SequenceSpec(request=name, model=model, prompt=prompt, output=output, sampling=sampling)
+    """`asked` are further fields of the front end's request."""
+    return SequenceSpec(
+        request=name, model=model, prompt=prompt, output=output, body=body(sampling, **asked)
+    )
+
+
+def body(sampling: Sampling, **asked: Any) -> bytes:
+    """What the front half sends for a model that ends with `EOS`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+
+    from appliance.engines.vllm.messages import decode_request, encode_params, encode_request
+
+    arguments = {"detokenize": False, **sampling}
+    if guide := arguments.get("structured_outputs"):
+        arguments["structured_outputs"] = StructuredOutputsParams(**guide)
+    if repetition := arguments.get("repetition_detection"):
+        arguments["repetition_detection"] = RepetitionDetectionParams(**repetition)
+    bad_words = arguments.pop("bad_words_token_ids", None)
+    params = SamplingParams(**arguments)
+    params.update_from_generation_config({}, EOS)
+    params._bad_words_token_ids = bad_words
+    return encode_request(msgspec.structs.replace(decode_request(encode_params(params)), **asked))
 
 
 def tokens(produced: list[Produced]) -> list[int]:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.protocol import Sampling
-from tests.engine.house import Baseline, House, sequence, tokens
+from tests.engine.house import Baseline, House, Sampling, sequence, tokens
 
 PROMPT = tuple(range(10, 80))
 MODEL = "qwen2-gqa"

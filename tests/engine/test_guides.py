@@ -6,15 +6,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
+from tokenizers import Tokenizer
 
-from appliance.engines.protocol import Guide, GuideKind, GuideRefused, Sampling, SequenceSpec
-from appliance.tokens import Tokenizer
+from appliance.engines.protocol import GuideRefused, SequenceSpec
 from appliance.vocabulary import FinishReason
-from tests.engine.house import EOS, House, sequence, tokens
+from tests.engine.house import EOS, House, Sampling, body, sequence, tokens
 
 MODEL = "qwen2-gqa"
 PROMPT = tuple(range(10, 80))
@@ -32,28 +32,40 @@ SCHEMA = {
 }
 ONLY_GUIDANCE = {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 500}
 """xgrammar ignores ``multipleOf``, so vLLM has another backend for it."""
-JSON = Guide(GuideKind.JSON, json.dumps(SCHEMA))
-DIVISIBLE = Guide(GuideKind.JSON, json.dumps(ONLY_GUIDANCE))
+
+
+class Guide(NamedTuple):
+    """One of vLLM's ``structured_outputs``, with its name there."""
+
+    kind: str
+    text: Any = True
+
+
+JSON = Guide("json", json.dumps(SCHEMA))
+DIVISIBLE = Guide("json", json.dumps(ONLY_GUIDANCE))
 PLAIN = Guide(
-    GuideKind.JSON,
+    "json",
     json.dumps({"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 4, "maxItems": 9}),
 )
 """One that xgrammar compiles."""
 
 
 def guided(guide: Guide, seed: int = 3) -> Sampling:
-    return Sampling(max_tokens=800, temperature=1.0, seed=seed, guide=guide)
+    return Sampling(
+        max_tokens=800, temperature=1.0, seed=seed, structured_outputs={guide.kind: guide.text}
+    )
 
 
 @pytest.fixture(scope="module")
 def tokenizer(checkpoints: dict[str, str]) -> Tokenizer:
-    return Tokenizer.load(Path(checkpoints[MODEL]))
+    return Tokenizer.from_file(str(Path(checkpoints[MODEL], "tokenizer.json")))
 
 
 def text(tokenizer: Tokenizer, output: Sequence[int]) -> str:
     """What the tokens spell; the last one says stop."""
     assert output[-1] == EOS
-    return tokenizer.decode(output[:-1])
+    said: str = tokenizer.decode(list(output[:-1]))
+    return said
 
 
 def finish(engine: Any, name: str) -> list[int]:
@@ -75,17 +87,17 @@ def whole(engine: Any, guide: Guide, seed: int = 3) -> list[int]:
 def check(guide: Guide, answer: str) -> None:
     """The text is what the guide allows."""
     match guide.kind:
-        case GuideKind.JSON:
+        case "json":
             jsonschema.validate(json.loads(answer), json.loads(guide.text))
-        case GuideKind.JSON_OBJECT:
+        case "json_object":
             assert isinstance(json.loads(answer), dict)
-        case GuideKind.REGEX:
+        case "regex":
             assert re.fullmatch(guide.text, answer)
-        case GuideKind.CHOICE:
+        case "choice":
             assert answer in WORDS
-        case GuideKind.GRAMMAR:
+        case "grammar":
             assert re.fullmatch("(ab)+", answer)
-        case GuideKind.STRUCTURAL_TAG:
+        case "structural_tag":
             assert answer == "<a>true</a>" or answer == "<a>false</a>"
 
 
@@ -102,11 +114,11 @@ GUIDES = {
     "schema": JSON,
     "plain": PLAIN,
     "guidance": DIVISIBLE,
-    "object": Guide(GuideKind.JSON_OBJECT),
-    "regex": Guide(GuideKind.REGEX, "[a-f]{3}-[0-9]{2,4}"),
-    "choice": Guide(GuideKind.CHOICE, json.dumps(WORDS)),
-    "ebnf": Guide(GuideKind.GRAMMAR, 'root ::= "ab" | "ab" root'),
-    "tag": Guide(GuideKind.STRUCTURAL_TAG, json.dumps(TAG)),
+    "object": Guide("json_object"),
+    "regex": Guide("regex", "[a-f]{3}-[0-9]{2,4}"),
+    "choice": Guide("choice", WORDS),
+    "ebnf": Guide("grammar", 'root ::= "ab" | "ab" root'),
+    "tag": Guide("structural_tag", json.dumps(TAG)),
 }
 EACH = pytest.mark.parametrize("guide", GUIDES.values(), ids=list(GUIDES))
 
@@ -119,7 +131,7 @@ def test_the_output_follows_its_guide(
     """A model that would say anything says what it is asked for, and stops."""
     engine = house.engines[MODEL]
     engine.begin_load().wait()
-    engine.prepare(guide)
+    engine.prepare(body(guided(guide)))
 
     check(guide, text(tokenizer, whole(engine, guide, seed)))
 
@@ -206,14 +218,14 @@ def _serve(engine: Any, specs: Sequence[SequenceSpec], chunk_tokens: int) -> dic
 
 
 IMPOSSIBLE = {
-    "no schema": Guide(GuideKind.JSON, '{"type": "nothing"}'),
-    "no json": Guide(GuideKind.JSON, '{"type": '),
-    "too deep": Guide(GuideKind.JSON, '{"not": ' * 900 + "{}" + "}" * 900),
-    "no regex": Guide(GuideKind.REGEX, "(a"),
-    "no grammar": Guide(GuideKind.GRAMMAR, "root ::= nowhere"),
-    "empty": Guide(GuideKind.GRAMMAR, " "),
-    "no choice": Guide(GuideKind.CHOICE, "[]"),
-    "no tag": Guide(GuideKind.STRUCTURAL_TAG, '{"type": "structural_tag"}'),
+    "no schema": Guide("json", '{"type": "nothing"}'),
+    "no json": Guide("json", '{"type": '),
+    "too deep": Guide("json", '{"not": ' * 900 + "{}" + "}" * 900),
+    "no regex": Guide("regex", "(a"),
+    "no grammar": Guide("grammar", "root ::= nowhere"),
+    "empty": Guide("grammar", " "),
+    "no choice": Guide("choice", []),
+    "no tag": Guide("structural_tag", '{"type": "structural_tag"}'),
 }
 
 
@@ -222,7 +234,7 @@ def test_an_impossible_guide_is_refused(house: House, guide: Guide) -> None:
     """With a reason, and nothing is left of its request; the engine goes on."""
     engine = house.engines[MODEL]
     with pytest.raises(GuideRefused, match=r"\w"):
-        engine.prepare(guide)
+        engine.prepare(body(guided(guide)))
     with pytest.raises(GuideRefused, match=r"\w"):
         engine.add(sequence(MODEL, "r", PROMPT, guided(guide)))
     assert not engine.knows("r")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.protocol import Produced, Sampling
-from tests.engine.house import Baseline, House, sequence, tokens
+from appliance.engines.protocol import Produced
+from tests.engine.house import Baseline, House, Sampling, sequence, tokens
 
 LENGTH = 24
 
@@ -31,7 +31,7 @@ class Player:
             name = f"{model}/{number}"
             self.engine.add(sequence(model, name, prompt, sampling))
             self.outputs[name] = []
-            self.places[name] = house.swap_places(self.engine, len(prompt) + sampling.max_tokens)
+            self.places[name] = house.swap_places(self.engine, len(prompt) + sampling["max_tokens"])
             self.live.append(name)
 
     def turn(self, steps: int, slabs: int) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.protocol import Sampling
 from appliance.memory.images import ImageFolder
 from appliance.memory.imagewriter import ImageWriter
-from tests.engine.house import MODELS, Baseline, House, make_house, sequence, tokens
+from tests.engine.house import MODELS, Baseline, House, Sampling, make_house, sequence, tokens
 from tests.engine.test_loading import fused, save, toy
 
 MODEL = "qwen2-gqa"

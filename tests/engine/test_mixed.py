@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from appliance import wire
-from appliance.engines.protocol import Sampling
 from appliance.vocabulary import (
     BuildModel,
     LoadModel,
@@ -22,7 +21,7 @@ from appliance.vocabulary import (
     TurnEnded,
 )
 from appliance.worker import Mailbox, Worker
-from tests.engine.house import VOCAB, Baseline, House, sequence, tokens
+from tests.engine.house import VOCAB, Baseline, House, Sampling, sequence, tokens
 
 MODELS = ["llama-mha", "qwen2-gqa", "qwen3-128", "llama-96"]
 MODEL = "llama-mha"

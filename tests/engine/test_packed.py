@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from appliance.cpus import packs
-from appliance.engines.protocol import Sampling
 from appliance.memory.arena import Arena
 from appliance.memory.vmm_host import HostVmm
-from tests.engine.house import SLAB, Baseline, House, make_house, sequence, tokens
+from tests.engine.house import SLAB, Baseline, House, Sampling, make_house, sequence, tokens
 
 # The last one is no multiple of oneDNN's blocks: its packed bytes are more than its own.
 SHAPES = [(768, 256), (64, 512), (100, 36)]

@@ -12,18 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from appliance import wire
-from appliance.api.pooled import cosine
 from appliance.catalog import read_checkpoint
-from appliance.engines.protocol import NO_TOKEN, Pooling, Produced, Sampling, SequenceSpec
-from appliance.tokens import Tokenizer
+from appliance.engines.protocol import NO_TOKEN, Produced, SequenceSpec
 from appliance.vocabulary import FinishReason, PrefillDone, RunPrefill, RunTurn, Task
 from appliance.worker import Mailbox, Worker
-from tests.engine.house import VOCAB, House, make_checkpoint, make_house, save_tokenizer, sequence
+from tests.engine.house import (
+    VOCAB,
+    House,
+    Sampling,
+    make_checkpoint,
+    make_house,
+    save_tokenizer,
+    sequence,
+)
 
 PLENTY = 60
-ONE = Sampling(max_tokens=0)
+Pooling = dict[str, Any]
+"""Arguments of vLLM's ``PoolingParams``."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -176,17 +184,25 @@ def pooled(_pooled: House) -> Iterator[House]:
 def asked(
     name: str, request: str, prompt: tuple[int, ...], pooling: Pooling | None = None
 ) -> SequenceSpec:
-    return SequenceSpec(
-        request=request, model=name, prompt=prompt, sampling=ONE, pooling=pooling or Pooling()
-    )
+    from vllm import PoolingParams
+
+    from appliance.engines.vllm.messages import encode_params
+
+    task = "classify" if TASKS.get(name) is Task.SCORE else "embed"
+    params = PoolingParams(task=task, **(pooling or {}))
+    return SequenceSpec(request=request, model=name, prompt=prompt, body=encode_params(params))
 
 
 def vector(produced: list[Produced]) -> list[float]:
     """The one outcome of a prompt that is pooled."""
     (one,) = produced
     assert (one.token, one.tokens, one.finished) == (NO_TOKEN, 0, FinishReason.STOP)
-    assert one.vector is not None
-    values: list[float] = np.frombuffer(one.vector, "<f4").tolist()
+    from appliance.engines.vllm.messages import decode_output
+
+    assert one.detail is not None
+    output = decode_output(one.detail)
+    assert (output.request_id, output.new_token_ids) == (one.request, [])
+    values: list[float] = output.pooling_output.reshape(-1).tolist()
     return values
 
 
@@ -247,13 +263,16 @@ def test_texts_are_matched_as_by_plain_vllm(
     pooled: House, paths: dict[str, str], expected: dict[str, list[list[float]]], name: str
 ) -> None:
     """A scorer reads both texts as a pair; embedders one by one, and the angle is the score."""
-    tokenizer, engine = Tokenizer.load(Path(paths[name])), pooled.engines[name]
+    tokenizer = Tokenizer.from_file(str(Path(paths[name], "tokenizer.json")))
+    engine = pooled.engines[name]
     engine.begin_load().wait()
     if TASKS[name] is Task.SCORE:
-        found = [pool(engine, tokenizer.encode_pairs(QUERY)(text))[0] for text in DOCUMENTS]
+        found = [pool(engine, tuple(tokenizer.encode(QUERY, text).ids))[0] for text in DOCUMENTS]
     else:
-        query = pool(engine, tokenizer.encode(QUERY))
-        found = [cosine(query, pool(engine, tokenizer.encode(text))) for text in DOCUMENTS]
+        query, *texts = (
+            pool(engine, tuple(tokenizer.encode(text).ids)) for text in (QUERY, *DOCUMENTS)
+        )
+        found = [float(np.dot(query, text)) for text in texts]  # all of length 1
 
     wanted = [score for (score,) in expected[f"{name} score"]]
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from appliance.engines.protocol import KvExhausted, KvUse, Produced, Sampling
+from appliance.engines.protocol import KvExhausted, KvUse, Produced
 from appliance.memory.vmm_host import HostVmm
-from tests.engine.house import POOL_SLABS, SLAB, VOCAB, Baseline, House, sequence, tokens
+from tests.engine.house import POOL_SLABS, SLAB, VOCAB, Baseline, House, Sampling, sequence, tokens
 
 MODEL = "llama-96"
 OTHER = "qwen2-gqa"

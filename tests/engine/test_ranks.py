@@ -17,7 +17,7 @@ import pytest
 
 from appliance import vocabulary, wire
 from appliance.cpus import show_cpus
-from appliance.engines.protocol import Pooling, Sampling, SequenceSpec
+from appliance.engines.protocol import SequenceSpec
 from appliance.engines.vllm.reference import Checkpoint, Prompt, Task
 from appliance.memory.hosttier import HostTier
 from appliance.vocabulary import (
@@ -43,6 +43,7 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
+from tests.engine.house import Sampling, body
 from tests.patience import PATIENCE_SECONDS
 
 SLAB = 256 * 1024
@@ -68,7 +69,7 @@ class Box:
     def __init__(self, checkpoints: dict[str, str], scratch: Path, cpus: list[int]) -> None:
         self.host = HostTier.create(128 << 20)
         self.outputs: dict[str, list[int]] = {}
-        self.vectors: list[bytes] = []
+        self.details: list[bytes] = []
         self.kv: dict[str, KvShape] = {}
         self.built: dict[str, ModelBuilt] = {}
         self.high_water = 0
@@ -118,8 +119,8 @@ class Box:
                 report = self._reports.pop(0)
                 if isinstance(report, wire.Tokens):
                     for one in report.produced:
-                        if one.vector is not None:
-                            self.vectors.append(one.vector)
+                        if one.detail is not None:
+                            self.details.append(one.detail)
                         self.outputs.setdefault(one.request, []).append(one.token)
                 if isinstance(report, wire.PoolReport):
                     self.high_water = report.high_water_slabs
@@ -155,7 +156,7 @@ class Box:
     def add(
         self, model: str, request: str, prompt: tuple[int, ...], sampling: Sampling = GREEDY
     ) -> None:
-        sequence = SequenceSpec(request=request, model=model, prompt=prompt, sampling=sampling)
+        sequence = SequenceSpec(request=request, model=model, prompt=prompt, body=body(sampling))
         self.send(wire.AddSequence(sequence))
 
     def prefill(self, model: str, request: str, kv_slabs: int = KV_SLABS) -> Any:
@@ -461,6 +462,9 @@ def test_vectors_of_two_ranks(made: Callable[[int], Box], checkpoints: dict[str,
     """A prompt is pooled to one vector: the model's own last hidden state, at length 1."""
     import torch
     import transformers
+    from vllm import PoolingParams
+
+    from appliance.engines.vllm.messages import decode_output, encode_params
 
     box = made(2)
     box.build("vectors")
@@ -473,13 +477,12 @@ def test_vectors_of_two_ranks(made: Callable[[int], Box], checkpoints: dict[str,
             request=f"v{number}",
             model="vectors",
             prompt=prompt,
-            sampling=Sampling(max_tokens=0),
-            pooling=Pooling(),
+            body=encode_params(PoolingParams(task="embed")),
         )
         box.send(wire.AddSequence(sequence))
         assert isinstance(box.prefill("vectors", f"v{number}"), PrefillDone)
         with torch.inference_mode():
             state = plain(torch.tensor([prompt])).last_hidden_state[0, -1]
-        found = torch.frombuffer(bytearray(box.vectors[number]), dtype=torch.float32)
+        found = decode_output(box.details[-1]).pooling_output.reshape(-1)
         torch.testing.assert_close(found, state / state.norm(), rtol=1e-3, atol=1e-4)
     box.evict("vectors")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.transformers_utils.config import get_pooling_config
 
-from appliance.engines.protocol import Sampling
-from tests.engine.house import Baseline, House, make_house, sequence, tokens
+from tests.engine.house import Baseline, House, Sampling, make_house, sequence, tokens
 
 PROMPT = tuple(range(10, 40))
 OUTPUT = 12

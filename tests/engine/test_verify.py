@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.engines.protocol import Sampling, Verdict
-from tests.engine.house import House, sequence
+from appliance.engines.protocol import Verdict
+from tests.engine.house import House, Sampling, sequence
 
 MODEL = "qwen2-gqa"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,15 +13,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance import wire
-from appliance.api.service import AskedSlo, Generation, SubmitRequest
+from appliance.api.service import AskedSlo, Generation, RequestTimes, SubmitRequest
 from appliance.daemon import Daemon, Limits
-from appliance.dialogue import Parsers
-from appliance.engines.protocol import Produced, Sampling
+from appliance.engines.protocol import Produced
 from appliance.journal import Journal, Setup
 from appliance.policywords import PolicyChoice
 from appliance.served import ServedModel
 from appliance.slabwords import SlabMap, SlabOwner
-from appliance.tokens import Tokenizer
 from appliance.vocabulary import (
     Direction,
     Event,
@@ -238,6 +237,49 @@ class WorkerDouble:
         return [message for message in self.sent if isinstance(message, kind)]
 
 
+class Client:
+    """The sink of a request, and who reads from it: batches are what came since the one before."""
+
+    def __init__(self, name: str) -> None:
+        self.id = name
+        self.times: RequestTimes | None = None
+        self.failure: Exception | None = None
+        self.over = False
+        self.generation: Generation | None = None
+        self._pending: list[Produced] = []
+        self._news = asyncio.Event()
+
+    def produced(self, produced: Produced) -> None:
+        assert not self.over
+        self._pending.append(produced)
+        self._news.set()
+
+    def ended(self, times: RequestTimes | None, failure: Exception | None) -> None:
+        assert not self.over
+        self.over, self.times, self.failure = True, times, failure
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[Produced]]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._pending:
+                batch, self._pending = self._pending, []
+                yield batch
+            if self.over:
+                break
+        if self.failure is not None:
+            raise self.failure
+
+    def cancel(self, reason: FinishReason) -> None:
+        assert self.generation is not None
+        self.generation.cancel(reason)
+
+    def reader(self, *, reads: bool) -> None:
+        assert self.generation is not None
+        self.generation.reader(reads=reads)
+
+
 class Box:
     """A daemon over worker doubles. Time is `now`; every report takes a millisecond."""
 
@@ -251,13 +293,12 @@ class Box:
         limits: Limits | None = None,
         journal: Journal | None = None,
         devices: Sequence[str] = (),
-        parsers: Parsers = Parsers(),  # noqa: B008
     ) -> None:
         self.now = 0.0
-        self._parsers = parsers
         self.world = World(models)
         self.failures: list[BaseException] = []
-        self.tokenizers = {name: cast(Tokenizer, object()) for name in models}
+        self.clients: dict[str, Client] = {}
+        """By the ids of their requests."""
         monkeypatch.setattr("appliance.daemon.WorkerProcess", WorkerDouble)
         monkeypatch.setattr(WorkerDouble, "world", self.world, raising=False)
         self.daemon = Daemon(
@@ -278,9 +319,7 @@ class Box:
         return ServedModel(
             spec,
             worker,
-            self.tokenizers[spec.name],
             created=1700000000,
-            parsers=self._parsers,
             architecture="LlamaForCausalLM",
             dtype="float32",
         )
@@ -302,22 +341,26 @@ class Box:
         limit: int | None = None,
         kind: RequestClass = RequestClass.INTERACTIVE,
         slo: AskedSlo | None = None,
-    ) -> Generation:
+    ) -> Client:
         """Submit a request that will produce `output` tokens."""
         limit = output if limit is None else limit
         self.world.lives[name] = Life(model, prompt, output, limit)
-        return self.daemon.submit(
+        client = self.clients[name] = Client(name)
+        client.generation = self.daemon.submit(
             SubmitRequest(
                 id=name,
                 model=model,
                 prompt=tuple(range(prompt)),
-                sampling=Sampling(max_tokens=limit),
+                max_tokens=limit,
+                body=b"",
                 request_class=kind,
                 slo=slo or AskedSlo(),
-            )
+            ),
+            client,
         )
+        return client
 
-    def cancel(self, stream: Generation, reason: FinishReason = FinishReason.CANCELLED) -> None:
+    def cancel(self, stream: Client, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self.world.lives[stream.id].outcome = reason
         stream.cancel(reason)
 
@@ -376,11 +419,9 @@ def box_maker(monkeypatch: pytest.MonkeyPatch, slabs: int) -> Iterator[Callable[
         limits: Limits | None = None,
         journal: Journal | Path | None = None,
         devices: Sequence[str] = (),
-        parsers: Parsers = Parsers(),  # noqa: B008
         **of_setup: Any,
     ) -> Box:
-        """A journal that is a path is begun there, with the box's own setup; `parsers` are those of
-        all its models."""
+        """A journal that is a path is begun there, with the box's own setup."""
         models = small(names)
         setup = setup_of(models, **of_setup)
         if isinstance(journal, Path):
@@ -393,7 +434,6 @@ def box_maker(monkeypatch: pytest.MonkeyPatch, slabs: int) -> Iterator[Callable[
             limits=limits,
             journal=journal,
             devices=devices,
-            parsers=parsers,
         )
         boxes.append(box)
         return box

@@ -1,20 +1,15 @@
-"""An appliance in memory for tests of the API: its tokenizer is real, its models are scripts."""
+"""An appliance in memory for tests of the API: its models are scripts, its tokens are bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from appliance.api.service import (
     Activity,
-    ChatRefused,
     GenerationFailed,
     InstanceActivity,
     InstanceVerification,
@@ -26,234 +21,123 @@ from appliance.api.service import (
     QueueFull,
     Readiness,
     RequestTimes,
+    Sink,
     SubmitRequest,
 )
-from appliance.engines.protocol import (
-    NO_TOKEN,
-    Guide,
-    GuideKind,
-    GuideRefused,
-    Produced,
-    TokenLogprob,
-    Verdict,
-)
+from appliance.engines.protocol import NO_TOKEN, GuideRefused, Produced, Verdict
+from appliance.frontwire import FrontModel
 from appliance.purpose import Purpose
 from appliance.slabwords import SlabMap, SlabOwner
-from appliance.tokens import ChatTemplate, Tokenizer
-from appliance.toolcalls import CallPiece, Heard
-from appliance.vocabulary import FinishReason
+from appliance.vocabulary import FinishReason, RequestId
 
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog",
-    "héllo wörld",
-    "hello world, one two three",
-]
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-EOS = "<eos>"
 KV = KvShapeActivity(
     mapped_bytes=400, used_bytes=200, cold_bytes=100, peak_bytes=400, fragmentation=0.25
 )
+IMPOSSIBLE = b"impossible"
+"""What is in a body whose guide cannot be compiled."""
 
 
-@lru_cache
-def byte_level_encoder() -> tokenizers.Tokenizer:
-    """A byte-level BPE of 300 tokens; id 0 is the special end-of-text token."""
-    encoder = tokenizers.Tokenizer(models.BPE())
-    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    encoder.train_from_iterator(CORPUS * 5, trainer)
-    return encoder
+def encode(text: str) -> list[int]:
+    """The tokens of a text."""
+    return list(text.encode())
 
 
-@lru_cache
-def small_tokenizer() -> Tokenizer:
-    return Tokenizer(byte_level_encoder(), ChatTemplate(TEMPLATE, {"eos_token": EOS}))
+def decode(tokens: Iterable[int]) -> str:
+    """The text of tokens."""
+    return bytes(tokens).decode()
 
 
 class FakeGeneration:
-    """A sequence whose tokens the test feeds."""
+    """A sequence whose tokens the test feeds. Implements `appliance.api.service.Generation`."""
 
-    def __init__(self, request: SubmitRequest) -> None:
+    def __init__(self, service: FakeService, request: SubmitRequest, sink: Sink) -> None:
         self.request = request
         self.id = request.id
         self.cancelled = asyncio.Event()
-        self.drained = asyncio.Event()
-        """The first batch was taken, and the next one was asked for."""
         self.reason: FinishReason | None = None
         self.reads: list[bool] = []
         """What was said of its reader, when that was another thing than before."""
         self.times: RequestTimes | None = None
-        self._batches: asyncio.Queue[list[Produced] | GenerationFailed | None] = asyncio.Queue()
+        """What is told at its end."""
+        self.over = False
+        self._service = service
+        self._sink = sink
+
+    @property
+    def text(self) -> str:
+        """Its prompt."""
+        return decode(self.request.prompt)
 
     def feed(self, tokens: Sequence[int], end: FinishReason | None = None) -> None:
-        """One batch; `end` goes with its last token."""
-        self._put([self._produced(token, self._logprobs(token)) for token in tokens], end)
+        """Some tokens; `end` goes with the last one."""
+        for token in tokens[:-1]:
+            self._put(Produced(self.id, token))
+        self._put(Produced(self.id, tokens[-1], end))
 
-    def feed_bare(self, tokens: Sequence[int], end: FinishReason | None = None) -> None:
-        """The same without the log probabilities, whether asked for or not."""
-        self._put([self._produced(token, ()) for token in tokens], end)
-
-    def _produced(self, token: int, logprobs: tuple[TokenLogprob, ...]) -> Produced:
-        return Produced(request=self.id, token=token, logprobs=logprobs)
-
-    def _put(self, batch: list[Produced], end: FinishReason | None) -> None:
-        batch[-1] = msgspec.structs.replace(batch[-1], finished=end)
-        self._batches.put_nowait(batch)
+    def detail(self, token: int, detail: bytes, end: FinishReason | None = None) -> None:
+        """A token with more than itself."""
+        self._put(Produced(self.id, token, end, detail))
 
     def say(self, text: str, end: FinishReason | None = FinishReason.LENGTH) -> None:
-        """Every token of `text` as a batch of its own."""
-        tokens = small_tokenizer().encode(text)
-        for token in tokens[:-1]:
-            self.feed([token])
-        self.feed(tokens[-1:], end)
-
-    async def say_until_unread(self, text: str) -> int:
-        """Again and again, until nobody takes it any more; how often."""
-        for said in range(1, 50_000):
-            self.drained.clear()
-            self.feed(small_tokenizer().encode(text))
-            await self.drained.wait()
-            if self.reads:
-                return said
-        raise AssertionError("it is never noticed")
+        """A text."""
+        self.feed(encode(text), end)
 
     def pool(self, numbers: Sequence[float]) -> None:
         """The vector of the prompt, which is all that comes of it."""
         vector = struct.pack(f"<{len(numbers)}f", *numbers)
-        pooled = Produced(request=self.id, token=NO_TOKEN, vector=vector)
-        self._put([pooled], FinishReason.STOP)
+        self._put(Produced(self.id, NO_TOKEN, FinishReason.STOP, vector))
 
     def fail(self, error: GenerationFailed) -> None:
-        self._batches.put_nowait(error)
-
-    def _logprobs(self, token: int) -> tuple[TokenLogprob, ...]:
-        wanted = self.request.sampling.logprobs
-        if wanted is None:
-            return ()
-        ranked = [TokenLogprob(1 + i, -float(i + 1), i + 1) for i in range(wanted)]
-        return (TokenLogprob(token, float("-inf"), 7), *ranked)
-
-    async def __aiter__(self) -> AsyncIterator[list[Produced]]:
-        while (batch := await self._batches.get()) is not None:
-            if isinstance(batch, GenerationFailed):
-                raise batch
-            yield batch
-            self.drained.set()
-            if batch[-1].finished is not None:
-                return
+        self._end(error)
 
     def cancel(self, reason: FinishReason) -> None:
-        if self.reason is None:
+        if not self.over:
             self.reason = reason
             self.cancelled.set()
-            self._batches.put_nowait(None)
+            self._end(None)
 
     def reader(self, *, reads: bool) -> None:
         if reads != (not self.reads or self.reads[-1]):
             self.reads.append(reads)
 
+    def _put(self, produced: Produced) -> None:
+        if self.over:
+            return
+        self._sink.produced(produced)
+        if produced.finished is not None:
+            self._end(None)
 
-class FakeInterpretation:
-    """Reads what stands between brackets as arguments of a call to the first tool, and, of a model
-    that reasons, what stands between parentheses as reasoning. What has to call a tool, or to keep
-    to a format, is guided; special tokens are text."""
-
-    special_tokens = True
-
-    def __init__(self, chat: dict[str, Any], choices: int, reasons: bool) -> None:
-        self._tool = chat["tools"][0]["function"]["name"] if "tools" in chat else ""
-        if self._tool == "refused":
-            raise ChatRefused("nobody would call this")
-        self.chat = chat
-        self._reasons = reasons
-        self._thinking = [False] * choices
-        self._thoughts = [0] * choices
-        """Characters of reasoning."""
-        self.ended = 0
-        self.heard: list[tuple[int, str, int, bool]] = []
-        """Choice, text, number of tokens, whether it was the last."""
-        self.guide = (
-            Guide(GuideKind.STRUCTURAL_TAG, "tag")
-            if chat.get("tool_choice", "auto") != "auto" or "response_format" in chat
-            else None
-        )
-        self._calls = [-1] * choices
-        self._inside = [False] * choices
-
-    async def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
-        assert not self.ended
-        self.heard.append((choice, text, len(tokens), finished))
-        if "#" in text:
-            raise GenerationFailed("parser_failed", "it choked")
-        content = reasoning = ""
-        calls: list[CallPiece] = []
-        for letter in text:
-            if self._reasons and letter in "()":
-                self._thinking[choice] = letter == "("
-            elif self._thinking[choice]:
-                reasoning += letter
-                self._thoughts[choice] += 1
-            elif letter == "[" and self._tool:
-                self._inside[choice] = True
-                self._calls[choice] += 1
-                number = self._calls[choice]
-                calls.append(CallPiece(number, f"call-{choice}-{number}", self._tool, ""))
-            elif letter == "]" and self._tool:
-                self._inside[choice] = False
-            elif self._inside[choice]:
-                calls.append(CallPiece(self._calls[choice], None, None, letter))
-            else:
-                content += letter
-        whole = calls if self.chat["stream"] else _merged(calls)
-        counted = self._thoughts[choice] if finished else 0
-        return Heard(content, tuple(whole), reasoning, counted)
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-def _merged(calls: Sequence[CallPiece]) -> list[CallPiece]:
-    """The pieces of each call as one."""
-    merged: list[CallPiece] = []
-    for call in calls:
-        if call.id is not None:
-            merged.append(call)
-        else:
-            whole = merged[-1].arguments + call.arguments
-            merged[-1] = msgspec.structs.replace(merged[-1], arguments=whole)
-    return merged
+    def _end(self, failure: GenerationFailed | None) -> None:
+        if not self.over:
+            self.over = True
+            self._service.live.pop(self.id)
+            self._sink.ended(self.times, failure)
 
 
 class FakeService:
-    """Two models, one with a slash in its name, which can choose tools, and `reasons` if it is told
-    so. `script` runs for every request as it comes."""
+    """Two models, one with a slash in its name. `script` runs for every request soon after it
+    came. There is `room` for so many requests in all, and for `at_once` of them at once."""
 
-    def __init__(
-        self, script: Callable[[FakeGeneration], None] | None = None, *, reasons: bool = False
-    ) -> None:
+    def __init__(self, script: Callable[[FakeGeneration], None] | None = None) -> None:
         self.script = script
         self.submitted: list[FakeGeneration] = []
-        self.interpretations: list[FakeInterpretation] = []
+        self.live: dict[RequestId, FakeGeneration] = {}
         self.arrivals: asyncio.Queue[FakeGeneration] = asyncio.Queue()
         self.room = 1000
+        self.at_once = 1000
         self.reasons: tuple[str, ...] = ()
-        self.text = small_tokenizer()
+        self.guides: list[bytes] = []
+        """Bodies whose guides were checked."""
+        self.compiling: asyncio.Event | None = None
+        """Guides are compiled when it is set; without it at once."""
+        self.refused: dict[str, str] = {}
+        """Models that front ends cannot serve."""
         self._cards = {
             name: ModelCard(
                 id=name,
                 created=1_700_000_000,
                 max_context_tokens=200,
                 tool_parser=parser,
-                reasoning_parser="qwen3" if reasons and parser else None,
                 architecture="LlamaForCausalLM",
                 dtype="bfloat16",
                 weight_bytes=300,
@@ -274,33 +158,46 @@ class FakeService:
             raise ModelNotFound(name)
         return self._cards[name]
 
-    def tokenizer(self, name: str) -> Tokenizer:
-        self.model(name)
-        return self.text
+    def front_models(self) -> tuple[FrontModel, ...]:
+        return tuple(
+            FrontModel(
+                name=card.id,
+                path=f"/models/{card.id}",
+                dtype=card.dtype,
+                max_context=card.max_context_tokens,
+                max_batch=64,
+                task=card.purpose.task,
+                created=card.created,
+                tool_parser=card.tool_parser,
+            )
+            for card in self._cards.values()
+        )
 
-    async def check_guide(self, name: str, guide: Guide) -> None:
+    def refuse_model(self, name: str, reason: str) -> None:
+        self.refused[name] = reason
+
+    async def check_guide(self, name: str, body: bytes) -> None:
         self.model(name)
-        if "impossible" in guide.text:
+        self.guides.append(body)
+        if self.compiling is not None:
+            await self.compiling.wait()
+        if IMPOSSIBLE in body:
             raise GuideRefused("nothing follows this")
 
-    async def interpret(
-        self, name: str, chat: bytes, prompt: Sequence[int], choices: int
-    ) -> FakeInterpretation:
-        interpretation = FakeInterpretation(
-            msgspec.json.decode(chat), choices, self.model(name).reasoning_parser is not None
-        )
-        self.interpretations.append(interpretation)
-        return interpretation
-
-    def submit(self, request: SubmitRequest) -> FakeGeneration:
-        if len(self.submitted) >= self.room:
+    def submit(self, request: SubmitRequest, sink: Sink) -> FakeGeneration:
+        self.model(request.model)
+        if len(self.submitted) >= self.room or len(self.live) >= self.at_once:
             raise QueueFull(2.4)
-        generation = FakeGeneration(request)
+        assert request.id not in self.live, "the id of another request"
+        generation = self.live[request.id] = FakeGeneration(self, request, sink)
         self.submitted.append(generation)
-        self.arrivals.put_nowait(generation)
+        asyncio.get_running_loop().call_soon(self._arrive, generation)
+        return generation
+
+    def _arrive(self, generation: FakeGeneration) -> None:
         if self.script is not None:
             self.script(generation)
-        return generation
+        self.arrivals.put_nowait(generation)
 
     def readiness(self) -> Readiness:
         return Readiness(ok=not self.reasons, reasons=self.reasons)

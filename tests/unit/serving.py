@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anthropic
 import httpx
@@ -29,7 +30,7 @@ async def unserved(app: Litestar) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def served(app: Litestar, http: type[Connection] = Connection) -> AsyncIterator[int]:
+async def served(app: Any, http: type[Connection] = Connection) -> AsyncIterator[int]:
     """The port on which `app` answers meanwhile: a real server in the test's own event loop."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(

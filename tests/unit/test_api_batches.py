@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,11 +28,14 @@ from appliance.batches.log import BatchLog
 from appliance.batches.records import CancelAsked, Created, LineDone, Record
 from appliance.batches.results import Results, answered
 from appliance.batches.scribe import Scribe
+from appliance.gateway.admission import Admission
+from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.purpose import Purpose
 from appliance.vocabulary import FinishReason, RequestClass, Task
 from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeGeneration, FakeService
+from .front_double import FrontDouble
 from .serving import openai_client
 
 Found = TypeVar("Found")
@@ -62,6 +64,9 @@ class House:
         self.bounds: dict[str, Any] = {}
         self.registry = Registry()
         self.metrics = BatchMetrics(self.registry)
+        self.sessions: Sessions
+        """Of the latest life."""
+        self.front: FrontDouble
 
     @property
     def settings(self) -> BatchSettings:
@@ -75,15 +80,24 @@ class House:
         }
         return BatchSettings(folder=self.folder, **(bounds | self.bounds))
 
-    def app(self) -> Litestar:
-        runner = partial(
-            BatchRunner,
+    def runner(self) -> BatchRunner:
+        """The batches of a new life, which has one front end."""
+        admission = Admission(self.service, self.access)  # type: ignore[arg-type]
+        settings = FrontSettings(keep_alive_seconds=5.0, max_body_bytes=10_000)
+        self.sessions = Sessions(self.service, self.access, admission, settings)  # type: ignore[arg-type]
+        self.front = FrontDouble(self.sessions)
+        return BatchRunner(
+            self.service,  # type: ignore[arg-type]
+            self.access,
+            self.sessions,
             settings=self.settings,
             metrics=self.metrics,
             wall_clock=self.clock,
             retry_seconds=0.01,
         )
-        return create_app(self.service, access=self.access, batches=runner)
+
+    def app(self) -> Litestar:
+        return create_app(self.service, access=self.access, batches=self.runner())  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[openai.AsyncOpenAI]:
@@ -354,9 +368,7 @@ async def test_a_batch_that_nobody_waits_for_is_none(
         append(log, records)
 
     monkeypatch.setattr(BatchLog, "append", slow_append)
-    runner = BatchRunner(
-        house.service, house.access, settings=house.settings, metrics=house.metrics
-    )
+    runner = house.runner()
     async with runner.running(house.app()):
         create = runner.create("", CHATS, "file-1", "24h", None)
         creating = asyncio.create_task(create)
@@ -460,7 +472,6 @@ async def test_a_batch_is_answered_as_http_answers(house: House) -> None:
         done = await over(client, asked.id)
         good = await lines_of(client, done.output_file_id)
         bad = await lines_of(client, done.error_file_id)
-        direct = await client.chat.completions.create(**chat("one")["body"])
         files = {file.purpose for file in (await client.files.list()).data}
 
     assert done.status == "completed"
@@ -470,9 +481,8 @@ async def test_a_batch_is_answered_as_http_answers(house: House) -> None:
     assert (counts.total, counts.completed, counts.failed) == (5, 3, 2)
     assert [line["custom_id"] for line in good] == ["one", "two", "four"]
     assert {line["response"]["status_code"] for line in good} == {200}
-    body = openai.types.chat.ChatCompletion.model_validate(good[0]["response"]["body"])
-    assert body.choices == direct.choices
-    assert body.usage == direct.usage
+    said = [choice["message"]["content"] for choice in good[0]["response"]["body"]["choices"]]
+    assert said == ["hello"]
     assert len(good[2]["response"]["body"]["choices"]) == 2
     used = [line["response"]["body"]["usage"] for line in good]
     assert done.usage is not None
@@ -481,9 +491,8 @@ async def test_a_batch_is_answered_as_http_answers(house: House) -> None:
     assert [line["custom_id"] for line in bad] == ["bad", "stream"]
     assert [line["response"]["body"]["error"]["param"] for line in bad] == ["temperature", "stream"]
     assert all(line["response"]["status_code"] == 400 for line in bad)
-    *batched, single = house.service.submitted
+    batched = house.service.submitted
     assert {one.request.request_class for one in batched} == {RequestClass.BATCH}
-    assert single.request.request_class is RequestClass.INTERACTIVE
     assert files == {"batch", "batch_output"}
     moments = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
     assert None not in moments
@@ -495,7 +504,7 @@ async def test_a_batch_is_answered_as_http_answers(house: House) -> None:
 
 async def test_tokens_of_reasoning_are_counted(house: House) -> None:
     """Of all requests together, and the same after a restart."""
-    house.service = FakeService(lambda generation: generation.say("(why)ok"), reasons=True)
+    house.service.script = lambda generation: generation.say("(why)ok")
     lines = [chat(name, model="org/small") for name in ("a", "b")]
     async with house.client() as client:
         batch = await begin(client, lines)
@@ -522,9 +531,7 @@ async def test_long_answers_are_written_beside_the_event_loop(
         return answered(custom_id, status, body)
 
     def script(generation: FakeGeneration) -> None:
-        long = "long" in house.service.text.decode(generation.request.prompt)
-        tokens = house.service.text.encode("hello")
-        generation.feed(tokens * (20_000 if long else 1), FinishReason.LENGTH)
+        generation.say("hello" * (60_000 if "long" in generation.text else 1))
 
     monkeypatch.setattr(batchrequests, "answered", noted)
     house.service.script = script
@@ -533,7 +540,7 @@ async def test_long_answers_are_written_beside_the_event_loop(
         long, _ = await lines_of(client, done.output_file_id)
 
     assert beside == {"long": True, "short": False}
-    assert long["response"]["body"]["choices"][0]["message"]["content"] == "hello" * 20_000
+    assert long["response"]["body"]["choices"][0]["message"]["content"] == "hello" * 60_000
 
 
 async def test_plain_completions(house: House) -> None:
@@ -545,40 +552,31 @@ async def test_plain_completions(house: House) -> None:
         done = await over(client, batch)
         (answer,) = await lines_of(client, done.output_file_id)
 
-    assert answer["response"]["body"]["object"] == "text_completion"
+    assert answer["response"]["body"]["choices"]
     assert done.error_file_id is None
+    (generation,) = house.service.submitted
+    assert (generation.request.model, generation.text) == ("org/small", "hello")
 
 
 async def test_embeddings(house: House) -> None:
-    """As HTTP answers them, as work of the class batch; texts count each towards what runs at
-    once."""
+    """All texts of a line are asked at once, as work of the class batch."""
     house.service.learn("embedder", Purpose(task=Task.EMBED, dimensions=2))
-    live: list[FakeGeneration] = []
-    house.service.script = live.append
-    line = {"method": "POST", "url": "/v1/embeddings"}
+    house.service.script = lambda generation: generation.pool([1.0])
     texts = [f"text {number}" for number in range(6)]
-    lines = [
-        line | {"custom_id": "six", "body": {"model": "embedder", "input": texts}},
-        line | {"custom_id": "chat", "body": {"model": "small", "input": "a"}},
-    ]
+    body = {"model": "embedder", "input": texts}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": body}
     async with house.client() as client:
-        batch = await begin(client, lines, "/v1/embeddings")
-        for count in range(6):
-            generation = await house.service.arrivals.get()
-            assert len(live) - count <= 4
-            generation.pool([count, 1.0])
+        batch = await begin(client, [line], "/v1/embeddings")
         done = await over(client, batch)
         (good,) = await lines_of(client, done.output_file_id)
-        (bad,) = await lines_of(client, done.error_file_id)
 
-    data = good["response"]["body"]["data"]
-    assert [item["embedding"] for item in data] == [[float(count), 1.0] for count in range(6)]
-    assert {one.request.request_class for one in live} == {RequestClass.BATCH}
+    assert len(good["response"]["body"]["data"]) == 6
+    asked = house.service.submitted
+    assert {one.request.request_class for one in asked} == {RequestClass.BATCH}
+    assert all(one.request.pooled for one in asked)
     assert done.usage is not None
-    assert done.usage.input_tokens == good["response"]["body"]["usage"]["prompt_tokens"] > 6
+    assert done.usage.input_tokens == sum(len(text) for text in texts)
     assert done.usage.output_tokens == 0
-    assert bad["custom_id"] == "chat"
-    assert bad["response"]["status_code"] == 400
 
 
 @pytest.mark.parametrize(
@@ -733,23 +731,6 @@ async def test_only_so_many_requests_run_at_once(house: House) -> None:
     assert ends == ["completed"] * 2
 
 
-async def test_choices_count_each(house: House) -> None:
-    """Towards those that run at once; a request with more of them than may be runs alone."""
-    house.service.script = None
-    service = house.service
-    async with house.client() as client:
-        for lines in ([chat("a", n=3), chat("b", n=3)], [chat("c", n=9)]):
-            batch = await begin(client, lines)
-            for line in lines:
-                live = [await service.arrivals.get() for _ in range(line["body"]["n"])]
-                assert service.arrivals.empty()
-                for one in live:
-                    one.say("hello")
-            done = await over(client, batch)
-            assert done.request_counts is not None
-            assert done.request_counts.completed == len(lines)
-
-
 async def test_a_full_queue_is_waited_out(house: House) -> None:
     """It is no failure of the request."""
     house.service.room = 2
@@ -772,7 +753,7 @@ async def test_failures_of_the_appliance(house: House) -> None:
     }
 
     def script(generation: FakeGeneration) -> None:
-        text = house.service.text.decode(generation.request.prompt)
+        text = generation.text
         for name in list(told):
             if name in text:
                 generation.fail(told[name])
@@ -798,7 +779,7 @@ async def test_a_cancelled_batch_keeps_what_is_done(house: House) -> None:
     be cancelled."""
 
     def script(generation: FakeGeneration) -> None:
-        if len(house.service.submitted) <= 2:
+        if generation in house.service.submitted[:2]:
             generation.say("hello")
 
     house.service.script = script
@@ -843,10 +824,9 @@ async def test_what_passes_is_waited_out(house: House, code: str) -> None:
 
 
 @pytest.mark.parametrize(("losses", "ok"), [(4, True), (5, False)])
-async def test_an_interpreter_that_is_lost(house: House, losses: int, ok: bool) -> None:
-    """Is no fault of the request, which is asked again, but not for ever; full queues between do
-    not count."""
-    lost = GenerationFailed("interpreter_lost", "it was lost")
+async def test_a_front_end_that_is_lost(house: House, losses: int, ok: bool) -> None:
+    """Is no fault of the request, which is asked again, but not for ever: it may be what kills.
+    Full queues between do not count."""
     held_up = GenerationFailed("model_draining", "later", 503, 1.0)
 
     def script(generation: FakeGeneration) -> None:
@@ -854,17 +834,45 @@ async def test_an_interpreter_that_is_lost(house: House, losses: int, ok: bool) 
         if number <= 6:
             generation.fail(held_up)
         elif number <= 6 + losses:
-            generation.fail(lost)
+            house.front.die()
+            house.front = FrontDouble(house.sessions)
         else:
             generation.say("hello")
 
     house.service.script = script
     async with house.client() as client:
         done = await over(client, await begin(client, [chat("a")]))
+        bad = [] if ok else await lines_of(client, done.error_file_id)
 
     assert done.request_counts is not None
     assert (done.request_counts.completed, done.request_counts.failed) == (int(ok), int(not ok))
     assert len(house.service.submitted) == (6 + losses + 1 if ok else 6 + losses)
+    assert [line["error"]["code"] for line in bad] == ([] if ok else ["front_end_lost"])
+
+
+async def test_without_a_front_end_a_batch_waits(house: House) -> None:
+    """Until there is one."""
+    async with house.client() as client:
+        house.front.die()
+        batch = await begin(client, [chat("a")])
+        await until(client, batch, lambda seen: seen.status == "in_progress")
+        assert house.service.submitted == []
+        house.front = FrontDouble(house.sessions)
+        done = await over(client, batch)
+
+    assert done.request_counts is not None
+    assert done.request_counts.completed == 1
+
+
+async def test_a_refusal_of_the_front_end_is_final(house: House) -> None:
+    """Whatever its code: only what the core refuses may pass."""
+    async with house.client() as client:
+        done = await over(client, await begin(client, [chat("hot", temperature=9.0)]))
+        (bad,) = await lines_of(client, done.error_file_id)
+
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["code"] == 400
+    assert house.service.submitted == []
 
 
 async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(

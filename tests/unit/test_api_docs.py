@@ -1,80 +1,53 @@
-"""The examples of docs/api.md and of docs/embeddings.md run as they stand, and answer what the
-page shows."""
+"""The examples of docs/api.md that the core answers run as they stand, and answer what the page
+shows; tests/frontend/test_docs.py runs those that front ends answer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from appliance.api.app import create_app
-from appliance.purpose import Purpose
-from appliance.vocabulary import Task
+from appliance.api.service import ModelActivity, ModelFacts
+from tests.docexamples import Example, examples, shape, told
 
-from .fake_service import FakeGeneration, FakeService
+from .fake_service import FakeService
 from .serving import served
 
-DOCS = Path(__file__).parents[2] / "docs"
-ADDRESS = "http://127.0.0.1:11500"
-BLOCK = re.compile(r"^```(sh|json|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-STRICT = 'curl() { command curl --silent --show-error --fail-with-body "$@"; }\n'
+EXAMPLES = [one for one in examples("api.md") if not one.of_front_ends]
 
 
-class Example(NamedTuple):
-    """A command, and the answer that the page shows behind it, if it does."""
+class _Service(FakeService):
+    """Its models have a checkpoint of which only the shape is known."""
 
-    command: str
-    kind: str
-    shown: str
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        shape_told = b'{"hidden_size": 4096, "num_hidden_layers": 32}'
+        (folder / "config.json").write_bytes(shape_told)
 
-
-def examples() -> Iterator[Example]:
-    command = ""
-    pages = "\n".join((DOCS / page).read_text() for page in ("api.md", "embeddings.md"))
-    for kind, text in BLOCK.findall(pages):
-        if kind != "sh":
-            yield Example(command, kind, text)
-            command = ""
-            continue
-        if command:
-            yield Example(command, "", "")
-        command = text
-    if command:
-        yield Example(command, "", "")
-
-
-def shape(value: Any) -> Any:
-    """Names and kinds of values, without the values; of a list, that of its first item."""
-    if isinstance(value, dict):
-        return {key: shape(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [shape(item) for item in value[:1]]
-    return type(value).__name__
+    def model_activity(self, name: str) -> ModelActivity:
+        facts = ModelFacts(
+            architecture="LlamaForCausalLM",
+            dtype="bfloat16",
+            parameters=8030261248,
+            weight_bytes=16060522496,
+            kv_bytes_per_token=131072,
+            max_context_tokens=8192,
+            max_batch=256,
+            path=str(self._folder),
+        )
+        return ModelActivity(model=name, state="cold", facts=facts)
 
 
-def speak_or_pool(generation: FakeGeneration) -> None:
-    if generation.request.pooling is None:
-        generation.say("hello world")
-    else:
-        generation.pool([0.5] if generation.request.model == "scorer" else [0.5, 0.75])
-
-
-@pytest.mark.parametrize("example", [*examples()], ids=lambda example: example.command.split()[-1])
-async def test_examples(example: Example) -> None:
-    """Every command succeeds; a JSON answer has the fields shown, a stream the events."""
-    service = FakeService(speak_or_pool)
-    service.learn("embedder", Purpose(task=Task.EMBED, dimensions=2))
-    service.learn("scorer", Purpose(task=Task.SCORE))
-    async with served(create_app(service)) as port:
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.command.split()[-1])
+async def test_examples(example: Example, tmp_path: Path) -> None:
+    """Every command succeeds; a JSON answer has the fields shown."""
+    async with served(create_app(_Service(tmp_path))) as port:
         running = await asyncio.create_subprocess_exec(
-            "bash",
-            "-euc",
-            STRICT + example.command.replace(ADDRESS, f"http://127.0.0.1:{port}"),
+            *("bash", "-euc", example.script(f"http://127.0.0.1:{port}")),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -85,6 +58,4 @@ async def test_examples(example: Example) -> None:
     if example.kind == "json":
         assert shape(json.loads(answer)) == shape(json.loads(example.shown))
     if example.kind == "text":
-        shown = [line.partition("{")[0] for line in example.shown.splitlines()]
-        lines = iter([line.partition("{")[0] for line in answer.splitlines()])
-        assert all(line in lines for line in shown), answer  # in this order
+        assert told(example.shown, answer), answer

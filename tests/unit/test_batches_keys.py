@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.api.auth import NOBODY, Access, Caller, current
-from appliance.api.gate import gated
-from appliance.api.service import GenerationFailed, QueueFull, SubmitRequest
-from appliance.engines.protocol import Sampling
+from appliance.api.auth import NOBODY, Access, Caller
+from appliance.api.service import GenerationFailed, QueueFull, RequestTimes, SubmitRequest
+from appliance.engines.protocol import Produced
+from appliance.gateway.admission import Admission
 from appliance.keys import Key, KeyFile, KeyRing, digest
 from appliance.vocabulary import FinishReason, RequestClass
 
@@ -186,33 +186,37 @@ async def test_requests_of_a_batch_are_none_of_the_key(house: House, file: KeyFi
     assert raw.headers["x-ratelimit-remaining-requests"] == "0"
 
 
+class Deaf:
+    """A sink that nobody reads from."""
+
+    def produced(self, produced: Produced) -> None: ...
+
+    def ended(self, times: RequestTimes | None, failure: Exception | None) -> None: ...
+
+
 async def test_batches_take_no_place_in_the_queue(house: House, file: KeyFile) -> None:
     """Where a request of the same key would wait, one of a batch is told that there is no room; and
     it does not overtake those who wait."""
     service = FakeService()
     add(file, "alice")
     owner = digest("sk-alice")
-    gate = gated(service, house.access)
+    admission = Admission(service, house.access)  # type: ignore[arg-type]
     batch = house.access.on_behalf_of(owner)
     assert batch is not None
-    request = SubmitRequest(id="1", model="small", prompt=(1,), sampling=Sampling(max_tokens=1))
 
-    def submit(caller: Caller) -> Any:
-        asked = current.set(caller)
-        try:
-            return gate.submit(request)
-        finally:
-            current.reset(asked)
+    def submit(name: str, caller: Caller) -> Any:
+        request = SubmitRequest(id=name, model="small", prompt=(1,), max_tokens=1, body=b"")
+        return admission.submit(request, caller, Deaf())
 
     service.room = 0
     with pytest.raises(QueueFull):
-        submit(batch)
-    waiting = submit(Caller(batch.meter))
+        submit("1", batch)
+    waiting = submit("2", Caller(batch.meter))
     service.room = 1
     with pytest.raises(QueueFull):
-        submit(batch)
+        submit("3", batch)
     waiting.cancel(FinishReason.CANCELLED)  # and then there is room
-    submit(batch)
+    submit("4", batch)
 
     assert len(service.submitted) == 1
     assert house.access.on_behalf_of("") is NOBODY

@@ -26,8 +26,8 @@ async def main():
     asked = os.open(Path(sys.argv[1]) / "asked", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def script(generation):
-        os.write(asked, house.service.text.decode(generation.request.prompt).encode() + b"\\n")
-        if len(house.service.submitted) <= int(sys.argv[2]):
+        os.write(asked, generation.text.encode() + b"\\n")
+        if generation in house.service.submitted[: int(sys.argv[2])]:
             generation.say("hello")
 
     house.service.script = script

@@ -27,18 +27,13 @@ MakeBox = Callable[..., Box]
 WALL_CLOCK = {
     "api/auth.py": "when keys end",
     "api/batchrunner.py": "when batches were made, and end",
-    "api/embeddings.py": "`created`",
     "api/ollama.py": "`expires_at`",
-    "api/ollama_replies.py": "`created_at`",
-    "api/openai.py": "`created`",
-    "api/responses.py": "`created_at`",
-    "api/scoring.py": "`created`",
     "daemon.py": "when a snapshot was taken, and spans were",
     "feed.py": "when something happened",
+    "frontend/ollama/replies.py": "`created_at`",
     "keycommand.py": "when keys end",
     "policywatch.py": "when policies were chosen",
     "telemetry.py": "when spans were",
-    "tokens.py": "the date that chat templates ask for",
 }
 """Where the time of day is asked for, and what it is told for: never to measure, nor to decide."""
 

@@ -170,6 +170,8 @@ def test_each_problem_with_policies_is_named(
         (('"64KiB"', '"1KiB"'), 3, "devices.slab", "power of two of at least 4KiB", '"2MiB"'),
         (('"64KiB"', '"64KiB"\ninstances = 0'), 4, "devices.instances", ">= 1", "got 0"),
         (('"64KiB"', '"64KiB"\nkind = "gpu"'), 4, "devices.kind", "not a choice", "cuda or cpu"),
+        (("[devices]", "[api]\nprocesses = 0\n[devices]"), 2, "api.processes", ">= 1", "got 0"),
+        (("[devices]", '[api]\nprocesses = "x"\n[devices]'), 2, "api.processes", "", "got 'x'"),
         (("1024", '"1k"'), 9, "model[0].max_context", "expected `int`", "got '1k'"),
         (("1024", "4096"), 9, "model[0].max_context", "more than the model's 2048", "2048 or less"),
         (('"float32"', '"int4"'), 10, "model[0].dtype", "'int4' is not a choice", "use auto"),

@@ -12,28 +12,86 @@ from typing import Any
 import pytest
 import uvloop
 
-from appliance.api.app import create_app
 from appliance.api.connections import Connection
-from appliance.vocabulary import FinishReason
 from tests.patience import PATIENCE_SECONDS
-from tests.unit.fake_service import FakeService, small_tokenizer
 from tests.unit.serving import served
 
 MOMENT = 0.02
 LONG = 1000.0
 
 HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+CHUNK = b"hello " * 200
+
+
+class App:
+    """Answers with the body of a request when it is `let`; `/nowhere` is answered unread. Of a
+    `/stream` chunks are sent as long as the client takes them, or until it is `let` end."""
+
+    def __init__(self) -> None:
+        self.let = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.held = asyncio.Event()
+        """A stream waits until its client reads."""
+        self.lost = asyncio.Event()
+        """The client of a stream left."""
+        self.sent = 0
+        """Chunks of streams."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/nowhere":
+            await self._answer(send, 404, b"")
+            return
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        self.asked.set()
+        if scope["path"] == "/stream":
+            await self._stream(receive, send)
+            return
+        if scope["path"] == "/later":
+            await self.let.wait()
+        await self._answer(send, 200, body if scope["path"] != "/big" else b"b" * (16 << 20))
+
+    async def _answer(self, send: Any, status: int, body: bytes) -> None:
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, receive: Any, send: Any) -> None:
+        left = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not (left.done() or self.let.is_set()):
+            sending = asyncio.ensure_future(
+                send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+            )
+            await asyncio.sleep(0)
+            if not sending.done():
+                self.held.set()
+            await sending
+            self.sent += 1
+        if left.done():
+            self.lost.set()
+        else:
+            await send({"type": "http.response.body", "body": b"end"})
+            await left
 
 
 @asynccontextmanager
 async def connected(
-    service: FakeService, **limits: float
+    app: Any = None, **limits: float
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A raw connection to an appliance that waits for clients as long as `limits` say, else as good
+    """A raw connection to a server that waits for clients as long as `limits` say, else as good
     as for ever."""
     patient = {"head_seconds": LONG, "body_seconds": LONG, "unread_seconds": LONG}
     http = type("Tested", (Connection,), patient | limits)
-    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(service), http) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(app or App(), http) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             yield reader, writer
@@ -53,7 +111,7 @@ def refusal(answer: bytes) -> tuple[int, Any]:
 @pytest.mark.parametrize("begin", [b"GET /livez HTTP/1.1\r\nHost: x\r\n", b"P", b"\r\n"])
 async def test_a_head_that_does_not_end(begin: bytes) -> None:
     """Is answered with 408, and the connection closed."""
-    async with connected(FakeService(), head_seconds=MOMENT) as (reader, writer):
+    async with connected(head_seconds=MOMENT) as (reader, writer):
         writer.write(begin)
         status, body = refusal(await reader.read())
 
@@ -62,13 +120,13 @@ async def test_a_head_that_does_not_end(begin: bytes) -> None:
 
 async def test_a_connection_on_which_nothing_comes() -> None:
     """Is closed without a word."""
-    async with connected(FakeService(), head_seconds=MOMENT) as (reader, _):
+    async with connected(head_seconds=MOMENT) as (reader, _):
         assert await reader.read() == b""
 
 
 async def test_empty_lines_behind_a_request() -> None:
     """Are no request: whoever sends nothing else loses the connection."""
-    async with connected(FakeService(), head_seconds=MOMENT) as (reader, writer):
+    async with connected(head_seconds=MOMENT) as (reader, writer):
         writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"\r\n")
@@ -85,7 +143,7 @@ async def test_empty_lines_behind_a_request() -> None:
 )
 async def test_a_body_that_stalls(path: str, where: tuple[str, ...]) -> None:
     """Is told in the words of its dialect."""
-    async with connected(FakeService(), body_seconds=MOMENT) as (reader, writer):
+    async with connected(body_seconds=MOMENT) as (reader, writer):
         writer.write(HEAD % (path.encode(), 100) + b'{"model"')
         status, body = refusal(await reader.read())
     for name in where:
@@ -96,9 +154,35 @@ async def test_a_body_that_stalls(path: str, where: tuple[str, ...]) -> None:
 
 async def test_a_body_that_stalls_behind_its_answer() -> None:
     """Is no reason to answer twice."""
-    async with connected(FakeService(), body_seconds=MOMENT) as (reader, writer):
+    async with connected(body_seconds=MOMENT) as (reader, writer):
         writer.write(HEAD % (b"/nowhere", 100) + b"{")
         answer = await reader.read()
+
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_body_that_is_answered_early(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Is read to its end before the connection is closed, so that the client sees the answer; what
+    stands behind it is no request."""
+
+    def post(port: int) -> bytes:
+        size = 16 << 20
+        head = HEAD.replace(b"Host", b"Connection: close\r\nHost") % (b"/nowhere", size)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head + b"b" * size + LAST)
+            answer = b""
+            while data := client.recv(1 << 16):
+                answer += data
+        return answer
+
+    async def case() -> bytes:
+        async with asyncio.timeout(PATIENCE_SECONDS), served(App()) as port:
+            return await asyncio.to_thread(post, port)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        answer = runner.run(case())
 
     assert answer.startswith(b"HTTP/1.1 404")
     assert answer.count(b"HTTP/1.1") == 1
@@ -126,8 +210,7 @@ async def test_a_body_that_comes_slowly() -> None:
     body = json.dumps({"model": "small", "prompt": "hello"}).encode()
     seen = asyncio.Event()
     Watched.looked, Watched.enough, Watched.on_enough = 0, 3, staticmethod(seen.set)
-    service = FakeService(lambda generation: generation.say("hello"))
-    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(service), Watched) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(App(), Watched) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD % (b"/v1/completions", len(body)) + body[:5])
         await seen.wait()
@@ -140,22 +223,19 @@ async def test_a_body_that_comes_slowly() -> None:
 
 async def test_a_request_that_is_answered_takes_its_time() -> None:
     """An answer may take longer than a head, also if another head has begun behind it."""
-    service = FakeService()
-    body = json.dumps({"model": "small", "prompt": "hello"}).encode()
+    app = App()
     seen = asyncio.Event()
     Watched.looked, Watched.enough, Watched.on_enough = 0, 3, staticmethod(seen.set)
     hasty = type("Hasty", (Watched,), {"head_seconds": MOMENT})
-    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(service), hasty) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(app, hasty) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD % (b"/v1/completions", len(body)) + body + b"GET /li")
-        generation = await service.arrivals.get()
+        writer.write(HEAD % (b"/later", 2) + b"{}GET /li")
         await seen.wait()
-        generation.say("hello")
+        app.let.set()
         answer = await reader.read()
         writer.close()
 
     assert answer.startswith(b"HTTP/1.1 200")
-    assert generation.reason is None
     assert b"HTTP/1.1 408" in answer  # behind the answer, for what has begun
 
 
@@ -180,7 +260,7 @@ class Heard(Connection):
 async def test_too_much_beside_a_body(begin: bytes, more: bytes) -> None:
     """A head without an end, or what stands between chunks, is not kept."""
     Heard.came = asyncio.Event()
-    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(FakeService()), Heard) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(App(), Heard) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begin)
         await Heard.came.wait()
@@ -193,7 +273,7 @@ async def test_too_much_beside_a_body(begin: bytes, more: bytes) -> None:
 
 async def test_what_is_no_http() -> None:
     """Is refused in JSON, like everything else."""
-    async with connected(FakeService()) as (reader, writer):
+    async with connected() as (reader, writer):
         writer.write(b"\x16\x03\x01 hello\r\n\r\n")
         status, body = refusal(await reader.read())
 
@@ -202,7 +282,7 @@ async def test_what_is_no_http() -> None:
 
 async def test_no_other_protocol_is_spoken() -> None:
     """Who asks for one is answered in HTTP."""
-    async with connected(FakeService()) as (reader, writer):
+    async with connected() as (reader, writer):
         writer.write(
             b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\n"
             b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n\r\n"
@@ -252,7 +332,7 @@ async def test_a_body_behind_an_offer_of_another_protocol(
             super().connection_lost(exc)
             ended.set()
 
-    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(FakeService()), Pieces) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(App(), Pieces) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent + LAST)
         answer = await reader.read()
@@ -261,12 +341,12 @@ async def test_a_body_behind_an_offer_of_another_protocol(
 
     found = [one.partition(b"\r\n\r\n") for one in answer.split(b"HTTP/1.1 ")[1:]]
     assert [head[:3] for head, _, _ in found] == [b"200"] * (answers + 1)
-    assert all(b'"tokens":[' in body for _, _, body in found[:-1])
+    assert all(body == TOKENIZE for _, _, body in found[:-1])
 
 
 async def test_connect() -> None:
     """Is refused by name, and what is behind it is no request."""
-    async with connected(FakeService()) as (reader, writer):
+    async with connected() as (reader, writer):
         writer.write(b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n" + LAST)
         answer = await reader.read()
 
@@ -296,50 +376,40 @@ def test_who_does_not_read(loop: Callable[[], asyncio.AbstractEventLoop], what: 
 
 
 async def a_stream_that_is_not_read() -> None:
-    """It is held back as soon as the system takes no more, and given up in the end; another stream
-    goes on."""
-    service = FakeService()
-    app = create_app(service)
-    body = json.dumps({"model": "small", "prompt": "hello", "stream": True}).encode()
+    """It is held back as soon as the system takes no more, and given up in the end; another
+    connection is answered."""
+    app = App()
     async with asyncio.timeout(PATIENCE_SECONDS), served(app, Narrow) as port:
         with socket.socket() as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stuck.connect(("127.0.0.1", port))
-            stuck.sendall(HEAD % (b"/v1/completions", len(body)) + body)
-            unread = await service.arrivals.get()
+            stuck.sendall(HEAD % (b"/stream", 2) + b"{}")
+            await app.held.wait()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(HEAD % (b"/v1/completions", len(body)) + body)
-            read = await service.arrivals.get()
-            for _ in range(200):
-                unread.feed(small_tokenizer().encode("hello " * 200))
-            await unread.cancelled.wait()
-            read.say("hello")
-            await reader.readuntil(b"data: [DONE]")
+            writer.write(HEAD % (b"/echo", 2) + b"{}")
+            await reader.readuntil(b"{}")
             writer.close()
+            await app.lost.wait()
 
-    assert unread.reason is FinishReason.CANCELLED
-    assert (read.reason, read.reads) == (None, [])
+    assert app.sent * len(CHUNK) < 2**20
 
 
 async def test_who_reads_late() -> None:
     """Is behind while the system takes no more, and gets all of it when it reads. What the system
     keeps is a part of what it would."""
-    service = FakeService()
-    body = json.dumps({"model": "small", "prompt": "hello", "stream": True}).encode()
-    async with connected(service) as (reader, writer):
+    app = App()
+    async with connected(app) as (reader, writer):
         writer.transport.pause_reading()
         head = HEAD.replace(b"Host", b"Connection: close\r\nHost")
-        writer.write(head % (b"/v1/completions", len(body)) + body)
-        generation = await service.arrivals.get()
-        made = await generation.say_until_unread("hello")
-        assert generation.reads == [False]
+        writer.write(head % (b"/stream", 2) + b"{}")
+        await app.held.wait()
+        app.let.set()
         writer.transport.resume_reading()
-        generation.feed(small_tokenizer().encode("hello"), FinishReason.LENGTH)
         answer = await reader.read()
 
-    assert generation.reads == [False, True]
-    assert answer.count(b"hello") == made + 1
-    assert len(answer) < 2**20
+    assert answer.count(CHUNK) == app.sent
+    assert answer.endswith(b"end\r\n0\r\n\r\n")
+    assert len(answer) < 2**23
 
 
 async def an_answer_that_is_not_read() -> None:
@@ -351,9 +421,9 @@ async def an_answer_that_is_not_read() -> None:
             super().connection_lost(exc)
             lost.set()
 
-    async with asyncio.timeout(PATIENCE_SECONDS), served(create_app(FakeService()), Told) as port:
+    async with asyncio.timeout(PATIENCE_SECONDS), served(App(), Told) as port:
         with socket.socket() as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stuck.connect(("127.0.0.1", port))
-            stuck.sendall(b"GET /api/openapi.json HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            stuck.sendall(b"GET /big HTTP/1.0\r\nHost: localhost\r\n\r\n")
             await lost.wait()

@@ -10,7 +10,7 @@ import pytest
 from appliance import wire
 from appliance.cpus import deal_cpus, packs, read_cpus, show_cpus
 from appliance.orders import Seat, seats
-from appliance.serve import share_cpus
+from appliance.serve import front_end_count, kept_cpus, share_cpus
 
 
 def test_lists_are_read() -> None:
@@ -43,6 +43,15 @@ def test_the_daemon_takes_what_ranks_leave(
 ) -> None:
     """One processor is the daemon's only if every rank has one of its own."""
     assert share_cpus(allowed, instances, ranks) == shares
+
+
+def test_front_ends_have_processors() -> None:
+    """One for every eight by itself, within bounds, or as many as configured; each has a processor
+    that no worker has, as far as there are any."""
+    assert [front_end_count("auto", cpus) for cpus in (2, 8, 16, 192)] == [1, 1, 2, 4]
+    assert front_end_count(7, 2) == 7
+    assert [kept_cpus(cpus, 2, 3) for cpus in (1, 2, 3, 4, 16)] == [0, 0, 1, 2, 3]
+    assert share_cpus([0, 1, 2, 3, 4], 2, 1, 3) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

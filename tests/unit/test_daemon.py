@@ -15,7 +15,6 @@ import pytest
 from appliance import wire
 from appliance.api.service import (
     AskedSlo,
-    Generation,
     GenerationFailed,
     InstanceActivity,
     InstanceVerification,
@@ -26,21 +25,16 @@ from appliance.api.service import (
     SubmitRequest,
 )
 from appliance.daemon import Limits
-from appliance.dialogue import Parsers
 from appliance.engines.protocol import (
     NO_TOKEN,
-    Guide,
-    GuideKind,
     GuideRefused,
     KvBytes,
-    Pooling,
     Produced,
-    Sampling,
     Verdict,
 )
 from appliance.feed import NoticeKind
+from appliance.frontwire import FrontModel
 from appliance.generation import RequestStream
-from appliance.interpreting import Interpreter
 from appliance.journal import Journal, Setup, read, replay
 from appliance.policywords import Missed
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
@@ -62,9 +56,10 @@ from appliance.vocabulary import (
     RequestFailed,
     RunPrefill,
     RunTurn,
+    Task,
 )
 from tests.patience import PATIENCE_SECONDS
-from tests.unit.daemon_double import PID, Box, box_maker, setup_of, small
+from tests.unit.daemon_double import PID, Box, Client, box_maker, setup_of, small
 from tests.unit.instance_double import Life
 
 MakeBox = Callable[..., Box]
@@ -76,11 +71,11 @@ def make_box(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBox]:
         yield make
 
 
-async def read_all(stream: Generation) -> list[Produced]:
+async def read_all(stream: Client) -> list[Produced]:
     return [produced async for batch in stream for produced in batch]
 
 
-async def tokens_of(stream: Generation) -> list[int]:
+async def tokens_of(stream: Client) -> list[int]:
     return [produced.token for produced in await read_all(stream)]
 
 
@@ -153,8 +148,8 @@ async def test_who_does_not_read_makes_room(make_box: MakeBox) -> None:
     box.settle()
     assert len(await read_all(slow)) == 40
     assert box.world.lives["slow"].prefills == 1
-    assert isinstance(slow, RequestStream)
-    assert slow.late == 0
+    assert isinstance(slow.generation, RequestStream)
+    assert slow.generation.late == 0
     slow.reader(reads=False)
 
 
@@ -186,7 +181,7 @@ async def test_a_worker_is_told_all_about_a_request(make_box: MakeBox) -> None:
 
     assert isinstance(frame, wire.AddSequence)
     assert (frame.sequence.model, frame.sequence.prompt) == ("a", (0, 1, 2))
-    assert frame.sequence.sampling.max_tokens == 5
+    assert frame.sequence.body == b""
     assert isinstance(sent[place + 1], RunPrefill)
 
 
@@ -278,7 +273,7 @@ async def test_what_is_not_catalogued_is_not_found(make_box: MakeBox) -> None:
     """Whatever is asked of an unknown model."""
     box = make_box()
 
-    for question in (box.daemon.model, box.daemon.tokenizer, lambda name: box.ask("r", name)):
+    for question in (box.daemon.model, lambda name: box.ask("r", name)):
         with pytest.raises(ModelNotFound, match="nobody"):
             question("nobody")
 
@@ -792,22 +787,16 @@ async def test_a_vector_is_the_end_of_its_prompt(make_box: MakeBox) -> None:
     box = make_box()
     box.start()
     box.world.lives["r"] = Life("a", 7, 1, 1)
-    stream = box.daemon.submit(
-        SubmitRequest(
-            id="r",
-            model="a",
-            prompt=tuple(range(7)),
-            sampling=Sampling(max_tokens=0),
-            pooling=Pooling(),
-        )
-    )
+    client = Client("r")
+    pooled = SubmitRequest(id="r", model="a", prompt=tuple(range(7)), max_tokens=0, body=b"pool")
+    box.daemon.submit(pooled, client)
     (told,) = box.workers[0].heard(wire.AddSequence)
     box.now += 1000.0
-    vector = Produced(request="r", token=NO_TOKEN, finished=FinishReason.STOP, vector=b"12345678")
+    vector = Produced(request="r", token=NO_TOKEN, finished=FinishReason.STOP, detail=b"1234")
     box.workers[0].deliver(wire.Tokens(0, "a", [vector]))
 
-    assert told.sequence.pooling == Pooling()
-    assert [one async for batch in stream for one in batch] == [vector]
+    assert told.sequence.body == b"pool"
+    assert await read_all(client) == [vector]
     assert box.daemon.requests() == []
     label = "model_name=a"
     assert box.samples("vllm:prompt_tokens_total")[label] == 7
@@ -910,7 +899,6 @@ async def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
     assert box.daemon.model("b").state == "loaded"
     card = box.daemon.models()[1]
     assert (card.id, card.created, card.max_context_tokens) == ("b", 1700000000, 256)
-    assert box.daemon.tokenizer("b") is box.tokenizers["b"]
     worker.die()
     assert [card.state for card in box.daemon.models()] == ["failed", "cold"]
 
@@ -1081,7 +1069,7 @@ async def test_an_image_that_went_meanwhile_is_none(make_box: MakeBox) -> None:
 
 # --- guides --------------------------------------------------------------------------------------
 
-GUIDE = Guide(GuideKind.REGEX, "(a|b)+")
+GUIDE = b"(a|b)+"
 
 
 async def preparing(box: Box) -> asyncio.Task[None]:
@@ -1094,7 +1082,7 @@ async def preparing(box: Box) -> asyncio.Task[None]:
 def prepared(box: Box, instance: int, refused: str | None = None) -> None:
     """The worker's answer to the newest question."""
     asked = box.workers[instance].heard(wire.PrepareGuide)[-1]
-    assert (asked.model, asked.guide) == ("a", GUIDE)
+    assert (asked.model, asked.body) == ("a", GUIDE)
     box.workers[instance].deliver(wire.GuidePrepared(instance, asked.number, refused))
 
 
@@ -1202,40 +1190,53 @@ async def test_a_guide_that_nobody_is_left_to_compile(
     assert caught.value.status == 503
 
 
-# --- tools ---------------------------------------------------------------------------------------
+# --- front ends ----------------------------------------------------------------------------------
 
 
-async def test_tool_calls_are_read_by_the_models_parser(
-    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The interpreter is told which model and which parser; nobody reads for an unknown model."""
-    asked = []
-
-    async def begin(self: Interpreter, *question: object) -> str:
-        asked.append(question)
-        return "interpretation"
-
-    monkeypatch.setattr(Interpreter, "begin", begin)
-    box = make_box()
+async def test_front_ends_are_told_of_all_models(make_box: MakeBox) -> None:
+    """And again whenever one comes or goes."""
+    box = make_box("ab")
+    told: list[list[str]] = []
+    box.daemon.on_catalogue = lambda: told.append([m.name for m in box.daemon.front_models()])
     box.start()
+    assert box.daemon.front_models()[0] == FrontModel(
+        name="a",
+        path="/models/a",
+        dtype="float32",
+        max_context=256,
+        max_batch=64,
+        task=Task.GENERATE,
+        created=1700000000,
+    )
+    stream = box.ask("r", "a")
+    box.daemon.remove_model("a", force=False)
+    assert told == [["b"]]
+    box.cancel(stream)
+    box.settle()
+    (spec,) = [spec for spec in setup_of(small("ab")).models if spec.name == "a"]
+    box.daemon.add_model(box.served(spec), kv_floor_slabs=0)
+    assert told == [["b"], ["b", "a"]]
 
-    assert await box.daemon.interpret("a", b"{}", (1, 2), 3) == "interpretation"  # type: ignore[comparison-overlap]
-    assert asked == [("/models/a", Parsers(), b"{}", (1, 2), 3)]
-    assert box.daemon.model("a").tool_parser is None
-    with pytest.raises(ModelNotFound):
-        await box.daemon.interpret("nobody", b"{}", (), 1)
 
-
-@pytest.mark.parametrize("reasoning", [None, "qwen3"])
-def test_the_interpreter_is_prepared_for_models_that_reason(
-    make_box: MakeBox, monkeypatch: pytest.MonkeyPatch, reasoning: str | None
-) -> None:
-    """It comes up with the daemon: every chat of theirs needs it. Others start it if they do."""
-    prepared: list[Interpreter] = []
-    monkeypatch.setattr(Interpreter, "prepare", lambda self: prepared.append(self))
-    make_box(parsers=Parsers("hermes", reasoning)).start()
-
-    assert len(prepared) == (reasoning is not None)
+async def test_a_model_without_a_front_half_is_failed(make_box: MakeBox) -> None:
+    """Its requests hear why, an operator sees it; another model of its name may be better."""
+    box = make_box("ab")
+    box.start()
+    box.daemon.refuse_model("a", "its tokenizer is damaged")
+    box.daemon.refuse_model("nobody", "which is gone meanwhile")
+    with pytest.raises(GenerationFailed, match="tokenizer is damaged") as caught:
+        box.ask("r", "a")
+    assert (caught.value.code, caught.value.status) == ("model_failed", 500)
+    shown = box.daemon.model_activity("a")
+    assert (shown.state, shown.failure) == ("failed", "its tokenizer is damaged")
+    with pytest.raises(GenerationFailed, match="damaged"):
+        box.daemon.load_model("a")
+    box.ask("s", "b")
+    box.daemon.remove_model("a", force=False)
+    box.settle()
+    (spec,) = [spec for spec in setup_of(small("ab")).models if spec.name == "a"]
+    box.daemon.add_model(box.served(spec), kv_floor_slabs=0)
+    box.ask("t", "a")
 
 
 # --- processors ----------------------------------------------------------------------------------

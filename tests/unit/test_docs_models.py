@@ -16,7 +16,6 @@ from appliance.cli import cli
 from appliance.configfile import load_config
 from appliance.liveconfig import LiveConfig
 from tests.unit.daemon_double import Box, setup_of, small
-from tests.unit.fake_service import byte_level_encoder
 from tests.unit.serving import served
 from tests.unit.test_admin_page import curl, prints
 
@@ -40,7 +39,6 @@ def settings(
 ) -> LiveConfig:
     """The configuration of the page, in the folder where its commands are given."""
     source = fake_checkpoint()
-    byte_level_encoder().save(str(source / "tokenizer.json"))
     downloads = tmp_path / "downloads"
     downloads.mkdir()
     (downloads / "new").symlink_to(source)

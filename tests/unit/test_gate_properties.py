@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.api.auth import Access, Caller, LimitMet, current
-from appliance.api.gate import gated
-from appliance.api.service import Generation, QueueFull, SubmitRequest
-from appliance.engines.protocol import Produced, Sampling
+from appliance.api.auth import Access, Caller, LimitMet
+from appliance.api.service import QueueFull, RequestTimes, Sink, SubmitRequest
+from appliance.engines.protocol import Produced
+from appliance.gateway.admission import Admission
 from appliance.keys import Key
 from appliance.ratelimits import Meter
 from appliance.vocabulary import FinishReason
@@ -25,26 +24,23 @@ MAX_WAITING = 4
 class Sequence:
     """A generation that produces one token when it is told, and ends when it is told."""
 
-    def __init__(self, service: Room, request: SubmitRequest) -> None:
+    def __init__(self, service: Room, request: SubmitRequest, sink: Sink) -> None:
         self.id = request.id
-        self.request = request
         self._service = service
-        self._batches: asyncio.Queue[list[Produced] | None] = asyncio.Queue()
+        self._sink = sink
 
     def produce(self, finished: FinishReason | None) -> None:
-        self._batches.put_nowait([Produced(request=self.id, token=1, finished=finished)])
+        self._sink.produced(Produced(self.id, 1, finished))
         if finished is not None:
-            self._service.live.pop(self.id)
-
-    async def __aiter__(self) -> AsyncIterator[list[Produced]]:
-        while (batch := await self._batches.get()) is not None:
-            yield batch
-            if batch[-1].finished is not None:
-                return
+            self._end()
 
     def cancel(self, reason: FinishReason) -> None:
-        if self._service.live.pop(self.id, None) is not None:
-            self._batches.put_nowait(None)
+        if self.id in self._service.live:
+            self._end()
+
+    def _end(self) -> None:
+        self._service.live.pop(self.id)
+        self._sink.ended(RequestTimes(), None)
 
 
 class Room:
@@ -53,25 +49,32 @@ class Room:
     def __init__(self, room: int) -> None:
         self.room = room
         self.live: dict[str, Sequence] = {}
+        self.begun: set[str] = set()
 
-    def submit(self, request: SubmitRequest) -> Sequence:
+    def submit(self, request: SubmitRequest, sink: Sink) -> Sequence:
         if len(self.live) >= self.room:
             raise QueueFull(1.0)
-        self.live[request.id] = Sequence(self, request)
+        self.begun.add(request.id)
+        self.live[request.id] = Sequence(self, request, sink)
         return self.live[request.id]
 
 
 class Client:
-    """Reads what it asked for, to the end or until it leaves."""
+    """Hears what comes of what it asked for."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+    def __init__(self) -> None:
         self.tokens = 0
-        self.reading = asyncio.create_task(self._read())
+        self.over = False
+        self.generation: Any = None
 
-    async def _read(self) -> None:
-        async for batch in self.generation:
-            self.tokens += len(batch)
+    def produced(self, produced: Produced) -> None:
+        assert not self.over
+        self.tokens += produced.tokens
+
+    def ended(self, times: RequestTimes | None, failure: Exception | None) -> None:
+        assert failure is None
+        assert not self.over
+        self.over = True
 
     def leave(self) -> None:
         self.generation.cancel(FinishReason.CANCELLED)
@@ -91,7 +94,7 @@ Steps = st.lists(
 
 async def live(room: int, steps: list[tuple[str, int]]) -> None:
     service = Room(room)
-    service_of_keys: Any = gated(
+    admission = Admission(
         service,  # type: ignore[arg-type]
         Access(clock=lambda: 0.0),
         max_waiting=MAX_WAITING,
@@ -104,20 +107,21 @@ async def live(room: int, steps: list[tuple[str, int]]) -> None:
     refused = 0
     for number, (what, which) in enumerate(steps):
         working = list(service.live.values())
-        there = [client for _, client in clients if not client.reading.done()]
+        there = [client for _, client in clients if not client.over]
         if what == "ask":
             key = which % len(meters)
-            current.set(Caller(meters[key]))
             request = SubmitRequest(
-                id=str(number), model="m", prompt=(1,) * PROMPT, sampling=Sampling(max_tokens=MOST)
+                id=str(number), model="m", prompt=(1,) * PROMPT, max_tokens=MOST, body=b""
             )
             waiting = sum(
-                not client.reading.done() and client.generation.id not in service.live
+                not client.over and client.generation.id not in service.live
                 for whose, client in clients
                 if whose == key
             )
+            client = Client()
             try:
-                clients.append((key, Client(service_of_keys.submit(request))))
+                client.generation = admission.submit(request, Caller(meters[key]), client)
+                clients.append((key, client))
                 assert waiting < MAX_WAITING
             except QueueFull:
                 refused += 1
@@ -130,17 +134,19 @@ async def live(room: int, steps: list[tuple[str, int]]) -> None:
             sequence = working[which % len(working)]
             sequence.produce(FinishReason.STOP if what == "end" else None)
         await happen()
-        still = [client for _, client in clients if not client.reading.done()]
+        still = [client for _, client in clients if not client.over]
         assert len(service.live) == min(room, len(still)), "room is left, and somebody waits"
     while service.live:
         next(iter(service.live.values())).produce(FinishReason.LENGTH)
         await happen()
-    assert all(client.reading.done() for _, client in clients)
-    for _, client in clients:
-        await client.reading
+    assert all(client.over for _, client in clients)
     assert len(clients) + refused == sum(what == "ask" for what, _ in steps)
     for key, meter in enumerate(meters):
-        served = [c for whose, c in clients if whose == key and c.generation.begun]  # type: ignore[attr-defined]
+        served = [
+            client
+            for whose, client in clients
+            if whose == key and client.generation.id in service.begun
+        ]
         used = sum(PROMPT + client.tokens for client in served)
         assert meter.tokens is not None
         assert meter.tokens.remaining(0.0) == PER_MINUTE - used

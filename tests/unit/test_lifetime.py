@@ -15,6 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
+from appliance.api.connections import Connection
 from appliance.lifetime import Lifetime, Server
 from appliance.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
@@ -48,6 +49,22 @@ class DaemonDouble:
         return "as it is"
 
 
+class FrontEndsDouble:
+    """Notes what is asked of front ends."""
+
+    def __init__(self) -> None:
+        self.life: list[str] = []
+
+    def start(self) -> None:
+        self.life.append("start")
+
+    def drain(self) -> None:
+        self.life.append("drain")
+
+    async def stop(self, patience_seconds: float) -> None:
+        self.life.append(f"stop {patience_seconds:g}")
+
+
 class App:
     """Answers every request when the test lets it."""
 
@@ -67,6 +84,7 @@ class House:
 
     def __init__(self, listener: socket.socket, told: Manager, *, activated: bool) -> None:
         self.daemon = DaemonDouble()
+        self.front_ends = FrontEndsDouble()
         self.app = App()
         port = 0 if activated else listener.getsockname()[1]
         if not activated:
@@ -74,6 +92,7 @@ class House:
         self.server = Server(
             uvicorn.Config(
                 self.app,
+                http=Connection,
                 host="127.0.0.1",
                 port=port,
                 log_config=None,
@@ -89,6 +108,7 @@ class House:
             # as systemd would: the test keeps the socket that it passes
             [listener.dup()] if activated else [],
             drain_seconds=30,
+            front_ends=self.front_ends,
         )
 
 
@@ -128,6 +148,7 @@ async def test_ready_when_the_sockets_listen(tmp_path: Path) -> None:
         async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
             assert (await client.get(url)).text == "done"
     assert house.daemon.life == ["start", "drain 30", "drained", "stop"]
+    assert house.front_ends.life == ["start", "drain", "stop 3"]
 
 
 async def test_the_watchdog_hears_of_progress_only(tmp_path: Path) -> None:
@@ -203,7 +224,7 @@ async def test_a_request_on_its_way_is_not_cut_off(tmp_path: Path) -> None:
     async with running(tmp_path, activated=True) as (house, url):
         house.app.let.set()
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        while not house.server.server_state.connections:  # noqa: ASYNC110 - they tell nobody
+        while not house.server.acceptor.undecided:  # noqa: ASYNC110 - they tell nobody
             await asyncio.sleep(0.001)
         house.daemon.idle.set()
         house.lifetime.end()

@@ -15,12 +15,13 @@ import pytest
 
 from appliance import logs
 from appliance.api.service import GenerationFailed, RequestTimes, SubmitRequest
-from appliance.engines.protocol import Produced, Sampling
+from appliance.engines.protocol import Produced
 from appliance.generation import RequestStream
 from appliance.logs import ConsoleFormatter, JsonFormatter
 from appliance.requestlog import log_request
 from appliance.vocabulary import FinishReason
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.daemon_double import Client
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "logs.md"
 SAY = "import logging; logging.getLogger('a.b').warning('it %s', 'is', extra={'fields': {'n': 2}})"
@@ -59,10 +60,11 @@ def stream(tokens: int, kind: str = "r") -> RequestStream:
         id=kind,
         model="m",
         prompt=(7777, 8888, 9999),
-        sampling=Sampling(max_tokens=9),
+        max_tokens=9,
+        body=b"",
         key="laptop",
     )
-    made = RequestStream(request, 10.0, lambda _: None, lambda *_: None)
+    made = RequestStream(request, 10.0, Client(kind), lambda _: None, lambda *_: None)
     for number in range(tokens):
         made.push(Produced(request=kind, token=4242 + number))
         made.newest = 12.0 + number

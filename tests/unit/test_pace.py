@@ -19,8 +19,8 @@ def test_nothing_came() -> None:
 def test_attainment_is_of_the_last_minute() -> None:
     """Late tokens count until they are a minute old, and what was made before is still counted."""
     pace = Pace()
-    pace.token(0.0, 3, late=True)
-    pace.token(30.0, 1, late=False)
+    pace.tokens(0.0, 3, 3)
+    pace.tokens(30.0, 1, 0)
 
     def attained(now: float) -> float | None:
         lately = pace.lately(now)
@@ -33,7 +33,7 @@ def test_attainment_is_of_the_last_minute() -> None:
 def test_a_pooled_prompt_has_a_first_time_and_no_tokens() -> None:
     """So there is nothing of which a share could be late."""
     pace = Pace()
-    pace.token(1.0, 0, late=True)
+    pace.tokens(1.0, 0, 0)
     pace.first_token(1.0, 0.5)
     lately = pace.lately(1.0)
 
@@ -65,7 +65,7 @@ def test_what_is_old_is_forgotten(steps: list[tuple[float, bool, float]]) -> Non
     tokens: list[tuple[float, bool]] = []
     for later, late, seconds in steps:
         now += later
-        pace.token(now, 1, late=late)
+        pace.tokens(now, 1, int(late))
         pace.first_token(now, seconds)
         tokens.append((now, late))
     lately = pace.lately(now)

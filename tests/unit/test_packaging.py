@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
+import venv
+import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -177,6 +182,109 @@ def test_the_dashboard_comes_with_either_engine() -> None:
         for name in ("aiohttp", "textual", "textual-serve"):
             assert names.count(name) == 1, (kind, name)
     assert "vllm==" in lists["gpu"]
+
+
+REQUIREMENTS = UNITS.parents[1] / "requirements"
+
+
+def test_no_two_lists_pin_different_versions() -> None:
+    """What one list installs is not replaced by the next."""
+    pins: dict[str, str] = {}
+    for path in sorted(REQUIREMENTS.glob("*.txt")):
+        for line in path.read_text().splitlines():
+            if not line.startswith("#"):
+                name, version = line.partition(";")[0].split("==")
+                assert pins.setdefault(name, version) == version, (path.name, name)
+
+
+PLAIN, CPU = "2.13.0", "2.13.0+cpu"
+LIBRARIES = pytest.mark.parametrize(
+    ("builds", "expected"),
+    [
+        ([PLAIN], {f"torch=={PLAIN}", "nvidia-x==1"}),
+        ([PLAIN, CPU], {f"torch=={CPU}"}),
+    ],
+)
+
+
+@LIBRARIES
+def test_make_installs_the_libraries_of_a_torch_that_needs_them(
+    tmp_path: Path, builds: list[str], expected: set[str]
+) -> None:
+    """The CPU build is taken where pip finds one; the plain build comes with CUDA's libraries."""
+    (tmp_path / "requirements").mkdir()
+    engine_lists(tmp_path / "requirements", "cpu.txt")
+    venv.create(tmp_path / "venv", with_pip=False)
+    (tmp_path / "venv" / ".created").touch()
+    pip = f"PIP={sys.executable} -m pip --python venv/bin/python"
+    makefile = UNITS.parents[1] / "Makefile"
+    done = subprocess.run(
+        ["make", "-f", str(makefile), "VENV=venv", pip, "venv/.cpu"],
+        cwd=tmp_path,
+        env=only_wheels(tmp_path / "wheels", builds),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+    assert done.returncode == 0, done.stderr
+    (site,) = (tmp_path / "venv" / "lib").glob("python3.*/site-packages")
+    assert installed(site) == expected
+    assert ("fetching 2 GB" in done.stdout) == (builds == [PLAIN])
+
+
+@LIBRARIES
+def test_the_package_installs_the_libraries_of_a_torch_that_needs_them(
+    tmp_path: Path, builds: list[str], expected: set[str]
+) -> None:
+    """`appliance-engine install cpu` does as `make` does."""
+    for name in ("bin", "share"):
+        (tmp_path / name).mkdir()
+    engine_lists(tmp_path / "share", "engine-cpu.txt")
+    python = tmp_path / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    script = shutil.copy(UNITS.parent / "deb" / "appliance-engine", tmp_path / "bin")
+
+    done = subprocess.run(
+        [script, "install", "cpu"],
+        env=only_wheels(tmp_path / "wheels", builds),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert installed(tmp_path / "engine") == expected
+
+
+def engine_lists(directory: Path, engine: str) -> None:
+    """An engine of one package, and the libraries that its plain build needs."""
+    (directory / engine).write_text(f"torch=={PLAIN}\n")
+    (directory / "torch-cuda.txt").write_text("nvidia-x==1\n")
+
+
+def only_wheels(directory: Path, builds: list[str]) -> dict[str, str]:
+    """An environment in which pip finds these builds of torch, and one library."""
+    directory.mkdir()
+    for name, version in [*(("torch", build) for build in builds), ("nvidia_x", "1")]:
+        info = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            wheel.writestr(f"{info}/METADATA", metadata)
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{info}/RECORD", "")
+    ours = {name: os.environ[name] for name in os.environ if not name.startswith(("PIP_", "MAKE"))}
+    pip = {"CONFIG_FILE": os.devnull, "FIND_LINKS": str(directory), "NO_INDEX": "1"}
+    return ours | {f"PIP_{name}": value for name, value in pip.items()}
+
+
+def installed(directory: Path) -> set[str]:
+    """Names and versions of what is there."""
+    found = importlib.metadata.distributions(path=[str(directory)])
+    return {f"{each.name.replace('_', '-')}=={each.version}" for each in found}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

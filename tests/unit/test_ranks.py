@@ -14,12 +14,9 @@ import pytest
 
 from appliance import ranks, wire
 from appliance.engines.protocol import (
-    Guide,
-    GuideKind,
     KvExhausted,
     KvUse,
     Produced,
-    Sampling,
     SequenceSpec,
 )
 from appliance.errors import CheckpointError
@@ -79,8 +76,8 @@ class EngineDouble:
     def retire(self) -> None:
         self._note("retire")
 
-    def prepare(self, guide: Guide) -> None:
-        self._note("prepare", guide)
+    def prepare(self, body: bytes) -> None:
+        self._note("prepare", body)
 
     def add(self, sequence: SequenceSpec) -> None:
         self._note("add", sequence)
@@ -220,8 +217,7 @@ def transfer() -> Transfer:
 
 
 def sequence(request: str) -> SequenceSpec:
-    sampling = Sampling(max_tokens=5, seed=3, logit_bias={1: 2.0}, stop_token_ids=(9,))
-    return SequenceSpec(request=request, model="a", prompt=(1, 2), output=(4,), sampling=sampling)
+    return SequenceSpec(request=request, model="a", prompt=(1, 2), output=(4,), body=b"\x00asked")
 
 
 def taken(double: EngineDouble, count: int) -> list[tuple[Any, ...]]:
@@ -312,9 +308,8 @@ def test_what_only_asks_stays_with_the_leader(start: Start) -> None:
     assert not engine.knows("other")
     assert engine.tokens_left("known") == 9
 
-    guide = Guide(GuideKind.REGEX, "a")
-    engine.prepare(guide)
-    assert taken(instance.doubles[0], 1) == [("prepare", guide)]
+    engine.prepare(b"asked")
+    assert taken(instance.doubles[0], 1) == [("prepare", b"asked")]
     assert instance.doubles[1].calls.empty()
 
 

@@ -77,7 +77,7 @@ async def test_one_request_is_shown(client: httpx.AsyncClient) -> None:
 
 async def test_a_request_is_cancelled(box: Box, client: httpx.AsyncClient) -> None:
     """Its client gets what there is and then an error; its memory is free, others go on."""
-    (stream,) = [s for s in box.daemon._streams.values() if s.id == "chat-1"]
+    stream = box.clients["chat-1"]
     box.world.lives["chat-1"].outcome = "cancelled"
 
     answer = await client.delete("/api/requests/chat-1")

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -18,19 +17,15 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from appliance.api.app import create_app
-from appliance.api.inference import ENDPOINTS
 from appliance.api.service import SubmitRequest, Trace
-from appliance.api.tracing import LONGEST
 from appliance.configfile import load_config
 from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
-from appliance.engines.protocol import Sampling
 from appliance.errors import ConfigError
+from appliance.frontpaths import FRONT_PATHS
 from appliance.serve import make_daemon
 from appliance.telemetry import OPERATIONS, Traces, otlp
 from tests.patience import PATIENCE_SECONDS
-from tests.unit.daemon_double import Box, WorkerDouble, box_maker
-from tests.unit.fake_service import FakeService
+from tests.unit.daemon_double import Box, Client, WorkerDouble, box_maker
 from tests.unit.instance_double import Life
 
 MakeBox = Callable[..., Box]
@@ -43,8 +38,6 @@ NAMES = {
     "gen_ai.provider.name",
     "gen_ai.request.model",
     "gen_ai.request.max_tokens",
-    "gen_ai.request.temperature",
-    "gen_ai.request.top_p",
     "gen_ai.response.model",
     "gen_ai.response.id",
     "gen_ai.response.finish_reasons",
@@ -102,9 +95,11 @@ def ask(box: Box, name: str, model: str, trace: Trace | None, output: int = 5) -
             id=name,
             model=model,
             prompt=tuple(range(20)),
-            sampling=Sampling(max_tokens=output, temperature=0.5),
+            max_tokens=output,
+            body=b"",
             trace=trace,
-        )
+        ),
+        Client(name),
     )
 
 
@@ -142,12 +137,10 @@ async def test_a_request_is_a_span(make_box: MakeBox) -> None:
     shown = (
         *("operation.name", "request.model", "response.id", "response.finish_reasons"),
         *("usage.input_tokens", "usage.output_tokens", "request.max_tokens"),
-        "request.temperature",
     )
     assert [said[f"gen_ai.{name}"] for name in shown] == [
         *("chat", "a", "chatcmpl-1", ("length",)),
         *(20, 5, 5),
-        0.5,
     ]
     assert said["appliance.instances"] == (0,)
     assert said["url.path"] == "/v1/chat/completions"
@@ -343,44 +336,17 @@ async def test_a_collector_is_sent_spans(
     assert {span.trace_id.hex() for span in spans} == {TRACE}
 
 
-def test_every_path_has_an_operation() -> None:
-    """Aliases too: what is asked for there has a name of its own, or goes on with a text, or is no
-    request to a model."""
-    texts = {"/v1/completions", "/api/generate"}
-    nothing = {
-        *("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel", "/v1/messages/count_tokens"),
-        *("/tokenize", "/detokenize", "/api/show", "/api/pull"),
-    }
-    asked = {path for one in ENDPOINTS if one.method == "post" for path in (one.path, *one.aliases)}
-
-    assert asked == OPERATIONS.keys() | texts | nothing
-    assert not OPERATIONS.keys() & (texts | nothing)
-    for one in ENDPOINTS:
-        if one.path in OPERATIONS:
-            assert {OPERATIONS[path] for path in one.aliases} <= {OPERATIONS[one.path]}
+def test_operations_are_of_paths_that_there_are() -> None:
+    """Everything else goes on with a text, or has no name of its own."""
+    assert OPERATIONS.keys() <= FRONT_PATHS
+    rest = FRONT_PATHS - OPERATIONS.keys()
+    assert {"/v1/completions", "/api/generate", "/tokenize"} <= rest
 
 
 def test_addresses_of_collectors() -> None:
     """With the path or without, and a slash at the end."""
     for endpoint in ("http://c:1", "http://c:1/", "http://c:1/v1/traces"):
         assert otlp(endpoint)._endpoint == "http://c:1/v1/traces"  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("header", [PARENT, "", "x" * (LONGEST + 1)])
-async def test_a_request_knows_its_trace(header: str) -> None:
-    """As it came, unless it is too long; nobody knows it where requests are not traced."""
-    headers = {"traceparent": header} if header else {}
-    body = {"model": "small", "prompt": "hello", "max_tokens": 1}
-    for with_traces in (True, False):
-        service = FakeService(lambda generation: generation.say("x"))
-        app: Any = create_app(service, traced=with_traces)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://box") as client:
-            await client.post("/v1/completions", json=body, headers=headers)
-
-        parent = header if len(header) <= LONGEST else ""
-        known = Trace(path="/v1/completions", parent=parent) if with_traces else None
-        assert service.submitted[0].request.trace == known
 
 
 @pytest.mark.parametrize(

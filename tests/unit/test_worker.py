@@ -14,14 +14,11 @@ import pytest
 
 from appliance import wire
 from appliance.engines.protocol import (
-    Guide,
-    GuideKind,
     GuideRefused,
     KvBytes,
     KvExhausted,
     KvUse,
     Produced,
-    Sampling,
     SequenceSpec,
     Verdict,
 )
@@ -139,19 +136,19 @@ class EngineDouble:
             self.load.join()
         self.load = None
 
-    def prepare(self, guide: Guide) -> None:
-        if guide.text == "(":
+    def prepare(self, body: bytes) -> None:
+        if body == b"(":
             raise GuideRefused("it does not close")
-        assert guide.text != "defect"
-        if guide.text == "slow":
+        assert body != b"defect"
+        if body == b"slow":
             assert self.compiled.wait(PATIENCE_SECONDS)
-        if guide.text == "quick":
+        if body == b"quick":
             self.compiled.set()
 
     def add(self, sequence: SequenceSpec) -> None:
         if sequence.request in self.refuses:
             raise ValueError("its prompt is empty")
-        self.lengths[sequence.request] = sequence.sampling.max_tokens - len(sequence.output)
+        self.lengths[sequence.request] = int(sequence.body) - len(sequence.output)
         self.prompts[sequence.request] = len(sequence.prompt)
 
     def knows(self, request: str) -> bool:
@@ -310,11 +307,9 @@ def load(model: str) -> LoadModel:
 
 
 def add(request: str, output: int = 10, prompt: int = 2) -> wire.AddSequence:
-    sampling = Sampling(max_tokens=output)
-    words = tuple(range(prompt))
-    return wire.AddSequence(
-        SequenceSpec(request=request, model="a", prompt=words, sampling=sampling)
-    )
+    """The double reads from the body how many tokens are to come."""
+    words, body = tuple(range(prompt)), str(output).encode()
+    return wire.AddSequence(SequenceSpec(request=request, model="a", prompt=words, body=body))
 
 
 def prefill(request: str, kv_slabs: int = 8) -> RunPrefill:
@@ -1266,7 +1261,7 @@ def test_guides_are_compiled_beside_the_jobs(model: str, text: str, refused: str
     """They do not wait in the queue of commands, and are answered with why they cannot be followed;
     one of a model that is not built is left to its request."""
     bench = Bench("a", "b")
-    asked = wire.PrepareGuide(5, model, Guide(GuideKind.REGEX, text))
+    asked = wire.PrepareGuide(5, model, text.encode())
 
     bench.carry_out(build("a"), asked)
     bench.worker.prepare_guide(bench.mailbox.guides.get_nowait())
@@ -1277,12 +1272,31 @@ def test_guides_are_compiled_beside_the_jobs(model: str, text: str, refused: str
     assert (answer.refused is None) == (refused is None)
 
 
+def test_details_are_told_in_frames_that_are_not_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of a step's tokens, in their order; plain ones cost no frame."""
+    monkeypatch.setattr("appliance.worker.MOST_DETAIL_BYTES", 10)
+    bench = Bench("a")
+    sizes = (None, 6, 4, 1, 20, None, 3)
+    produced = [
+        Produced(f"r{number}", 7, detail=None if size is None else bytes(size))
+        for number, size in enumerate(sizes)
+    ]
+    bench.worker._tokens("a", produced)
+    bench.worker._flush()
+
+    frames = [report.produced for report in bench.reports if isinstance(report, wire.Tokens)]
+    assert [len(frame) for frame in frames] == [3, 1, 2, 1]
+    assert [one for frame in frames for one in frame] == produced
+
+
 def test_a_slow_guide_holds_up_no_other() -> None:
     """One is answered while another one is being compiled, which came before it."""
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     bench = Bench("a", send=said.put)
     texts = ("slow", "quick")
-    asked = [wire.PrepareGuide(i, "a", Guide(GuideKind.REGEX, t)) for i, t in enumerate(texts)]
+    asked = [wire.PrepareGuide(i, "a", t.encode()) for i, t in enumerate(texts)]
 
     bench.carry_out(build("a"), *asked)
     (built,) = said.get(timeout=PATIENCE_SECONDS)

@@ -23,30 +23,31 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-from vllm import PoolingParams
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.tokenizers import cached_get_tokenizer
 from vllm.transformers_utils.config import (
     get_pooling_config,
     get_sentence_transformer_tokenizer_config,
     try_get_dense_modules,
 )
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.engines.protocol import (
     NO_TOKEN,
-    Guide,
     KvBytes,
     KvExhausted,
     KvUse,
     Produced,
     SequenceSpec,
-    TokenLogprob,
     Verdict,
 )
 from appliance.engines.vllm import parameters
@@ -55,16 +56,21 @@ from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides
 from appliance.engines.vllm.loading import CheckpointImage, made_from
+from appliance.engines.vllm.messages import (
+    MAX_OUTPUT_BYTES,
+    decode_request,
+    encode_output,
+)
 from appliance.engines.vllm.placement import KvPlacement, placing
 from appliance.engines.vllm.pooling import (
     check_pooler,
     check_pooling,
+    complete_pooling,
     engine_args,
-    pooling_params,
-    vector_of,
 )
+from appliance.engines.vllm.reasoning import ThinkingBudgets, parser_of
 from appliance.engines.vllm.recipe import LOAD_FORMAT, Recording, recording
-from appliance.engines.vllm.sampling import sampling_params, seeded_generator
+from appliance.engines.vllm.sampling import seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
 from appliance.engines.vllm.tensors import bytes_at
@@ -82,6 +88,11 @@ from appliance.memory.weights import DeviceWeights
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId, Task
 
 BATCHED_TOKENS: Final = 2048
+SCORED_TOKENS: Final = 256
+"""Of prompts in a step where one wants log probabilities of its prompt: they take memory for so
+many times the vocabulary."""
+LOGPROB_BYTES: Final = 8
+"""Of one log probability of a prompt's token, with the token that it is of."""
 
 _FINISH: Final = {
     VllmFinishReason.STOP: FinishReason.STOP,
@@ -109,6 +120,7 @@ class VllmEngine:
         host: HostTier,
         swapper: Swapper,
         task: Task,
+        reasoning_parser: str,
     ) -> None:
         """Use `build`."""
         self.model = model
@@ -148,10 +160,13 @@ class VllmEngine:
         """The list that `_batch` holds the requests of, while nothing else moved them."""
         self._batch: list[Request] = []
         config = core.vllm_config.model_config
-        self._generation_config = config.try_get_generation_config()
         self._vocabulary: int = config.get_vocab_size()
-        self._eos_token_id = _first_eos(config.hf_text_config.eos_token_id)
-        self._guides = Guides(core.vllm_config, core.structured_output_manager)
+        manager = core.structured_output_manager
+        manager.reasoner_cls = parser_of(reasoning_parser)
+        self._guides = Guides(core.vllm_config, manager)
+        self._budgets = ThinkingBudgets(
+            reasoning_parser, core.vllm_config, self._runner.input_batch
+        )
 
     @classmethod
     def build(
@@ -170,6 +185,7 @@ class VllmEngine:
         device: Device | None = None,
         images: ImageFolder | None = None,
         task: Task = Task.GENERATE,
+        reasoning_parser: str = "",
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
@@ -178,6 +194,7 @@ class VllmEngine:
         are compared with ``SHA256SUMS``, if that lies beside them, when they are first read. One
         of several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
         `device`: the CPU, if None. Packed weights are kept in the folder of `images`, if any.
+        `reasoning_parser` is vLLM's name of what knows the model's reasoning; empty: it has none.
 
         Raises `SeamMoved` for another vLLM or torch, `UnsupportedKvCache` for a model whose KV
         cache has several shapes, `CheckpointError` (`UnsupportedCheckpoint`) for files that are
@@ -228,7 +245,9 @@ class VllmEngine:
             with placing(placement), recording(files) as recorded:
                 executor = UniProcExecutor if ranks == 1 else RankExecutor
                 core = EngineCore(config, executor, log_stats=False)
-            return cls(model, core, placement, placed[0], arena, host, swapper, task)
+            return cls(
+                model, core, placement, placed[0], arena, host, swapper, task, reasoning_parser
+            )
         except BaseException:
             placement.discard()
             raise
@@ -260,6 +279,7 @@ class VllmEngine:
             get_pooling_config,
             get_sentence_transformer_tokenizer_config,
             try_get_dense_modules,
+            cached_get_tokenizer,
         ):
             known.cache_clear()
 
@@ -282,36 +302,49 @@ class VllmEngine:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def prepare(self, guide: Guide) -> None:
-        self._guides.prepare(guide)
+    def prepare(self, body: bytes) -> None:
+        params = decode_request(body).sampling_params
+        if params is not None and params.structured_outputs is not None:
+            self._guides.prepare(params.structured_outputs)
 
     def add(self, sequence: SequenceSpec) -> None:
-        """Raises `ValueError` for a known id, a context too long, or bad values of sampling (of
-        which a guide may be one) or pooling, and for what is not the model's task."""
+        """Raises `ValueError` for a known id, a context too long, a body that says what cannot be
+        obeyed (of which a guide may be one), and for what is not the model's task."""
         name = sequence.request
         if name in self._scheduler.requests:
             raise ValueError(f"request {name} is known already")
+        asked = decode_request(sequence.body)
+        if asked.mm_features or asked.lora_request or asked.prompt_embeds is not None:
+            raise ValueError("prompts are made of tokens only, and adapters are not supported")
+        params, pooling = asked.sampling_params, asked.pooling_params
         tokens = len(sequence.prompt) + len(sequence.output)
-        pooled, most = sequence.pooling is not None, self._scheduler.max_model_len
-        if not sequence.prompt or tokens > (most if pooled else most - 1):
-            raise ValueError(f"{tokens} tokens leave no room in {most}")
+        most = self._scheduler.max_model_len - (params is not None)
+        if not sequence.prompt or tokens > most:
+            raise ValueError(f"{tokens} tokens leave no room in {self._scheduler.max_model_len}")
         if max(sequence.prompt) >= self._vocabulary:
             raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
-        params, pooling, generator, grammar = None, None, None, None
-        if sequence.pooling is not None:
-            pooling = self._pooling_params(sequence)
-        elif self._task is not Task.GENERATE:
-            raise ValueError(f"{self.model} does not generate text")
-        else:
-            params = sampling_params(sequence.sampling, self._generation_config, self._eos_token_id)
+        if min(sequence.prompt) < 0:
+            raise ValueError(f"{min(sequence.prompt)} is not a token")
+        generator = None
+        if params is not None:
+            self._check_sampling(params, sequence)
             generator = seeded_generator(params, len(sequence.output))
-            if sequence.sampling.guide is not None:
-                grammar = self._guides.compile(sequence.sampling.guide, params, sequence.output)
-        hasher = self._core.request_block_hasher
-        request = Request(name, list(sequence.prompt), params, pooling, block_hasher=hasher)
-        if grammar is not None:
-            request.structured_output_request.grammar = grammar
-        request.append_output_token_ids(list(sequence.output))
+        elif pooling is not None:
+            self._check_pooling(asked, sequence)
+        request = Request(
+            name,
+            list(sequence.prompt),
+            params,
+            pooling,
+            cache_salt=asked.cache_salt,
+            block_hasher=self._core.request_block_hasher,
+            reasoning_ended=asked.reasoning_ended,
+            reasoning_parser_kwargs=asked.reasoning_parser_kwargs,
+        )
+        if request.use_structured_output:
+            self._guides.attach(request, sequence.output)
+        else:
+            request.append_output_token_ids(list(sequence.output))
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
         self._scheduler.requests[name] = request
@@ -327,14 +360,46 @@ class VllmEngine:
             output_token_ids=list(sequence.output),
         )
 
-    def _pooling_params(self, sequence: SequenceSpec) -> PoolingParams:
+    def _check_sampling(self, params: SamplingParams, sequence: SequenceSpec) -> None:
+        """Raises `ValueError`. The front end has checked all of it for its own configuration, but
+        what is wrong here would end the whole worker."""
+        if self._task is not Task.GENERATE:
+            raise ValueError(f"{self.model} does not generate text")
+        try:
+            params.verify(self._core.vllm_config.model_config, None, None, None)
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
+        if params.max_tokens is None or params.max_tokens <= len(sequence.output):
+            raise ValueError(f"max_tokens {params.max_tokens} leave no room for another token")
+        if params.prompt_logprob_token_ids is not None or params.trace_decode_token_ids is not None:
+            raise ValueError(
+                "prompt_logprob_token_ids and trace_decode_token_ids are not supported"
+            )
+        if params.prompt_logprobs is not None:
+            size = len(sequence.prompt) * (params.prompt_logprobs + 2) * LOGPROB_BYTES
+            if size > MAX_OUTPUT_BYTES:
+                raise ValueError(
+                    f"prompt_logprobs of {len(sequence.prompt)} tokens take {size} bytes, more "
+                    f"than {MAX_OUTPUT_BYTES}: ask for fewer, or for a shorter prompt"
+                )
+        if params.thinking_token_budget is not None:
+            self._budgets.allow()
+
+    def _check_pooling(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
         if self._task is Task.GENERATE:
             raise ValueError(f"{self.model} generates text and nothing else")
-        if sequence.pooling is None or sequence.output:
+        if sequence.output:
             raise ValueError(f"nothing follows the prompt of request {sequence.request}")
-        model_config = self._core.vllm_config.model_config
-        return pooling_params(self._task, sequence.pooling, model_config, self._runner.get_model())
+        try:
+            complete_pooling(
+                self._task,
+                asked.pooling_params,
+                self._core.vllm_config.model_config,
+                self._runner.get_model(),
+            )
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
 
     def knows(self, request: RequestId) -> bool:
         return request in self._scheduler.requests
@@ -365,11 +430,27 @@ class VllmEngine:
         if known.num_computed_tokens:
             for arriving in self._under_way():
                 self._device.wait(arriving)
+        self._open_prompt(known)
         # Its blocks are its own from here on: requests that decode beside it take theirs, too.
         self._place(known, self._scheduler.fill(known, known.num_tokens))
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
         # come from the request's own generator: vLLM cannot wind that back on a CPU.
         self._runner.requests[request].generator = None
+
+    def _open_prompt(self, request: Request) -> None:
+        """Have the first output tell of the prompt: how much of it was cached, and how probable
+        its tokens are. A request that has an output already has told that."""
+        name, params = request.request_id, request.sampling_params
+        self._runner.num_prompt_logprobs.pop(name, None)
+        self._runner.requests[name].in_progress_prompt_logprobs_cpu = None
+        request.prefill_stats = None
+        if request.num_output_tokens:
+            return
+        if request.num_computed_tokens:
+            request.prefill_stats = PrefillStats()
+            request.prefill_stats.set(request.num_prompt_tokens, request.num_computed_tokens, 0)
+        if params is not None and params.prompt_logprobs is not None:
+            self._runner.num_prompt_logprobs[name] = params.prompt_logprobs
 
     def tokens_left(self, request: RequestId) -> int:
         known = self._known(request)
@@ -393,6 +474,8 @@ class VllmEngine:
         batch = self._batch
         # vLLM's buffers are for so many tokens.
         chunk = min(chunk_tokens, self._step_tokens - len(batch))
+        if not self._runner.num_prompt_logprobs.keys().isdisjoint(prompts):
+            chunk = min(chunk, SCORED_TOKENS)
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
         if not batch and not computing:
             return []
@@ -539,7 +622,7 @@ class VllmEngine:
     def _place(self, request: Request, blocks: list[int]) -> None:
         """Tell the runner that the request's blocks are others now."""
         self._stepping = None
-        self._runner.input_batch.remove_request(request.request_id)
+        self._leave_batch(request.request_id)
         self._runner.requests[request.request_id].block_ids = (list(blocks),)
 
     def _withdraw(self, request: Request) -> None:
@@ -605,7 +688,7 @@ class VllmEngine:
             return
         generator = seeded_generator(state.sampling_params, request.num_output_tokens)
         if generator is not None:
-            self._runner.input_batch.remove_request(request.request_id)
+            self._leave_batch(request.request_id)
             state.generator = generator
 
     def _execute(self, batch: Sequence[Request], tokens: int) -> list[Produced]:
@@ -630,6 +713,11 @@ class VllmEngine:
                 self._forget_state(token.request)
         return produced
 
+    def _leave_batch(self, request: RequestId) -> None:
+        """The next step puts it in again, if it is of that."""
+        with torch.inference_mode():  # as vLLM does: tensors of the batch were made in it
+            self._runner.input_batch.remove_request(request)
+
     def _as_graph(self, batch: Sequence[Request], tokens: int) -> bool:
         """Whether vLLM may run the step as a graph: it does when every request has one token."""
         return self._device.graphs and (
@@ -643,7 +731,8 @@ class VllmEngine:
         Until then the id could have come back, and the step would remove the newcomer.
         """
         self._runner.requests.pop(request, None)
-        self._runner.input_batch.remove_request(request)
+        self._runner.num_prompt_logprobs.pop(request, None)
+        self._leave_batch(request)
         self._scheduler.finished_req_ids.discard(request)
 
 
@@ -703,27 +792,26 @@ class PlacedWeights(NamedTuple):
 
 
 def _produced(output: EngineCoreOutput) -> Produced:
-    pooled = output.pooling_output is not None
-    (token,) = (NO_TOKEN,) if pooled else output.new_token_ids
+    finish = output.finish_reason
     return Produced(
-        request=output.request_id,
-        token=token,
-        logprobs=_logprobs(output),
-        finished=None if output.finish_reason is None else _FINISH[output.finish_reason],
-        vector=vector_of(output) if pooled else None,
+        output.request_id,
+        NO_TOKEN if output.pooling_output is not None else _only(output.new_token_ids),
+        None if finish is None else _FINISH[finish],
+        None if _is_plain(output) else encode_output(output),
     )
 
 
-def _logprobs(output: EngineCoreOutput) -> tuple[TokenLogprob, ...]:
-    """The sampled token with its rank, then the most likely ones in order."""
-    found = output.new_logprobs
-    if found is None:
-        return ()
-    ranks = (int(found.sampled_token_ranks[0]), *range(1, found.logprob_token_ids.shape[1]))
-    columns = (found.logprob_token_ids[0].tolist(), found.logprobs[0].tolist(), ranks)
-    return tuple(TokenLogprob(*column) for column in zip(*columns, strict=True))
+def _only(tokens: Sequence[int]) -> int:
+    (token,) = tokens
+    return token
 
 
-def _first_eos(eos: int | list[int] | None) -> int | None:
-    """The model's primary end token; others come from its generation config."""
-    return eos[0] if isinstance(eos, list) else eos
+def _is_plain(output: EngineCoreOutput) -> bool:
+    """Whether it is a token and nothing else, as nearly all are."""
+    return (
+        output.new_logprobs is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.pooling_output is None
+        and output.stop_reason is None
+        and output.prefill_stats is None
+    )

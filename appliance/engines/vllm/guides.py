@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.tokenizers import get_tokenizer
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import (
     GuidanceBackend,
@@ -34,7 +34,8 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from appliance.engines.protocol import Guide, GuideKind, GuideRefused
+from appliance.engines.protocol import GuideRefused
+from appliance.engines.vllm.reasoning import tokenizer_of
 
 LONGEST_REASON = 500
 """Characters; backends quote the guide, and all that they tried."""
@@ -61,61 +62,71 @@ class Guides:
         self._tokenizer: Any = None
         self._backends: dict[str, StructuredOutputBackend] = {}
 
-    def prepare(self, guide: Guide) -> None:
+    def prepare(self, structured: StructuredOutputsParams) -> None:
         """Compile, for the backend's cache. Raises `GuideRefused`."""
-        self._compile(self._checked(guide), None)
+        self._check(structured)
+        self._compile(structured, None)
 
-    def compile(
-        self, guide: Guide, params: SamplingParams, output: Sequence[int]
-    ) -> StructuredOutputGrammar:
-        """The grammar as it stands behind `output`; `params` are told of it.
+    def attach(self, request: Request, output: Sequence[int]) -> None:
+        """Give a new request its grammar, and then `output`, which ends up behind it.
 
-        Raises `GuideRefused`, also if `output` does not follow the guide.
+        The output is told to vLLM as if it had just been drawn, so that a grammar that begins only
+        where reasoning has ended stands where it would stand. Raises `GuideRefused`, also if
+        `output` does not follow the guide.
         """
-        stops = params.all_stop_token_ids
+        guided = request.structured_output_request
+        stops = request.sampling_params.all_stop_token_ids
         if not stops:
             raise GuideRefused("the model has no token that ends its output")
-        params.structured_outputs = self._checked(guide)
-        grammar = self._compile(params.structured_outputs, stops)
-        if output and not grammar.accept_tokens("", list(output)):
-            raise GuideRefused("the output so far does not follow its guide")
-        return grammar
+        self._check(guided.params)
+        guided.grammar = self._compile(guided.params, stops)
+        try:
+            self._manager._get_reasoner(request)
+        except Exception as error:  # of the parser, about a tokenizer that is not its model's
+            raise _refused(error) from error
+        for token in output:
+            request.append_output_token_ids(token)
+            if not self._manager.accept_tokens(request, [token]):
+                raise GuideRefused("the output so far does not follow its guide")
 
-    def _checked(self, guide: Guide) -> StructuredOutputsParams:
-        """vLLM's parameters, with the backend chosen."""
+    def _check(self, structured: StructuredOutputsParams) -> None:
+        """Choose the backend. The front end has chosen one when it checked the guide by vLLM's
+        rules; of others this is done here."""
         with self._making:
             if self._tokenizer is None:
-                self._tokenizer = get_tokenizer(self._config.model_config.tokenizer)
+                # vLLM's manager has none because the engine is not to load one when it is built.
+                self._tokenizer = self._manager.tokenizer = tokenizer_of(self._config)
         try:
-            structured = _structured_outputs(guide)
             params = SamplingParams(structured_outputs=structured)
-            params._validate_structured_outputs(
-                self._config.model_config,
-                self._config.structured_outputs_config,
-                self._tokenizer,
-            )
+            if structured._backend is None:
+                params._validate_structured_outputs(
+                    self._config.model_config,
+                    self._config.structured_outputs_config,
+                    self._tokenizer,
+                )
             if structured._backend == _XGRAMMAR and self._needs_guidance(structured):
                 with contextlib.suppress(VLLMValidationError):
                     validate_guidance_grammar(params, tokenizer=None)
                     structured._backend = _GUIDANCE
         except Exception as error:  # parsers of several libraries, each with errors of its own
             raise _refused(error) from error
-        return structured
 
     def _needs_guidance(self, structured: StructuredOutputsParams) -> bool:
         """Whether xgrammar would allow what is no JSON, and guidance knows the schema."""
         if structured.json is None or not GuidanceBackend.is_tokenizer_supported(self._tokenizer):
             return False
-        schema = json.loads(structured.json)
+        schema = structured.json
+        if isinstance(schema, str):
+            schema = json.loads(schema)
         return _bounds_a_length(schema) and not has_guidance_unsupported_json_features(schema)
 
     def _compile(
         self, structured: StructuredOutputsParams, stops: set[int] | None
     ) -> StructuredOutputGrammar:
         name = structured._backend
-        backend = self._backend(name)
-        kind, text = get_structured_output_key(structured)
         try:
+            backend = self._backend(name)
+            kind, text = get_structured_output_key(structured)
             if name == _XGRAMMAR:  # slow at times, and made for threads
                 return backend.compile_grammar(kind, text, stop_token_ids=stops)
             with self._compiling:
@@ -124,6 +135,8 @@ class Guides:
             raise _refused(error) from error
 
     def _backend(self, name: str) -> StructuredOutputBackend:
+        if name not in _BACKENDS:
+            raise ValueError(f"guides are not compiled by {name}")
         with self._making:
             for wanted in (_XGRAMMAR, name):
                 if wanted not in self._backends:
@@ -135,16 +148,6 @@ class Guides:
             # It allocates the bitmask.
             self._manager.backend = self._backends[_XGRAMMAR]
             return self._backends[name]
-
-
-def _structured_outputs(guide: Guide) -> StructuredOutputsParams:
-    match guide.kind:
-        case GuideKind.JSON_OBJECT:
-            return StructuredOutputsParams(json_object=True)
-        case GuideKind.CHOICE:
-            return StructuredOutputsParams(choice=json.loads(guide.text))
-        case _:
-            return StructuredOutputsParams(**{guide.kind.value: guide.text})
 
 
 def _bounds_a_length(schema: Any) -> bool:

@@ -6,16 +6,12 @@ of the last token becomes a vector, or a score. No token follows.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Final
 
 import torch
 from vllm import PoolingParams
 from vllm.config import ModelConfig
-from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine import EngineCoreOutput
 
-from appliance.engines.protocol import Pooling
 from appliance.vocabulary import Task
 
 MAX_DIMENSIONS: Final = 1 << 16
@@ -74,26 +70,12 @@ def check_pooler(task: Task, model: torch.nn.Module) -> None:
         raise UnsupportedPooling(f"it pools to {', '.join(sorted(offered))}, not {_TASKS[task]}")
 
 
-def pooling_params(
-    task: Task, pooling: Pooling, config: ModelConfig, model: torch.nn.Module
-) -> PoolingParams:
-    """vLLM's parameters, with the model's own defaults. Raises `ValueError` for what the model
+def complete_pooling(
+    task: Task, params: PoolingParams, config: ModelConfig, model: torch.nn.Module
+) -> None:
+    """Give parameters what the model's pooler wants of them. Raises `ValueError` for what the model
     cannot."""
-    params = PoolingParams(
-        task=_TASKS[task],
-        dimensions=pooling.dimensions,
-        use_activation=pooling.use_activation,
-    )
-    try:
-        params.verify(config)
-    except VLLMValidationError as error:
-        raise ValueError(str(error)) from error
+    if params.task != _TASKS[task]:
+        raise ValueError(f"prompts of this model are pooled to {_TASKS[task]}, not {params.task}")
+    params.verify(config)
     model.pooler.get_pooling_updates(params.task).apply(params)  # type: ignore[union-attr, operator]
-    return params
-
-
-def vector_of(output: EngineCoreOutput) -> bytes:
-    """What was made of a prompt: float32, little-endian."""
-    pooled = output.pooling_output.detach().reshape(-1).to("cpu", torch.float32).contiguous()
-    array = pooled.numpy()
-    return bytes((array if sys.byteorder == "little" else array.byteswap()).tobytes())

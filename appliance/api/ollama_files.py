@@ -1,0 +1,78 @@
+"""What Ollama's clients are shown of a checkpoint's files: its template, sampling and shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+_SAMPLING: Final = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+"""Ollama's names, by those of ``generation_config.json``."""
+
+_SHAPE: Final = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "vocab_size": "vocab_size",
+}
+"""Ollama's names, by those of ``config.json``."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """In Ollama's words; what the files do not tell is left out."""
+
+    template: str = ""
+    """The chat template, as Jinja; Ollama's are Go's."""
+    sampling: dict[str, float] = {}
+    shape: dict[str, int] = {}
+
+
+def read_checkpoint(folder: str) -> Checkpoint:
+    """What is found in `folder`. Files that are missing or damaged tell nothing: what is shown of
+    them must not keep a client from a model that is served."""
+    path = Path(folder)
+    generation = _read(path / "generation_config.json")
+    config = _read(path / "config.json")
+    return Checkpoint(
+        template=_template(path),
+        sampling={
+            name: generation[key]
+            for key, name in _SAMPLING.items()
+            if isinstance(generation.get(key), int | float)
+        },
+        shape={
+            name: config[key] for key, name in _SHAPE.items() if isinstance(config.get(key), int)
+        },
+    )
+
+
+def _template(path: Path) -> str:
+    try:
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        pass
+    for file in ("chat_template.json", "tokenizer_config.json"):
+        match _read(path / file).get("chat_template"):
+            case str() as template:
+                return template
+            case [*named]:
+                by_name = {one.get("name"): one for one in named if isinstance(one, dict)}
+                default = by_name.get("default") or next(iter(by_name.values()), {})
+                return str(default.get("template", ""))
+    return ""
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}

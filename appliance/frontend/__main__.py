@@ -1,0 +1,28 @@
+"""A front end, as the core starts it: ``python -m appliance.frontend``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+
+from appliance import logs
+from appliance.frontend.process import main
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="appliance.frontend", description=__doc__)
+    parser.add_argument("--frames-fd", type=int, required=True, help="a stream socket to the core")
+    parser.add_argument("--handover-fd", type=int, required=True, help="where connections come")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = _arguments()
+    logs.join("warning", front_end=0)
+    status = main(
+        socket.socket(fileno=arguments.frames_fd), socket.socket(fileno=arguments.handover_fd)
+    )
+    logging.shutdown()
+    os._exit(status)  # to take apart what vLLM imported takes seconds, and is of no use

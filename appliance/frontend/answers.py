@@ -1,0 +1,202 @@
+"""An answer on its way to the client: its head waits for the core's decision, and a stream without
+news gets a comment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeAlias
+
+from litestar.types import Message, Scope, Send
+
+from appliance.api.errors import ApiError
+from appliance.api.errorshapes import shape_of
+from appliance.api.requestids import request_id
+from appliance.frontend.calls import Call
+from appliance.frontwire import Refused
+
+COMMENT: Final = b": keep-alive\n\n"
+STALLED_SECONDS: Final = 0.05
+"""A client that takes nothing for so long does not read."""
+
+AS_IT_COMES: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Headers of what nothing on the way is to keep or hold back."""
+
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+
+
+class Answer:
+    """What `send` is for the application inside.
+
+    The head and the first bytes of a stream are held until the core has decided about the call, or
+    until a comment is due. When the core refuses before anything was sent, its refusal is the
+    answer, whatever the application says.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        call: Call,
+        *,
+        headers: Headers,
+        keep_alive_seconds: float,
+        on_reading: Callable[[bool], None],
+    ) -> None:
+        """`headers` go into every answer of the call. `on_reading` is told when the client stops
+        to take what is sent, and when it takes it again."""
+        self._scope = scope
+        self._send = send
+        self._call = call
+        self._headers = headers
+        self._keep_alive_seconds = keep_alive_seconds
+        self._on_reading = on_reading
+        self._head: Any = None
+        self._held: list[Any] = []
+        self._begun = False
+        self._over = False
+        self._replaced = False
+        self._turn = asyncio.Lock()
+        self._last = 0.0
+        self._watch: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        """Take a message of the application's answer."""
+        async with self._turn:
+            await self._take(message)
+
+    async def _take(self, message: Message) -> None:
+        if self._replaced or self._over:
+            return
+        if message["type"] == "http.response.start":
+            self._head = message
+            if _media_type(message["headers"]) in _STREAMS:
+                self._watch = asyncio.create_task(self._keep_alive())
+            return
+        if message["type"] != "http.response.body" or self._head is None:
+            await self._forward(message)
+            return
+        if self._begun:
+            await self._forward(message)
+            if not message.get("more_body", False):
+                self.close()
+            return
+        self._held.append(message)
+        streams = self._watch is not None and message.get("more_body", False)
+        if not streams or (self._call.decided.is_set() and _has_bytes(self._held)):
+            await self._begin()
+
+    async def refuse(self, refused: Refused) -> None:
+        """Answer with a refusal, unless an answer was begun."""
+        if self._begun or self._replaced:
+            return
+        self._replaced = True
+        error = ApiError(
+            refused.status,
+            refused.message,
+            param=refused.param,
+            code=refused.code,
+            headers=dict(refused.headers),
+        )
+        body = shape_of(self._scope["path"])(error, request_id(self._scope))
+        headers: Headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *((name.lower().encode(), value.encode()) for name, value in refused.headers),
+        ]
+        self._head = {"type": "http.response.start", "status": error.status, "headers": headers}
+        await self._send(self._finished_head())
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self._over = True
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _begin(self) -> None:
+        """Send what was held, or the refusal that came meanwhile."""
+        if self._begun or self._replaced:
+            return
+        if self._call.refusal is not None:
+            await self.refuse(self._call.refusal)
+            return
+        self._begun = True
+        held, self._held = self._held, []
+        await self._forward(self._finished_head())
+        for message in held:
+            await self._forward(message)
+        if held and not held[-1].get("more_body", False):
+            self.close()
+
+    def _finished_head(self) -> Any:
+        """The head, with the headers of every answer, which win."""
+        ours = [*self._headers]
+        ours += [(name.lower().encode(), value.encode()) for name, value in self._call.headers]
+        if _media_type(self._head["headers"]) in _STREAMS:
+            ours += AS_IT_COMES
+        if self._call.timing is not None:
+            ours.append((b"server-timing", self._call.timing.encode()))
+        names = {name for name, _ in ours}
+        theirs = [pair for pair in self._head["headers"] if pair[0].lower() not in names]
+        return {**self._head, "headers": [*theirs, *ours]}
+
+    async def _forward(self, message: Any) -> None:
+        """Send on, and tell when the client does not take it."""
+        loop = asyncio.get_running_loop()
+        self._last = loop.time()
+        stalled = False
+
+        def stall() -> None:
+            nonlocal stalled
+            stalled = True
+            self._on_reading(False)
+
+        timer = loop.call_later(STALLED_SECONDS, stall)
+        try:
+            await self._send(message)
+        finally:
+            timer.cancel()
+            if stalled:
+                self._on_reading(True)
+
+    async def _keep_alive(self) -> None:
+        """Begin a stream when the core has decided and there is something to send, or when a
+        comment is due; send a comment whenever nothing was sent for long enough."""
+        loop = asyncio.get_running_loop()
+        self._last = loop.time()
+        try:
+            async with asyncio.timeout(self._keep_alive_seconds):
+                await self._call.decided.wait()
+            async with self._turn:
+                if _has_bytes(self._held):
+                    await self._begin()
+        except TimeoutError:
+            pass
+        comments = _media_type(self._head["headers"]) == b"text/event-stream"
+        while not self._replaced:
+            left = self._keep_alive_seconds - (loop.time() - self._last)
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            async with self._turn:  # a client that does not read gets no comments
+                await self._begin()
+                if comments and not self._replaced:
+                    await self._forward(
+                        {"type": "http.response.body", "body": COMMENT, "more_body": True}
+                    )
+            self._last = loop.time()
+
+
+_STREAMS: Final = frozenset({b"text/event-stream", b"application/x-ndjson"})
+
+
+def _media_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    for name, value in headers:
+        if name.lower() == b"content-type":
+            return value.partition(b";")[0].strip().lower()
+    return b""
+
+
+def _has_bytes(messages: list[Any]) -> bool:
+    return any(message.get("body") for message in messages)

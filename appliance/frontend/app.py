@@ -1,0 +1,458 @@
+"""The application of a front end: vLLM's, once for all models, behind the core's decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, TypeAlias, TypeGuard, cast
+
+import msgspec
+from fastapi import FastAPI
+from litestar import Litestar
+from litestar.types import ASGIApp, Receive, Send
+from starlette.datastructures import State
+from vllm.entrypoints.anthropic.api_router import router as anthropic_router
+from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
+from vllm.entrypoints.openai.completion.api_router import router as completion_router
+from vllm.entrypoints.openai.responses.api_router import router as responses_router
+from vllm.entrypoints.pooling.classify.api_router import router as classify_router
+from vllm.entrypoints.pooling.embed.api_router import router as embed_router
+from vllm.entrypoints.pooling.pooling.api_router import router as pooling_router
+from vllm.entrypoints.pooling.scoring.api_router import router as scoring_router
+from vllm.entrypoints.scale_out.render.api_router import router as render_router
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
+
+from appliance.api.errors import ApiError
+from appliance.api.requestids import request_id
+from appliance.frontend import anthropicerrors
+from appliance.frontend.answers import Answer, Headers
+from appliance.frontend.anthropicerrors import AnthropicErrors
+from appliance.frontend.calls import Call, current
+from appliance.frontend.connections import CONNECTION
+from appliance.frontend.core import CallRefused, Core
+from appliance.frontend.fields import IGNORED_HEADER, check
+from appliance.frontend.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
+from appliance.frontend.stored import StoredResponses
+from appliance.frontpaths import is_front_path
+from appliance.frontwire import DECIDING_HEADERS, FrontModel, Refused, Welcome
+from appliance.vocabulary import RequestClass, Task
+
+log = logging.getLogger(__name__)
+
+LEAVE_SECONDS: Final = 1.0
+"""What the application has to end by itself when its client left."""
+_METHODS: Final = b"POST, OPTIONS"
+OLLAMA: Final = "/api/"
+_DECIDING: Final = frozenset(name.encode() for name in DECIDING_HEADERS)
+RESPONSES: Final = "/v1/responses/"
+
+_TASKS: Final[dict[str, tuple[str, frozenset[Task]]]] = {
+    path: (api, frozenset(tasks))
+    for paths, api, tasks in (
+        (
+            ("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render"),
+            "Chat Completions",
+            (Task.GENERATE,),
+        ),
+        (("/v1/completions", "/v1/completions/render"), "Completions", (Task.GENERATE,)),
+        (("/v1/responses",), "Responses", (Task.GENERATE,)),
+        (("/v1/messages", "/v1/messages/count_tokens"), "Messages", (Task.GENERATE,)),
+        (("/v1/embeddings", "/v2/embed"), "Embeddings", (Task.EMBED,)),
+        (("/pooling",), "Pooling", (Task.EMBED, Task.SCORE)),
+        (("/classify",), "Classification", (Task.SCORE,)),
+        (("/score", "/v1/score"), "Score", (Task.EMBED, Task.SCORE)),
+        (("/rerank", "/v1/rerank", "/v2/rerank"), "Rerank", (Task.EMBED, Task.SCORE)),
+    )
+    for path in paths
+}
+"""What an endpoint is called, and the tasks of the models that it can ask; others ask any."""
+
+_DOES: Final = {
+    Task.GENERATE: "generates text",
+    Task.EMBED: "makes embeddings",
+    Task.SCORE: "makes scores",
+}
+
+
+Fields: TypeAlias = dict[str, Any]
+"""Of a body, not decoded but for `model`."""
+
+
+class _Models:
+    """Stands where vLLM's handlers expect their application: its state is one model's."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
+class FrontEnd:
+    """Answers all requests that this process gets, as ASGI."""
+
+    def __init__(
+        self,
+        core: Core,
+        welcome: Welcome,
+        fronts: ModelFronts,
+        stored: StoredResponses,
+        ollama: Litestar,
+    ) -> None:
+        """`ollama` answers the paths of its dialect."""
+        self._core = core
+        self._welcome = welcome
+        self._fronts = fronts
+        self._stored = stored
+        self._ollama = ollama
+        self.draining = False
+        """Whether every answer closes its connection."""
+        self.calls = 0
+        """Those that are not answered."""
+        self.on_over: Callable[[], None] = lambda: None
+        """Called whenever a call is over."""
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        self.calls += 1
+        try:
+            await self._serve(scope, receive, send)
+        finally:
+            self.calls -= 1
+            self.on_over()
+
+    async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
+        name = request_id(scope)
+        common: Headers = [(b"x-request-id", name.encode()), (b"request-id", name.encode())]
+        if self.draining:
+            common.append((b"connection", b"close"))
+        if not is_front_path(scope["path"]):
+            common.append((b"connection", b"close"))
+            await _refuse(scope, send, common, _MISDIRECTED)
+            return
+        if scope["method"] == "OPTIONS":  # what browsers ask so is answered before it comes here
+            methods = b"GET, POST, OPTIONS" if scope["path"].startswith(RESPONSES) else _METHODS
+            await _empty(send, [*common, (b"allow", methods)])
+            return
+        client = scope.get("client")
+        deciding = tuple(
+            (key.decode(), value.decode("latin-1"))
+            for key, value in scope["headers"]
+            if key in _DECIDING
+        )
+        try:
+            call = await self._core.enter(
+                scope["method"],
+                scope["path"],
+                None if client is None else client[0],
+                deciding,
+                scope["state"][CONNECTION],
+            )
+        except CallRefused as error:
+            await _refuse(scope, send, common, error.refused)
+            return
+        except ConnectionError:  # this process ends
+            await _refuse(scope, send, common, _CORE_GONE)
+            return
+        try:
+            await self._answer(call, scope, receive, send, common)
+        finally:
+            self._core.leave(call)
+
+    async def _answer(
+        self, call: Call, scope: Any, receive: Receive, send: Send, common: Headers
+    ) -> None:
+        answer = Answer(
+            scope,
+            send,
+            call,
+            headers=common,
+            keep_alive_seconds=self._welcome.keep_alive_seconds,
+            on_reading=lambda reads: self._core.reading(call, reads=reads),
+        )
+        token = current.set(call)
+        try:
+            body = await _read_body(scope, receive, self._welcome.max_body_bytes)
+            if body is None:
+                return  # the client left before its request was whole
+            call.body_bytes = len(body)
+            gone = asyncio.Event()
+            watch = asyncio.create_task(_watch(receive, gone))
+            try:
+                await self.run(call, scope, cast(Send, answer.send), body, gone)
+            finally:
+                watch.cancel()
+            answer.close()
+            if call.background:
+                await asyncio.wait(call.background)
+        except Refuse as error:
+            await answer.refuse(error.refused)
+        finally:
+            answer.close()
+            current.reset(token)
+
+    async def run(
+        self, call: Call, scope: Any, send: Send, body: bytes, gone: asyncio.Event
+    ) -> None:
+        """Answer a call whose body is read; `gone` says that its client left. Raises `Refuse` for
+        what cannot be handed on."""
+        work = asyncio.create_task(self._run(call, scope, send, body, gone))
+        left = asyncio.create_task(gone.wait())
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # vLLM hears that the client left, and aborts what it asked for
+                await asyncio.wait((work,), timeout=LEAVE_SECONDS)
+        finally:
+            left.cancel()
+            work.cancel()
+        await asyncio.gather(work, return_exceptions=gone.is_set())
+
+    async def _run(
+        self, call: Call, scope: Any, send: Send, body: bytes, gone: asyncio.Event
+    ) -> None:
+        path: str = scope["path"]
+        if path.startswith(OLLAMA):
+            body = self._check(call, path, fields_of(body), body, reasons=True)
+            await self._ollama(scope, _body_then(body, gone), send)
+            return
+        if path.startswith(RESPONSES):
+            made_by = self._stored.model_of(path.removeprefix(RESPONSES).partition("/")[0])
+            if made_by is None:
+                raise Refuse(refused(call, 404, "not_found", "there is no such response", "id"))
+            state = await self._state(call, self._model(call, path, made_by))
+        elif (fields := fields_of(body)) is None or not _is_name(asked := fields.get("model")):
+            state = _no_model()
+        else:
+            model = self._model(call, path, asked)
+            reasons = model.reasoning_parser is not None
+            body = self._check(call, path, fields, body, reasons=reasons)
+            state = await self._state(call, model)
+        if path.startswith(anthropicerrors.PATHS):
+            send = cast(Send, AnthropicErrors(scope, send).send)
+        inner: Any = {
+            **scope,
+            "app": _Models(state),
+            "headers": _with_request_id(scope),
+            "state": dict(scope["state"]),
+        }
+        await vllm_stack()(inner, _body_then(body, gone), send)
+
+    def _check(
+        self, call: Call, path: str, fields: Fields | None, body: bytes, *, reasons: bool
+    ) -> bytes:
+        """The body that is to be read in place of `body`; what is ignored of it is named in the
+        call's headers. Raises `Refuse` for what would change the answer."""
+        if fields is None:
+            return body
+        raw = {name: one for name, one in fields.items() if isinstance(one, msgspec.Raw)}
+        try:
+            checked = check(path, raw, strict=self._welcome.strict, reasons=reasons)
+        except ApiError as error:
+            detail = error.body.error
+            code = detail.code or "invalid_request"
+            raise Refuse(refused(call, error.status, code, str(error), detail.param)) from error
+        if checked.header:
+            call.headers.append((IGNORED_HEADER, checked.header))
+        if checked.flex:
+            call.request_class = RequestClass.BATCH
+        if checked.body is None:
+            return body
+        named = {"model": fields["model"]} if "model" in fields else {}
+        return msgspec.json.encode(named | checked.body)
+
+    def _model(self, call: Call, path: str, asked: str | None) -> FrontModel:
+        """The model that a call may ask. Raises `Refuse`."""
+        try:
+            model = self._fronts.resolve(asked)
+            if not call.allows(model.name):
+                raise UnknownModel(asked)
+        except UnknownModel as error:
+            status, code = (400, "model_missing") if asked is None else (404, "model_not_found")
+            raise Refuse(refused(call, status, code, str(error), "model")) from error
+        check_task(call, path, model)
+        return model
+
+    async def _state(self, call: Call, model: FrontModel) -> State:
+        try:
+            return (await self._fronts.get(model)).state
+        except FrontNotBuilt as error:
+            message = f"the model {model.name} cannot be served: {error}"
+            raise Refuse(refused(call, 500, "model_not_served", message, "model")) from error
+
+
+def check_task(call: Call, path: str, model: FrontModel) -> None:
+    """Raise `Refuse` for a model that does not do what an endpoint asks."""
+    api, tasks = _TASKS.get(path, ("", frozenset(Task)))
+    if model.task not in tasks:
+        message = f"The model does not support {api} API: {model.name} {_DOES[model.task]}"
+        raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
+
+
+class Refuse(Exception):
+    """The call is answered with a refusal of our own."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
+
+
+def refused(call: Call, status: int, code: str, message: str, param: str | None = None) -> Refused:
+    return Refused(call=call.number, status=status, code=code, message=message, param=param)
+
+
+_MISDIRECTED: Final = Refused(
+    call=0,
+    status=421,
+    code="misdirected_request",
+    message="ask for this path on a new connection; this one is closed",
+)
+"""Only for requests that are sent while earlier ones are answered (pipelining): a connection with
+one request at a time goes back to the core."""
+_CORE_GONE: Final = Refused(
+    call=0, status=503, code="shutting_down", message="the appliance is shutting down; try again"
+)
+
+
+# --- vLLM's application --------------------------------------------------------------------------
+
+
+@cache
+def vllm_application() -> FastAPI:
+    """vLLM's routes that front ends answer, with its handlers of errors; without a model."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    for router in (
+        chat_router,
+        completion_router,
+        responses_router,
+        anthropic_router,
+        embed_router,
+        pooling_router,
+        classify_router,
+        scoring_router,
+        tokenize_router,
+        render_router,
+    ):
+        app.include_router(router)
+    init_exception_handler(app)
+    return app
+
+
+@cache
+def vllm_stack() -> ASGIApp:
+    """The same as ASGI, below where it would put itself into the scope."""
+    return cast(ASGIApp, vllm_application().build_middleware_stack())
+
+
+@cache
+def _no_model() -> State:
+    """For bodies that name no model because they are no JSON objects: vLLM says what is wrong."""
+    return State({"args": Namespace(log_error_stack=False)})
+
+
+def fields_of(body: bytes) -> Fields | None:
+    """The top-level fields of a body, `model` decoded; None: it is no JSON object, which vLLM
+    says."""
+    try:
+        fields: Fields = dict(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+        if (model := fields.get("model")) is not None:
+            fields["model"] = msgspec.json.decode(cast(msgspec.Raw, model))
+    except msgspec.ValidationError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:  # takes what msgspec does not, as vLLM does: NaN, lone surrogates
+            whole = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        return {"model": whole.get("model")} if isinstance(whole, dict) else None
+    return fields
+
+
+def _is_name(model: object) -> TypeGuard[str | None]:
+    return model is None or isinstance(model, str)
+
+
+# --- ASGI ----------------------------------------------------------------------------------------
+
+
+async def _read_body(scope: Any, receive: Receive, most_bytes: int) -> bytes | None:
+    """The whole body; None if the client left. Raises `Refuse` for one that is too large."""
+    declared = _header(scope, b"content-length") or ""
+    if declared.isdigit() and int(declared) > most_bytes:
+        raise Refuse(_too_large(most_bytes))
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message: Any = await receive()
+        if message["type"] != "http.request":
+            return None
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most_bytes:
+            raise Refuse(_too_large(most_bytes))
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(most_bytes: int) -> Refused:
+    return Refused(
+        call=0,
+        status=413,
+        code="request_too_large",
+        message=f"the body is larger than {most_bytes} bytes",
+    )
+
+
+def _body_then(body: bytes, gone: asyncio.Event) -> Receive:
+    """What the application receives: the body, then that the client left."""
+    read = False
+
+    async def receive() -> Any:
+        nonlocal read
+        if not read:
+            read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return cast(Receive, receive)
+
+
+async def _watch(receive: Receive, gone: asyncio.Event) -> None:
+    """Wait until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
+
+
+async def _refuse(scope: Any, send: Send, headers: Headers, refused: Refused) -> None:
+    answer = Answer(
+        scope,
+        send,
+        Call(0),
+        headers=headers,
+        keep_alive_seconds=0.0,
+        on_reading=lambda _: None,
+    )
+    await answer.refuse(refused)
+
+
+async def _empty(send: Any, headers: Headers) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _header(scope: Any, name: bytes) -> str | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return cast(bytes, value).decode("latin-1")
+    return None
+
+
+def _with_request_id(scope: Any) -> list[tuple[bytes, bytes]]:
+    """The headers, with the id that vLLM then makes its own ids of."""
+    others = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+    return [*others, (b"x-request-id", request_id(scope).encode())]

@@ -1,0 +1,53 @@
+"""A call: one HTTP request, or one line of a batch, while a front end answers it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from typing import Final
+
+from appliance.frontwire import Refused
+from appliance.vocabulary import ModelName, RequestClass, RequestId
+
+
+class Call:
+    """What the core said of a call, and what the call asked of the core."""
+
+    def __init__(
+        self,
+        number: int,
+        models: tuple[ModelName, ...] | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+        body_bytes: int = 0,
+    ) -> None:
+        """`models` are those that its key allows; None: all of them. `headers` go into its
+        answer."""
+        self.number = number
+        self.models = None if models is None else frozenset(models)
+        self.headers = list(headers)
+        self.body_bytes = body_bytes
+        self.request_class = RequestClass.INTERACTIVE
+        self.requests: set[RequestId] = set()
+        """Those that the core computes, or decides about."""
+        self.refusal: Refused | None = None
+        """The first refusal of a request of the call."""
+        self.timing: str | None = None
+        """The ``Server-Timing`` of the request that ended last."""
+        self.background: set[asyncio.Task[None]] = set()
+        """Work that goes on after the answer; the call is over when it is done."""
+        self.decided = asyncio.Event()
+        """Set when the core has admitted or refused a request of the call."""
+
+    def refuse(self, refusal: Refused) -> None:
+        """Keep the first refusal, and say that the core has decided."""
+        if self.refusal is None:
+            self.refusal = refusal
+        self.decided.set()
+
+    def allows(self, model: ModelName) -> bool:
+        """Whether its key may ask `model`."""
+        return self.models is None or model in self.models
+
+
+current: Final[ContextVar[Call]] = ContextVar("call")
+"""The call that is answered here; set before any route handler runs."""

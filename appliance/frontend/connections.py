@@ -1,0 +1,231 @@
+"""Connections that the core hands over: their descriptors, and who is at their other end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from asyncio import BaseTransport
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import Any, Final, TypeAlias, cast
+from urllib.parse import unquote
+
+import httptools
+import msgspec
+import uvicorn
+from uvicorn.server import ServerState
+
+from appliance.api.connections import Connection
+from appliance.api.errors import ApiError
+from appliance.frontpaths import is_front_path
+from appliance.frontwire import MAX_RECEIVED_BYTES, Handover
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES: Final = 4096
+KEEP_ALIVE_SECONDS: Final = 5
+"""How long a connection may be idle between two requests."""
+
+CONNECTION: Final = "connection"
+"""Where a scope's state has the core's number of the connection."""
+
+_decoder: Final = msgspec.msgpack.Decoder(Handover)
+
+
+GiveBack: TypeAlias = Callable[[socket.socket, Handover], bool]
+"""Gives a connection back to the core; False if that is not possible now."""
+
+
+class HandedConnection(Connection):
+    """One whose ends are those that the core saw. It goes back with the first request on it that
+    is the core's, unless an earlier one is still answered."""
+
+    def __init__(
+        self,
+        handover: Handover,
+        give_back: GiveBack,
+        on_lost: Callable[[], None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._handover = handover
+        self._give_back = give_back
+        self._on_lost = on_lost
+        self._head: bytearray | None = bytearray()
+        """What came since a request began; None where a head is whole, or began in the middle of
+        what came."""
+        self._between = True
+        """No request is coming."""
+        self._is_the_cores = False
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)
+        self.client = self._handover.client
+        self.server = self._handover.server
+        self.scheme = "https" if self._handover.scheme == "https" else "http"
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._head += data
+        super().data_received(data)
+        if self._is_the_cores:
+            self._return()
+        elif self._between:
+            self._head = bytearray()
+
+    def on_message_begin(self) -> None:
+        self._between = False
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self._is_the_cores:
+            return
+        alone = self._head is not None and all(one.response_complete for one in self.unanswered)
+        if alone and not is_front_path(_path(self.url)):
+            self._is_the_cores = True
+            return
+        self._head = None
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_the_cores:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_the_cores:
+            return
+        super().on_message_complete()
+        self._between = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._on_lost()
+
+    def _return(self) -> None:
+        assert self._head is not None
+        received = bytes(self._head)
+        self.transport.pause_reading()
+        descriptor = os.dup(self.transport.get_extra_info("socket").fileno())
+        with socket.socket(fileno=descriptor) as connection:
+            back = msgspec.structs.replace(self._handover, received=received)
+            if len(received) > MAX_RECEIVED_BYTES or not self._give_back(connection, back):
+                error = ApiError(503, "try again on another connection", code="overloaded")
+                self._refuse(error)
+                return
+        self.transport.abort()  # ours; the core has one of its own
+
+
+def _path(url: bytes) -> str:
+    try:
+        path = httptools.parse_url(url).path
+    except httptools.HttpParserInvalidURLError:
+        return ""
+    return unquote((path or b"").decode("latin-1"))
+
+
+class Connections:
+    """Takes connections from the handover socket, and serves them."""
+
+    def __init__(self, handover: socket.socket, app: Any) -> None:
+        self._handover = handover
+        self._config = uvicorn.Config(
+            app,
+            http=HandedConnection,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[object]] = set()
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called whenever a connection was closed."""
+
+    def __len__(self) -> int:
+        return len(self._state.connections) + len(self._opening)
+
+    def begin(self) -> None:
+        """Take what the core hands over from now on."""
+        self._handover.setblocking(False)
+        self._tell_time()
+        self._loop.add_reader(self._handover.fileno(), self.receive)
+
+    def end(self) -> None:
+        """Take nothing more; all connections are closed."""
+        self._loop.remove_reader(self._handover.fileno())
+        for connection in list(self._state.connections):
+            cast(Any, connection).transport.abort()
+
+    def close_idle(self) -> None:
+        """Close those that wait for another request; what is being answered is answered."""
+        for connection in list(self._state.connections):
+            if cast(Any, connection).cycle is not None:
+                connection.shutdown()
+
+    def receive(self) -> None:
+        """Take all that was handed over so far."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._handover, MAX_MESSAGE_BYTES, 1)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                log.error("no connections can be taken any more: %s", error)
+                self._loop.remove_reader(self._handover.fileno())
+                return
+            if not data and not descriptors:  # the core's end is closed
+                self._loop.remove_reader(self._handover.fileno())
+                return
+            for descriptor in descriptors:
+                self._open(data, socket.socket(fileno=descriptor))
+
+    def _open(self, data: bytes, connection: socket.socket) -> None:
+        try:
+            handover = _decoder.decode(data)
+        except msgspec.DecodeError as error:
+            log.error("a connection came without a proper message: %s", error)
+            connection.close()
+            return
+        connection.setblocking(False)
+        task: asyncio.Task[object] = self._loop.create_task(
+            self._loop.connect_accepted_socket(lambda: self._protocol(handover), connection)
+        )
+        self._opening.add(task)
+        task.add_done_callback(self._opened)
+
+    def _opened(self, task: asyncio.Task[object]) -> None:
+        self._opening.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("a connection was lost before it was served: %s", error)
+            self.on_lost()
+
+    def _tell_time(self) -> None:
+        """Answers from now on have this second's date."""
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self._loop.call_later(1.0, self._tell_time)
+
+    def _protocol(self, handover: Handover) -> HandedConnection:
+        return HandedConnection(
+            handover,
+            self._back,
+            self.on_lost,
+            config=self._config,
+            server_state=self._state,
+            app_state={CONNECTION: handover.connection},
+            _loop=self._loop,
+        )
+
+    def _back(self, connection: socket.socket, handover: Handover) -> bool:
+        message = msgspec.msgpack.encode(handover)
+        try:
+            socket.send_fds(self._handover, [message], [connection.fileno()])
+        except OSError as error:  # the core is gone, or takes nothing now
+            log.warning("a connection cannot be given back: %s", error)
+            return False
+        return True

@@ -1,0 +1,294 @@
+"""The link to the core: frames in both directions, and whom the core's frames are for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from appliance import frontwire, wire
+from appliance.frontend.calls import Call
+from appliance.frontwire import (
+    Abort,
+    Admitted,
+    Catalogue,
+    Drain,
+    Enter,
+    Entered,
+    Hello,
+    Leave,
+    Output,
+    Outputs,
+    Ping,
+    Reading,
+    Refused,
+    Run,
+    StopRun,
+    Submit,
+    Up,
+    Welcome,
+)
+from appliance.vocabulary import FinishReason, RequestId
+
+log = logging.getLogger(__name__)
+
+
+class CallRefused(Exception):
+    """The core refuses a call before its body is read."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
+
+
+class RequestRefused(Exception):
+    """The core refuses a request that was submitted."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
+
+
+class Receiver(Protocol):
+    """Takes what the core sends for the requests of one model."""
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """New tokens, in one frame."""
+        ...
+
+    def fail(self, request: RequestId, refused: Refused) -> None:
+        """The core gives up a request that it had admitted."""
+        ...
+
+
+class _Request:
+    """A submitted request."""
+
+    __slots__ = ("admission", "call", "receiver")
+
+    def __init__(
+        self, call: Call, receiver: Receiver, admission: asyncio.Future[None] | None
+    ) -> None:
+        self.call = call
+        self.receiver = receiver
+        self.admission = admission
+
+
+class Core(asyncio.Protocol):
+    """The core, as a front end sees it. Frames leave in the order of the calls made here."""
+
+    def __init__(self) -> None:
+        self._decoder = frontwire.decoder_for_front()
+        self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._numbers = itertools.count(1)
+        self._entering: dict[int, asyncio.Future[Entered]] = {}
+        self._requests: dict[RequestId, _Request] = {}
+        self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.Event()
+        """Set when the core's end of the link is closed."""
+        self.on_catalogue: Callable[[Catalogue], None] = _ignored
+        self.on_run: Callable[[Run | StopRun], None] = _ignored
+        self.on_ping: Callable[[Ping], None] = _ignored
+        self.on_drain: Callable[[], None] = lambda: None
+
+    async def greet(self) -> Welcome:
+        """Introduce this process; returns what it is configured with. Raises `ConnectionError` if
+        the core ends the link before it answers."""
+        self.send(Hello(version=frontwire.VERSION, pid=os.getpid()))
+        return await self._welcome
+
+    def send(self, frame: Up) -> None:
+        """Send a frame; lost if the core is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.encode(frame))
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    async def enter(
+        self,
+        method: str,
+        path: str,
+        client: str | None,
+        headers: tuple[tuple[str, str], ...],
+        connection: int,
+    ) -> Call:
+        """Ask whether a call may go on. Raises `CallRefused`, and `ConnectionError` when the core
+        is gone."""
+        await self._writable.wait()
+        if self.gone.is_set():
+            raise ConnectionError("the core is gone")
+        number = next(self._numbers)
+        answer: asyncio.Future[Entered] = asyncio.get_running_loop().create_future()
+        self._entering[number] = answer
+        enter = Enter(
+            call=number,
+            method=method,
+            path=path,
+            client=client,
+            headers=headers,
+            connection=connection,
+        )
+        self.send(enter)
+        try:
+            entered = await answer
+        except asyncio.CancelledError:
+            self.send(Leave(number))
+            raise
+        finally:
+            del self._entering[number]
+        return Call(number, entered.models, entered.headers)
+
+    def leave(self, call: Call) -> None:
+        """The call is over; the core aborts what it still has."""
+        for request in call.requests:
+            self._requests.pop(request, None)
+        call.requests.clear()
+        self.send(Leave(call.number))
+
+    # --- requests --------------------------------------------------------------------------------
+
+    async def submit(self, call: Call, submit: Submit, receiver: Receiver) -> None:
+        """Submit a request; returns when it is admitted. Raises `RequestRefused`, and
+        `ConnectionError` when the core is gone."""
+        await self._writable.wait()
+        if self.gone.is_set():
+            raise ConnectionError("the core is gone")
+        admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests[submit.request] = _Request(call, receiver, admission)
+        call.requests.add(submit.request)
+        self.send(submit)
+        try:
+            await admission
+        except asyncio.CancelledError:
+            self.abort([submit.request], FinishReason.CANCELLED)
+            raise
+
+    def abort(self, requests: list[RequestId], reason: FinishReason) -> None:
+        """No more tokens are wanted of those among `requests` that are not over."""
+        live = [request for request in requests if self._forget(request)]
+        if live:
+            self.send(Abort(live, reason))
+
+    def reading(self, call: Call, *, reads: bool) -> None:
+        """The call's client stopped to take its answer, or takes it again."""
+        if call.requests:
+            self.send(Reading(sorted(call.requests), reads))
+
+    def _forget(self, request: RequestId) -> _Request | None:
+        known = self._requests.pop(request, None)
+        if known is not None:
+            known.call.requests.discard(request)
+        return known
+
+    # --- the core's frames -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            frames = self._decoder.feed(data)
+        except Exception as error:  # of msgspec, or a frame too long: nothing can be read any more
+            log.error("the core's frames cannot be read: %s", error)
+            self._close()
+            return
+        for frame in frames:
+            self._take(frame)
+
+    def _take(self, frame: frontwire.Down) -> None:
+        match frame:
+            case Outputs():
+                self._deliver(frame.outputs)
+            case Admitted():
+                self._admitted(frame.request)
+            case Entered():
+                answer = self._entering.get(frame.call)
+                if answer is not None and not answer.done():
+                    answer.set_result(frame)
+            case Refused():
+                self._refused(frame)
+            case Ping():
+                self.on_ping(frame)
+            case Run() | StopRun():
+                self.on_run(frame)
+            case Catalogue():
+                self.on_catalogue(frame)
+            case Drain():
+                self.on_drain()
+            case Welcome():
+                if not self._welcome.done():
+                    self._welcome.set_result(frame)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        sorted_out: dict[Receiver, list[Output]] = {}
+        for output in outputs:
+            known = self._requests.get(output.request)
+            if known is None:
+                continue
+            if output.finished is not None:
+                self._forget(output.request)
+                known.call.timing = output.timing or known.call.timing
+            sorted_out.setdefault(known.receiver, []).append(output)
+        for receiver, mine in sorted_out.items():
+            receiver.deliver(mine)
+
+    def _admitted(self, request: RequestId) -> None:
+        known = self._requests.get(request)
+        if known is None:
+            return
+        if known.admission is not None and not known.admission.done():
+            known.admission.set_result(None)
+        known.admission = None
+        known.call.decided.set()
+
+    def _refused(self, refused: Refused) -> None:
+        if refused.request is None:
+            answer = self._entering.get(refused.call)
+            if answer is not None and not answer.done():
+                answer.set_exception(CallRefused(refused))
+            return
+        known = self._forget(refused.request)
+        if known is None:
+            return
+        known.call.refuse(refused)
+        if known.admission is None:
+            known.receiver.fail(refused.request, refused)
+        elif not known.admission.done():
+            known.admission.set_exception(RequestRefused(refused))
+
+    # --- the link --------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self.gone.is_set():
+            return
+        self.gone.set()
+        self._writable.set()
+        if self._transport is not None:
+            self._transport.close()
+        lost = ConnectionError("the core is gone")
+        waiting: list[asyncio.Future[None] | asyncio.Future[Entered] | asyncio.Future[Welcome]] = [
+            self._welcome,
+            *self._entering.values(),
+            *(one.admission for one in self._requests.values() if one.admission is not None),
+        ]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(lost)
+
+
+def _ignored(frame: object) -> None:
+    """Until the front end serves, there is nothing to do."""

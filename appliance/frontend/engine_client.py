@@ -1,0 +1,249 @@
+"""What vLLM's `AsyncLLM` takes for its engine: the core, asked over the link."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any, Final
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.tasks import SupportedTask
+from vllm.utils.collection_utils import as_list
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import FinishReason as EngineFinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from appliance.engines.vllm.messages import BadMessage, decode_output, encode_request
+from appliance.frontend.calls import Call, current
+from appliance.frontend.core import Core, RequestRefused
+from appliance.frontwire import FrontModel, Output, Refused, Submit
+from appliance.vocabulary import FinishReason, RequestId, Task
+
+log = logging.getLogger(__name__)
+
+TASKS: Final[dict[Task, tuple[SupportedTask, ...]]] = {
+    Task.GENERATE: ("generate",),
+    Task.EMBED: ("embed",),
+    Task.SCORE: ("classify",),
+}
+"""vLLM's names for what a model of a task can do."""
+
+_FINISHED: Final = {
+    FinishReason.STOP: EngineFinishReason.STOP,
+    FinishReason.LENGTH: EngineFinishReason.LENGTH,
+    FinishReason.CANCELLED: EngineFinishReason.ABORT,
+    FinishReason.ERROR: EngineFinishReason.ERROR,
+}
+
+
+class NotAvailable(NotImplementedError):
+    """An engine's method that has no meaning where the core schedules."""
+
+
+class Refusal(GracefulHTTPError):  # type: ignore[misc]
+    """The core refuses a request; vLLM's handlers answer with its status and message."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message, HTTPStatus(refused.status))
+
+
+class EngineClient(EngineCoreClient):  # type: ignore[misc]
+    """One model's requests to the core, and their outputs."""
+
+    engine_ranks_managed: Final = (0,)
+
+    def __init__(self, core: Core, model: FrontModel) -> None:
+        self._core = core
+        self._model = model
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._stops: dict[RequestId, frozenset[int]] = {}
+        """Of each request the tokens that end it, beside the model's own end."""
+        self.processor: OutputProcessor | None = None
+        """vLLM's, which knows the streams; set as soon as it exists."""
+        self.resources = SimpleNamespace(engine_dead=False)
+
+    # --- what AsyncLLM asks ----------------------------------------------------------------------
+
+    async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
+        return TASKS[self._model.task]
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Returns when the core has admitted the request. Raises `Refusal`."""
+        call = current.get()
+        try:
+            submit = self._submit_of(call, request)
+            if request.sampling_params is not None:
+                self._stops[request.request_id] = _stop_tokens(request.sampling_params)
+            await self._core.submit(call, submit, self)
+        except BaseException as error:
+            self._drop(request.request_id)
+            if isinstance(error, RequestRefused):
+                raise Refusal(error.refused) from error
+            if isinstance(error, BadMessage):
+                raise VLLMValidationError(str(error)) from error
+            raise
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """A stop string ended the requests: what `AsyncLLM` aborts itself."""
+        self.abort(request_ids, FinishReason.STOP)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing of the model's was started in this process."""
+
+    def abort(self, requests: list[RequestId], reason: FinishReason) -> None:
+        """Have the core end requests."""
+        for request in requests:
+            self._stops.pop(request, None)
+        self._core.abort(requests, reason)
+
+    # --- what the core says ----------------------------------------------------------------------
+
+    def deliver(self, outputs: list[Output]) -> None:
+        made: list[EngineCoreOutput] = []
+        for output in outputs:
+            if output.details:
+                made += self._detailed(output)
+            else:
+                made.append(self._plain(output))
+            if output.finished is not None:
+                self._stops.pop(output.request, None)
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=made, timestamp=time.monotonic()))
+
+    def fail(self, request: RequestId, refused: Refused) -> None:
+        """End the stream of a request that had begun with an error of the core's words."""
+        assert self.processor is not None
+        state = self.processor.request_states.get(request)
+        if state is None:
+            return
+        state.queue.put(Refusal(refused))
+        self._drop(request if state.parent_req is None else state.parent_req.request_id)
+
+    def _plain(self, output: Output) -> EngineCoreOutput:
+        reason = None if output.finished is None else _FINISHED[output.finished]
+        stop = None
+        if reason is EngineFinishReason.STOP and output.tokens:
+            stops = self._stops.get(output.request, frozenset())
+            stop = output.tokens[-1] if output.tokens[-1] in stops else None
+        return EngineCoreOutput(
+            request_id=output.request,
+            new_token_ids=output.tokens,
+            finish_reason=reason,
+            stop_reason=stop,
+        )
+
+    def _detailed(self, output: Output) -> list[EngineCoreOutput]:
+        try:
+            made = [decode_output(detail) for detail in output.details]
+        except BadMessage as error:
+            log.error(
+                "an output cannot be read: %s", error, extra={"fields": {"id": output.request}}
+            )
+            self.abort([output.request], FinishReason.ERROR)
+            return [_end(output.request, EngineFinishReason.ERROR)]
+        for one in made:
+            one.request_id = output.request
+        if output.finished is not None and made[-1].finish_reason is None:
+            made[-1].finish_reason = _FINISHED[output.finished]
+        return made
+
+    # --- details ---------------------------------------------------------------------------------
+
+    def _submit_of(self, call: Call, request: EngineCoreRequest) -> Submit:
+        sampling = request.sampling_params
+        prompt = tuple(request.prompt_token_ids or ())
+        max_tokens = 0
+        if sampling is not None:
+            room = max(self._model.max_context - len(prompt), 1)
+            max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        return Submit(
+            call=call.number,
+            request=request.request_id,
+            model=self._model.name,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            body=encode_request(request),
+            guided=sampling is not None and sampling.structured_outputs is not None,
+            together_tokens=self._siblings(request.request_id) * (len(prompt) + max_tokens),
+            request_class=call.request_class,
+        )
+
+    def _siblings(self, request: RequestId) -> int:
+        """How many sequences are asked for at once with this one; 0: it is alone."""
+        assert self.processor is not None
+        state = self.processor.request_states.get(request)
+        parent = None if state is None else state.parent_req
+        return 0 if parent is None else int(parent.sampling_params.n)
+
+    def _drop(self, request: RequestId) -> None:
+        """Forget a request, or all sequences of one, here and in the core."""
+        assert self.processor is not None
+        self._stops.pop(request, None)
+        others = self.processor.abort_requests([request], internal=True)
+        self.abort(others, FinishReason.CANCELLED)
+
+
+def _name_what_is_missing() -> None:
+    """All other methods of an engine's client say by name that they are not available."""
+
+    def unavailable(name: str) -> Callable[..., Any]:
+        def refuse(*args: object, **kwargs: object) -> Any:
+            raise NotAvailable(f"{name} is not available: the core schedules this model")
+
+        return refuse
+
+    kept = {"make_client", "make_async_mp_client", "get_kv_event_sources"}
+    for name, member in vars(EngineCoreClient).items():
+        ours = name in vars(EngineClient) or name in kept or name.startswith("_")
+        if callable(member) and not ours:
+            setattr(EngineClient, name, unavailable(name))
+
+
+_name_what_is_missing()
+
+
+class FrontLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's front half of one model. What it aborts itself was cancelled by its client."""
+
+    engine_core: EngineClient
+
+    def __init__(self, core: Core, model: FrontModel, config: VllmConfig) -> None:
+        """Loads the tokenizer: takes a while, and may be done in another thread than the loop's."""
+        making = _making.set(EngineClient(core, model))
+        try:
+            super().__init__(config, executor_class=None, log_stats=False, log_requests=False)
+        finally:
+            _making.reset(making)
+        self.engine_core.processor = self.output_processor
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        names = (request_id,) if isinstance(request_id, str) else as_list(request_id)
+        ended = self.output_processor.abort_requests(names, internal)
+        self.engine_core.abort(ended, FinishReason.CANCELLED)
+
+
+_making: Final[ContextVar[EngineClient]] = ContextVar("making")
+
+
+def replace_engine() -> None:
+    """Have every `AsyncLLM` of this process take our client for its engine. Once."""
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: _making.get())
+
+
+def _stop_tokens(sampling: SamplingParams) -> frozenset[int]:
+    return frozenset(sampling.stop_token_ids or ()) - {sampling.eos_token_id}
+
+
+def _end(request: RequestId, reason: EngineFinishReason) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id=request, new_token_ids=[], finish_reason=reason)

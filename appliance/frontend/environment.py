@@ -1,0 +1,49 @@
+"""What a front end's process must look like before vLLM is imported: no device, no network."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final
+
+_TALKATIVE: Final = (
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.openai.responses.serving",
+    "vllm.platforms.cpu",
+)
+"""They warn of each model: of its template, of a store without bounds, of the CPU."""
+
+
+def prepare_environment() -> None:
+    """Set the process up for vLLM's front half; call before anything imports torch or vLLM."""
+    os.environ |= {
+        # Tokenizers have threads of their own; torch only carries vectors here.
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # bounded: appliance.frontend.stored
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # what the workers run
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+
+
+def import_vllm() -> None:
+    """Import what serves, which takes seconds, and have vLLM ask for no device."""
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from vllm import platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    platforms._current_platform = CpuPlatform()
+
+    from appliance.frontend.app import vllm_application
+    from appliance.frontend.engine_client import replace_engine
+    from appliance.frontend.seams import check_seams
+
+    check_seams()
+    replace_engine()
+    vllm_application()

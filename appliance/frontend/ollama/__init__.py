@@ -1,0 +1,1 @@
+"""Ollama's dialect: its requests become vLLM's, and vLLM's answers become Ollama's lines."""

@@ -1,0 +1,116 @@
+"""The process of a front end, from its first frame to its end.
+
+Started by the core with two sockets: frames go over one of them, connections come over the other.
+It ends with the core's end of the frames, or when it was told to drain and all is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from appliance import frontwire
+from appliance.api.cors import Cors
+from appliance.frontend.core import Core
+from appliance.frontend.environment import import_vllm, prepare_environment
+from appliance.frontwire import Ping, Pong, Ready
+
+if TYPE_CHECKING:
+    from appliance.frontend.app import FrontEnd
+    from appliance.frontend.batchruns import BatchRuns
+    from appliance.frontend.connections import Connections
+
+log = logging.getLogger("appliance.frontend")
+
+
+def main(frames: socket.socket, handover: socket.socket) -> int:
+    """Serve until the core is gone or has drained this front end; returns the exit status."""
+    prepare_environment()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the core ends its front ends
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        return runner.run(_serve(frames, handover))
+
+
+async def _serve(frames: socket.socket, handover: socket.socket) -> int:
+    core = Core()
+    frames.setblocking(False)
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: core, frames)
+    try:
+        welcome = await core.greet()
+    except ConnectionError:
+        return 0
+    if welcome.version != frontwire.VERSION:
+        log.error(
+            "the core speaks version %d of the frames, this front end %d: restart the appliance",
+            welcome.version,
+            frontwire.VERSION,
+        )
+        return 1
+    import_vllm()  # before Ready pings are not expected: the loop may stand still
+    from appliance.frontend.app import FrontEnd
+    from appliance.frontend.batchruns import BatchRuns
+    from appliance.frontend.connections import Connections
+    from appliance.frontend.model_fronts import ModelFronts
+    from appliance.frontend.ollama.routes import ollama_application
+    from appliance.frontend.stored import StoredResponses
+
+    stored = StoredResponses()
+    fronts = ModelFronts(core, welcome.models, stored)
+    ollama = ollama_application(
+        fronts, strict=welcome.strict, keep_alive_seconds=welcome.keep_alive_seconds
+    )
+    front_end = FrontEnd(core, welcome, fronts, stored, ollama)
+    runs = BatchRuns(core, front_end.run)
+    connections = Connections(handover, Cors(front_end, welcome.origins))
+    core.on_catalogue = lambda catalogue: fronts.change(catalogue.models)
+    core.on_run = runs.take
+    await _until_over(core, front_end, connections, runs)
+    return 0
+
+
+async def _until_over(
+    core: Core, front_end: FrontEnd, connections: Connections, runs: BatchRuns
+) -> None:
+    """Serve connections until the core is gone, or all is answered after it said so."""
+    news = asyncio.Event()
+
+    def answer_ping(ping: Ping) -> None:
+        calls = front_end.calls + len(runs)
+        core.send(Pong(number=ping.number, connections=len(connections), calls=calls))
+
+    def drain() -> None:
+        front_end.draining = True
+        connections.receive()  # what the core handed over before it said so
+        connections.close_idle()
+        news.set()
+
+    core.on_ping = answer_ping
+    core.on_drain = drain
+    connections.on_lost = news.set
+    runs.on_over = front_end.on_over = news.set
+    connections.begin()
+    core.send(Ready())
+    log.info("a front end is ready")
+    gone = asyncio.create_task(core.gone.wait())
+    gone.add_done_callback(lambda _: news.set())
+    while not gone.done():
+        await news.wait()
+        news.clear()
+        if front_end.draining and not (connections or runs or front_end.calls):
+            break
+    gone.cancel()
+    logging.getLogger("uvicorn.error").disabled = True  # of answers that end with the core
+    connections.end()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()

@@ -1,0 +1,86 @@
+"""What front ends rely on inside vLLM, checked when one begins.
+
+One exact version: an `AsyncLLM` of vLLM's is given an engine client and states that are ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+import vllm
+from fastapi import FastAPI
+from vllm import platforms
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
+
+VERSION: Final = "0.32.0"
+
+SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+    (AsyncLLM.__init__, ("vllm_config", "executor_class", "log_stats")),
+    (AsyncLLM.abort, ("request_id", "internal")),
+    (EngineCoreClient.get_supported_tasks_async, ()),
+    (EngineCoreClient.add_request_async, ("request",)),
+    (EngineCoreClient.abort_requests_async, ("request_ids",)),
+    (EngineCoreClient.get_output_async, ()),
+    (OutputProcessor.abort_requests, ("request_ids", "internal")),
+    (RequestOutputCollector.put, ("output",)),
+    (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
+    (FastAPI.build_middleware_stack, ()),
+)
+
+FIELDS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+    (RequestState.__init__, ("parent_req", "queue")),
+    (
+        EngineCoreRequest,
+        ("request_id", "prompt_token_ids", "sampling_params", "pooling_params"),
+    ),
+    (
+        EngineCoreOutput,
+        ("request_id", "new_token_ids", "finish_reason", "stop_reason"),
+    ),
+)
+"""Names that have to be among the parameters, in any place."""
+
+SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
+    (AsyncLLM.__init__, ("EngineCoreClient.make_async_mp_client(",)),
+    (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),
+    (
+        OpenAIServingResponses.__init__,
+        ("self.response_store", "self.msg_store", "self.event_store", "self.background_tasks"),
+    ),
+)
+"""What has to be said in the source of a function."""
+
+
+class SeamMoved(RuntimeError):
+    """This vLLM is not the one that front ends were written for."""
+
+
+def check_seams() -> None:
+    """Raise `SeamMoved` unless vLLM has the version, signatures and attributes relied on."""
+    if vllm.__version__ != VERSION:
+        raise SeamMoved(f"vLLM is {vllm.__version__}, front ends are for {VERSION}")
+    for function, expected in SIGNATURES:
+        names = _parameters(function)
+        if tuple(names[: len(expected)]) != expected:
+            raise SeamMoved(f"{function.__qualname__} takes {names}, not {expected}")
+    for function, wanted in FIELDS:
+        if missing := set(wanted) - set(_parameters(function)):
+            raise SeamMoved(f"{function.__qualname__} does not take {sorted(missing)} any more")
+    for function, phrases in SOURCES:
+        source = inspect.getsource(function)
+        for phrase in phrases:
+            if phrase not in source:
+                raise SeamMoved(f"{function.__qualname__} does not do {phrase!r} any more")
+    if "_current_platform" not in vars(platforms):
+        raise SeamMoved("vLLM keeps its platform elsewhere")
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]

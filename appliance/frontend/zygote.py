@@ -1,0 +1,96 @@
+"""The process that front ends are forked from: imports vLLM once, then forks one for each order.
+
+A front end that died is back within a fraction of a second so, and all of them share the memory of
+what was imported. Runs as ``python -m appliance.frontend.zygote FD``; `FD` is the socket of orders.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from appliance import logs
+from appliance.frontwire import Fork, Forked
+
+ORDER_BYTES: Final = 1024
+
+
+def serve_orders(orders: socket.socket, run: Callable[[socket.socket, socket.socket], int]) -> None:
+    """Fork a process that calls `run` for each order, until the core is gone. Returns in the parent
+    alone."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # of the terminal; the core ends us
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
+    decoder = msgspec.msgpack.Decoder(Fork)
+    gc.collect()
+    gc.freeze()  # what is imported stays shared
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 2)
+        if not message:
+            return
+        order = decoder.decode(message)
+        check_threads()
+        frames, handover = (socket.socket(fileno=number) for number in descriptors)
+        child = os.fork()
+        if child == 0:
+            orders.close()
+            os._exit(_run(order.number, run, frames, handover))
+        frames.close()
+        handover.close()
+        try:
+            handles = [os.pidfd_open(child)]
+        except ProcessLookupError:
+            handles = []
+        socket.send_fds(orders, [msgspec.msgpack.encode(Forked(order.number))], handles)
+        for handle in handles:
+            os.close(handle)
+
+
+def check_threads() -> None:
+    """Raises `RuntimeError` if there is a thread beside this one: what it holds stays held in a
+    process that is forked."""
+    count = len(list(Path("/proc/self/task").iterdir()))
+    if count != 1:
+        raise RuntimeError(f"importing the front half started {count - 1} threads: cannot fork")
+
+
+def _run(
+    number: int,
+    run: Callable[[socket.socket, socket.socket], int],
+    frames: socket.socket,
+    handover: socket.socket,
+) -> int:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    logs.join("warning", front_end=number)
+    try:
+        return run(frames, handover)
+    except BaseException:
+        logging.getLogger("appliance.frontend").critical("%s", traceback.format_exc())
+        return 1
+
+
+def main(arguments: list[str]) -> None:
+    """Import the front half, and fork what is ordered."""
+    orders = socket.socket(fileno=int(arguments[0]))
+    logs.join("warning", front_end=0)
+    from appliance.frontend.environment import import_vllm, prepare_environment
+
+    prepare_environment()
+    import_vllm()
+    from appliance.frontend import process
+
+    serve_orders(orders, process.main)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

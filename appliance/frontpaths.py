@@ -1,0 +1,45 @@
+"""The paths that front ends answer; every other path is the core's."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FRONT_PATHS: Final = frozenset(
+    {
+        # OpenAI's and vLLM's
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/render",
+        "/v1/completions",
+        "/v1/completions/render",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/tokenize",
+        "/detokenize",
+        # Anthropic's; the core answers /v1/messages/batches
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        # Cohere's and Jina's
+        "/v2/embed",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        # Ollama's that compute; the core answers those of its catalogue
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
+    }
+)
+
+FRONT_PREFIXES: Final = ("/v1/responses/",)
+"""What is below them is answered by front ends, too: stored answers, and giving one up."""
+
+
+def is_front_path(path: str) -> bool:
+    """Whether front ends answer `path` (decoded, without its query), with any method."""
+    return path in FRONT_PATHS or path.startswith(FRONT_PREFIXES)

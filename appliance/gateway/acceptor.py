@@ -1,0 +1,403 @@
+"""Accepts connections and routes each by its first request line: to a front end or to the core.
+
+A descriptor that goes to a front end was only peeked at, so that nothing of the request is lost.
+An answer of the core closes its connection, so that the next request is routed anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from appliance.api.connections import HEAD_SECONDS, UNSENT_BYTES, Connection
+from appliance.api.errors import ApiError
+from appliance.frontpaths import is_front_path
+from appliance.frontwire import Handover
+from appliance.gateway.requestlines import PEEK_BYTES, path_of
+from appliance.gateway.tls import PumpSide, TlsBeginning
+
+AT_ONCE: Final = 64
+"""Connections that are accepted before the event loop does something else."""
+PAUSE_SECONDS: Final = 1.0
+"""How long nothing is accepted when there are no descriptors left."""
+FIRST_LOOK_SECONDS: Final = 0.01
+LONGEST_LOOK_SECONDS: Final = 0.5
+"""A first line that comes in pieces is looked at again after pauses that grow: what was peeked at
+stays readable, so that readiness says nothing."""
+LEAST_HEAD_SECONDS: Final = 1.0
+"""What the core gives for the rest of a head whose first line took long."""
+MAX_WAITING: Final = 1024
+"""Connections that wait for a front end at once."""
+WAIT_SECONDS: Final = 30.0
+RETRY_SECONDS: Final = 5
+
+_NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_numbers = itertools.count(1)
+
+log = logging.getLogger(__name__)
+
+
+class FrontEnds(Protocol):
+    """The front ends, as far as connections go. `appliance.gateway.supervisor.Supervisor` is it."""
+
+    def hand(self, connection: socket.socket, handover: Handover, *, operator: bool) -> bool:
+        """Give a connection to a front end, which then has a descriptor of its own. False if none
+        can take it now: `on_room` is told when one can. Raises `ApiError` if none will."""
+
+    def on_room(self, tell: Callable[[], None]) -> None:
+        """`tell` is to be called whenever a front end can take connections again."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A connection that is a front end's, when one can take it."""
+
+    connection: socket.socket
+    handover: Handover
+    until: float
+
+
+class Acceptor:
+    """Accepts on listening sockets. Connections of the core are made by `make`; without
+    `front_ends` all are the core's. With `tls`, clients speak it."""
+
+    def __init__(
+        self,
+        make: Callable[[], Connection],
+        kind: type[Connection],
+        front_ends: FrontEnds | None,
+        tls: ssl.SSLContext | None = None,
+        *,
+        head_seconds: float = HEAD_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        """`kind` is what `make` makes. A first request line may take `head_seconds`; `max_waiting`
+        connections wait for a front end, for `wait_seconds` at most."""
+        self._make = make
+        self._kind = kind
+        self._front_ends = front_ends
+        self._tls = tls
+        self._head_seconds = head_seconds
+        self._wait_seconds = wait_seconds
+        self._max_waiting = max_waiting
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[socket.socket] = []
+        self._beginnings: set[_Beginning | TlsBeginning] = set()
+        self._waiting: deque[_Waiting] = deque()
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        if front_ends is not None:
+            front_ends.on_room(self._hand_waiting)
+
+    def start(self, listeners: Sequence[socket.socket]) -> None:
+        """Accept from now on."""
+        self._listeners = list(listeners)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def stop(self) -> None:
+        """Accept no more. What was not accepted stays in the listening sockets."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+        self._listeners = []
+
+    def end(self) -> None:
+        """Close the connections that have no request yet."""
+        for beginning in list(self._beginnings):
+            self._close(beginning)
+
+    @property
+    def undecided(self) -> int:
+        """Accepted connections whose first request is not known yet."""
+        return len(self._beginnings) + len(self._tasks)
+
+    # --- accepting -------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTOR:
+                    raise
+                log.error("no connection is accepted for %g s: %s", PAUSE_SECONDS, error)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(PAUSE_SECONDS, self._accept_again, listener)
+                return
+            connection.setblocking(False)
+            if self._tls is None:
+                beginning = _Beginning(connection, self._route, self._over, self._head_seconds)
+                self._beginnings.add(beginning)
+                beginning.look()
+            else:
+                self._run(self._begin_tls(connection, self._tls))
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    async def _begin_tls(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        beginning = TlsBeginning(self._route_tls, self._beginnings.discard)
+        self._beginnings.add(beginning)
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: beginning,
+                connection,
+                ssl=context,
+                ssl_handshake_timeout=self._head_seconds,
+            )
+        except (OSError, ssl.SSLError):  # a handshake that fails is the client's affair
+            self._beginnings.discard(beginning)
+            connection.close()
+            return
+        self._loop.call_later(self._head_seconds, self._over, beginning)
+
+    def _over(self, beginning: _Beginning | TlsBeginning) -> None:
+        """The time for a first line is over. The core says so, if there is anything to answer."""
+        if beginning not in self._beginnings:
+            return
+        if beginning.silent:
+            self._close(beginning)
+        elif isinstance(beginning, TlsBeginning):
+            self._beginnings.discard(beginning)
+            beginning.take(self._core_protocol(head_seconds=LEAST_HEAD_SECONDS))
+        else:
+            self._route(beginning, "")
+
+    def _close(self, beginning: _Beginning | TlsBeginning) -> None:
+        self._beginnings.discard(beginning)
+        if isinstance(beginning, TlsBeginning):
+            beginning.transport.close()
+        else:
+            beginning.let_go().close()
+
+    # --- routing ---------------------------------------------------------------------------------
+
+    def _route(self, beginning: _Beginning, path: str | None) -> None:
+        """The path of a connection is known; None: the client left."""
+        self._beginnings.discard(beginning)
+        connection = beginning.let_go()
+        if path is None:
+            connection.close()
+        elif self._is_front(path) and self._kind.admits(connection):
+            self._offer(connection, _handover_of(connection))
+        else:
+            self._to_core(connection, head_seconds=beginning.seconds_left())
+
+    def _route_tls(self, beginning: TlsBeginning, path: str) -> None:
+        if beginning in self._beginnings:
+            self._beginnings.discard(beginning)
+        if not self._is_front(path):
+            beginning.take(self._core_protocol())
+            return
+        handover = _handover_of(beginning.transport.get_extra_info("socket"), scheme="https")
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(False)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
+        encrypted, plain = PumpSide(), PumpSide()
+        encrypted.other, plain.other = plain, encrypted
+        beginning.take(encrypted)
+        self._run(self._open(plain, ours))
+        self._offer(theirs, handover)
+
+    def _is_front(self, path: str) -> bool:
+        return self._front_ends is not None and is_front_path(path)
+
+    def _offer(self, connection: socket.socket, handover: Handover) -> None:
+        """A front end gets the connection, now or later, or it is refused."""
+        waiting = _Waiting(connection, handover, self._loop.time() + self._wait_seconds)
+        if len(self._waiting) >= self._max_waiting:
+            self._give_up(waiting, _no_front_end(f"{self._max_waiting} requests wait for one"))
+        elif self._waiting or not self._is_settled(waiting):
+            self._waiting.append(waiting)
+            if self._giving_up is None:
+                self._giving_up = self._loop.call_at(waiting.until, self._give_up_late)
+
+    def _is_settled(self, waiting: _Waiting) -> bool:
+        """Whether a front end has the connection now, or it is refused."""
+        assert self._front_ends is not None
+        try:
+            if not self._front_ends.hand(
+                waiting.connection, waiting.handover, operator=self._kind.for_operators
+            ):
+                return False
+        except ApiError as error:
+            self._give_up(waiting, error)
+        else:
+            waiting.connection.close()  # the front end has a descriptor of its own
+        return True
+
+    def _hand_waiting(self) -> None:
+        while self._waiting and self._is_settled(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _give_up_late(self) -> None:
+        self._giving_up = None
+        now = self._loop.time()
+        while self._waiting and self._waiting[0].until <= now:
+            late = _no_front_end(f"none was ready for {self._wait_seconds:g} s")
+            self._give_up(self._waiting.popleft(), late)
+        if self._waiting:
+            self._giving_up = self._loop.call_at(self._waiting[0].until, self._give_up_late)
+
+    def _give_up(self, waiting: _Waiting, error: ApiError) -> None:
+        self._to_core(waiting.connection, handover=waiting.handover, refusal=error)
+
+    # --- the core's connections ------------------------------------------------------------------
+
+    def take_back(self, connection: socket.socket, handover: Handover) -> None:
+        """A front end has no answer to the request that comes on a connection: the core has."""
+        self._to_core(connection, handover=handover)
+
+    def _to_core(
+        self,
+        connection: socket.socket,
+        *,
+        handover: Handover | None = None,
+        refusal: ApiError | None = None,
+        head_seconds: float | None = None,
+    ) -> None:
+        protocol = self._core_protocol(handover, refusal, head_seconds)
+        self._run(self._open(protocol, connection))
+
+    def _core_protocol(
+        self,
+        handover: Handover | None = None,
+        refusal: ApiError | None = None,
+        head_seconds: float | None = None,
+    ) -> Connection:
+        protocol = self._make()
+        protocol.handover, protocol.refusal = handover, refusal
+        if head_seconds is not None:
+            protocol.head_seconds = min(protocol.head_seconds, head_seconds)
+        return protocol
+
+    async def _open(self, protocol: asyncio.Protocol, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        except OSError as error:  # the client left meanwhile
+            log.debug("a connection was lost: %s", error)
+            connection.close()
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Beginning:
+    """A connection whose first request line is peeked at until it says the path."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_path: Callable[[_Beginning, str | None], None],
+        on_late: Callable[[_Beginning], None],
+        head_seconds: float,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
+        self._on_path = on_path
+        self._until = self._loop.time() + head_seconds
+        self._late = self._loop.call_at(self._until, on_late, self)
+        self._again: asyncio.TimerHandle | None = None
+        self._reading = False
+        self._pause = FIRST_LOOK_SECONDS
+        self.silent = True
+        """Whether nothing came yet."""
+
+    def look(self) -> None:
+        """Look whether the path is there; go on looking if not."""
+        try:
+            begin = self._connection.recv(PEEK_BYTES, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            self._reading = True
+            self._loop.add_reader(self._connection, self.look)
+            return
+        except OSError:
+            begin = b""
+        path = path_of(begin) if begin else None
+        if path is not None or not begin:
+            self._on_path(self, path)
+            return
+        self.silent = False
+        self._stop_reading()
+        self._again = self._loop.call_later(self._pause, self.look)
+        self._pause = min(self._pause * 2, LONGEST_LOOK_SECONDS)
+
+    def seconds_left(self) -> float:
+        """For the rest of the head."""
+        return max(LEAST_HEAD_SECONDS, self._until - self._loop.time())
+
+    def let_go(self) -> socket.socket:
+        """The connection, which is not looked at any more."""
+        self._stop_reading()
+        self._late.cancel()
+        if self._again is not None:
+            self._again.cancel()
+        return self._connection
+
+    def _stop_reading(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._connection)
+
+
+def listen_at(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen at every address of `host`. Raises `OSError`."""
+    kinds = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+    )
+    with contextlib.ExitStack() as opened:
+        listeners = []
+        for family, address in dict.fromkeys((kind[0], kind[4]) for kind in kinds):
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(backlog)
+            listeners.append(listener)
+        opened.pop_all()
+    return listeners
+
+
+def _handover_of(connection: socket.socket, scheme: str = "http") -> Handover:
+    return Handover(
+        connection=next(_numbers),
+        client=_address(connection.getpeername),
+        server=_address(connection.getsockname),
+        scheme=scheme,
+    )
+
+
+def _address(name_of: Callable[[], object]) -> tuple[str, int] | None:
+    """The end of a TCP connection; None for others, and for those that are lost already."""
+    try:
+        name = name_of()
+    except OSError:
+        return None
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
+
+
+def _no_front_end(reason: str) -> ApiError:
+    return ApiError(
+        503,
+        f"no front end can take the request: {reason}; try again in {RETRY_SECONDS} s",
+        code="starting",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )

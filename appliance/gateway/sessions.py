@@ -1,0 +1,515 @@
+"""What the core says to each front end: who may ask, which requests are admitted, what they output.
+
+A `Session` is the core's half of the conversation of `appliance.frontwire` with one front end.
+`Sessions` are all of them; they also have lines of batches answered by one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from appliance.api.auth import Access, Asking, Caller
+from appliance.api.errors import ApiError, as_api_error
+from appliance.api.service import (
+    Generation,
+    GenerationFailed,
+    RequestTimes,
+    Service,
+    SubmitRequest,
+    Trace,
+)
+from appliance.api.timing import server_timing
+from appliance.engines.protocol import Produced
+from appliance.frontwire import (
+    VERSION,
+    Abort,
+    Admitted,
+    Catalogue,
+    Down,
+    Enter,
+    Entered,
+    Hello,
+    Leave,
+    ModelRefused,
+    Output,
+    Outputs,
+    Ran,
+    Reading,
+    Ready,
+    Refused,
+    Run,
+    StopRun,
+    Submit,
+    Up,
+    Welcome,
+)
+from appliance.gateway.admission import Admission
+from appliance.keys import Scope
+from appliance.vocabulary import FinishReason, RequestClass, RequestId
+
+MAX_CALLS: Final = 4096
+MAX_REQUESTS: Final = 16384
+"""Of one front end at once."""
+LONGEST_PARENT: Final = 256
+"""Characters of a ``traceparent`` that is looked at; those of today have 55."""
+
+log = logging.getLogger("appliance.gateway")
+
+
+class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What every front end is configured with; the fields are those of `Welcome`."""
+
+    keep_alive_seconds: float
+    max_body_bytes: int
+    strict: bool = False
+    origins: tuple[str, ...] = ()
+
+
+class NoFrontEnd(Exception):
+    """No front end is ready; trying again later makes sense."""
+
+
+class FrontEndLost(Exception):
+    """The front end died while it answered; another one may be asked."""
+
+
+class Answered(NamedTuple):
+    """The answer to a line of a batch."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    refused: Refused | None = None
+    """What the core itself refused of it, if it did."""
+
+
+class Sessions:
+    """The conversations with all front ends."""
+
+    def __init__(
+        self, service: Service, access: Access, admission: Admission, settings: FrontSettings
+    ) -> None:
+        self.service = service
+        self.access = access
+        self.admission = admission
+        self.live: set[RequestId] = set()
+        """The ids of all requests of front ends that are not over."""
+        self._settings = settings
+        self._open: list[Session] = []
+        self._numbers = itertools.count(1)
+
+    def open(
+        self, send: Callable[[Down], None], is_operator: Callable[[int], bool] = lambda _: False
+    ) -> Session:
+        """The conversation with a new front end. `send` takes a frame for it, and does not raise
+        when it is gone; `is_operator` says of a connection that was handed over to it whether an
+        operator is at its other end."""
+        session = Session(self, send, is_operator)
+        self._open.append(session)
+        return session
+
+    def close(self, session: Session) -> None:
+        """A front end is gone."""
+        if session in self._open:
+            self._open.remove(session)
+
+    def welcome(self) -> Welcome:
+        settings = self._settings
+        return Welcome(
+            keep_alive_seconds=settings.keep_alive_seconds,
+            max_body_bytes=settings.max_body_bytes,
+            strict=settings.strict,
+            origins=settings.origins,
+            keyed=self.access.has_keys,
+            models=self.service.front_models(),
+        )
+
+    def catalogue_changed(self) -> None:
+        """Tell all front ends which models there are."""
+        catalogue = Catalogue(self.service.front_models())
+        for session in self._open:
+            session.tell_catalogue(catalogue)
+
+    async def ask(self, caller: Caller, path: str, body: bytes) -> Answered:
+        """Have the front end that has least to do answer a line of a batch, as work of the class
+        batch. Raises `NoFrontEnd` and `FrontEndLost`."""
+        ready = [session for session in self._open if session.ready]
+        if not ready:
+            raise NoFrontEnd("no front end is ready")
+        session = min(ready, key=lambda session: session.calls)
+        return await session.run(-next(self._numbers), caller, path, body)
+
+
+class Session:
+    """The conversation with one front end."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        send: Callable[[Down], None],
+        is_operator: Callable[[int], bool],
+    ) -> None:
+        self.ready = False
+        """Whether it serves."""
+        self.frame = 0
+        """The number of the next `Outputs`."""
+        self._sessions = sessions
+        self._service = sessions.service
+        self._access = sessions.access
+        self._send = send
+        self._is_operator = is_operator
+        self._calls: dict[int, _Call] = {}
+        self._requests: dict[RequestId, _Request] = {}
+        self._outputs: list[Output] = []
+        self._greeted = False
+        self._lost = False
+
+    @property
+    def calls(self) -> int:
+        """Those that are not answered yet."""
+        return len(self._calls)
+
+    def tell_catalogue(self, catalogue: Catalogue) -> None:
+        if self._greeted:
+            self._send(catalogue)
+
+    # --- frames of the front end -----------------------------------------------------------------
+
+    def received(self, frame: Up) -> None:
+        """It says something; what only concerns its process is not answered here."""
+        match frame:
+            case Submit():
+                self._submit(frame)
+            case Abort():
+                for name in frame.requests:
+                    self._abort(name, frame.reason)
+            case Reading():
+                for name in frame.requests:
+                    if (request := self._requests.get(name)) is not None:
+                        request.reader(reads=frame.reads)
+            case Enter():
+                self._enter(frame)
+            case Leave():
+                self._leave(frame.call)
+            case Ran():
+                self._ran(frame)
+            case ModelRefused():
+                self._service.refuse_model(frame.model, frame.reason)
+            case Hello():
+                if frame.version != VERSION:
+                    log.error("a front end speaks version %d, not %d", frame.version, VERSION)
+                self._greeted = True
+                self._send(self._sessions.welcome())
+            case Ready():
+                self.ready = True
+
+    def lost(self) -> None:
+        """It died: what it had is aborted."""
+        self._lost = True
+        self.ready = False
+        self._sessions.close(self)
+        for number in list(self._calls):
+            self._end_call(number, FrontEndLost("the front end died"))
+        self._outputs = []
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def _enter(self, frame: Enter) -> None:
+        asking = Asking(dict(frame.headers), frame.client, self._is_operator(frame.connection))
+        try:
+            if len(self._calls) >= MAX_CALLS:
+                raise _overloaded(f"a front end has {MAX_CALLS} calls at once")
+            caller = self._access.caller(asking, Scope.INFER)
+            counted = frame.method == "POST"
+            if counted:
+                self._access.begin(caller)
+        except Exception as error:
+            self._send(_refusal(error, frame.call))
+            return
+        parent = asking.headers.get("traceparent", "")
+        trace = Trace(path=frame.path, parent=parent if len(parent) <= LONGEST_PARENT else "")
+        self._calls[frame.call] = _Call(caller, counted=counted, trace=trace)
+        headers = tuple(self._access.rate_headers(caller)) if counted else ()
+        self._send(Entered(call=frame.call, models=_models(caller), headers=headers))
+
+    def _leave(self, number: int) -> None:
+        self._end_call(number, FrontEndLost("the front end gave the line up"))
+
+    def _end_call(self, number: int, unanswered: Exception) -> None:
+        call = self._calls.pop(number, None)
+        if call is None:
+            return
+        for request in list(call.requests):
+            self._abort(request, FinishReason.CANCELLED)
+        if call.counted:
+            self._access.end(call.caller)
+        if call.answer is not None and not call.answer.done():
+            call.answer.set_exception(unanswered)
+
+    # --- lines of batches ------------------------------------------------------------------------
+
+    async def run(self, number: int, caller: Caller, path: str, body: bytes) -> Answered:
+        """Have a line of a batch answered. Raises `FrontEndLost`."""
+        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._calls[number] = _Call(caller, answer=answer)
+        self._send(Run(call=number, path=path, body=body, models=_models(caller)))
+        try:
+            return await answer
+        finally:
+            if number in self._calls:  # it is given up
+                self._send(StopRun(number))
+                answer.cancel()
+                self._end_call(number, FrontEndLost("the line was given up"))
+
+    def _ran(self, frame: Ran) -> None:
+        call = self._calls.get(frame.call)
+        if call is None or call.answer is None:
+            return
+        if not call.answer.done():
+            answered = Answered(frame.status, frame.body, frame.headers, call.refused)
+            call.answer.set_result(answered)
+        self._leave(frame.call)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _submit(self, frame: Submit) -> None:
+        call = self._calls.get(frame.call)
+        try:
+            if call is None:
+                raise GenerationFailed("call_not_found", f"there is no call {frame.call}", 409)
+            if len(self._requests) >= MAX_REQUESTS:
+                raise _overloaded(f"a front end has {MAX_REQUESTS} requests at once")
+            if frame.request in self._sessions.live:
+                raise GenerationFailed(
+                    "request_exists", f"a request {frame.request!r} is computed already", 409
+                )
+            request = _Request(self, frame.request, frame.call)
+            asked = _asked(frame, call)
+            if frame.guided:
+                task = asyncio.get_running_loop().create_task(self._guided(request, call, asked))
+                request.guiding = task
+            else:
+                request.begin(self._sessions.admission.submit(asked, call.caller, request))
+        except Exception as error:
+            self._send(self._refused(call, error, frame.call, frame.request))
+            return
+        self._requests[frame.request] = request
+        call.requests.add(frame.request)
+        self._sessions.live.add(frame.request)
+        if not frame.guided:
+            self._send(Admitted(frame.request))
+
+    async def _guided(self, request: _Request, call: _Call, asked: SubmitRequest) -> None:
+        """Have the guide of a request compiled before it is taken in."""
+        try:
+            await self._service.check_guide(asked.model, asked.body)
+            request.guiding = None
+            request.begin(self._sessions.admission.submit(asked, call.caller, request))
+        except Exception as error:
+            request.guiding = None
+            self.forget(request)
+            self._send(self._refused(call, error, request.call, request.id))
+        else:
+            self._send(Admitted(request.id))
+
+    def _abort(self, name: RequestId, reason: FinishReason) -> None:
+        request = self._requests.get(name)
+        if request is not None:
+            self._release(request)
+            request.cancel(reason)
+
+    def _release(self, request: _Request) -> None:
+        """The front end is told no more of a request."""
+        self._requests.pop(request.id, None)
+        if (call := self._calls.get(request.call)) is not None:
+            call.requests.discard(request.id)
+
+    def forget(self, request: _Request) -> None:
+        """A request is over."""
+        self._release(request)
+        self._sessions.live.discard(request.id)
+
+    def put(self, output: Output) -> None:
+        """Send an output, with all others that come before the event loop's next turn."""
+        if not self._outputs:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outputs.append(output)
+
+    def _flush(self) -> None:
+        outputs, self._outputs = self._outputs, []
+        self.frame += 1
+        if outputs and not self._lost:
+            self._send(Outputs(outputs))
+
+    def give_up(self, request: _Request, failure: Exception) -> None:
+        """The appliance gave a request up."""
+        self._flush()  # what came of it before
+        call = self._calls.get(request.call)
+        self._send(self._refused(call, failure, request.call, request.id))
+
+    def _refused(
+        self, call: _Call | None, error: Exception, number: int, request: RequestId
+    ) -> Refused:
+        refused = _refusal(error, number, request)
+        if call is not None and call.refused is None:
+            call.refused = refused
+        return refused
+
+
+class _Call:
+    """One HTTP request, or one line of a batch."""
+
+    __slots__ = ("answer", "caller", "counted", "refused", "requests", "trace")
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        counted: bool = False,
+        trace: Trace | None = None,
+        answer: asyncio.Future[Answered] | None = None,
+    ) -> None:
+        """`counted` calls are among the requests of their key. A line of a batch has an
+        `answer`."""
+        self.caller = caller
+        self.counted = counted
+        self.trace = trace
+        self.answer = answer
+        self.requests: set[RequestId] = set()
+        self.refused: Refused | None = None
+        """The first refusal of one of its requests."""
+
+
+class _Request:
+    """One sequence; the sink of its output. Tokens that wait to be sent are one `Output`."""
+
+    __slots__ = (
+        "_frame",
+        "_generation",
+        "_last",
+        "_plain",
+        "_session",
+        "_waiting",
+        "_wanted",
+        "call",
+        "guiding",
+        "id",
+    )
+
+    def __init__(self, session: Session, name: RequestId, call: int) -> None:
+        self.id = name
+        self.call = call
+        self.guiding: asyncio.Task[None] | None = None
+        """Has its guide compiled; it is submitted afterwards."""
+        self._session = session
+        self._generation: Generation | None = None
+        self._wanted = True
+        """Whether the front end wants to be told of it."""
+        self._frame = -1
+        """The frame that `_waiting` goes with."""
+        self._plain = True
+        """Whether tokens are waiting, or details."""
+        self._waiting: list[int] | list[bytes] = []
+        self._last: Produced | None = None
+
+    def begin(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def cancel(self, reason: FinishReason) -> None:
+        """No more of it is wanted."""
+        self._wanted = False
+        if self.guiding is not None:
+            self.guiding.cancel()
+        if self._generation is None:
+            self._session.forget(self)
+        else:
+            self._generation.cancel(reason)
+
+    def reader(self, *, reads: bool) -> None:
+        if self._generation is not None:
+            self._generation.reader(reads=reads)
+
+    # --- what the service says -------------------------------------------------------------------
+
+    def produced(self, produced: Produced) -> None:
+        if not self._wanted:
+            return
+        if produced.finished is not None:
+            self._last = produced  # goes with the end
+            return
+        session, detail = self._session, produced.detail
+        value = produced.token if detail is None else detail
+        if self._frame == session.frame and self._plain is (detail is None):
+            self._waiting.append(value)  # type: ignore[arg-type]
+            return
+        self._frame, self._plain = session.frame, detail is None
+        output = _output(self.id, produced)
+        self._waiting = output.tokens if detail is None else output.details
+        session.put(output)
+
+    def ended(self, times: RequestTimes | None, failure: Exception | None) -> None:
+        self._session.forget(self)
+        if not self._wanted:
+            return
+        self._wanted = False
+        if failure is not None:
+            self._session.give_up(self, failure)
+            return
+        self._session.put(_output(self.id, self._last, server_timing(times) or None, ends=True))
+
+
+def _output(
+    request: RequestId, produced: Produced | None, timing: str | None = None, *, ends: bool = False
+) -> Output:
+    """What is sent of an outcome; without one, of a request that was cancelled."""
+    finished = FinishReason.CANCELLED if ends else None
+    if produced is None:
+        return Output(request, [], finished, [], timing)
+    if ends:
+        finished = produced.finished
+    if produced.detail is None:
+        return Output(request, [produced.token], finished, [], timing)
+    return Output(request, [], finished, [produced.detail], timing)
+
+
+def _asked(frame: Submit, call: _Call) -> SubmitRequest:
+    batch = call.answer is not None
+    return SubmitRequest(
+        id=frame.request,
+        model=frame.model,
+        prompt=frame.prompt,
+        max_tokens=frame.max_tokens,
+        body=frame.body,
+        request_class=RequestClass.BATCH if batch else frame.request_class,
+        trace=call.trace,
+        together_tokens=frame.together_tokens,
+    )
+
+
+def _models(caller: Caller) -> tuple[str, ...] | None:
+    """Those that its key allows; None: all of them."""
+    return None if caller.key is None or not caller.key.models else tuple(caller.key.models)
+
+
+def _overloaded(message: str) -> GenerationFailed:
+    return GenerationFailed("overloaded", message, 503, 1.0)
+
+
+def _refusal(error: Exception, call: int, request: RequestId | None = None) -> Refused:
+    answer: ApiError = as_api_error(error)
+    detail = answer.body.error
+    return Refused(
+        call=call,
+        request=request,
+        status=answer.status,
+        code=detail.code or "invalid_request",
+        message=detail.message,
+        param=detail.param,
+        headers=tuple(answer.headers.items()),
+    )

@@ -1,0 +1,549 @@
+"""Front-end processes: started, fed with connections, listened to, and replaced when they die.
+
+They are forked from one process that has imported vLLM (`appliance.frontend.zygote`), so that a new
+one is there at once. Each has a stream of frames and a socket over which connections are handed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from asyncio import BaseTransport
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
+
+import msgspec
+
+from appliance import wire
+from appliance.api.errors import ApiError
+from appliance.frontwire import (
+    MAX_RECEIVED_BYTES,
+    Down,
+    Drain,
+    Fork,
+    Forked,
+    Handover,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    Up,
+    decoder_for_core,
+)
+from appliance.processes import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
+
+ZYGOTE: Final = (sys.executable, "-m", "appliance.frontend.zygote")
+OPERATORS_REMEMBERED: Final = 4096
+"""Connections of operators that a front end has had, the latest ones."""
+MAX_UNREAD_BYTES: Final = 64 << 20
+"""Of frames that a front end does not read; one with more hangs."""
+HANDOVER_BYTES: Final = 1 << 20
+"""What the handover socket is to hold; the system may give less."""
+ANSWER_BYTES: Final = 1024
+
+log = logging.getLogger(__name__)
+
+
+class Session(Protocol):
+    """What a front end's frames are for. `appliance.gateway.sessions.Session` is one."""
+
+    def received(self, frame: Up, /) -> None: ...
+
+    def lost(self) -> None:
+        """The front end died."""
+
+
+class OpenSession(Protocol):
+    """Begins a session with a new front end. `send` sends it a frame; `is_operator` says of a
+    connection that was handed to it whether an operator is at its other end."""
+
+    def __call__(
+        self, send: Callable[[Down], None], is_operator: Callable[[int], bool], /
+    ) -> Session: ...
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long front ends may take."""
+
+    ping_seconds: float = 0.25
+    """Between two pings."""
+    slow_seconds: float = 0.5
+    """One that owes an answer for longer gets no new connections."""
+    unanswered_pings: int = 80
+    """One that owes so many hangs, and is killed. Counted, as a core that was held up pings no
+    more often."""
+
+
+class FrontEnd(asyncio.Protocol):
+    """One front-end process, over the stream of its frames."""
+
+    def __init__(
+        self,
+        number: int,
+        handover: socket.socket,
+        open_session: OpenSession,
+        on_room: Callable[[], None],
+        on_given_back: Callable[[socket.socket, Handover], None],
+    ) -> None:
+        self.number = number
+        self.ready = False
+        self.worked = False
+        """Whether it served for a while."""
+        self.draining = False
+        self.connections = 0
+        """That it has, as far as is known."""
+        self.over = asyncio.Event()
+        self._handover = handover
+        self._on_room = on_room
+        self._on_given_back = on_given_back
+        self._transport: asyncio.Transport | None = None
+        self._process: int | None = None
+        """Its pidfd."""
+        self._decoder = decoder_for_core()
+        self._pings: deque[tuple[int, float]] = deque()
+        """Those that are not answered: number and time."""
+        self._numbers = itertools.count(1)
+        self._full = False
+        self._operators: OrderedDict[int, None] = OrderedDict()
+        self._loop = asyncio.get_running_loop()
+        self._session = open_session(self.send, self._operators.__contains__)
+        self._loop.add_reader(handover, self._take_back)
+
+    # --- what it is told -------------------------------------------------------------------------
+
+    def send(self, frame: Down) -> None:
+        """Send a frame; lost if the front end is, as that is told."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.encode(frame))
+
+    def ping(self, patience: Patience) -> None:
+        """Ask for a sign of life; kill what gave none for long."""
+        if self._process is None or self._transport is None:
+            return
+        unread = self._transport.get_write_buffer_size()
+        if len(self._pings) >= patience.unanswered_pings or unread > MAX_UNREAD_BYTES:
+            log.error("front end %d hangs, and is killed", self.number)
+            self.kill()
+            return
+        number = next(self._numbers)
+        self._pings.append((number, self._loop.time()))
+        self.send(Ping(number))
+
+    def drain(self) -> None:
+        """Have it end when its connections are answered."""
+        self.draining = True
+        self.send(Drain())
+
+    def owes_for(self) -> float:
+        """For how long it has not answered a ping; 0 if it has answered all."""
+        return self._loop.time() - self._pings[0][1] if self._pings else 0.0
+
+    @property
+    def takes(self) -> bool:
+        """Whether it may be handed connections."""
+        return self.ready and not self.draining and not self.over.is_set()
+
+    @property
+    def full(self) -> bool:
+        """Whether its handover socket took nothing more, and it was not heard since."""
+        return self._full
+
+    def hand(self, connection: socket.socket, handover: Handover, *, operator: bool) -> bool:
+        """Hand a connection over. False if its socket is full, or it is gone."""
+        message = msgspec.msgpack.encode(handover)
+        try:
+            socket.send_fds(self._handover, [message], [connection.fileno()], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._full = True
+            return False
+        except OSError as error:  # it is dying: the end of its frames tells
+            log.debug("front end %d took no connection: %s", self.number, error)
+            return False
+        if operator:
+            self._operators[handover.connection] = None
+            if len(self._operators) > OPERATORS_REMEMBERED:
+                self._operators.popitem(last=False)
+        self.connections += 1
+        return True
+
+    def kill(self) -> None:
+        """End it by force."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- what it says ----------------------------------------------------------------------------
+
+    def forked(self, process: int) -> None:
+        """It was started; `process` is its pidfd."""
+        if self.over.is_set():
+            _kill(process)
+            os.close(process)
+        else:
+            self._process = process
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # of uvloop it is no instance
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._decoder.feed(data):
+                self._received(frame)
+        except (msgspec.DecodeError, ValueError):
+            log.exception("front end %d sent a bad frame", self.number)
+            self.kill()
+        except Exception:  # expendable, and what it had is given up in order
+            log.exception("a frame of front end %d could not be handled", self.number)
+            self.kill()
+
+    def _received(self, frame: Up) -> None:
+        match frame:
+            case Pong():
+                while self._pings and self._pings[0][0] <= frame.number:
+                    self._pings.popleft()
+                self.connections = frame.connections
+                self.worked = self.ready
+                self._has_room()
+            case Ready():
+                self.ready = True
+                log.info("front end %d is ready", self.number)
+                self._session.received(frame)
+                self._has_room()
+            case Hello():
+                log.debug("front end %d is process %d", self.number, frame.pid)
+                self._session.received(frame)
+            case _:
+                self._session.received(frame)
+
+    def _has_room(self) -> None:
+        self._full = False
+        if self.takes:
+            self._on_room()
+
+    def _take_back(self) -> None:
+        """It gives a connection back: the request that comes on it is the core's."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(
+                self._handover, MAX_RECEIVED_BYTES + ANSWER_BYTES, 1, socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            message, descriptors = b"", []
+        if not message:
+            self._loop.remove_reader(self._handover)
+            return
+        connections = [socket.socket(fileno=number) for number in descriptors]
+        try:
+            handover = msgspec.msgpack.decode(message, type=Handover)
+        except msgspec.DecodeError:
+            log.exception("front end %d gave a connection back with a bad message", self.number)
+            connections.clear()
+        for connection in connections:
+            connection.setblocking(False)
+            self._on_given_back(connection, handover)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ready = False
+        self._loop.remove_reader(self._handover)
+        self._handover.close()
+        self.kill()
+        self.over.set()
+        self._session.lost()
+
+    async def wait_ended(self) -> None:
+        """Until its process is gone; a while at most."""
+        if self._process is None:
+            return
+        gone = asyncio.Event()
+        self._loop.add_reader(self._process, gone.set)
+        try:
+            async with asyncio.timeout(LAST_SECONDS):
+                await gone.wait()
+        except TimeoutError:
+            log.error("front end %d was killed and does not end", self.number)
+        finally:
+            self._loop.remove_reader(self._process)
+            os.close(self._process)
+            self._process = None
+
+
+class Supervisor:
+    """Keeps front ends alive, and hands connections to the one that has least to do."""
+
+    def __init__(
+        self,
+        count: int,
+        open_session: OpenSession,
+        *,
+        command: Sequence[str] = ZYGOTE,
+        patience: Patience | None = None,
+    ) -> None:
+        """`command`, with the number of the socket of orders behind it, is what front ends are
+        forked from."""
+        self.restarts = 0
+        """How many front ends were started for ones that died."""
+        self.on_given_back: Callable[[socket.socket, Handover], None] = _close
+        """Takes connections that a front end gave back: the core answers."""
+        self._count = count
+        self._open_session = open_session
+        self._command = tuple(command)
+        self._patience = Patience() if patience is None else patience
+        self._front_ends: dict[int, FrontEnd] = {}
+        self._numbers = itertools.count(1)
+        self._orders: socket.socket | None = None
+        """To the zygote, while there is one."""
+        self._zygote: asyncio.subprocess.Process | None = None
+        self._zygote_began = asyncio.Event()
+        self._zygote_worked = False
+        self._zygote_deaths = 0
+        """In a row, before it forked anything."""
+        self._stopping = asyncio.Event()
+        self._draining = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._tell_room: list[Callable[[], None]] = []
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Start the front ends, and go on keeping them."""
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="appliance-front-", ignore_cleanup_errors=True
+        )
+        kept = [self._keep_zygote(self._scratch.name), self._ping()]
+        kept += [self._keep_front_end() for _ in range(self._count)]
+        self._tasks = [asyncio.get_running_loop().create_task(work) for work in kept]
+
+    def on_room(self, tell: Callable[[], None]) -> None:
+        """`tell` is called whenever a front end can take connections again."""
+        self._tell_room.append(tell)
+
+    def hand(self, connection: socket.socket, handover: Handover, *, operator: bool) -> bool:
+        """Give a connection to the front end with the fewest connections of those that answer
+        pings in time, or of all if none does. False if none can take it now. Raises `ApiError` if
+        none will."""
+        if self._draining:
+            raise shutting_down()
+        able = [front_end for front_end in self._front_ends.values() if front_end.takes]
+        able.sort(key=lambda one: (one.full or self._is_slow(one), one.connections))
+        return any(one.hand(connection, handover, operator=operator) for one in able)
+
+    @property
+    def ready(self) -> int:
+        """Front ends that take connections."""
+        return sum(front_end.takes for front_end in self._front_ends.values())
+
+    @property
+    def slow(self) -> int:
+        """Those of them that owe an answer to a ping for long."""
+        return sum(one.takes and self._is_slow(one) for one in self._front_ends.values())
+
+    @property
+    def connections(self) -> int:
+        """Connections that front ends have."""
+        return sum(front_end.connections for front_end in self._front_ends.values())
+
+    def not_ready(self) -> str | None:
+        """Why no request for a front end can be answered; None if it can."""
+        if self.ready:
+            return None
+        deaths = self._zygote_deaths
+        told = f", {deaths} attempts failed; see the log" if deaths else ""
+        return f"no front end is ready{told}"
+
+    def drain(self) -> None:
+        """Have all front ends end when their connections are answered; start no others."""
+        if self._draining:
+            return
+        self._draining = True
+        for front_end in self._front_ends.values():
+            front_end.drain()
+        self._has_room()  # what waits is refused
+
+    async def stop(self, patience_seconds: float) -> None:
+        """End the front ends: those that are done in time by themselves."""
+        self.drain()
+        living = list(self._front_ends.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_seconds):
+                for front_end in living:
+                    await front_end.over.wait()
+        self._stopping.set()
+        for front_end in living:
+            front_end.kill()
+        if self._zygote is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._zygote.kill()
+        await asyncio.gather(*self._tasks)
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _is_slow(self, front_end: FrontEnd) -> bool:
+        return front_end.owes_for() > self._patience.slow_seconds
+
+    # --- keeping ---------------------------------------------------------------------------------
+
+    @property
+    def _over(self) -> bool:
+        return self._stopping.is_set() or self._draining
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    async def _keep_front_end(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._over:
+            await self._until_zygote()
+            if self._over:
+                return
+            if self._orders is None:
+                continue
+            front_end = await self._start(self._orders)
+            await front_end.over.wait()
+            await front_end.wait_ended()
+            del self._front_ends[front_end.number]
+            if self._over:
+                return
+            pause = pause_after(pause, worked=front_end.worked)
+            log.warning("a front end died; next in %.2f s", pause)
+            self.restarts += 1
+            await self._pause(pause)
+
+    async def _until_zygote(self) -> None:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        began = asyncio.ensure_future(self._zygote_began.wait())
+        try:
+            await asyncio.wait((stopping, began), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            began.cancel()
+
+    async def _start(self, orders: socket.socket) -> FrontEnd:
+        """Order another front end."""
+        number = next(self._numbers)
+        frames, their_frames = socket.socketpair()
+        handover, their_handover = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (handover, their_handover):
+            end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HANDOVER_BYTES)
+        front_end = FrontEnd(number, handover, self._open_session, self._has_room, self._given_back)
+        self._front_ends[number] = front_end
+        frames.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: front_end, frames)
+        order = msgspec.msgpack.encode(Fork(number))
+        with their_frames, their_handover:
+            descriptors = [their_frames.fileno(), their_handover.fileno()]
+            with contextlib.suppress(OSError):  # a dead zygote: the end of the frames tells
+                socket.send_fds(orders, [order], descriptors, socket.MSG_DONTWAIT)
+        return front_end
+
+    async def _keep_zygote(self, scratch: str) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._stopping.is_set():
+            self._zygote_worked = False
+            try:
+                await self._run_zygote(scratch)
+            except OSError:
+                log.exception("the process that front ends are forked from could not be started")
+            if self._stopping.is_set():
+                return
+            self._zygote_deaths = 0 if self._zygote_worked else self._zygote_deaths + 1
+            pause = pause_after(pause, worked=self._zygote_worked)
+            log.warning("the process that front ends are forked from died; next in %.2f s", pause)
+            await self._pause(pause)
+
+    async def _run_zygote(self, scratch: str) -> None:
+        """One life of the zygote."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with ours:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=_environment(scratch),
+                )
+            loop.add_reader(ours, self._forked, ours)
+            self._orders, self._zygote = ours, process
+            if self._stopping.is_set():
+                process.kill()
+            self._zygote_began.set()
+            await process.wait()
+            self._zygote_began.clear()
+            self._orders = self._zygote = None
+            loop.remove_reader(ours)
+
+    def _forked(self, orders: socket.socket) -> None:
+        try:
+            message, handles, _, _ = socket.recv_fds(orders, ANSWER_BYTES, 1, socket.MSG_DONTWAIT)
+        except OSError:
+            return
+        if not message:
+            asyncio.get_running_loop().remove_reader(orders)
+            return
+        number = msgspec.msgpack.decode(message, type=Forked).number
+        self._zygote_worked = True
+        self._zygote_deaths = 0
+        front_end = self._front_ends.get(number)
+        for handle in handles:
+            if front_end is None:
+                _kill(handle)
+                os.close(handle)
+            else:
+                front_end.forked(handle)
+
+    async def _ping(self) -> None:
+        while not self._stopping.is_set():
+            for front_end in list(self._front_ends.values()):
+                front_end.ping(self._patience)
+            await self._pause(self._patience.ping_seconds)
+
+    def _has_room(self) -> None:
+        for tell in self._tell_room:
+            tell()
+
+    def _given_back(self, connection: socket.socket, handover: Handover) -> None:
+        self.on_given_back(connection, handover)
+
+
+def _environment(scratch: str) -> dict[str, str]:
+    """That of front ends: no device, no threads that a fork would leave behind."""
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TMPDIR": scratch,
+    }
+
+
+def shutting_down() -> ApiError:
+    """What is answered when front ends take no more connections."""
+    return ApiError(503, "the appliance shuts down", code="shutting_down")
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def _close(connection: socket.socket, _handover: Handover) -> None:
+    connection.close()

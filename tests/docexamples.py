@@ -1,0 +1,64 @@
+"""The examples of documentation pages: commands, and the answers that are shown behind them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from appliance.frontpaths import is_front_path
+
+DOCS: Final = Path(__file__).parents[1] / "docs"
+ADDRESS: Final = "http://127.0.0.1:11500"
+_BLOCK: Final = re.compile(r"^```(sh|json|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_STRICT: Final = 'curl() { command curl --silent --show-error --fail-with-body "$@"; }\n'
+
+
+class Example(NamedTuple):
+    """A command, and the answer that the page shows behind it, if it does."""
+
+    command: str
+    kind: str
+    shown: str
+
+    @property
+    def of_front_ends(self) -> bool:
+        """Whether front ends answer it, and not the core."""
+        paths = re.findall(rf"{ADDRESS}(/[^\s'\"]*)", self.command)
+        return all(is_front_path(path) for path in paths)
+
+    def script(self, url: str) -> str:
+        """For bash; it fails if a request does."""
+        return _STRICT + self.command.replace(ADDRESS, url)
+
+
+def examples(*pages: str) -> Iterator[Example]:
+    """Those of pages below docs/, in order."""
+    command = ""
+    text = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in pages)
+    for kind, block in _BLOCK.findall(text):
+        if kind != "sh":
+            yield Example(command, kind, block)
+            command = ""
+            continue
+        if command:
+            yield Example(command, "", "")
+        command = block
+    if command:
+        yield Example(command, "", "")
+
+
+def shape(value: Any) -> Any:
+    """Names and kinds of values, without the values; of a list, that of its first item."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]]
+    return type(value).__name__
+
+
+def told(shown: str, said: str) -> bool:
+    """Whether the lines that are shown, up to their JSON, are in `said`, in this order."""
+    lines = iter([line.partition("{")[0] for line in said.splitlines()])
+    return all(line.partition("{")[0] in lines for line in shown.splitlines())

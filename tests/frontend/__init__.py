@@ -1,0 +1,1 @@
+"""A front end: dialects, fields and models, with stand-ins for the core."""

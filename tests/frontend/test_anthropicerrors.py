@@ -1,0 +1,70 @@
+"""vLLM's errors of messages are told in Anthropic's shape; everything else goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from appliance.frontend.anthropicerrors import AnthropicErrors
+
+OPENAIS = {"error": {"message": "no", "type": "Bad Request", "param": "body.x", "code": 400}}
+VLLMS = {"type": "error", "error": {"type": "BadRequestError", "message": "no"}}
+
+
+async def answer(request: Request) -> Any:
+    match request.url.path:
+        case "/stream":
+
+            async def events() -> Any:
+                yield b"event: ping\n\n"
+                yield b"event: message_stop\n\n"
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+        case "/good":
+            return JSONResponse({"type": "message"})
+        case "/other":
+            return JSONResponse(["no error of a known shape"], 500)
+    body = OPENAIS if request.url.path == "/openai" else VLLMS
+    return JSONResponse(body, int(request.query_params["status"]))
+
+
+async def ask(path: str) -> httpx.Response:
+    inner = Starlette(routes=[Route("/{path:path}", answer)])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await inner(scope, receive, AnthropicErrors(scope, send).send)  # type: ignore[arg-type]
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+        return await client.get(path, headers={"x-request-id": "req-1"})
+
+
+@pytest.mark.parametrize("shape", ["openai", "vllm"])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (404, "not_found_error"), (500, "api_error")],
+)
+async def test_errors(shape: str, status: int, kind: str) -> None:
+    """With a type that Anthropic's clients know, and the request's id."""
+    told = await ask(f"/{shape}?status={status}")
+
+    assert told.status_code == status
+    assert told.json() == {
+        "type": "error",
+        "error": {"type": kind, "message": "no"},
+        "request_id": "req-1",
+    }
+    assert int(told.headers["content-length"]) == len(told.content)
+
+
+async def test_other_answers_go_through() -> None:
+    assert (await ask("/good")).json() == {"type": "message"}
+    assert (await ask("/stream")).text == "event: ping\n\nevent: message_stop\n\n"
+    other = await ask("/other")
+    assert (other.status_code, other.json()) == (500, ["no error of a known shape"])

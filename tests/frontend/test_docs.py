@@ -1,0 +1,82 @@
+"""The examples of the documentation that front ends answer run as they stand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.docexamples import DOCS, Example, examples, told
+from tests.frontend.small_models import answer, small_models
+from tests.frontend.stand_in_core import StandInCore, front_end
+from tests.patience import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EXAMPLES = [one for one in examples("api.md", "embeddings.md") if one.of_front_ends]
+SPELT_OUT = re.findall(
+    r"^```json\n(GET|POST) (/\S+)\n(.*?)^```$",
+    (DOCS / "openai-endpoints.md").read_text(encoding="utf-8"),
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandInCore]:
+    async with front_end(small_models(tmp_path_factory.mktemp("models"))) as core:
+        answer(core)
+        yield core
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.command.split()[-1])
+async def test_examples(core: StandInCore, example: Example) -> None:
+    """Every command succeeds; a JSON answer has the fields shown, a stream the events."""
+    running = await asyncio.create_subprocess_exec(
+        *("bash", "-euc", example.script(core.url)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    said, complaint = await running.communicate()
+
+    told_all = said.decode()
+    assert running.returncode == 0, complaint.decode() + told_all
+    if example.kind == "json":
+        assert has(json.loads(told_all), json.loads(example.shown)), told_all
+    if example.kind == "text":
+        assert told(example.shown, told_all), told_all
+
+
+def has(answer: Any, shown: Any) -> bool:
+    """Whether it has all fields that are shown, of their kinds."""
+    if isinstance(shown, dict):
+        return all(name in answer and has(answer[name], one) for name, one in shown.items())
+    if isinstance(shown, list):
+        return not shown or has(answer[0], shown[0])
+    kinds = (int, float) if isinstance(shown, int | float) else type(shown)
+    return isinstance(answer, kinds)
+
+
+@pytest.mark.parametrize(("method", "path", "body"), SPELT_OUT, ids=str)
+async def test_examples_that_are_spelt_out(
+    core: StandInCore, method: str, path: str, body: str
+) -> None:
+    """Those that force a tool need a model whose output follows a guide; it is not run here."""
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
+        if not body:
+            asked = {"model": "small", "input": "Go on.", "background": True, "store": True}
+            core.hold_at = lambda submit: 1  # it is still being made
+            made = (await client.post("/v1/responses", json=asked)).json()
+            answered = await client.request(method, path.replace("resp_1", made["id"]))
+            core.go_on()
+        else:
+            sent = json.loads(body) | {"model": "small"}
+            sent.pop("tool_choice", None)
+            answered = await client.request(method, path, json=sent)
+
+    assert answered.status_code == 200, answered.text

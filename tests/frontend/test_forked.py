@@ -1,0 +1,50 @@
+"""The front half can be forked: it is imported once, and front ends are there at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from appliance.frontwire import Down, Hello, Up, Welcome
+from appliance.gateway.supervisor import Supervisor
+from tests.patience import PATIENCE_SECONDS
+
+
+class SessionDouble:
+    """Welcomes front ends."""
+
+    pids: tuple[int, ...] = ()
+
+    def __init__(self, send: Callable[[Down], None], is_operator: Callable[[int], bool]) -> None:
+        self._send = send
+
+    def received(self, frame: Up, /) -> None:
+        if isinstance(frame, Hello):
+            SessionDouble.pids += (frame.pid,)
+            self._send(
+                Welcome(
+                    keep_alive_seconds=5,
+                    max_body_bytes=1 << 20,
+                    strict=False,
+                    origins=(),
+                    keyed=False,
+                    models=(),
+                )
+            )
+
+    def lost(self) -> None: ...
+
+
+async def test_front_ends_are_forked() -> None:
+    """After the import no thread is there that a fork would leave behind, and two processes serve.
+    They end when they are told to."""
+    SessionDouble.pids = ()
+    supervisor = Supervisor(2, SessionDouble)
+    supervisor.start()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while supervisor.ready < 2:  # noqa: ASYNC110 - processes tell of themselves when they like
+            await asyncio.sleep(0.01)
+        await supervisor.stop(PATIENCE_SECONDS)
+
+    assert len(set(SessionDouble.pids)) == 2
+    assert supervisor.restarts == 0

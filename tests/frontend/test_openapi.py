@@ -1,0 +1,48 @@
+"""The generated part of the OpenAPI document is the one that vLLM and our own bodies make."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import TypeAdapter
+
+from appliance.api.apiexamples import EXAMPLES
+from appliance.frontend.fields import check, ollama_bodies, request_models
+from appliance.frontend.openapi import generated
+from appliance.frontpaths import FRONT_PATHS
+
+
+def test_the_file_is_up_to_date() -> None:
+    """If this fails: `make generate`."""
+    written = resources.files("appliance.api").joinpath("inference.json").read_bytes()
+
+    assert written == generated()
+
+
+def test_every_front_path_is_described() -> None:
+    paths = msgspec.json.decode(generated())["paths"]
+
+    assert paths.keys() - {
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+    } == set(FRONT_PATHS)
+
+
+@pytest.mark.parametrize("path", sorted(FRONT_PATHS))
+def test_examples_are_accepted(path: str) -> None:
+    """By the types that bodies are decoded into; nothing in them is ignored."""
+    example: Any = msgspec.json.encode(EXAMPLES["post", path])
+    body = msgspec.json.decode(example, type=dict[str, msgspec.Raw])
+
+    assert check(path, body, strict=True).ignored == ()
+    if (kind := ollama_bodies().get(path)) is not None:
+        msgspec.json.decode(example, type=kind)
+        return
+    kinds = request_models()[path]
+    union: Any = kinds[0]
+    for other in kinds[1:]:
+        union = union | other
+    TypeAdapter(union).validate_json(example)

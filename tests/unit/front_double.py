@@ -1,0 +1,214 @@
+"""A front end as the core knows it: frames go in and out, and there is no vLLM behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from typing import Any, TypeVar
+
+from appliance import wire
+from appliance.frontwire import (
+    VERSION,
+    Abort,
+    Admitted,
+    Down,
+    Enter,
+    Entered,
+    Hello,
+    Leave,
+    Outputs,
+    Ran,
+    Ready,
+    Refused,
+    Run,
+    StopRun,
+    Submit,
+    Up,
+    decoder_for_core,
+    decoder_for_front,
+)
+from appliance.gateway.sessions import Sessions
+from appliance.vocabulary import FinishReason, RequestId
+
+from .fake_service import decode, encode
+
+D = TypeVar("D")
+
+
+class FrontDouble:
+    """Greets at once. What it is sent is in `sent`; requests are shown in `tokens`, `details`,
+    `ends` and `refused` by their ids. It answers lines of batches as a chat would be."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sent: list[Down] = []
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.details: dict[RequestId, list[bytes]] = {}
+        self.ends: dict[RequestId, FinishReason] = {}
+        self.timings: dict[RequestId, str | None] = {}
+        self.refused: dict[RequestId, Refused] = {}
+        self.answers_lines = True
+        self.died = False
+        self._lines: dict[int, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._calls = itertools.count(1)
+        self._to_core, self._to_front = decoder_for_core(), decoder_for_front()
+        self.session = sessions.open(self._take, self.operators.__contains__)
+        self.say(Hello(version=VERSION, pid=os.getpid()))
+        self.say(Ready())
+
+    operators: frozenset[int] = frozenset({7})
+    """Its connections that have an operator at the other end."""
+
+    # --- what it says ----------------------------------------------------------------------------
+
+    def say(self, frame: Up) -> None:
+        """Over the wire, and so through its encoding."""
+        for heard in self._to_core.feed(wire.encode(frame)):
+            self.session.received(heard)
+
+    def enter(
+        self,
+        *,
+        path: str = "/v1/chat/completions",
+        method: str = "POST",
+        client: str | None = "127.0.0.1",
+        connection: int = 0,
+        **headers: str,
+    ) -> Entered | Refused:
+        """Begin a call; what the core answers. Underscores in headers' names are dashes."""
+        call = next(self._calls)
+        told = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+        self.say(
+            Enter(
+                call=call,
+                method=method,
+                path=path,
+                client=client,
+                headers=told,
+                connection=connection,
+            )
+        )
+        answer = self.sent[-1]
+        assert isinstance(answer, Entered | Refused)
+        assert answer.call == call
+        return answer
+
+    def call(self, secret: str | None = None, **headers: str) -> int:
+        """Begin a call that is let in; its number."""
+        if secret is not None:
+            headers["authorization"] = f"Bearer {secret}"
+        entered = self.enter(**headers)
+        assert isinstance(entered, Entered), entered
+        return entered.call
+
+    def submit(self, call: int, name: RequestId, prompt: str = "hello", **fields: Any) -> None:
+        given: dict[str, Any] = {"model": "small", "max_tokens": 8, "body": b""}
+        self.say(Submit(call=call, request=name, prompt=tuple(encode(prompt)), **given | fields))
+
+    def leave(self, call: int) -> None:
+        self.say(Leave(call))
+
+    def abort(self, *names: RequestId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self.say(Abort(list(names), reason))
+
+    def die(self) -> None:
+        self.died = True
+        for line in self._lines.values():
+            line.cancel()
+        self.session.lost()
+
+    # --- what it hears ---------------------------------------------------------------------------
+
+    def heard(self, kind: type[D]) -> list[D]:
+        return [frame for frame in self.sent if isinstance(frame, kind)]
+
+    def text(self, name: RequestId) -> str:
+        return decode(self.tokens.get(name, ()))
+
+    def admitted(self, name: RequestId) -> bool:
+        return Admitted(name) in self.sent
+
+    async def until_over(self, *names: RequestId) -> None:
+        """Returns when all these requests have ended, or were refused."""
+        while not all(name in self.ends or name in self.refused for name in names):
+            self._news.clear()
+            await self._news.wait()
+
+    def _take(self, frame: Down) -> None:
+        assert not self.died, "a frame for a front end that is gone"
+        for heard in self._to_front.feed(wire.encode(frame)):
+            self.sent.append(heard)
+            match heard:
+                case Outputs():
+                    self._note(heard)
+                case Refused(request=str(request)):
+                    self.refused[request] = heard
+                case Run() if self.answers_lines:
+                    self._lines[heard.call] = asyncio.ensure_future(self._answer(heard))
+                case StopRun():
+                    self._lines.pop(heard.call).cancel()
+            self._news.set()
+
+    def _note(self, frame: Outputs) -> None:
+        for output in frame.outputs:
+            assert output.request not in self.ends, "output behind the end"
+            assert not (output.tokens and output.details)
+            self.tokens.setdefault(output.request, []).extend(output.tokens)
+            self.details.setdefault(output.request, []).extend(output.details)
+            if output.finished is not None:
+                self.ends[output.request] = output.finished
+                self.timings[output.request] = output.timing
+
+    # --- lines of batches ------------------------------------------------------------------------
+
+    async def _answer(self, line: Run) -> None:
+        body = json.loads(line.body)
+        if body.get("temperature", 1.0) > 2.0:
+            error = {"message": "temperature: too high", "param": "temperature", "code": 400}
+            self._ran(line, 400, {"error": error})
+            return
+        pooled = line.path == "/v1/embeddings"
+        texts = body["input"] if pooled else [_rendered(body)] * body.get("n", 1)
+        most = 0 if pooled else body.get("max_tokens", 8)
+        names = [f"line{line.call}-{number}" for number in range(len(texts))]
+        for name, text in zip(names, texts, strict=True):
+            self.submit(line.call, name, text, model=body["model"], max_tokens=most)
+        try:
+            while not all(name in self.ends for name in names):
+                refused = next((self.refused[n] for n in names if n in self.refused), None)
+                if refused is not None:
+                    self.abort(*names)
+                    error = {"message": refused.message, "code": refused.code, "type": "error"}
+                    self._ran(line, refused.status, {"error": error})
+                    return
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            self._lines.pop(line.call, None)
+        outputs = [self.text(name) for name in names]
+        thoughts = sum(len(text.partition("(")[2].partition(")")[0]) for text in outputs)
+        prompt, said = len(encode(texts[0])), sum(len(encode(text)) for text in outputs)
+        usage = {
+            "prompt_tokens": sum(map(len, texts)) if pooled else prompt,
+            "completion_tokens": said,
+            "total_tokens": prompt + said,
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
+        }
+        said_by = [
+            {"index": index, "message": {"role": "assistant", "content": text}}
+            for index, text in enumerate(outputs)
+        ]
+        self._ran(line, 200, {"usage": usage, "data" if pooled else "choices": said_by})
+
+    def _ran(self, line: Run, status: int, body: object) -> None:
+        self._lines.pop(line.call, None)
+        self.say(Ran(call=line.call, status=status, body=json.dumps(body).encode()))
+
+
+def _rendered(body: dict[str, Any]) -> str:
+    if "prompt" in body:
+        return str(body["prompt"])
+    asked = "".join(f"<|{m['role']}|>{m['content']}<eos>" for m in body["messages"])
+    return f"{asked}<|assistant|>"

@@ -1,0 +1,145 @@
+"""Front ends of a few lines, forked as real ones are, that need no vLLM.
+
+Run with the number of the socket of orders. They answer every request with what they know of it,
+as JSON. A second request of a connection that is the core's is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from appliance import frontwire, wire
+from appliance.frontend.zygote import serve_orders
+from appliance.frontpaths import is_front_path
+from appliance.frontwire import Drain, Handover, Hello, Ping, Pong, Ready, Welcome
+from appliance.gateway.requestlines import path_of
+
+COMMAND = (sys.executable, str(Path(__file__)))
+ENDLESS = "/v1/completions/render"
+"""The answer to a request for it begins, says who answers in ``x-pid``, and does not end."""
+
+WELCOME = Welcome(
+    keep_alive_seconds=5, max_body_bytes=1 << 20, strict=False, origins=(), keyed=False, models=()
+)
+
+
+class Double:
+    """One front end."""
+
+    def __init__(self, frames: socket.socket, handover: socket.socket) -> None:
+        self.frames = frames
+        self.handover = handover
+        self.draining = False
+        self.open: set[asyncio.Task[None]] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.over = asyncio.Event()
+
+    def send(self, frame: frontwire.Up) -> None:
+        self.frames.sendall(wire.encode(frame))
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.handover.setblocking(False)
+        self.send(Hello(frontwire.VERSION, os.getpid()))
+        listening = loop.create_task(self.listen())
+        await self.over.wait()
+        await self.idle.wait()
+        listening.cancel()
+
+    async def listen(self) -> None:
+        reader, _ = await asyncio.open_connection(sock=self.frames.dup())
+        decoder = frontwire.decoder_for_front()
+        while data := await reader.read(1 << 16):
+            for frame in decoder.feed(data):
+                if isinstance(frame, Welcome):
+                    asyncio.get_running_loop().add_reader(self.handover, self.take)
+                    self.send(Ready())
+                elif isinstance(frame, Ping):
+                    count = len(self.open)
+                    self.send(Pong(number=frame.number, connections=count, calls=count))
+                elif isinstance(frame, Drain):
+                    self.over.set()
+        self.open.clear()
+        self.idle.set()
+        self.over.set()
+
+    def take(self) -> None:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self.handover, 1 << 16, 1)
+        except BlockingIOError:
+            return
+        if not message:
+            asyncio.get_running_loop().remove_reader(self.handover)
+        for number in descriptors:
+            handover = msgspec.msgpack.decode(message, type=Handover)
+            task = asyncio.get_running_loop().create_task(
+                self.answer(socket.socket(fileno=number), handover)
+            )
+            self.open.add(task)
+            self.idle.clear()
+            task.add_done_callback(self.answered)
+
+    def answered(self, task: asyncio.Task[None]) -> None:
+        self.open.discard(task)
+        if not self.open:
+            self.idle.set()
+
+    async def answer(self, connection: socket.socket, handover: Handover) -> None:
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        known = {
+            "pid": os.getpid(),
+            "client": handover.client,
+            "scheme": handover.scheme,
+            "connection": handover.connection,
+        }
+        with connection:
+            received = b""
+            while True:
+                while b"\r\n\r\n" not in received:
+                    data = await loop.sock_recv(connection, 1 << 16)
+                    if not data:
+                        return
+                    received += data
+                path = path_of(received) or ""
+                if not is_front_path(path):
+                    given = msgspec.structs.replace(handover, received=received)
+                    message = msgspec.msgpack.encode(given)
+                    socket.send_fds(self.handover, [message], [connection.fileno()])
+                    return
+                head, _, body = received.partition(b"\r\n\r\n")
+                if path == ENDLESS:
+                    line = f"HTTP/1.1 200 OK\r\ncontent-length: 1\r\nx-pid: {os.getpid()}\r\n\r\n"
+                    await loop.sock_sendall(connection, line.encode())
+                    await asyncio.Event().wait()
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
+                while len(body) < length:
+                    data = await loop.sock_recv(connection, 1 << 16)
+                    if not data:
+                        return
+                    body += data
+                answer = msgspec.json.encode({**known, "path": path, "body": body.decode()})
+                line = f"HTTP/1.1 200 OK\r\ncontent-length: {len(answer)}\r\n\r\n"
+                await loop.sock_sendall(connection, line.encode() + answer)
+                received = b""
+
+
+def run(frames: socket.socket, handover: socket.socket) -> int:
+    """Serve until the core is gone."""
+
+    async def serve() -> None:
+        await Double(frames, handover).serve()
+
+    asyncio.run(serve())
+    return 0
+
+
+if __name__ == "__main__":
+    serve_orders(socket.socket(fileno=int(sys.argv[1])), run)
