@@ -11,7 +11,7 @@ COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve deb test test-unit test-coverage test-engine test-system test-deb test-top test-gpu fuzz lint format generate results results-quick clean
+.PHONY: help install demo serve deb test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu fuzz lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +52,7 @@ serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
 deb: $(VENV)/.appliance ## A Debian package in dist/ (docs/operations.md)
 	$(BIN)/python packaging/build_deb.py
 
-test: lint test-unit test-coverage results-quick test-engine test-system ## Lint and all tests
+test: lint test-unit test-coverage results-quick test-frontend test-engine test-system ## Lint and all tests
 
 test-unit: $(VENV)/.dev ## Fast tests, no engine; those of the scheduling machine are test-coverage's
 	$(BIN)/python -m pytest -q -n auto $(COVERED:%=--ignore=%) tests/unit
@@ -60,6 +60,9 @@ test-unit: $(VENV)/.dev ## Fast tests, no engine; those of the scheduling machin
 test-coverage: $(VENV)/.dev ## The scheduling machine's own tests cover every branch of it
 	$(BIN)/python -m pytest -q -n auto $(COVERED) \
 		--cov=appliance.scheduling --cov-branch --cov-fail-under=100
+
+test-frontend: $(VENV)/.dev ## vLLM's front half in a front end, over a stand-in core
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile tests/frontend
 
 test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \

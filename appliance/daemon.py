@@ -358,9 +358,7 @@ class Daemon:
         if self._live[request.model] >= served.max_queue:
             raise ModelQueueFull(RETRY_AFTER_SECONDS, request.model)
         slo = request.slo.over(spec.promised(request.request_class))
-        stream = RequestStream(
-            request, self._clock(), sink, self._cancel, self._on_reader, slo
-        )
+        stream = RequestStream(request, self._clock(), sink, self._cancel, self._on_reader, slo)
         self._streams[request.id] = stream
         self._times.arrived(request.id, request.model, stream.arrived)
         self._live[request.model] += 1

@@ -268,6 +268,9 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     received: bytes = b""
 
 
+MOST_DETAIL_BYTES: Final = wire.MAX_FRAME_BYTES // 2
+"""Of all outputs of a frame together. One detail has no more, and a frame holds some bytes else."""
+
 MAX_RECEIVED_BYTES: Final = 128 * 1024
 """A request whose beginning is longer is not given back: its connection is closed."""
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.configfile import load_config
-from appliance.demo.checkpoints import RECIPES, Recipe, chat_prompt, make_checkpoints, write_config
+from appliance.demo.checkpoints import RECIPES, Recipe, make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Chat
 from appliance.serve import share_cpus
@@ -194,6 +194,7 @@ async def stream(url: str, chat: Chat, window: Window) -> None:
     )
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}"
+    head += "\r\ncontent-type: application/json"
     writer.write(head.encode() + b"\r\n\r\n" + body)
     decode = msgspec.json.Decoder(Event).decode
     count = 0
@@ -221,6 +222,7 @@ def serve_plain(path: str, options: argparse.Namespace) -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.tokenizers import get_tokenizer
 
     llm = LLM(
         path,
@@ -236,7 +238,16 @@ def serve_plain(path: str, options: argparse.Namespace) -> None:
         temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False
     )
     engine = llm.llm_engine
-    prompts = [chat_prompt(Path(path), chat.prompt) for chat in chats_of(options)]
+    tokenizer = get_tokenizer(path)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": chat.prompt}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        for chat in chats_of(options)
+    ]
     for turn, _ in enumerate(sys.stdin):
         window = Window(options.batch)
         lengths: dict[str, int] = {}

@@ -192,7 +192,8 @@ def answered(
         raise SystemExit(f"plain vLLM failed:\n{done.stderr.decode(errors='replace')[-4000:]}")
     texts: dict[str, list[Text]] = {}
     dropped: dict[str, int] = {}
-    for name, answers in zip(prompts, json.loads(done.stdout), strict=True):
+    for name, answered in zip(prompts, json.loads(done.stdout), strict=True):
+        answers = [answer["tokens"] for answer in answered]
         count = len(prompts[name])
         again = dict(zip(orders[name], answers[count:], strict=True))
         texts[name] = [

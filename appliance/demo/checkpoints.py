@@ -163,15 +163,6 @@ def write_config(
     return path
 
 
-def chat_prompt(path: Path, text: str) -> list[int]:
-    """Tokens of a chat of one user message, as the checkpoint's template has them, up to where the
-    answer begins."""
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    written = f"{BOS}<|user|>{text}{EOS}<|assistant|>"
-    tokens: list[int] = tokenizer.encode(written, add_special_tokens=False).ids
-    return tokens
-
-
 def train_tokenizer() -> Tokenizer:
     """A byte-level BPE of exactly `VOCABULARY_SIZE` tokens, trained on the corpus beside this."""
     tokenizer = Tokenizer(models.BPE())

@@ -31,9 +31,10 @@ from rich.table import Table
 
 from appliance.config import Config
 from appliance.configfile import load_config
-from appliance.demo.checkpoints import chat_prompt, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.session import recorded
 from appliance.demo.traffic import Answer, Chat, burst, send
+from appliance.engines.vllm import reference as reference_run
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
@@ -129,7 +130,12 @@ def free_port() -> int:
 
 
 def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
-    """The tokens of every chat on plain vLLM, one process for all models."""
+    """The tokens of every chat on plain vLLM."""
+    return {chat: answer.tokens for chat, answer in answered(config, chats).items()}
+
+
+def answered(config: Config, chats: Sequence[Chat]) -> dict[Chat, reference_run.Answer]:
+    """The prompt and the tokens of every chat on plain vLLM, one process for all models."""
     mine = {m.name: [chat for chat in chats if chat.model == m.name] for m in config.models}
     task = {
         "checkpoints": [
@@ -138,10 +144,7 @@ def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
                 "max_context": model.max_context,
                 "tensor_parallel": config.devices.tensor_parallel,
                 "prompts": [
-                    {
-                        "tokens": chat_prompt(Path(model.path), chat.prompt),
-                        "max_tokens": chat.max_tokens,
-                    }
+                    {"tokens": [], "max_tokens": chat.max_tokens, "chat": chat.prompt}
                     for chat in mine[model.name]
                 ],
             }
@@ -156,11 +159,11 @@ def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
     )
     if done.returncode:
         raise SystemExit(f"plain vLLM failed:\n{done.stderr.decode(errors='replace')[-4000:]}")
-    outputs = msgspec.json.decode(done.stdout, type=list[list[list[int]]])
+    outputs = msgspec.json.decode(done.stdout, type=list[list[reference_run.Answer]])
     return {
-        chat: tokens
+        chat: answer
         for model, answers in zip(config.models, outputs, strict=True)
-        for chat, tokens in zip(mine[model.name], answers, strict=True)
+        for chat, answer in zip(mine[model.name], answers, strict=True)
     }
 
 

@@ -1,4 +1,8 @@
-"""A front end, as the core starts it: ``python -m appliance.frontend``."""
+"""A front end in a process of its own: ``python -m appliance.frontend``.
+
+Only tests start front ends so, with a stand-in for the core. The core has them forked
+(`appliance.frontend.zygote`).
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from appliance.frontend.calls import Call
 from appliance.frontwire import Refused
 
 COMMENT: Final = b": keep-alive\n\n"
+LAST_EVENTS: Final = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
+"""How the last events of streams begin: clients read no further."""
 STALLED_SECONDS: Final = 0.05
 """A client that takes nothing for so long does not read."""
 
@@ -52,6 +54,7 @@ class Answer:
         self._keep_alive_seconds = keep_alive_seconds
         self._on_reading = on_reading
         self._head: Any = None
+        self._has_events = False
         self._held: list[Any] = []
         self._begun = False
         self._over = False
@@ -70,12 +73,16 @@ class Answer:
             return
         if message["type"] == "http.response.start":
             self._head = message
-            if _media_type(message["headers"]) in _STREAMS:
+            kind = _media_type(message["headers"])
+            self._has_events = kind == _EVENTS
+            if kind in _STREAMS:
                 self._watch = asyncio.create_task(self._keep_alive())
             return
         if message["type"] != "http.response.body" or self._head is None:
             await self._forward(message)
             return
+        if self._has_events:
+            message = self._timed(message)
         if self._begun:
             await self._forward(message)
             if not message.get("more_body", False):
@@ -135,11 +142,21 @@ class Answer:
         ours += [(name.lower().encode(), value.encode()) for name, value in self._call.headers]
         if _media_type(self._head["headers"]) in _STREAMS:
             ours += AS_IT_COMES
-        if self._call.timing is not None:
+        elif self._call.timing is not None:
             ours.append((b"server-timing", self._call.timing.encode()))
         names = {name for name, _ in ours}
         theirs = [pair for pair in self._head["headers"] if pair[0].lower() not in names]
         return {**self._head, "headers": [*theirs, *ours]}
+
+    def _timed(self, message: Any) -> Any:
+        """With a comment before the last event that says what the time of the answer went to: its
+        head is gone by then."""
+        body = message.get("body", b"")
+        timing = self._call.timing
+        if timing is None or (message.get("more_body") and not body.startswith(LAST_EVENTS)):
+            return message
+        self._has_events = False  # once
+        return {**message, "body": b": server-timing: %s\n\n%s" % (timing.encode(), body)}
 
     async def _forward(self, message: Any) -> None:
         """Send on, and tell when the client does not take it."""
@@ -173,7 +190,7 @@ class Answer:
                     await self._begin()
         except TimeoutError:
             pass
-        comments = _media_type(self._head["headers"]) == b"text/event-stream"
+        comments = _media_type(self._head["headers"]) == _EVENTS
         while not self._replaced:
             left = self._keep_alive_seconds - (loop.time() - self._last)
             if left > 0:
@@ -188,7 +205,8 @@ class Answer:
             self._last = loop.time()
 
 
-_STREAMS: Final = frozenset({b"text/event-stream", b"application/x-ndjson"})
+_EVENTS: Final = b"text/event-stream"
+_STREAMS: Final = frozenset({_EVENTS, b"application/x-ndjson"})
 
 
 def _media_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -29,18 +29,17 @@ from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 
 from appliance.api.errors import ApiError
 from appliance.api.requestids import request_id
-from appliance.frontend import anthropicerrors
 from appliance.frontend.answers import Answer, Headers
-from appliance.frontend.anthropicerrors import AnthropicErrors
 from appliance.frontend.calls import Call, current
 from appliance.frontend.connections import CONNECTION
 from appliance.frontend.core import CallRefused, Core
 from appliance.frontend.fields import IGNORED_HEADER, check
 from appliance.frontend.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.stored import StoredResponses
+from appliance.frontend.vllmerrors import VllmErrors
 from appliance.frontpaths import is_front_path
 from appliance.frontwire import DECIDING_HEADERS, FrontModel, Refused, Welcome
-from appliance.vocabulary import RequestClass, Task
+from appliance.vocabulary import ModelName, RequestClass, Task
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +214,8 @@ class FrontEnd:
     ) -> None:
         path: str = scope["path"]
         if path.startswith(OLLAMA):
-            body = self._check(call, path, fields_of(body), body, reasons=True)
+            with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
+                body = self._check(call, path, fields_of(body), body, reasons=True)
             await self._ollama(scope, _body_then(body, gone), send)
             return
         if path.startswith(RESPONSES):
@@ -223,15 +223,24 @@ class FrontEnd:
             if made_by is None:
                 raise Refuse(refused(call, 404, "not_found", "there is no such response", "id"))
             state = await self._state(call, self._model(call, path, made_by))
-        elif (fields := fields_of(body)) is None or not _is_name(asked := fields.get("model")):
-            state = _no_model()
+        elif scope["method"] != "POST":
+            message = f"{path} is asked with POST"
+            raise Refuse(refused(call, 405, "method_not_allowed", message))
         else:
-            model = self._model(call, path, asked)
-            reasons = model.reasoning_parser is not None
-            body = self._check(call, path, fields, body, reasons=reasons)
-            state = await self._state(call, model)
-        if path.startswith(anthropicerrors.PATHS):
-            send = cast(Send, AnthropicErrors(scope, send).send)
+            try:
+                fields = fields_of(body)
+            except NotJson as error:
+                raise Refuse(refused(call, 400, "invalid_json", str(error))) from error
+            if fields is None or not _is_name(asked := fields.get("model")):
+                state = _no_model()
+            else:
+                model = self._model(call, path, asked)
+                reasons = model.reasoning_parser is not None
+                body = self._check(call, path, fields, body, reasons=reasons)
+                if asked is None:
+                    body = _naming(model.name, body)
+                state = await self._state(call, model)
+        send = cast(Send, VllmErrors(scope, send).send)
         inner: Any = {
             **scope,
             "app": _Models(state),
@@ -352,22 +361,31 @@ def _no_model() -> State:
     return State({"args": Namespace(log_error_stack=False)})
 
 
+class NotJson(ValueError):
+    """A body is not JSON. What only Python's reader takes (NaN, lone surrogates) is not, either:
+    its fields could not be checked."""
+
+
 def fields_of(body: bytes) -> Fields | None:
     """The top-level fields of a body, `model` decoded; None: it is no JSON object, which vLLM
-    says."""
+    says. Raises `NotJson`."""
     try:
         fields: Fields = dict(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
         if (model := fields.get("model")) is not None:
             fields["model"] = msgspec.json.decode(cast(msgspec.Raw, model))
     except msgspec.ValidationError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        try:  # takes what msgspec does not, as vLLM does: NaN, lone surrogates
-            whole = json.loads(body)
-        except (ValueError, RecursionError):
-            return None
-        return {"model": whole.get("model")} if isinstance(whole, dict) else None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NotJson(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise NotJson("the body is nested too deeply") from error
     return fields
+
+
+def _naming(model: ModelName, body: bytes) -> bytes:
+    """A body that names its model: some of vLLM's request models demand that."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(fields | {"model": model})
 
 
 def _is_name(model: object) -> TypeGuard[str | None]:

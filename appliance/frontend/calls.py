@@ -9,6 +9,9 @@ from typing import Final
 from appliance.frontwire import Refused
 from appliance.vocabulary import ModelName, RequestClass, RequestId
 
+REQUEST_HEADER: Final = "x-appliance-request"
+"""What `/api/requests`, spans and events know an answer by: there before its first token."""
+
 
 class Call:
     """What the core said of a call, and what the call asked of the core."""
@@ -29,6 +32,7 @@ class Call:
         self.request_class = RequestClass.INTERACTIVE
         self.requests: set[RequestId] = set()
         """Those that the core computes, or decides about."""
+        self._submitted = False
         self.refusal: Refused | None = None
         """The first refusal of a request of the call."""
         self.timing: str | None = None
@@ -37,6 +41,13 @@ class Call:
         """Work that goes on after the answer; the call is over when it is done."""
         self.decided = asyncio.Event()
         """Set when the core has admitted or refused a request of the call."""
+
+    def submit(self, request: RequestId) -> None:
+        """The core is asked to compute `request`; the answer names the first one."""
+        if not self._submitted:
+            self._submitted = True
+            self.headers.append((REQUEST_HEADER, request))
+        self.requests.add(request)
 
     def refuse(self, refusal: Refused) -> None:
         """Keep the first refusal, and say that the core has decided."""

@@ -160,7 +160,7 @@ class Core(asyncio.Protocol):
             raise ConnectionError("the core is gone")
         admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests[submit.request] = _Request(call, receiver, admission)
-        call.requests.add(submit.request)
+        call.submit(submit.request)
         self.send(submit)
         try:
             await admission

@@ -6,16 +6,23 @@ import logging
 import os
 from typing import Final
 
-_TALKATIVE: Final = (
-    "vllm.entrypoints.anthropic.serving",
-    "vllm.entrypoints.openai.responses.serving",
-    "vllm.platforms.cpu",
+_SILENCED: Final = (
+    "torch._library.triton",  # there is no Triton
+    "vllm.entrypoints.anthropic.serving",  # system messages between others are merged
+    "vllm.entrypoints.openai.responses.serving",  # its store has no bounds; ours has
+    "vllm.entrypoints.pooling.scoring.api_router",  # OpenAI has no scores
+    "vllm.entrypoints.pooling.utils",  # another JSON library would be faster
+    "vllm.platforms.cpu",  # what is changed for the CPU; workers compute elsewhere
+    "vllm.triton_utils.importing",  # there is no Triton
 )
-"""They warn of each model: of its template, of a store without bounds, of the CPU."""
+"""Loggers whose warnings mean nothing in a front end; errors are told."""
 
 
 def prepare_environment() -> None:
     """Set the process up for vLLM's front half; call before anything imports torch or vLLM."""
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    for name in _SILENCED:
+        logging.getLogger(name).setLevel(logging.ERROR)
     os.environ |= {
         # Tokenizers have threads of their own; torch only carries vectors here.
         "OMP_NUM_THREADS": "1",
@@ -32,9 +39,6 @@ def prepare_environment() -> None:
 
 def import_vllm() -> None:
     """Import what serves, which takes seconds, and have vLLM ask for no device."""
-    logging.getLogger("vllm").setLevel(logging.WARNING)
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 

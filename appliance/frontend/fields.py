@@ -36,6 +36,8 @@ _ROUTERS: Final = (
     *("pooling.pooling", "pooling.classify", "pooling.scoring", "pooling.embed"),
     *("serve.tokenize", "scale_out.render"),
 )
+_NO_ID: Final = "/v1/responses/render"
+"""vLLM's; here it is the path of a stored response of this name, which no response has."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NULL: Final = b"null"
 _FLEX: Final = b'"flex"'
@@ -248,7 +250,7 @@ def routes() -> Iterator[APIRoute]:
     """vLLM's routes that have to do with requests for models."""
     for name in _ROUTERS:
         for route in import_module(f"vllm.entrypoints.{name}.api_router").router.routes:
-            if isinstance(route, APIRoute):
+            if isinstance(route, APIRoute) and route.path != _NO_ID:
                 yield route
 
 

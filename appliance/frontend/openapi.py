@@ -27,8 +27,6 @@ _REFUSALS: Final = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 _EVENTS: Final = {"text/event-stream": {"schema": {"description": "Text, as it comes."}}}
 _LINES: Final = {"application/x-ndjson": {"schema": {"description": "Text, as it comes."}}}
 _STREAMS: Final = ("/chat/completions", "/completions", "/responses", "/messages")
-_NO_ID: Final = "/v1/responses/render"
-"""vLLM's; here it is the path of a stored answer of this name."""
 _TEXT: Final = {"type": "string"}
 _ERROR: Final = "FrontError"
 _ANTHROPIC_ERROR: Final = "FrontAnthropicError"
@@ -91,7 +89,7 @@ def part() -> dict[str, Any]:
 
 def _served() -> Iterator[Any]:
     for route in routes():
-        if is_front_path(route.path) and route.path != _NO_ID:
+        if is_front_path(route.path):
             yield route
 
 

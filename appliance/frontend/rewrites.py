@@ -240,7 +240,6 @@ OF_PATH: Final[Mapping[str, Rewrite]] = {
     "/v1/chat/completions": _chat,
     "/v1/chat/completions/render": _chat,
     "/v1/responses": _responses,
-    "/v1/responses/render": _responses,
     "/v1/messages": _messages,
     "/v1/messages/count_tokens": _messages,
 }

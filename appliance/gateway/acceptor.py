@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import select
 import socket
 import ssl
 from collections import deque
@@ -321,7 +322,8 @@ class _Beginning:
         """Whether nothing came yet."""
 
     def look(self) -> None:
-        """Look whether the path is there; go on looking if not."""
+        """Look whether the path is there; go on looking if not, unless no more comes."""
+        ended = not self.silent and _has_ended(self._connection)  # before: what came is whole then
         try:
             begin = self._connection.recv(PEEK_BYTES, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -331,6 +333,8 @@ class _Beginning:
         except OSError:
             begin = b""
         path = path_of(begin) if begin else None
+        if path is None and ended:
+            path = ""
         if path is not None or not begin:
             self._on_path(self, path)
             return
@@ -374,6 +378,13 @@ def listen_at(host: str, port: int, backlog: int) -> list[socket.socket]:
             listeners.append(listener)
         opened.pop_all()
     return listeners
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the client sends no more. What it sent before hides that from who peeks."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _handover_of(connection: socket.socket, scheme: str = "http") -> Handover:

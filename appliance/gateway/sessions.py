@@ -27,6 +27,7 @@ from appliance.api.service import (
 from appliance.api.timing import server_timing
 from appliance.engines.protocol import Produced
 from appliance.frontwire import (
+    MOST_DETAIL_BYTES,
     VERSION,
     Abort,
     Admitted,
@@ -156,7 +157,7 @@ class Session:
         is_operator: Callable[[int], bool],
     ) -> None:
         self.ready = False
-        """Whether it serves."""
+        """Whether it serves, and may be given lines of batches."""
         self.frame = 0
         """The number of the next `Outputs`."""
         self._sessions = sessions
@@ -167,7 +168,10 @@ class Session:
         self._calls: dict[int, _Call] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._outputs: list[Output] = []
+        self._detail_bytes = 0
+        """Of `_outputs`."""
         self._greeted = False
+        self._drained = False
         self._lost = False
 
     @property
@@ -207,7 +211,12 @@ class Session:
                 self._greeted = True
                 self._send(self._sessions.welcome())
             case Ready():
-                self.ready = True
+                self.ready = not self._drained
+
+    def drained(self) -> None:
+        """It was told to end when it has answered: it is given no more lines of batches."""
+        self._drained = True
+        self.ready = False
 
     def lost(self) -> None:
         """It died: what it had is aborted."""
@@ -335,6 +344,13 @@ class Session:
         self._release(request)
         self._sessions.live.discard(request.id)
 
+    def make_room(self, produced: Produced | None) -> None:
+        """Send what waits, if a detail would be too much for a frame together with it."""
+        size = 0 if produced is None else len(produced.detail or b"")
+        if self._detail_bytes and size and self._detail_bytes + size > MOST_DETAIL_BYTES:
+            self._flush()
+        self._detail_bytes += size
+
     def put(self, output: Output) -> None:
         """Send an output, with all others that come before the event loop's next turn."""
         if not self._outputs:
@@ -343,6 +359,7 @@ class Session:
 
     def _flush(self) -> None:
         outputs, self._outputs = self._outputs, []
+        self._detail_bytes = 0
         self.frame += 1
         if outputs and not self._lost:
             self._send(Outputs(outputs))
@@ -444,6 +461,7 @@ class _Request:
             self._last = produced  # goes with the end
             return
         session, detail = self._session, produced.detail
+        session.make_room(produced)
         value = produced.token if detail is None else detail
         if self._frame == session.frame and self._plain is (detail is None):
             self._waiting.append(value)  # type: ignore[arg-type]
@@ -461,6 +479,7 @@ class _Request:
         if failure is not None:
             self._session.give_up(self, failure)
             return
+        self._session.make_room(self._last)
         self._session.put(_output(self.id, self._last, server_timing(times) or None, ends=True))
 
 

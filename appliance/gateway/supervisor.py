@@ -58,6 +58,9 @@ class Session(Protocol):
 
     def received(self, frame: Up, /) -> None: ...
 
+    def drained(self) -> None:
+        """The front end was told to end when its connections are answered."""
+
     def lost(self) -> None:
         """The front end died."""
 
@@ -142,6 +145,7 @@ class FrontEnd(asyncio.Protocol):
     def drain(self) -> None:
         """Have it end when its connections are answered."""
         self.draining = True
+        self._session.drained()
         self.send(Drain())
 
     def owes_for(self) -> float:

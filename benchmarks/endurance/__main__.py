@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ from typing import Final
 
 from appliance.configfile import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
-from appliance.demo.run import STOP_SECONDS, free_port, reference, running_daemon
+from appliance.demo.run import STOP_SECONDS, answered, free_port, running_daemon
 from appliance.demo.traffic import Chat, burst
 from appliance.policies import installed
 from benchmarks.endurance.asks import EMBEDDER
@@ -91,11 +92,12 @@ def soak(plan: Plan, place: Path) -> Result:
     models = [path.name for path in make_checkpoints(place)]
     chats = burst(models, CHATS_PER_MODEL)
     chats += [Chat(model, f"{LONG} Go on with number {i}.", 64) for model in models for i in (1, 2)]
-    truths = reference(load_config(write_config(place)), chats)
+    truths = answered(load_config(write_config(place)), chats)
     file = write_config(place, bind=f"127.0.0.1:{free_port()}")
     # So few that some requests are refused.
     limit = f"max_queue = {plan.connections * 6 // 5}\n"
     text = file.read_text().replace("[api]\n", f"[api]\n{limit}")
+    text = re.sub(r"(?m)^name = .*$", r'\g<0>\ntool_parser = "hermes"', text)
     file.write_text(text + MORE.format(embedder=EMBEDDER))
     scratch = place / "tmp"
     scratch.mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from appliance.demo.checkpoints import chat_prompt
 from appliance.demo.traffic import Chat
+from appliance.engines.vllm.reference import Answer
 from benchmarks.endurance.answers import Said
 
 EMBEDDER = "vectors"
@@ -24,7 +24,7 @@ STAY = {
     "required": ["city", "nights"],
     "additionalProperties": False,
 }
-BOOK = {"type": "function", "function": {"name": "book", "parameters": STAY}}
+BOOK = {"type": "function", "function": {"name": "book", "parameters": STAY, "strict": True}}
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Ask:
 class Truth:
     """A chat, and its tokens on plain vLLM, undisturbed."""
 
-    def __init__(self, chat: Chat, tokens: Sequence[int], checkpoint: Path) -> None:
+    def __init__(self, chat: Chat, answer: Answer, checkpoint: Path) -> None:
         self.chat = chat
-        self.prompt = chat_prompt(checkpoint, chat.prompt)
-        self._tokens = list(tokens)
+        self.prompt = answer.prompt
+        self._tokens = answer.tokens
         self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
     @property
@@ -91,8 +91,10 @@ class Truth:
 class Book:
     """Everything that may be asked."""
 
-    def __init__(self, truths: Mapping[Chat, Sequence[int]], checkpoints: Path) -> None:
-        self._truths = [Truth(chat, ids, checkpoints / chat.model) for chat, ids in truths.items()]
+    def __init__(self, truths: Mapping[Chat, Answer], checkpoints: Path) -> None:
+        self._truths = [
+            Truth(chat, answer, checkpoints / chat.model) for chat, answer in truths.items()
+        ]
         self.others: list[Ask] = []
         """Those whose answer only the appliance tells, while nothing disturbs it."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from appliance.demo.run import metrics_by_model
 from appliance.demo.traffic import Chat
+from appliance.engines.vllm.reference import Answer
 from appliance.journal import replay
 from benchmarks.endurance.asks import Book
 from benchmarks.endurance.audit import (
@@ -90,7 +91,7 @@ class Life:
 
 
 async def endure(
-    plan: Plan, watch: Watch, *, truths: Mapping[Chat, Sequence[int]], checkpoints: Path, log: Path
+    plan: Plan, watch: Watch, *, truths: Mapping[Chat, Answer], checkpoints: Path, log: Path
 ) -> Life:
     """Do it to the daemon that `watch` watches; when this returns, nothing runs there any more."""
     host, port = watch.address

@@ -18,7 +18,7 @@ import pytest
 from appliance import vocabulary, wire
 from appliance.cpus import show_cpus
 from appliance.engines.protocol import SequenceSpec
-from appliance.engines.vllm.reference import Checkpoint, Prompt, Task
+from appliance.engines.vllm.reference import Answer, Checkpoint, Prompt, Task
 from appliance.memory.hosttier import HostTier
 from appliance.vocabulary import (
     BuildModel,
@@ -272,8 +272,9 @@ def expected(checkpoints: dict[str, str]) -> dict[str, list[list[int]]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-4000:]
-    outputs = msgspec.json.decode(done.stdout, type=list[list[list[int]]])
-    return dict(zip(MODELS, outputs, strict=True))
+    outputs = msgspec.json.decode(done.stdout, type=list[list[Answer]])
+    tokens = [[answer.tokens for answer in answers] for answers in outputs]
+    return dict(zip(MODELS, tokens, strict=True))
 
 
 def test_three_models_in_turn_equal_plain_vllm(

@@ -1,4 +1,4 @@
-"""A corpus of chat templates: the shapes in which models on the hub write theirs, none of them copied.
+"""A corpus of chat templates: the shapes in which models on the hub write theirs, none copied.
 
 Each is a value of ``chat_template`` in ``tokenizer_config.json``: a template, or a list of named
 ones. They are written for the demo's tokenizer, whose special tokens are ``<|bos|>``, ``<|eos|>``,
@@ -87,8 +87,8 @@ TEMPLATES: Final[dict[str, Any]] = {
     "last user only": (
         "{% set ns = namespace(last=-1) %}{% for message in messages %}"
         "{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-        "{% for message in messages %}{% if loop.index0 >= ns.last %}{{ message.content }}{% endif %}"
-        "{% endfor %}"
+        "{% for message in messages %}{% if loop.index0 >= ns.last %}{{ message.content }}"
+        "{% endif %}{% endfor %}"
     )
     + _ASK,
     # Content in parts
@@ -159,8 +159,8 @@ TEMPLATES: Final[dict[str, Any]] = {
     )
     + _ASK,
     "generation blocks": _loop(
-        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
-        "{% else %}" + _ROLE + "{{ message.content }}{% endif %}"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+        "{% endgeneration %}{% else %}" + _ROLE + "{{ message.content }}{% endif %}"
     ),
     "roles refused": _loop(
         "{% if message.role not in ['system', 'user', 'assistant', 'tool'] %}"

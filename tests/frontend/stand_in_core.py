@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -41,16 +41,17 @@ from appliance.frontwire import (
     Welcome,
 )
 from appliance.vocabulary import FinishReason, ModelName, RequestId
+from tests.patience import PATIENCE_SECONDS
 
 F = TypeVar("F")
 FIRST_TOKEN = 10
 """Below it are special tokens."""
 TOKENS = 1500
 """So many different ones are made up."""
+TIMING = "decode;dur=1.0"
+"""Where the time of every request went."""
 THE_CORES = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\ncore"
 """The answer to what is not for front ends."""
-LIMIT_SECONDS = 60.0
-"""Of waiting for a frame."""
 
 
 def made_up(prompt: Iterable[int], count: int) -> list[int]:
@@ -142,8 +143,10 @@ class StandInCore:
 
     # --- what tests do ---------------------------------------------------------------------------
 
-    async def begin(self, environment: dict[str, str] | None = None) -> None:
-        """Start the front end, and listen."""
+    async def begin(
+        self, environment: dict[str, str] | None = None, *, errors: IO[bytes] | None = None
+    ) -> None:
+        """Start the front end, and listen. What it writes to standard error goes into `errors`."""
         frames, theirs = socket.socketpair()
         self._handover, their_handover = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors = (theirs.fileno(), their_handover.fileno())
@@ -153,6 +156,7 @@ class StandInCore:
             *("--frames-fd", str(descriptors[0]), "--handover-fd", str(descriptors[1])),
             pass_fds=descriptors,
             env=os.environ | (environment or {}),
+            stderr=errors,
         )
         theirs.close()
         their_handover.close()
@@ -178,7 +182,7 @@ class StandInCore:
         def found() -> list[F]:
             return [f for f in self.frames if isinstance(f, kind) and which(f)]
 
-        async with asyncio.timeout(LIMIT_SECONDS), self._news:
+        async with asyncio.timeout(PATIENCE_SECONDS), self._news:
             await self._news.wait_for(lambda: len(found()) >= count)
         return found()[count - 1]
 
@@ -226,7 +230,7 @@ class StandInCore:
         assert self._writer is not None
         assert self.process is not None
         self._writer.close()
-        async with asyncio.timeout(LIMIT_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await self.process.wait()
 
     async def close(self) -> None:
@@ -340,7 +344,7 @@ class StandInCore:
             tokens=[] if details else tokens,
             finished=finished,
             details=details,
-            timing=None if finished is None else "decode;dur=1.0",
+            timing=None if finished is None else TIMING,
         )
 
 

@@ -33,7 +33,7 @@ from appliance.frontwire import (
 )
 from appliance.vocabulary import FinishReason, RequestClass
 from tests.frontend.conftest import KEEP_ALIVE_SECONDS
-from tests.frontend.stand_in_core import StandInCore, front_end
+from tests.frontend.stand_in_core import TIMING, StandInCore, front_end
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -159,6 +159,86 @@ async def test_flexible_work_is_of_the_class_batch(
 ) -> None:
     await http.post(CHAT, json=ASKED | {"service_tier": "flex"})
     assert (await core.seen(Submit)).request_class is RequestClass.BATCH
+
+
+# --- what an answer says of itself ---------------------------------------------------------------
+
+ASKING: dict[str, dict[str, Any]] = {
+    CHAT: ASKED,
+    "/v1/completions": {"model": "talker", "prompt": "hello", "max_tokens": 6, "n": 2},
+    "/v1/responses": {"model": "talker", "input": "hello", "max_output_tokens": 6},
+    "/v1/messages": ASKED,
+    "/api/chat": {"model": "talker", "messages": ASKED["messages"], "options": {"num_predict": 6}},
+}
+LAST: dict[str, str] = {
+    CHAT: "data: [DONE]",
+    "/v1/completions": "data: [DONE]",
+    "/v1/responses": "event: response.completed",
+    "/v1/messages": "event: message_stop",
+}
+"""How the last event of a stream begins."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKING)
+async def test_an_answer_names_its_first_request(
+    core: StandInCore, http: httpx.AsyncClient, path: str, stream: bool
+) -> None:
+    """In its head: a stream's is there before its first token."""
+    core.hold_at = lambda submit: 0
+    asking = asyncio.create_task(_streamed(http, path, ASKING[path] | {"stream": stream}))
+    first = await core.seen(Submit)
+    core.go_on()
+    answer, _ = await asking
+    assert answer.headers.get_list("x-appliance-request") == [first.request]
+
+
+async def test_an_answer_without_a_request_names_none(
+    core: StandInCore, http: httpx.AsyncClient
+) -> None:
+    answer = await http.post("/tokenize", json={"model": "talker", "prompt": "a"})
+    assert answer.status_code == 200
+    assert "x-appliance-request" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ASKING)
+async def test_a_whole_answer_says_in_its_head_what_its_time_went_to(
+    core: StandInCore, http: httpx.AsyncClient, path: str
+) -> None:
+    answer, lines = await _streamed(http, path, ASKING[path] | {"stream": False})
+    assert answer.headers["server-timing"] == TIMING
+    assert TIMING not in "".join(lines)
+
+
+@pytest.mark.parametrize("path", LAST)
+async def test_a_stream_says_before_its_last_event_what_its_time_went_to(
+    core: StandInCore, http: httpx.AsyncClient, path: str
+) -> None:
+    answer, lines = await _streamed(http, path, ASKING[path] | {"stream": True})
+    assert "server-timing" not in answer.headers
+    said = f": server-timing: {TIMING}"
+    assert lines.count(said) == 1
+    assert lines[lines.index(said) + 2].startswith(LAST[path])
+    assert len([line for line in lines[lines.index(said) :] if line.startswith("data: ")]) == 1
+
+
+async def test_a_stream_that_fails_says_no_times(
+    core: StandInCore, http: httpx.AsyncClient
+) -> None:
+    core.hold_at = lambda submit: 2
+    async with http.stream("POST", CHAT, json=ASKED | {"stream": True}) as answer:
+        lines = answer.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        core.give_up(core.said(Submit)[0].request)
+        assert not [line async for line in lines if "server-timing" in line]
+
+
+async def _streamed(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> tuple[httpx.Response, list[str]]:
+    async with http.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        return answer, [line async for line in answer.aiter_lines()]
 
 
 # --- admission -----------------------------------------------------------------------------------

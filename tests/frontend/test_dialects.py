@@ -299,15 +299,81 @@ async def test_what_is_no_request_is_refused_in_vllms_words(core: StandInCore, b
     assert answer.json()["error"]["message"]
 
 
-async def test_numbers_that_json_does_not_have_are_taken_as_vllm_takes_them(
-    core: StandInCore,
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/generate"])
+@pytest.mark.parametrize(
+    "wrong", [b'"metadata": {"x": NaN}', b'"unknown": Infinity', b'"user": "\\ud800"']
+)
+async def test_what_only_pythons_json_reads_is_no_json(
+    core: StandInCore, path: str, wrong: bytes
 ) -> None:
-    body = b'{"model": "talker", "prompt": "a", "max_tokens": 1, "metadata": {"x": NaN}}'
+    """Its fields could not be checked; so it is refused, in the words of the dialect."""
+    body = b'{"model": "talker", "prompt": "a", "max_tokens": 1, %s}' % wrong
     async with httpx.AsyncClient(base_url=core.url) as http:
-        answer = await http.post(
-            "/v1/completions", content=body, headers={"content-type": "application/json"}
-        )
+        answer = await http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "not valid JSON" in (error if path == "/api/generate" else error["message"])
+    assert not core.said(Submit)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/api/chat"]
+)
+@pytest.mark.parametrize(
+    ("method", "body", "status"),
+    [
+        ("GET", {}, 405),
+        ("POST", {"model": "nobody", "messages": HELLO, "max_tokens": 1}, 404),
+        ("POST", {"model": "talker", "messages": HELLO, "user": "x" * (1 << 20)}, 413),
+    ],
+)
+async def test_what_is_refused_before_a_model_is_told_in_the_paths_dialect(
+    core: StandInCore, path: str, method: str, body: dict[str, Any], status: int
+) -> None:
+    """A wrong method, an unknown model, a body that is too large."""
+    async with httpx.AsyncClient(base_url=core.url) as http:
+        answer = await http.request(method, path, json=body)
+    assert answer.status_code == status
+    told = answer.json()
+    if path == "/api/chat":
+        assert isinstance(told["error"], str)
+    elif path.startswith("/v1/messages"):
+        assert told["type"] == "error"
+        kinds = {405: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}
+        assert told["error"]["type"] == kinds[status]
+        assert told["error"]["message"]
+    else:
+        assert told["error"]["message"]
+    assert not core.said(Submit)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "model": None}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 16}),
+    ],
+)
+async def test_no_model_has_to_be_named_where_there_is_one(
+    core: StandInCore, models: tuple[FrontModel, ...], path: str, body: dict[str, Any]
+) -> None:
+    core.change(models[:1])
+    try:
+        async with httpx.AsyncClient(base_url=core.url) as http:
+            answer = await http.post(path, json=body)
+    finally:
+        core.change(models)
     assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == core.said(Submit)[0].model == "talker"
+
+
+async def test_a_response_is_not_rendered(core: StandInCore) -> None:
+    """There is no such endpoint, and no response of this name."""
+    async with httpx.AsyncClient(base_url=core.url) as http:
+        answer = await http.post("/v1/responses/render", json={"model": "talker", "input": "a"})
+    assert answer.status_code == 404
 
 
 async def test_names_with_and_without_a_tag(core: StandInCore, client: openai.AsyncOpenAI) -> None:

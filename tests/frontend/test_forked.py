@@ -32,6 +32,8 @@ class SessionDouble:
                 )
             )
 
+    def drained(self) -> None: ...
+
     def lost(self) -> None: ...
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import aiohttp
 import pytest
 import pytest_asyncio
 from vllm.config import ModelConfig, VllmConfig
@@ -50,7 +50,7 @@ def folder(generator: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def golden(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def golden(folder: Path) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a front end that has all of these models, more than it keeps at once."""
     models = tuple(
         model_at(folder / name, name, max_context=MAX_CONTEXT) for name in NAMES.values()
@@ -61,9 +61,8 @@ async def golden(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
             yield client
 
 
-def _client(core: StandInCore) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=AT_ONCE)
-    return httpx.AsyncClient(base_url=core.url, limits=limits, timeout=None)
+def _client(core: StandInCore) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(core.url, timeout=aiohttp.ClientTimeout(None))
 
 
 class Reference:
@@ -100,18 +99,21 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-async def _asked(client: httpx.AsyncClient, model: str, chat: dict[str, Any]) -> list[int] | None:
+async def _asked(
+    client: aiohttp.ClientSession, model: str, chat: dict[str, Any]
+) -> list[int] | None:
     """The tokens that a front end makes of a chat; None if it refuses it (400)."""
     body = {"model": model, "max_tokens": 1, "return_token_ids": True, **chat}
-    answer = await client.post("/v1/chat/completions", json=body)
-    if answer.status_code == 400:
-        return None
-    tokens: list[int] = answer.raise_for_status().json()["prompt_token_ids"]
-    return tokens
+    async with client.post("/v1/chat/completions", json=body) as answer:
+        if answer.status == 400:
+            return None
+        answer.raise_for_status()
+        tokens: list[int] = (await answer.json())["prompt_token_ids"]
+        return tokens
 
 
 async def _all_equal(
-    client: httpx.AsyncClient, reference: Reference, chats: list[tuple[str, dict[str, Any]]]
+    client: aiohttp.ClientSession, reference: Reference, chats: list[tuple[str, dict[str, Any]]]
 ) -> int:
     """Compare the prompts of all chats; returns how many templates took."""
     room = asyncio.Semaphore(AT_ONCE)
@@ -126,7 +128,7 @@ async def _all_equal(
 
 
 async def test_every_template_with_every_shape(
-    golden: httpx.AsyncClient, reference: Reference
+    golden: aiohttp.ClientSession, reference: Reference
 ) -> None:
     """At least 40 template shapes; what a template refuses is refused here."""
     chats = [(model, chat) for model in NAMES.values() for chat in SHAPES.values()]
@@ -137,7 +139,7 @@ async def test_every_template_with_every_shape(
     assert rendered > 0.95 * len(chats)
 
 
-async def test_random_conversations(golden: httpx.AsyncClient, reference: Reference) -> None:
+async def test_random_conversations(golden: aiohttp.ClientSession, reference: Reference) -> None:
     """Turns, parts, calls, results, tools and variables, mixed by a seed, for a few models at a
     time: a front end keeps 32 of them built."""
     dice = random.Random(16)

@@ -1,10 +1,12 @@
-"""An appliance to be fuzzed, in its own process: the real daemon over workers that are doubles.
+"""An appliance to be fuzzed, in its own process: the real core over workers that are doubles.
 
 Its HTTP server is set up as `appliance.serve` does it, its configuration is in files, and answers
-come as fast as they can. Models can be fetched, added and removed, keys be made and revoked; only
-those that it begins with stay, so that there is always somebody to ask, who is answered. Every line
-on its standard input is answered with a line of JSON on its standard output: what it holds then
-(`Held`). It ends with its input, or with status 3 as soon as its daemon fails.
+come as fast as they can. Front ends are doubles, too, without vLLM: one is a process that is handed
+connections and answers whatever it is asked, another one computes the lines of batches. Models can
+be fetched, added and removed, keys be made and revoked; only those that it begins with stay, so
+that there is always a model to ask, and a key to ask it with. Every line on its standard input is
+answered with a line of JSON on its standard output: what it holds then (`Held`). It ends with its
+input, or with status 3 as soon as its daemon fails.
 """
 
 from __future__ import annotations
@@ -20,42 +22,42 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, chdir, suppress
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import msgspec
 import pytest
 
 from appliance import wire
-from appliance.api.service import Generation, InstanceVerification, Service, SubmitRequest
+from appliance.api.service import (
+    Generation,
+    InstanceVerification,
+    Service,
+    Sink,
+    SubmitRequest,
+)
 from appliance.api.settings import NotSaved, Removal
 from appliance.config import Config
 from appliance.configfile import load_config
 from appliance.daemon import Daemon, Limits
-from appliance.dialogue import Parsers
-from appliance.engines.protocol import Guide, TokenLogprob
 from appliance.errors import KeysError
 from appliance.feed import Notice
+from appliance.frontwire import Down, Hello, Run, Up
+from appliance.gateway.supervisor import Supervisor
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.lifetime import Server
 from appliance.liveconfig import LiveConfig
 from appliance.purpose import Purpose
-from appliance.serve import make_server
+from appliance.serve import make_gateway, make_server
 from appliance.slabwords import SlabMap
-from appliance.tokens import Tokenizer
-from appliance.toolcalls import Heard
-from appliance.vocabulary import Event, ModelName, Release, Task
+from appliance.vocabulary import ModelName, Release, Task
 from tests.conftest import write_checkpoint
+from tests.unit import front_end_double
 from tests.unit.daemon_double import Box, WorkerDouble, setup_of, small
-from tests.unit.fake_service import (
-    FakeGeneration,
-    FakeInterpretation,
-    FakeService,
-    byte_level_encoder,
-    small_tokenizer,
-)
+from tests.unit.fake_service import FakeService
+from tests.unit.front_double import FrontDouble
 from tests.unit.instance_double import Life, ModelDouble
 
 MODELS = ("small", "org/small")
@@ -67,7 +69,6 @@ SECRETS = {Scope.INFER: "sk-fuzz-of-somebody", Scope.ADMIN: "sk-fuzz-of-an-opera
 ANYTHING = "sk-fuzz-of-whoever-may-do-anything"
 """The key of who asks for all that there is."""
 
-_PARSERS = Parsers(tool="hermes", reasoning="qwen3")
 _LONGEST_ANSWER = 12
 """Tokens after which an answer ends of itself."""
 _WATCHED_SECONDS = 0.02
@@ -112,6 +113,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     """That live in the appliance."""
     connections: int
+    """Of the core and of the front end, and those that may be of either yet."""
     tasks: dict[str, int]
     """By the name of what they run."""
     descriptors: int
@@ -132,15 +134,8 @@ class Whole:
             limits=Limits(queue=8, progress_seconds=60.0),
         )
         served = self._box.daemon._served
-        for name, model in served.items():
-            served[name] = msgspec.structs.replace(
-                model,
-                tokenizer=cast(Tokenizer, small_tokenizer()),
-                parsers=Parsers() if name == EMBEDDER else _PARSERS,
-                purpose=Purpose(task=Task.EMBED, dimensions=2, cuts=())
-                if name == EMBEDDER
-                else Purpose(),
-            )
+        purpose = Purpose(task=Task.EMBED, dimensions=2, cuts=())
+        served[EMBEDDER] = msgspec.structs.replace(served[EMBEDDER], purpose=purpose)
         self._box.daemon.on_failure = _fail
         self._box.start()
         self._ending = ending
@@ -151,16 +146,12 @@ class Whole:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._box.daemon, name)
 
-    def submit(self, request: SubmitRequest) -> Generation:
-        if request.pooling is not None:
-            pooled = FakeGeneration(request)
-            pooled.pool([0.5] * (request.pooling.dimensions or 2))
-            return pooled
-        tokens = min(request.sampling.max_tokens, self._random.randint(1, _LONGEST_ANSWER))
-        life = Life(request.model, len(request.prompt), tokens, request.sampling.max_tokens)
+    def submit(self, request: SubmitRequest, sink: Sink) -> Generation:
+        most = request.max_tokens  # none if the prompt is pooled
+        tokens = min(most, self._random.randint(1, _LONGEST_ANSWER))
+        life = Life(request.model, len(request.prompt), tokens, most)
         self._box.world.lives[request.id] = life
-        _Worker.logprobs[request.id] = request.sampling.logprobs
-        return self._box.daemon.submit(request)
+        return self._box.daemon.submit(request, sink)
 
     async def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
         async with aclosing(self._box.daemon.events(after)) as batches:  # type: ignore[type-var]
@@ -172,21 +163,13 @@ class Whole:
                     if batch == []:
                         return
 
-    async def check_guide(self, name: str, guide: Guide) -> None:
-        await self._fake.check_guide("small", guide)
-
-    async def interpret(
-        self, name: str, chat: bytes, prompt: Sequence[int], choices: int
-    ) -> FakeInterpretation:
-        return _Interpretation(msgspec.json.decode(chat), choices, reasons=True)
-
     async def pool_map(self, number: int) -> SlabMap:
         return await self._fake.pool_map(number)
 
     async def verify(self) -> list[InstanceVerification]:
         return await self._fake.verify()
 
-    async def work(self) -> None:
+    async def work(self, front: _Front) -> None:
         """Do what there is to do, for ever."""
         box = self._box
         while True:
@@ -199,9 +182,9 @@ class Whole:
             box.settle()
             if not box.daemon.requests():
                 box.world.lives.clear()
-                _Worker.logprobs.clear()
                 for worker in box.workers.values():
                     worker.sent.clear()
+                front.forget()
             await asyncio.sleep(_WORK_SECONDS)
 
     @property
@@ -246,12 +229,10 @@ class _LastingRing(KeyRing):
 
 
 class _Worker(WorkerDouble):
-    """Knows by itself that a request which it is to forget is over, and gives log probabilities."""
+    """Knows by itself that a request which it is to forget is over."""
 
-    logprobs: ClassVar[dict[str, int | None]] = {}
-    """How many each request wants beside that of the token itself, if any."""
     doomed = False
-    """Whether it is to die. Who is let go before that dies all the same, as a real one does."""
+    """Whether it is to die. Let go before that, it dies all the same, as a real one does."""
 
     def hold(self) -> None:
         super().hold()
@@ -261,37 +242,44 @@ class _Worker(WorkerDouble):
         super().die()
         self.doomed = False
 
-    def _translate(self, event: Event) -> wire.Up:
-        message = super()._translate(event)
-        if not isinstance(message, wire.Tokens):
-            return message
-        produced = [
-            token
-            if (wanted := self.logprobs.get(token.request)) is None
-            else msgspec.structs.replace(token, logprobs=_logprobs(token.token, wanted))
-            for token in message.produced
-        ]
-        return msgspec.structs.replace(message, produced=produced)
-
     def send(self, message: wire.Down) -> None:
         if isinstance(message, Release) and self.world.lives[message.request].outcome is None:
             self.world.lives[message.request].outcome = "cancelled"
         super().send(message)
 
 
-class _Interpretation(FakeInterpretation):
-    """Never chokes; marks begin and end calls, whose arguments are JSON, though there are none."""
+class _Front(FrontDouble):
+    """Answers lines of batches, also those that are no chat."""
 
-    async def hear(self, choice: int, text: str, tokens: Sequence[int], finished: bool) -> Heard:
-        spelt = text.replace("#", "[").replace("&", "]")
-        heard = await super().hear(choice, spelt, tokens, finished)
-        begun = [msgspec.structs.replace(call, arguments="{}") for call in heard.calls if call.id]
-        return msgspec.structs.replace(heard, calls=begun)
+    async def _answer(self, line: Run) -> None:
+        try:
+            await super()._answer(line)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._ran(line, 400, {"error": {"message": repr(error), "code": 400}})
+
+    def forget(self) -> None:
+        """What was said about lines, if all are answered."""
+        if not self._lines:
+            self.sent.clear()
+            for told in (self.tokens, self.details, self.ends, self.timings, self.refused):
+                told.clear()
 
 
-def _logprobs(token: int, count: int) -> tuple[TokenLogprob, ...]:
-    """Of the token itself, and of `count` others."""
-    return tuple(TokenLogprob(token + i, -float(i), i + 1) for i in range(count + 1))
+class _Welcoming:
+    """The session of the front end that is handed connections."""
+
+    def __init__(self, send: Callable[[Down], None], _is_operator: Callable[[int], bool]) -> None:
+        self._send = send
+
+    def received(self, frame: Up, /) -> None:
+        if isinstance(frame, Hello):
+            self._send(front_end_double.WELCOME)
+
+    def drained(self) -> None:
+        """It has nothing but connections."""
+
+    def lost(self) -> None:
+        """The supervisor starts another one."""
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -304,7 +292,6 @@ def _configure(folder: Path, *, keys: bool) -> Config:
         (folder / made).mkdir()
     for source in ("tiny", PULLED):
         write_checkpoint(folder / source, max_position_embeddings=256)
-        byte_level_encoder().save(str(folder / source / "tokenizer.json"))
     path = folder / "appliance.toml"
     line = 'keys = "keys.json"' if keys else ""
     models = "".join(_MODEL.format(name=name) for name in (*MODELS, EMBEDDER))
@@ -332,13 +319,19 @@ def _name(task: asyncio.Task[Any]) -> str:
     return str(getattr(task.get_coro(), "__qualname__", ""))
 
 
-def _held(whole: Whole, server: Server, port: int) -> Held:
+def _held(whole: Whole, server: Server, front_ends: Supervisor, port: int) -> Held:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     return Held(
         port=port,
         requests=len(whole.daemon.requests()) + len(whole.daemon._streams),
-        connections=len(server.server_state.connections),
+        connections=sum(
+            (
+                len(server.server_state.connections),
+                server.acceptor.undecided,
+                front_ends.connections,
+            )
+        ),
         tasks=dict(sorted(Counter(map(_name, asyncio.all_tasks())).items())),
         descriptors=len(list(Path("/proc/self/fd").iterdir())),
         rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
@@ -350,12 +343,14 @@ async def _serve(folder: Path, *, keys: bool, ending: bool) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("appliance.serve.KeyRing", _LastingRing)
         whole = Whole(monkeypatch, ending=ending)
+        core = cast(Daemon, cast(Service, whole))
+        gateway = make_gateway(core, config)
+        whole.daemon.on_catalogue = gateway.sessions.catalogue_changed
+        front_ends = Supervisor(1, _Welcoming, command=front_end_double.COMMAND)
+        whole.daemon.front_ends_missing = front_ends.not_ready
         settings = _Lasting(whole.daemon, config, folder / "appliance.toml")
-        server = make_server(cast(Daemon, cast(Service, whole)), config, settings)
-        # What the daemon starts beside itself is there before anybody looks at what it holds.
-        if (starting := whole.daemon._interpreter._preparing) is not None:
-            await starting
-        working = asyncio.create_task(whole.work())
+        server = make_server(core, config, settings, gateway=gateway, front_ends=front_ends)
+        working = asyncio.create_task(whole.work(_Front(gateway.sessions)))
         working.add_done_callback(_check)
         lines = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
@@ -364,9 +359,14 @@ async def _serve(folder: Path, *, keys: bool, ending: bool) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             serving = asyncio.create_task(server.serve([listener]))
+            await server.listening.wait()
+            front_ends.on_given_back = server.acceptor.take_back
+            front_ends.start()
             while await lines.readline():
-                sys.stdout.buffer.write(msgspec.json.encode(_held(whole, server, port)) + b"\n")
+                held = _held(whole, server, front_ends, port)
+                sys.stdout.buffer.write(msgspec.json.encode(held) + b"\n")
                 sys.stdout.flush()
+            await front_ends.stop(0)
             server.should_exit = True
             await serving
         working.cancel()

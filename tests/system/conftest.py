@@ -141,7 +141,7 @@ directory = "batches"
 [[model]]
 name = "{THINKER}"
 path = "{THINKER}"
-max_context = 512
+max_context = 2048
 dtype = "float32"
 tool_parser = "hermes"
 reasoning_parser = "qwen3"

@@ -171,6 +171,7 @@ def test_who_does_not_read(box: Box) -> None:
         plug.connect((url.host, url.port))
         asked = json.dumps(body | {"stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(asked)}\r\n"
+        head += "Content-Type: application/json\r\n"
         plug.sendall(f"{head}Host: localhost\r\n\r\n".encode() + asked)
         assert plug.recv(12).endswith(b" 200")
         _until(lambda: box.phases() == ["held"])

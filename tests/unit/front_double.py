@@ -1,4 +1,8 @@
-"""A front end as the core knows it: frames go in and out, and there is no vLLM behind them."""
+"""A front end without vLLM, in the test's own process: a session of the core, fed with frames.
+
+It computes: it submits requests, and answers lines of batches and, as an ASGI application, clients.
+`front_end_double` is the other half: processes that are handed connections, and compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,11 @@ import os
 from typing import Any, TypeVar
 
 from appliance import wire
+from appliance.api.errors import ApiError
+from appliance.api.errorshapes import shape_of
+from appliance.frontpaths import is_front_path
 from appliance.frontwire import (
+    DECIDING_HEADERS,
     VERSION,
     Abort,
     Admitted,
@@ -164,29 +172,31 @@ class FrontDouble:
     # --- lines of batches ------------------------------------------------------------------------
 
     async def _answer(self, line: Run) -> None:
-        body = json.loads(line.body)
-        if body.get("temperature", 1.0) > 2.0:
-            error = {"message": "temperature: too high", "param": "temperature", "code": 400}
-            self._ran(line, 400, {"error": error})
-            return
-        pooled = line.path == "/v1/embeddings"
-        texts = body["input"] if pooled else [_rendered(body)] * body.get("n", 1)
-        most = 0 if pooled else body.get("max_tokens", 8)
-        names = [f"line{line.call}-{number}" for number in range(len(texts))]
-        for name, text in zip(names, texts, strict=True):
-            self.submit(line.call, name, text, model=body["model"], max_tokens=most)
         try:
-            while not all(name in self.ends for name in names):
-                refused = next((self.refused[n] for n in names if n in self.refused), None)
-                if refused is not None:
-                    self.abort(*names)
-                    error = {"message": refused.message, "code": refused.code, "type": "error"}
-                    self._ran(line, refused.status, {"error": error})
-                    return
-                self._news.clear()
-                await self._news.wait()
+            status, body = await self.compute(line.call, line.path, json.loads(line.body))
         finally:
             self._lines.pop(line.call, None)
+        self._ran(line, status, body)
+
+    async def compute(self, call: int, path: str, body: dict[str, Any]) -> tuple[int, object]:
+        """Status and body of the answer to a request of a call."""
+        if body.get("temperature", 1.0) > 2.0:
+            error = {"message": "temperature: too high", "param": "temperature", "code": 400}
+            return 400, {"error": error}
+        pooled = path == "/v1/embeddings"
+        texts = body["input"] if pooled else [_rendered(body)] * body.get("n", 1)
+        most = 0 if pooled else body.get("max_tokens", 8)
+        names = [f"line{call}-{number}" for number in range(len(texts))]
+        for name, text in zip(names, texts, strict=True):
+            self.submit(call, name, text, model=body["model"], max_tokens=most)
+        while not all(name in self.ends for name in names):
+            refused = next((self.refused[n] for n in names if n in self.refused), None)
+            if refused is not None:
+                self.abort(*names)
+                error = {"message": refused.message, "code": refused.code, "type": "error"}
+                return refused.status, {"error": error}
+            self._news.clear()
+            await self._news.wait()
         outputs = [self.text(name) for name in names]
         thoughts = sum(len(text.partition("(")[2].partition(")")[0]) for text in outputs)
         prompt, said = len(encode(texts[0])), sum(len(encode(text)) for text in outputs)
@@ -200,11 +210,53 @@ class FrontDouble:
             {"index": index, "message": {"role": "assistant", "content": text}}
             for index, text in enumerate(outputs)
         ]
-        self._ran(line, 200, {"usage": usage, "data" if pooled else "choices": said_by})
+        return 200, {"usage": usage, "data" if pooled else "choices": said_by}
 
     def _ran(self, line: Run, status: int, body: object) -> None:
         self._lines.pop(line.call, None)
-        self.say(Ran(call=line.call, status=status, body=json.dumps(body).encode()))
+        self.say(Ran(call=line.call, status=status, body=_json(body)))
+
+
+class Fronted:
+    """An ASGI application with a front end: the core's own answers, and what the double computes,
+    with the headers of the core."""
+
+    def __init__(self, core: Any, front: FrontDouble) -> None:
+        self._core = core
+        self._front = front
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not is_front_path(scope["path"]):
+            await self._core(scope, receive, send)
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message["body"]
+            if not message.get("more_body"):
+                break
+        status, headers, answer = await self._answered(scope, body)
+        told = [(name.encode(), value.encode()) for name, value in headers]
+        await send({"type": "http.response.start", "status": status, "headers": told})
+        await send({"type": "http.response.body", "body": answer})
+
+    async def _answered(self, scope: Any, body: bytes) -> tuple[int, Any, bytes]:
+        sent = {name.decode(): value.decode() for name, value in scope["headers"]}
+        deciding = {name: value for name, value in sent.items() if name in DECIDING_HEADERS}
+        path = scope["path"]
+        entered = self._front.enter(path=path, method=scope["method"], **deciding)
+        if isinstance(entered, Refused):
+            error = ApiError(entered.status, entered.message, code=entered.code)
+            return entered.status, entered.headers, shape_of(path)(error, "")
+        try:
+            status, answer = await self._front.compute(entered.call, path, json.loads(body))
+        finally:
+            self._front.leave(entered.call)
+        return status, entered.headers, _json(answer)
+
+
+def _json(answer: object) -> bytes:
+    return json.dumps(answer, separators=(",", ":")).encode()
 
 
 def _rendered(body: dict[str, Any]) -> str:

@@ -1,12 +1,16 @@
-"""Front ends of a few lines, forked as real ones are, that need no vLLM.
+"""Front ends without vLLM, in processes of their own, forked as real ones are.
 
-Run with the number of the socket of orders. They answer every request with what they know of it,
-as JSON. A second request of a connection that is the core's is given back.
+They are handed connections, and compute nothing: they answer every request with what they know of
+it, as JSON, and a stream of a chat with one piece of text. A second request of a connection that is
+the core's is given back. `front_double` is the other half: in the test's process, it computes.
+
+Run with the number of the socket of orders.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -23,6 +27,9 @@ from appliance.gateway.requestlines import path_of
 COMMAND = (sys.executable, str(Path(__file__)))
 ENDLESS = "/v1/completions/render"
 """The answer to a request for it begins, says who answers in ``x-pid``, and does not end."""
+
+EVENTS = b'data: {"choices": [{"index": 0, "delta": {"content": "!"}}]}\n\ndata: [DONE]\n\n'
+"""The answer to a chat that is to be streamed."""
 
 WELCOME = Welcome(
     keep_alive_seconds=5, max_body_bytes=1 << 20, strict=False, origins=(), keyed=False, models=()
@@ -100,7 +107,8 @@ class Double:
             "scheme": handover.scheme,
             "connection": handover.connection,
         }
-        with connection:
+        # What cannot be read is closed, as is what its client left.
+        with connection, contextlib.suppress(ValueError, OSError):
             received = b""
             while True:
                 while b"\r\n\r\n" not in received:
@@ -125,9 +133,16 @@ class Double:
                     if not data:
                         return
                     body += data
-                answer = msgspec.json.encode({**known, "path": path, "body": body.decode()})
+                if path == "/v1/chat/completions" and b'"stream":true' in body.replace(b" ", b""):
+                    answer = EVENTS
+                else:
+                    answer = msgspec.json.encode(
+                        {**known, "path": path, "body": body.decode(errors="replace")}
+                    )
                 line = f"HTTP/1.1 200 OK\r\ncontent-length: {len(answer)}\r\n\r\n"
                 await loop.sock_sendall(connection, line.encode() + answer)
+                if b"connection: close" in head.lower():
+                    return
                 received = b""
 
 

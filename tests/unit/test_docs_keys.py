@@ -15,10 +15,11 @@ import uvicorn
 from appliance.adminsocket import open_socket
 from appliance.api.operators import OperatorProtocol
 from appliance.configfile import load_config
-from appliance.serve import AdminServer, Server, beside, make_server
+from appliance.serve import AdminServer, Server, beside, make_gateway, make_server
 from tests.patience import PATIENCE_SECONDS
 
 from .fake_service import FakeService
+from .front_double import FrontDouble, Fronted
 from .serving import served
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,8 @@ def commands() -> list[tuple[str, str]]:
 
 
 async def test_the_page_is_true(tmp_path: Path) -> None:
-    """All commands in one shell, in order, against the API with keys and an admin socket."""
+    """All commands in one shell, in order, against the API with keys and an admin socket, and a
+    front end that is a double."""
     (tmp_path / "my.toml").write_text(
         '[api]\nkeys = "keys.json"\n[devices]\nmemory = "8MiB"\n'
         '[[model]]\nname = "m"\npath = "m"\nmax_context = 64\n'
@@ -46,11 +48,12 @@ async def test_the_page_is_true(tmp_path: Path) -> None:
     service = FakeService(lambda generation: generation.say("hello"))
     service._cards["llama-a"] = service._cards["small"]
     config = load_config(tmp_path / "my.toml", check_files=False)
-    app = make_server(service, config).config.app  # type: ignore[arg-type]
+    gateway = make_gateway(service, config)  # type: ignore[arg-type]
+    app = make_server(service, config, gateway=gateway).config.app  # type: ignore[arg-type]
     settings = uvicorn.Config(app, http=OperatorProtocol, lifespan="off", log_config=None)
     path = tmp_path / "admin.sock"
     admin = AdminServer(Server(settings), open_socket(path), path)
-    async with beside(admin), served(app) as port:  # type: ignore[arg-type]
+    async with beside(admin), served(Fronted(app, FrontDouble(gateway.sessions))) as port:
         said = await asyncio.to_thread(run, tmp_path, path, port)
 
     assert len(said) == len(commands()) > 10

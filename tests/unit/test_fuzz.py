@@ -16,6 +16,7 @@ from tests.fuzz.corpus import seeds
 from tests.fuzz.running import running
 from tests.fuzz.target import ANYTHING, Held
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.daemon_double import PID
 from tests.unit.fake_service import FakeService
 
 
@@ -74,24 +75,31 @@ async def test_spoilt_requests(keys: bool) -> None:
 
 
 async def test_a_target_serves_behind_a_quarantine_that_is_over_at_once() -> None:
-    """Its worker dies all the same, and the next one serves. Both are asked in one breath, again
-    and again, as the worker may be quicker."""
+    """Its worker dies all the same, and the next one loads a model. Both are asked in one breath,
+    again and again, as the worker may be quicker."""
     line = "POST /api/instances/0/{} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}"
-    asked = "".join(map(line.format, ("quarantine", "release"))).encode()
-    chat = {"model": "small", "messages": [{"role": "user", "content": "hello"}]}
     with running() as target:
         async with httpx.AsyncClient(base_url=target.url, timeout=PATIENCE_SECONDS) as client:
-            for _ in range(10):
-                reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
-                writer.write(asked)
-                for _ in range(2):
-                    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
-                writer.close()
-                await writer.wait_closed()
-                answer = await client.post("/v1/chat/completions", json=chat)
-                assert answer.status_code == 200
+            for lives in range(1, 11):
+                both = [await asyncio.open_connection("127.0.0.1", target.port) for _ in range(2)]
+                for (_, writer), verb in zip(both, ("quarantine", "release"), strict=True):
+                    writer.write(line.format(verb).encode())
+                for reader, writer in both:
+                    assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+                    writer.close()
+                    await writer.wait_closed()
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while await _instance(client) != ("up", PID + lives):
+                        pass
+                    await client.post("/api/models/small/load")
+                    while (await client.get("/api/models/small")).json()["state"] != "loaded":
+                        pass
+
+
+async def _instance(client: httpx.AsyncClient) -> tuple[str, int | None]:
+    """Its state and process."""
+    shown = (await client.get("/api/instances/0")).json()
+    return shown["state"], shown.get("pid")
 
 
 async def test_an_endpoint_that_hangs_is_found() -> None:
@@ -118,7 +126,7 @@ def test_what_stays_behind_is_found() -> None:
 
 
 def test_every_endpoint_is_spoilt() -> None:
-    """All routes are asked, with each of their methods."""
+    """All routes are asked, with each of their methods, and front ends are."""
     app = create_app(FakeService(), settings=object())  # type: ignore[arg-type]
     asked = {(seed.method, seed.path) for seed in seeds(app)}
 
@@ -126,3 +134,4 @@ def test_every_endpoint_is_spoilt() -> None:
         shape = re.compile(re.sub(r"/{\w+:\w+}", "/.+", route.path))
         for method in route.methods:  # type: ignore[union-attr]
             assert any(method == one and shape.fullmatch(path) for one, path in asked), route.path
+    assert ("POST", "/v1/chat/completions") in asked

@@ -88,6 +88,10 @@ class Client:
     async def read(self, count: int = -1) -> bytes:
         return await self._reader.read(count)
 
+    def end(self) -> None:
+        """Send no more."""
+        self._writer.write_eof()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -250,6 +254,17 @@ async def test_who_leaves_before_a_request() -> None:
 
 
 # --- when no front end can -----------------------------------------------------------------------
+
+
+async def test_a_client_that_leaves_within_its_first_line() -> None:
+    """What it sent hides its end from a look; its connection is closed all the same."""
+    async with serving() as house:
+        client = await house.connect(b"POST /v1/chat/comp")
+        client.end()
+
+        assert await client.read() == b""
+        assert house.server.acceptor.undecided == 0
+        assert house.fronts.handed.empty()
 
 
 async def test_connections_wait_in_order() -> None:

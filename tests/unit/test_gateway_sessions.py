@@ -16,7 +16,9 @@ from appliance.frontwire import (
     ModelRefused,
     Output,
     Outputs,
+    Ran,
     Reading,
+    Ready,
     Refused,
     StopRun,
     Welcome,
@@ -277,6 +279,46 @@ async def test_details_keep_their_place_among_tokens(house: House) -> None:
         ([], [b"five"]),
     ]
     assert front.ends == {"r": FinishReason.STOP}
+
+
+async def test_details_that_are_large_are_several_frames(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is below the bound, also with the last one; nothing is lost or out of order."""
+    monkeypatch.setattr(gateway, "MOST_DETAIL_BYTES", 10)
+    front = house.front()
+    call = front.call()
+    for name in ("a", "b"):
+        front.submit(call, name)
+    a, b = house.service.submitted
+    a.detail(1, b"x" * 6)
+    b.detail(1, b"y" * 4)
+    a.detail(2, b"z" * 4)
+    a.feed([3])
+    b.detail(2, b"v" * 10, FinishReason.STOP)
+    a.detail(4, b"w", FinishReason.STOP)
+    await settled()
+    frames = [
+        [detail for output in frame.outputs for detail in output.details]
+        for frame in front.heard(Outputs)
+    ]
+    assert frames == [[b"x" * 6, b"y" * 4], [b"z" * 4], [b"v" * 10], [b"w"]]
+    assert front.details == {"a": [b"x" * 6, b"z" * 4, b"w"], "b": [b"y" * 4, b"v" * 10]}
+    assert front.tokens["a"] == [3]
+    assert front.ends == dict.fromkeys("ab", FinishReason.STOP)
+
+
+async def test_the_largest_details_can_be_read(house: House) -> None:
+    """A worker makes none of more than 32 MiB; two of them are two frames."""
+    detail = bytes(32 << 20)
+    front = house.front()
+    front.submit(front.call(), "r")
+    (generation,) = house.service.submitted
+    generation.detail(1, detail)
+    generation.detail(2, detail, FinishReason.STOP)
+    await settled()
+    assert front.details == {"r": [detail, detail]}
+    assert len(front.heard(Outputs)) == 2
 
 
 async def test_a_failure_comes_behind_the_tokens(house: House) -> None:
@@ -604,6 +646,26 @@ async def test_a_line_says_what_the_core_refused_of_it(house: House) -> None:
 
 def caller_of(house: House) -> Any:
     return house.access.on_behalf_of("")
+
+
+async def test_one_that_is_drained_is_given_no_lines(house: House) -> None:
+    """Others are; it answers those that it has. One that is drained before it is ready stays so."""
+    sessions = house.sessions()
+    front, other = FrontDouble(sessions), FrontDouble(sessions)
+    front.session.drained()
+    other.answers_lines = False
+
+    asking = asyncio.create_task(sessions.ask(caller_of(house), "/v1/chat/completions", LINE))
+    await settled()
+    (line,) = other.heard(RunLine)
+    other.session.drained()
+    other.say(Ready())
+    with pytest.raises(NoFrontEnd):
+        await sessions.ask(caller_of(house), "/v1/chat/completions", LINE)
+    other.say(Ran(call=line.call, status=200, body=b"{}"))
+
+    assert (await asking).status == 200
+    assert front.heard(RunLine) == []
 
 
 async def test_a_line_is_lost_with_its_front_end(house: House) -> None:

@@ -45,6 +45,7 @@ class SessionDouble:
     def __init__(self, send: Callable[[Down], None], is_operator: Callable[[int], bool]) -> None:
         self.is_operator = is_operator
         self.pid = 0
+        self.drains = 0
         self.over = False
         self._send = send
 
@@ -52,6 +53,9 @@ class SessionDouble:
         if isinstance(frame, Hello):
             self.pid = frame.pid
             self._send(front_end_double.WELCOME)
+
+    def drained(self) -> None:
+        self.drains += 1
 
     def lost(self) -> None:
         self.over = True
@@ -325,7 +329,9 @@ async def test_a_drain_lets_answers_end() -> None:
             client.stream("POST", front_end_double.ENDLESS) as answer,
         ):
             house.supervisor.drain()
+            house.supervisor.drain()
 
+            assert [one.drains for one in house.sessions] == [1, 1]
             refused = await client.post(CHAT)
             await house.until(lambda: sum(one.over for one in house.sessions) == 1)
             await house.supervisor.stop(0)

@@ -12,10 +12,8 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.vocabulary import FinishReason
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, box_maker
-from tests.unit.fake_service import FakeService, small_tokenizer
 from tests.unit.serving import served
 from tui.connection import LONGEST_WAIT_SECONDS, Connection
 from tui.messages import Kind, Message, Part, Refused
@@ -204,24 +202,28 @@ async def test_an_answer_that_is_none(answer: httpx.Response | Exception, words:
 
 
 async def test_who_stops_listening_ends_the_request() -> None:
-    """A real API hears of it."""
-    service = FakeService()
-    async with served(create_app(service)) as port:
+    """The server hears that the client left, in the middle of an answer."""
+    left = asyncio.Event()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        headers = [(b"x-appliance-request", b"chat-1")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    async with served(answer) as port:
         connection = Connection(f"http://127.0.0.1:{port}")
-        body = ASKED | {"stream_options": {"include_usage": True}}
-        async with aclosing(connection.stream("/v1/chat/completions", body)) as pieces:  # type: ignore[type-var]
-            assert (await anext(pieces)).part is Part.ASKED
-            begun = await anext(pieces)
-            generation = await service.arrivals.get()
-            assert begun.data == {"request": generation.id}
-            generation.feed(small_tokenizer().encode("one"))
-            async for piece in pieces:
-                if piece.part is Part.DATA and piece.data["choices"][0]["delta"].get("content"):
-                    break
+        async with aclosing(connection.stream("/v1/chat/completions", ASKED)) as pieces:  # type: ignore[type-var]
+            heard = [await anext(pieces) for _ in range(3)]
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await generation.cancelled.wait()
-        assert generation.reason is FinishReason.CANCELLED
+            await left.wait()
         await connection.close()
+
+    assert [piece.part for piece in heard] == [Part.ASKED, Part.BEGUN, Part.DATA]
+    assert heard[1].data == {"request": "chat-1"}
 
 
 @pytest.fixture

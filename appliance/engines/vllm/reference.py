@@ -1,7 +1,7 @@
 """Plain vLLM on a checkpoint, undisturbed: the reference that the appliance's outputs must equal.
 
 ``python -m appliance.engines.vllm.reference`` reads one `Task` as JSON from standard input, runs it
-on stock `vllm.LLM`, with nothing of the appliance in the way, and prints the tokens as JSON. It is
+on stock `vllm.LLM`, with nothing of the appliance in the way, and prints its answers as JSON. It is
 a process of its own because the adapter changes process-wide settings of vLLM.
 """
 
@@ -17,10 +17,19 @@ from appliance.engines.vllm.environment import prepare_environment
 
 
 class Prompt(msgspec.Struct):
-    """One prompt, and how many tokens may follow it."""
+    """One prompt, and how many tokens may follow it: `tokens`, or what the model's template makes
+    of a `chat` of one user message."""
 
     tokens: list[int]
     max_tokens: int
+    chat: str = ""
+
+
+class Answer(msgspec.Struct):
+    """The tokens of a prompt, and those that follow it."""
+
+    prompt: list[int]
+    tokens: list[int]
 
 
 class Checkpoint(msgspec.Struct):
@@ -40,7 +49,7 @@ class Task(msgspec.Struct):
 
 
 def main() -> None:
-    """Answer the task on standard input: for each checkpoint, for each prompt, the tokens."""
+    """Answer the task on standard input: for each checkpoint, for each prompt, an `Answer`."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
     prepare_environment("auto")
     # vLLM and its libraries write to standard output; it is kept for the answer.
@@ -52,7 +61,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _generate(checkpoint: Checkpoint) -> list[list[int]]:
+def _generate(checkpoint: Checkpoint) -> list[Answer]:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     if checkpoint.tensor_parallel > 1:
@@ -72,8 +81,9 @@ def _generate(checkpoint: Checkpoint) -> list[list[int]]:
         max_num_seqs=8,
         tensor_parallel_size=checkpoint.tensor_parallel,
     )
+    prompts = [prompt.tokens or _rendered(checkpoint, prompt) for prompt in checkpoint.prompts]
     answers = llm.generate(
-        [TokensPrompt(prompt_token_ids=prompt.tokens) for prompt in checkpoint.prompts],
+        [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts],
         [
             SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, detokenize=False)
             for prompt in checkpoint.prompts
@@ -83,7 +93,23 @@ def _generate(checkpoint: Checkpoint) -> list[list[int]]:
     if checkpoint.tensor_parallel > 1:
         # Its processes, and their shared memory, would outlast this one's abrupt end.
         llm.llm_engine.engine_core.shutdown()
-    return [list(answer.outputs[0].token_ids) for answer in answers]
+    return [
+        Answer(prompt, list(answer.outputs[0].token_ids))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def _rendered(checkpoint: Checkpoint, prompt: Prompt) -> list[int]:
+    """A chat's tokens, by the tokenizer that vLLM takes for the checkpoint."""
+    from vllm.tokenizers import get_tokenizer
+
+    tokens: list[int] = get_tokenizer(checkpoint.path).apply_chat_template(
+        [{"role": "user", "content": prompt.chat}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
+    return tokens
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""vLLM's errors below ``/v1/messages``, in Anthropic's published shape.
+"""vLLM's errors, in the words of this configuration and in the shape of their dialect.
 
-vLLM tells a body that cannot be validated in OpenAI's shape there, and other errors with types that
-Anthropic does not have.
+vLLM names the flags of ``vllm serve`` as a remedy, where a model's table has keys. Below
+``/v1/messages`` it answers a body that cannot be validated in OpenAI's shape, and other errors with
+types that Anthropic does not have.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from appliance.api.errors import ApiError
 from appliance.api.errorshapes import anthropic_error
 from appliance.api.requestids import request_id
 
-PATHS: Final = "/v1/messages"
+ANTHROPIC: Final = "/v1/messages"
+_KEYS: Final = (
+    (b"--enable-auto-tool-choice and --tool-call-parser", b"tool_parser"),
+    (b"--tool-call-parser", b"tool_parser"),
+    (b"--reasoning-parser", b"reasoning_parser"),
+)
+"""Flags of ``vllm serve``, and the keys of a model's table that stand for them."""
 _JSON: Final = b"application/json"
 
 
@@ -29,7 +36,7 @@ class _Error(msgspec.Struct):
     error: _Told
 
 
-class AnthropicErrors:
+class VllmErrors:
     """What `send` is for vLLM's application: an error is held until it is whole."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -59,6 +66,10 @@ class AnthropicErrors:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _reshaped(self, body: bytes) -> bytes:
+        for flag, key in _KEYS:
+            body = body.replace(flag, key)
+        if not self._scope["path"].startswith(ANTHROPIC):
+            return body
         try:
             told = msgspec.json.decode(body, type=_Error).error.message
         except msgspec.DecodeError:

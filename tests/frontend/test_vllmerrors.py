@@ -1,4 +1,4 @@
-"""vLLM's errors of messages are told in Anthropic's shape; everything else goes through."""
+"""vLLM's errors of messages have Anthropic's shape, and flags are keys; all else goes through."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from appliance.frontend.anthropicerrors import AnthropicErrors
+from appliance.frontend.vllmerrors import VllmErrors
 
 OPENAIS = {"error": {"message": "no", "type": "Bad Request", "param": "body.x", "code": 400}}
 VLLMS = {"type": "error", "error": {"type": "BadRequestError", "message": "no"}}
+FLAGS = {"error": {"message": "--enable-auto-tool-choice and --tool-call-parser to be set"}}
+MESSAGES = "/v1/messages"
 
 
 async def answer(request: Request) -> Any:
-    match request.url.path:
+    match request.url.path.removeprefix(MESSAGES):
         case "/stream":
 
             async def events() -> Any:
@@ -30,7 +32,9 @@ async def answer(request: Request) -> Any:
             return JSONResponse({"type": "message"})
         case "/other":
             return JSONResponse(["no error of a known shape"], 500)
-    body = OPENAIS if request.url.path == "/openai" else VLLMS
+        case "/v1/chat/completions":
+            return JSONResponse(FLAGS, 400)
+    body = OPENAIS if request.url.path.endswith("/openai") else VLLMS
     return JSONResponse(body, int(request.query_params["status"]))
 
 
@@ -38,7 +42,7 @@ async def ask(path: str) -> httpx.Response:
     inner = Starlette(routes=[Route("/{path:path}", answer)])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await inner(scope, receive, AnthropicErrors(scope, send).send)  # type: ignore[arg-type]
+        await inner(scope, receive, VllmErrors(scope, send).send)  # type: ignore[arg-type]
 
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
@@ -52,7 +56,7 @@ async def ask(path: str) -> httpx.Response:
 )
 async def test_errors(shape: str, status: int, kind: str) -> None:
     """With a type that Anthropic's clients know, and the request's id."""
-    told = await ask(f"/{shape}?status={status}")
+    told = await ask(f"{MESSAGES}/{shape}?status={status}")
 
     assert told.status_code == status
     assert told.json() == {
@@ -64,7 +68,15 @@ async def test_errors(shape: str, status: int, kind: str) -> None:
 
 
 async def test_other_answers_go_through() -> None:
-    assert (await ask("/good")).json() == {"type": "message"}
-    assert (await ask("/stream")).text == "event: ping\n\nevent: message_stop\n\n"
-    other = await ask("/other")
+    assert (await ask(f"{MESSAGES}/good")).json() == {"type": "message"}
+    assert (await ask(f"{MESSAGES}/stream")).text == "event: ping\n\nevent: message_stop\n\n"
+    other = await ask(f"{MESSAGES}/other")
     assert (other.status_code, other.json()) == (500, ["no error of a known shape"])
+
+
+async def test_flags_are_keys_of_the_configuration() -> None:
+    """A remedy that can be followed here, in OpenAI's shape, whole."""
+    told = await ask("/v1/chat/completions")
+
+    assert told.json() == {"error": {"message": "tool_parser to be set"}}
+    assert int(told.headers["content-length"]) == len(told.content)

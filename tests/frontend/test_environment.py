@@ -1,0 +1,49 @@
+"""What a front end writes to standard error while all is well: nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.frontwire import FrontModel
+from tests.frontend.small_models import answer, small_models
+from tests.frontend.stand_in_core import StandInCore
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TURNS: list[dict[str, str]] = [
+    {"role": "user", "content": "hello"},
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "and now?"},
+]
+ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", {"model": "small", "messages": TURNS, "max_tokens": 2}),
+    ("/v1/messages", {"model": "small", "messages": TURNS, "max_tokens": 2}),
+    ("/v1/responses", {"model": "small", "input": "hello"}),
+    ("/v1/embeddings", {"model": "embedder", "input": "hello"}),
+    ("/v1/score", {"model": "scorer", "text_1": "a", "text_2": "b"}),
+    ("/api/chat", {"model": "small", "messages": TURNS, "stream": False}),
+)
+
+
+async def test_warnings_that_mean_nothing_here_are_not_told(tmp_path: Path) -> None:
+    """Of no GPU, of templates, of a store without bounds: all of them are as they have to be."""
+    models: list[FrontModel] = small_models(tmp_path)
+    core = StandInCore(models)
+    answer(core)
+    log = tmp_path / "errors"
+    try:
+        with log.open("wb") as errors:
+            await core.begin(errors=errors)
+        await core.ready()
+        async with httpx.AsyncClient(base_url=core.url, timeout=None) as http:
+            for path, body in ASKED:
+                found = await http.post(path, json=body)
+                assert found.status_code == 200, found.text
+        assert await core.end() == 0
+    finally:
+        await core.close()
+    assert log.read_text(encoding="utf-8") == ""
