@@ -11,7 +11,7 @@ COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve deb test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu fuzz lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu fuzz lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.appliance
 
 demo: $(VENV)/.appliance ## Six models served from memory for two, outputs checked token by token
 	$(BIN)/appliance demo
+
+demo-plain-pip: ## The demo where pip is as it ships: 6 GB into build/plain-pip; not part of `make test`
+	env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(MAKE) demo VENV=build/plain-pip
 
 serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
 	$(BIN)/appliance serve --config $(CONFIG)

@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import STOP_SECONDS, answered, free_port, running_daemon
 from appliance.demo.traffic import Chat, burst
 from appliance.policies import installed
-from benchmarks.endurance.asks import EMBEDDER
+from benchmarks.endurance.asks import EMBEDDER, with_tool_parser
 from benchmarks.endurance.run import Plan, Result, endure, judge
 from benchmarks.endurance.watch import Watch
 from benchmarks.provenance import made_on_cpu
@@ -97,8 +96,7 @@ def soak(plan: Plan, place: Path) -> Result:
     # So few that some requests are refused.
     limit = f"max_queue = {plan.connections * 6 // 5}\n"
     text = file.read_text().replace("[api]\n", f"[api]\n{limit}")
-    text = re.sub(r"(?m)^name = .*$", r'\g<0>\ntool_parser = "hermes"', text)
-    file.write_text(text + MORE.format(embedder=EMBEDDER))
+    file.write_text(with_tool_parser(text, "hermes") + MORE.format(embedder=EMBEDDER))
     scratch = place / "tmp"
     scratch.mkdir()
     os.environ["TMPDIR"] = str(scratch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,11 @@ STAY = {
     "additionalProperties": False,
 }
 BOOK = {"type": "function", "function": {"name": "book", "parameters": STAY, "strict": True}}
+
+
+def with_tool_parser(configuration: str, parser: str) -> str:
+    """The text of a configuration in which every model has a parser of tool calls."""
+    return re.sub(r"(?m)^name = .*$", rf'\g<0>\ntool_parser = "{parser}"', configuration)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,11 @@ import pytest
 from appliance.config import Config
 from appliance.configfile import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
-from appliance.demo.run import free_port, metrics_by_model, reference, running_daemon
+from appliance.demo.run import answered as plain_answers
+from appliance.demo.run import free_port, metrics_by_model, running_daemon
 from appliance.demo.traffic import Chat, burst
+from appliance.engines.vllm.reference import Answer
+from benchmarks.endurance.asks import with_tool_parser
 from tests.parrot import make_parrot
 from tests.patience import PATIENCE_SECONDS
 
@@ -103,16 +106,20 @@ def start(
     instances: int = 2,
     models: Sequence[str] | None = None,
     more: str = "",
+    tool_parser: str = "",
 ) -> Iterator[Appliance]:
     """A daemon of its own, on a free port, with a journal, a folder for batches, and `more` of a
-    configuration; gone afterwards."""
+    configuration; gone afterwards. All models have the `tool_parser`, if one is named."""
     file = write_config(
         checkpoints, models, policy=policy, instances=instances, bind=f"127.0.0.1:{free_port()}"
     )
     journal = checkpoints / f"journal-{policy}-{instances}.jsonl"
     batches = checkpoints.with_name(f"{checkpoints.name}-batches-{policy}-{instances}")
     tables = f"[journal]\npath = {str(journal)!r}\n[batches]\ndirectory = {str(batches)!r}\n"
-    file.write_text(f"{file.read_text()}\n{more}\n{tables}")
+    text = file.read_text()
+    if tool_parser:
+        text = with_tool_parser(text, tool_parser)
+    file.write_text(f"{text}\n{more}\n{tables}")
     config = load_config(file)
     with running_daemon(file, config) as (url, pid):
         yield Appliance(url, pid, config, journal)
@@ -192,15 +199,21 @@ def chats(checkpoints: Path) -> list[Chat]:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoints: Path, chats: list[Chat], shared: Path) -> dict[Chat, list[int]]:
-    """Tokens of every chat on plain vLLM, undisturbed; the first process to ask computes them."""
-    answers = shared / "expected.json"
-    with filelock.FileLock(shared / "expected.lock"):
+def answered(checkpoints: Path, chats: list[Chat], shared: Path) -> dict[Chat, Answer]:
+    """Every chat on plain vLLM, undisturbed; the first process to ask computes them."""
+    answers = shared / "answered.json"
+    with filelock.FileLock(shared / "answered.lock"):
         if not answers.exists():
-            tokens = reference(load_config(write_config(checkpoints)), chats)
-            answers.write_bytes(msgspec.json.encode([tokens[chat] for chat in chats]))
-        outputs = msgspec.json.decode(answers.read_bytes(), type=list[list[int]])
+            known = plain_answers(load_config(write_config(checkpoints)), chats)
+            answers.write_bytes(msgspec.json.encode([known[chat] for chat in chats]))
+        outputs = msgspec.json.decode(answers.read_bytes(), type=list[Answer])
     return dict(zip(chats, outputs, strict=True))
+
+
+@pytest.fixture(scope="session")
+def expected(answered: dict[Chat, Answer]) -> dict[Chat, list[int]]:
+    """The tokens of these answers."""
+    return {chat: answer.tokens for chat, answer in answered.items()}
 
 
 def memfds(pid: int, name: str) -> list[os.stat_result]:

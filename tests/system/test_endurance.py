@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from appliance.demo.traffic import Chat
+from appliance.engines.vllm.reference import Answer
 from benchmarks.endurance.asks import EMBEDDER
 from benchmarks.endurance.run import Plan, endure, judge
 from benchmarks.endurance.watch import Watch
@@ -22,7 +23,7 @@ task = "embed"
 """
 
 
-def test_a_busy_while(checkpoints: Path, expected: dict[Chat, list[int]]) -> None:
+def test_a_busy_while(checkpoints: Path, answered: dict[Chat, Answer]) -> None:
     """Forty connections in all dialects, clients that leave or do not read for a while, an operator
     who cancels, workers that are killed and another policy: every answer is what it is undisturbed,
     and the log, the journal and the ledgers agree with what clients saw."""
@@ -38,10 +39,10 @@ def test_a_busy_while(checkpoints: Path, expected: dict[Chat, list[int]]) -> Non
         batches=1,
         policies=["aegaeon"],
     )
-    with start(checkpoints, "appliance", more=BESIDE) as appliance:
+    with start(checkpoints, "appliance", more=BESIDE, tool_parser="hermes") as appliance:
         watch = Watch(appliance.pid, appliance.url, appliance.journal)
         log = appliance.journal.with_name("daemon.log")
-        life = asyncio.run(endure(plan, watch, truths=expected, checkpoints=checkpoints, log=log))
+        life = asyncio.run(endure(plan, watch, truths=answered, checkpoints=checkpoints, log=log))
     result = judge(life, watch, log)
 
     assert result.complaints == []
