@@ -201,14 +201,16 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until_ready(url: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
-    """Until every instance is up: with fewer, the roles would not be the ones to show."""
+    """Until every instance is up (with fewer, the roles would not be the ones to show), and a front
+    end is ready."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if daemon.poll() is not None:
             break
         try:
             status = httpx.get(f"{url}/api/status", timeout=5).raise_for_status().json()
-            if all(instance["state"] == "up" for instance in status["instances"]):
+            up = all(instance["state"] == "up" for instance in status["instances"])
+            if up and httpx.get(f"{url}/readyz", timeout=5).is_success:
                 return
         except httpx.TransportError:
             pass  # not listening yet

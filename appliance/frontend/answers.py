@@ -76,6 +76,7 @@ class Answer:
             kind = _media_type(message["headers"])
             self._has_events = kind == _EVENTS
             if kind in _STREAMS:
+                self._call.streams = True
                 self._watch = asyncio.create_task(self._keep_alive())
             return
         if message["type"] != "http.response.body" or self._head is None:
@@ -98,6 +99,32 @@ class Answer:
         if self._begun or self._replaced:
             return
         self._replaced = True
+        body = self._worded(refused)
+        headers: Headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *((name.lower().encode(), value.encode()) for name, value in refused.headers),
+        ]
+        self._head = {"type": "http.response.start", "status": refused.status, "headers": headers}
+        await self._send(self._finished_head())
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def give_up(self) -> None:
+        """End a stream with an event that says why the core gave it up."""
+        refused = self._call.refusal
+        async with self._turn:
+            if refused is None or self._over or self._replaced:
+                return
+            if not self._begun:
+                await self.refuse(refused)
+                return
+            kind = _media_type(self._head["headers"])
+            event = _last_event(self._scope["path"], kind, self._worded(refused))
+            await self._forward({"type": "http.response.body", "body": event, "more_body": False})
+            self.close()
+
+    def _worded(self, refused: Refused) -> bytes:
+        """A refusal in the dialect of the path."""
         error = ApiError(
             refused.status,
             refused.message,
@@ -105,15 +132,7 @@ class Answer:
             code=refused.code,
             headers=dict(refused.headers),
         )
-        body = shape_of(self._scope["path"])(error, request_id(self._scope))
-        headers: Headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            *((name.lower().encode(), value.encode()) for name, value in refused.headers),
-        ]
-        self._head = {"type": "http.response.start", "status": error.status, "headers": headers}
-        await self._send(self._finished_head())
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        return shape_of(self._scope["path"])(error, request_id(self._scope))
 
     def close(self) -> None:
         """Nothing follows."""
@@ -207,6 +226,15 @@ class Answer:
 
 _EVENTS: Final = b"text/event-stream"
 _STREAMS: Final = frozenset({_EVENTS, b"application/x-ndjson"})
+
+
+def _last_event(path: str, kind: bytes, error: bytes) -> bytes:
+    """An error as the end of a stream, in the dialect of the path."""
+    if kind != _EVENTS:
+        return error + b"\n"
+    if path.startswith(("/v1/messages", "/v1/responses")):
+        return b"event: error\ndata: %s\n\n" % error
+    return b"data: %s\n\ndata: [DONE]\n\n" % error
 
 
 def _media_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -184,6 +184,8 @@ class FrontEnd:
                 await self.run(call, scope, cast(Send, answer.send), body, gone)
             finally:
                 watch.cancel()
+            if call.given_up.is_set():
+                await answer.give_up()
             answer.close()
             if call.background:
                 await asyncio.wait(call.background)
@@ -196,18 +198,22 @@ class FrontEnd:
     async def run(
         self, call: Call, scope: Any, send: Send, body: bytes, gone: asyncio.Event
     ) -> None:
-        """Answer a call whose body is read; `gone` says that its client left. Raises `Refuse` for
-        what cannot be handed on."""
+        """Answer a call whose body is read; `gone` says that its client left. Ends early when the
+        core gives its stream up. Raises `Refuse` for what cannot be handed on."""
         work = asyncio.create_task(self._run(call, scope, send, body, gone))
         left = asyncio.create_task(gone.wait())
+        given_up = asyncio.create_task(call.given_up.wait())
         try:
-            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # vLLM hears that the client left, and aborts what it asked for
+            await asyncio.wait((work, left, given_up), return_when=asyncio.FIRST_COMPLETED)
+            if gone.is_set() and not work.done():
+                # vLLM hears that the client left, and aborts what it asked for.
                 await asyncio.wait((work,), timeout=LEAVE_SECONDS)
         finally:
             left.cancel()
+            given_up.cancel()
             work.cancel()
-        await asyncio.gather(work, return_exceptions=gone.is_set())
+        ended = gone.is_set() or call.given_up.is_set()
+        await asyncio.gather(work, return_exceptions=ended)
 
     async def _run(
         self, call: Call, scope: Any, send: Send, body: bytes, gone: asyncio.Event

@@ -39,6 +39,10 @@ class Call:
         """The ``Server-Timing`` of the request that ended last."""
         self.background: set[asyncio.Task[None]] = set()
         """Work that goes on after the answer; the call is over when it is done."""
+        self.streams = False
+        """Whether its answer is a stream that has begun to be made."""
+        self.given_up = asyncio.Event()
+        """Set when the core gives up a request of a stream that it had admitted."""
         self.decided = asyncio.Event()
         """Set when the core has admitted or refused a request of the call."""
 

@@ -257,7 +257,10 @@ class Core(asyncio.Protocol):
             return
         known.call.refuse(refused)
         if known.admission is None:
-            known.receiver.fail(refused.request, refused)
+            if known.call.streams and not known.call.background:
+                known.call.given_up.set()
+            else:
+                known.receiver.fail(refused.request, refused)
         elif not known.admission.done():
             known.admission.set_exception(RequestRefused(refused))
 

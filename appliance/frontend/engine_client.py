@@ -53,7 +53,20 @@ class Refusal(GracefulHTTPError):  # type: ignore[misc]
     """The core refuses a request; vLLM's handlers answer with its status and message."""
 
     def __init__(self, refused: Refused) -> None:
-        super().__init__(refused.message, HTTPStatus(refused.status))
+        super().__init__(refused.message, _known_status(refused.status))
+
+
+def is_refusal(record: logging.LogRecord) -> bool:
+    """Whether a record of the log is about a refusal of the core, which is no fault here."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], Refusal)
+
+
+def _known_status(status: int) -> HTTPStatus:
+    """vLLM takes registered statuses only; 499 (an operator cancelled the request) is none."""
+    try:
+        return HTTPStatus(status)
+    except ValueError:
+        return HTTPStatus.BAD_REQUEST if status < 500 else HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class EngineClient(EngineCoreClient):  # type: ignore[misc]

@@ -23,6 +23,8 @@ def prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(logging.WARNING)
     for name in _SILENCED:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # A call that a model writes and that cannot be parsed is the model's fault, not an operator's.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     os.environ |= {
         # Tokenizers have threads of their own; torch only carries vectors here.
         "OMP_NUM_THREADS": "1",

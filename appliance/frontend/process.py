@@ -55,10 +55,13 @@ async def _serve(frames: socket.socket, handover: socket.socket) -> int:
     from appliance.frontend.app import FrontEnd
     from appliance.frontend.batchruns import BatchRuns
     from appliance.frontend.connections import Connections
+    from appliance.frontend.engine_client import is_refusal
     from appliance.frontend.model_fronts import ModelFronts
     from appliance.frontend.ollama.routes import ollama_application
     from appliance.frontend.stored import StoredResponses
 
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda record: not is_refusal(record))
     stored = StoredResponses()
     fronts = ModelFronts(core, welcome.models, stored)
     ollama = ollama_application(

@@ -137,20 +137,17 @@ def _streams(dice: random.Random) -> bool:
 
 
 def _chat(truth: Truth, dice: random.Random, *, stream: bool | None = None) -> Ask:
-    tokens, stop, n = _tokens(truth, dice), None, 1
+    tokens, stop = _tokens(truth, dice), None
     body: dict[str, Any] = {"model": truth.chat.model, "messages": truth.messages}
     if dice.random() < 0.15 and (stop := truth.a_stop(dice)):
         body["stop"] = [stop]
     if stream is None:
         stream = _streams(dice)
-        n = dice.choice((1, 1, 1, 1, 1, 2))
-    body |= {"max_tokens": tokens, "temperature": 0, "return_token_ids": True, "n": n}
+    body |= {"max_tokens": tokens, "temperature": 0, "return_token_ids": True}
     if dice.random() < 0.2:
         body |= {"logprobs": True, "top_logprobs": 5}
     said = truth.said(tokens, stop)
-    return Ask(
-        "chat", "/v1/chat/completions", "chatcmpl-", body | {"stream": stream}, n, (said,) * n
-    )
+    return Ask("chat", "/v1/chat/completions", "chatcmpl-", body | {"stream": stream}, 1, (said,))
 
 
 def _completion(truth: Truth, dice: random.Random) -> Ask:
@@ -176,19 +173,7 @@ def _message(truth: Truth, dice: random.Random) -> Ask:
         "stream": _streams(dice),
     }
     said = truth.said(tokens, ids=False)
-    return Ask("message", "/v1/messages", "msg_", body, 1, (said,))
-
-
-def _response(truth: Truth, dice: random.Random) -> Ask:
-    tokens = _tokens(truth, dice)
-    body = {
-        "model": truth.chat.model,
-        "input": truth.chat.prompt,
-        "max_output_tokens": tokens,
-        "temperature": 0,
-        "stream": _streams(dice),
-    }
-    return Ask("response", "/v1/responses", "resp_", body, 1, (truth.said(tokens, ids=False),))
+    return Ask("message", "/v1/messages", "chatcmpl-", body, 1, (said,))
 
 
 def _ollama(truth: Truth, dice: random.Random) -> Ask:
@@ -198,18 +183,18 @@ def _ollama(truth: Truth, dice: random.Random) -> Ask:
     said = (truth.said(tokens, ids=False),)
     if dice.random() < 0.5:
         return Ask(
-            "ollama chat", "/api/chat", "chat-", body | {"messages": truth.messages}, 1, said
+            "ollama chat", "/api/chat", "chatcmpl-", body | {"messages": truth.messages}, 1, said
         )
     body["prompt"] = truth.chat.prompt
-    return Ask("ollama generate", "/api/generate", "generate-", body, 1, said)
+    return Ask("ollama generate", "/api/generate", "chatcmpl-", body, 1, said)
 
 
-_DIALECTS = (_chat, _completion, _message, _response, _ollama)
-_WEIGHTS = (40, 15, 15, 10, 20)
+_DIALECTS = (_chat, _completion, _message, _ollama)
+_WEIGHTS = (45, 15, 20, 20)
 
 
 def _others(truth: Truth) -> list[Ask]:
-    """Chance with a seed, a guide, and a tool."""
+    """Responses, chance with a seed, a guide, and a tool."""
     common = {"model": truth.chat.model, "messages": truth.messages, "return_token_ids": True}
     seeded = {"max_tokens": 64, "temperature": 1.0, "seed": 11, "n": 2}
     guided = {
@@ -218,8 +203,13 @@ def _others(truth: Truth) -> list[Ask]:
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": STAY}},
     }
     tool = {"max_tokens": 200, "seed": 11, "tools": [BOOK], "tool_choice": "required"}
+    # vLLM's prompt of a response has a second first token, so that its answer is another one.
+    response = {"model": truth.chat.model, "input": truth.chat.prompt, "temperature": 0}
+    response |= {"max_output_tokens": 48}
     path, prefix = "/v1/chat/completions", "chatcmpl-"
     return [
+        Ask("response", "/v1/responses", "resp_", response),
+        Ask("response", "/v1/responses", "resp_", response | {"stream": True}),
         Ask("seeded", path, prefix, common | seeded, 2),
         Ask("guided", path, prefix, common | guided),
         # Whole, a call is written anew by vLLM's parser; streamed, it is what the model wrote.

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.endurance.clients import Outcome
 
-_CHOICE = re.compile(r"-\d+$")
+_ANSWER = re.compile(r"(?:\d+_)?([a-z]+[-_][0-9a-f]+).*")
 ENDED = ("stop", "length")
 
 
@@ -100,10 +100,10 @@ def cancelled_by(books: Books, outcomes: Sequence[Outcome], cancelled: Sequence[
 
 
 def _base(name: str) -> str:
-    """The id of the answer that a sequence belongs to."""
-    return (
-        _CHOICE.sub("", name) if name.count("-") > 1 or name.startswith(("msg", "resp")) else name
-    )
+    """The id of the answer that a sequence belongs to: without the number of its choice before it,
+    or what tells sequences of an answer apart behind it."""
+    known = _ANSWER.fullmatch(name)
+    return known[1] if known else name
 
 
 def _kinds(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], list[Outcome]]:
@@ -121,7 +121,7 @@ def _counts(lines: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> lis
     kinds = _kinds(outcomes)
     counted: Counter[tuple[str, str]] = Counter()
     for line in lines:
-        prefix = next((p for p, _ in kinds if line["request"].startswith(p)), "")
+        prefix = next((p for p, _ in kinds if _base(line["request"]).startswith(p)), "")
         counted[prefix, line["class"]] += 1
     for kind in {*kinds, *counted}:
         mine = kinds.get(kind, [])

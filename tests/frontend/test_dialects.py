@@ -398,9 +398,11 @@ async def test_a_damaged_tokenizer_is_told(core: StandInCore, client: openai.Asy
     assert "damaged" in caught.value.message
 
 
+@pytest.mark.parametrize("status", [503, 499])
 async def test_a_sequence_that_is_given_up_ends_its_stream_with_an_error(
-    core: StandInCore, client: openai.AsyncOpenAI
+    core: StandInCore, client: openai.AsyncOpenAI, status: int
 ) -> None:
+    """Whatever the status is: 499, of what an operator cancels, is not registered."""
     core.hold_at = lambda submit: 3
     stream = await client.chat.completions.create(
         model="talker", messages=HELLO, max_tokens=9, stream=True
@@ -411,7 +413,7 @@ async def test_a_sequence_that_is_given_up_ends_its_stream_with_an_error(
         async for chunk in stream:
             texts.append(chunk.choices[0].delta.content)
             if len(core.live) and next(iter(core.live.values())).sent == 3:
-                core.give_up(next(iter(core.live)), message="the worker is gone")
+                core.give_up(next(iter(core.live)), status=status, message="the worker is gone")
 
     with pytest.raises(openai.APIError, match="the worker is gone"):
         await read()

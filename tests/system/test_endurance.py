@@ -45,7 +45,7 @@ def test_a_busy_while(checkpoints: Path, answered: dict[Chat, Answer]) -> None:
         life = asyncio.run(endure(plan, watch, truths=answered, checkpoints=checkpoints, log=log))
     result = judge(life, watch, log)
 
-    assert result.complaints == []
+    assert result.complaints[:20] == []
     assert result.kills
     assert result.policies == ["aegaeon"]
     assert result.tokens_compared > 1000
