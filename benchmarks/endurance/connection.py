@@ -55,6 +55,8 @@ class Connection:
         self._narrow = narrow
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._used = 0.0
+        self._last = False
+        """Whether the server closes the connection behind its answer."""
 
     async def send(
         self,
@@ -66,7 +68,8 @@ class Connection:
         share: float = 1.0,
     ) -> None:
         """Ask; `body` is bytes, or becomes JSON. Of the request only this `share` is sent."""
-        if self._streams is not None and time.monotonic() - self._used > IDLE_SECONDS:
+        idle = time.monotonic() - self._used > IDLE_SECONDS
+        if self._streams is not None and (idle or self._last):
             self.drop()
         if self._streams is None:
             self._streams = await self._open()
@@ -107,6 +110,7 @@ class Connection:
         if len(status) < 2 or line != b"\r\n":
             raise Closed
         self._used = time.monotonic()
+        self._last = headers.get("connection") == "close"
         return Reply(int(status[1]), headers, reader)
 
     async def ask(self, method: str, path: str, body: object = None, **more: Any) -> Reply:
