@@ -34,13 +34,19 @@ from appliance.configfile import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.session import recorded
 from appliance.demo.traffic import Answer, Chat, burst, send
-from appliance.engines.vllm import reference as reference_run
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
 START_SECONDS: Final = 600
 STOP_SECONDS: Final = 20
 SESSION: Final = "session.jsonl"
+
+
+class Known(msgspec.Struct):
+    """The prompt of a chat and what follows it on plain vLLM, in tokens."""
+
+    prompt: list[int]
+    tokens: list[int]
 
 
 @dataclass(slots=True)
@@ -134,7 +140,7 @@ def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
     return {chat: answer.tokens for chat, answer in answered(config, chats).items()}
 
 
-def answered(config: Config, chats: Sequence[Chat]) -> dict[Chat, reference_run.Answer]:
+def answered(config: Config, chats: Sequence[Chat]) -> dict[Chat, Known]:
     """The prompt and the tokens of every chat on plain vLLM, one process for all models."""
     mine = {m.name: [chat for chat in chats if chat.model == m.name] for m in config.models}
     task = {
@@ -159,7 +165,7 @@ def answered(config: Config, chats: Sequence[Chat]) -> dict[Chat, reference_run.
     )
     if done.returncode:
         raise SystemExit(f"plain vLLM failed:\n{done.stderr.decode(errors='replace')[-4000:]}")
-    outputs = msgspec.json.decode(done.stdout, type=list[list[reference_run.Answer]])
+    outputs = msgspec.json.decode(done.stdout, type=list[list[Known]])
     return {
         chat: answer
         for model, answers in zip(config.models, outputs, strict=True)

@@ -21,10 +21,9 @@ import pytest
 from appliance.config import Config
 from appliance.configfile import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.run import Known, free_port, metrics_by_model, running_daemon
 from appliance.demo.run import answered as plain_answers
-from appliance.demo.run import free_port, metrics_by_model, running_daemon
 from appliance.demo.traffic import Chat, burst
-from appliance.engines.vllm.reference import Answer
 from benchmarks.endurance.asks import with_tool_parser
 from tests.parrot import make_parrot
 from tests.patience import PATIENCE_SECONDS
@@ -199,19 +198,19 @@ def chats(checkpoints: Path) -> list[Chat]:
 
 
 @pytest.fixture(scope="session")
-def answered(checkpoints: Path, chats: list[Chat], shared: Path) -> dict[Chat, Answer]:
+def answered(checkpoints: Path, chats: list[Chat], shared: Path) -> dict[Chat, Known]:
     """Every chat on plain vLLM, undisturbed; the first process to ask computes them."""
     answers = shared / "answered.json"
     with filelock.FileLock(shared / "answered.lock"):
         if not answers.exists():
             known = plain_answers(load_config(write_config(checkpoints)), chats)
             answers.write_bytes(msgspec.json.encode([known[chat] for chat in chats]))
-        outputs = msgspec.json.decode(answers.read_bytes(), type=list[Answer])
+        outputs = msgspec.json.decode(answers.read_bytes(), type=list[Known])
     return dict(zip(chats, outputs, strict=True))
 
 
 @pytest.fixture(scope="session")
-def expected(answered: dict[Chat, Answer]) -> dict[Chat, list[int]]:
+def expected(answered: dict[Chat, Known]) -> dict[Chat, list[int]]:
     """The tokens of these answers."""
     return {chat: answer.tokens for chat, answer in answered.items()}
 
