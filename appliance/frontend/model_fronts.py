@@ -7,6 +7,7 @@ import logging
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
@@ -177,7 +178,8 @@ def arguments(model: FrontModel) -> Namespace:
         told += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_parser]
     if model.task is Task.GENERATE and model.reasoning_parser is not None:
         told += ["--reasoning-parser", model.reasoning_parser]
-    args: Namespace = _parser().parse_args(told)
+    # vLLM writes into what it parses, and defaults are the same objects for all models.
+    args: Namespace = deepcopy(_parser().parse_args(told))
     args.served_model_name = list(names_of(model.name))
     return args
 
