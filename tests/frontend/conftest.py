@@ -83,9 +83,11 @@ async def shared(models: tuple[FrontModel, ...]) -> AsyncIterator[StandInCore]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def core(shared: StandInCore) -> AsyncIterator[StandInCore]:
-    """A stand-in core with a front end that serves; the script is a new one for each test."""
-    shared.script()
+    """A stand-in core with a front end that serves; the script is a new one for each test, and
+    what is left of the test before it is over."""
     shared.admitting.set()
+    await shared.quiet()
+    shared.script()
     shared.frames.clear()
     yield shared
     shared.go_on()

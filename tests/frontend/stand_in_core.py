@@ -112,6 +112,8 @@ class StandInCore:
         self.frames: list[Any] = []
         self.keep_frames = True
         self.live: dict[RequestId, Live] = {}
+        self.calls: set[int] = set()
+        """Those that were entered and not left."""
         self.port = 0
         self.connections = 0
         """Handed over so far."""
@@ -185,6 +187,11 @@ class StandInCore:
         async with asyncio.timeout(PATIENCE_SECONDS), self._news:
             await self._news.wait_for(lambda: len(found()) >= count)
         return found()[count - 1]
+
+    async def quiet(self) -> None:
+        """Wait until every call is left: no frame of an earlier answer comes after that."""
+        async with asyncio.timeout(PATIENCE_SECONDS), self._news:
+            await self._news.wait_for(lambda: not self.calls)
 
     def said(self, kind: type[F]) -> list[F]:
         """All frames of a kind so far."""
@@ -295,13 +302,17 @@ class StandInCore:
             case Hello():
                 self.send(self.welcome)
             case Enter():
-                self.send(self.entering(frame))
+                answer = self.entering(frame)
+                if isinstance(answer, Entered):
+                    self.calls.add(frame.call)
+                self.send(answer)
             case Submit():
                 self._tasks.append(asyncio.create_task(self._decide(frame)))
             case Abort():
                 for request in frame.requests:
                     self.live.pop(request, None)
             case Leave():
+                self.calls.discard(frame.call)
                 for request, live in list(self.live.items()):
                     if live.submit.call == frame.call:
                         del self.live[request]
