@@ -119,7 +119,7 @@ class ModelActivities:
             architecture=served.architecture,
             dtype=served.dtype,
             weight_bytes=served.spec.weight_bytes,
-            purpose=served.purpose,
+            task=served.worker.task,
         )
 
     def one(self, name: ModelName) -> ModelActivity:

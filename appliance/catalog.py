@@ -31,6 +31,17 @@ _LEFT_OUT: Final = re.compile(
 """Tensors that engines have no use for: layers that guess further tokens, which follow the others
 or are called so, and what is computed from config.json."""
 
+_TOKENIZERS: Final = (
+    "tokenizer.json",
+    "tokenizer.model*",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files of which vLLM makes a tokenizer, without code that comes with the checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
@@ -80,6 +91,10 @@ def read_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     config = _read_config(path / "config.json")
+    if not any(next(path.glob(name), None) for name in _TOKENIZERS):
+        raise CheckpointError(
+            f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
+        )
     headers = [read_header(file) for file in weight_files(path)]
     resolved = _resolve_dtype(config, dtype, path)
     heads = _integer(config, "num_attention_heads", path)

@@ -404,7 +404,7 @@ class Model(Section, kw_only=True):
     path: Annotated[
         str,
         Meta(
-            description="Checkpoint directory (config.json, *.safetensors, tokenizer.json), "
+            description="Checkpoint directory (config.json, *.safetensors, a tokenizer), "
             "relative to this file.",
             examples=["/srv/models/llama-a"],
         ),

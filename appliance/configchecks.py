@@ -17,7 +17,7 @@ from appliance.configreport import Report
 from appliance.configsizes import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
 from appliance.keys import KeyFile
-from appliance.purpose import read_purpose
+from appliance.purpose import check_task
 from appliance.tlsfiles import problem_with
 from appliance.units import human
 
@@ -145,12 +145,6 @@ def _read_checkpoints(config: Config, report: Report) -> list[CatalogEntry | Non
             report.add(("model", index, "path"), str(error), remedy)
         except OSError as error:
             report.add(("model", index, "path"), str(error), "make it readable")
-        if entry is not None and not (entry.path / "tokenizer.json").is_file():
-            report.add(
-                ("model", index, "path"),
-                f"{entry.path} has no tokenizer.json",
-                "add the model's tokenizer in that format",
-            )
         if entry is not None and model.max_context > entry.max_positions:
             report.add(
                 ("model", index, "max_context"),
@@ -166,7 +160,7 @@ def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Rep
         if entry is None:
             continue
         try:
-            read_purpose(entry.path, model.task)
+            check_task(entry.path, model.task)
         except CheckpointError as error:
             report.add(("model", index, "task"), str(error), "take another checkpoint, or task")
 

@@ -182,8 +182,6 @@ def check_checkpoint(
     what, path = f"checkpoint {model.name}", Path(model.path)
     try:
         entry = read_model(model, devices)
-        if not (path / "tokenizer.json").is_file():
-            return entry, fail(what, f"{path} has no tokenizer.json", "add the model's tokenizer")
         found = f"{human(entry.weight_bytes)} of weights"
         return entry, ok(what, found + (_check_sums(path) if verify else ""))
     except CheckpointError as error:

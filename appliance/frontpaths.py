@@ -19,7 +19,10 @@ FRONT_PATHS: Final = frozenset(
         "/score",
         "/v1/score",
         "/tokenize",
+        "/tokenizer_info",
         "/detokenize",
+        # SageMaker's name for whichever of the above a body is meant for
+        "/invocations",
         # Anthropic's; the core answers /v1/messages/batches
         "/v1/messages",
         "/v1/messages/count_tokens",

@@ -232,11 +232,13 @@ class Ran(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The event loop turns. `connections` are open ones, `calls` those that are not answered."""
+    """The event loop turns. `connections` are open ones, `calls` those that are not answered;
+    `large` of them have a body of `LARGE_BYTES` or more."""
 
     number: int
     connections: int
     calls: int
+    large: int = 0
 
 
 class ModelRefused(msgspec.Struct, frozen=True, tag=True):
@@ -252,7 +254,7 @@ Down: TypeAlias = (
 Up: TypeAlias = Hello | Ready | Enter | Submit | Abort | Reading | Leave | Ran | Pong | ModelRefused
 
 
-class Handover(msgspec.Struct, frozen=True, kw_only=True):
+class Handover(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Goes with a connection's descriptor, as one message of the handover socket (SEQPACKET).
 
     From the core to a front end: nothing was read from the connection. Under TLS it is one end of a
@@ -265,8 +267,23 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     client: tuple[str, int] | None
     server: tuple[str, int] | None
     scheme: str = "http"
+    large: bool = False
+    """Whether the head of the first request says that its body has `LARGE_BYTES` or more."""
     received: bytes = b""
 
+
+class StreamBegun(msgspec.Struct, frozen=True, tag=True):
+    """From a front end to the core, with a connection's descriptor: the stream that answers a call
+    has begun there. Should the front end die before `Leave`, the core sends `ending`, an event that
+    says so, and closes the connection."""
+
+    call: int
+    ending: bytes
+
+
+LARGE_BYTES: Final = 1 << 20
+"""A body of so many bytes keeps a front end busy: those that have such ones are few, so that others
+answer at once."""
 
 MOST_DETAIL_BYTES: Final = wire.MAX_FRAME_BYTES // 2
 """Of all outputs of a frame together. One detail has no more, and a frame holds some bytes else."""

@@ -196,8 +196,6 @@ def _verified(model: str, path: Path, tell: Tell) -> CatalogEntry:
     """Read all headers, and all files that have checksums. Raises `CheckpointError`."""
     tell(Progress("verifying"))
     entry = read_checkpoint(model, path)
-    if not (path / "tokenizer.json").is_file():
-        raise CheckpointError(f"{path} has no tokenizer.json: it cannot be served without")
     index = path / _INDEX
     if index.exists():
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

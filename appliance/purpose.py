@@ -1,5 +1,5 @@
-"""What a model is for, as its checkpoint says: to generate, to embed or to score; and what its
-vectors are. Read from the small files beside the weights, as vLLM reads them."""
+"""What a model is for, as its checkpoint says: to generate, to embed or to score. Read from the
+small files beside the weights, as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
-
-import msgspec
 
 from appliance.errors import CheckpointError
 from appliance.vocabulary import Task
@@ -18,6 +16,13 @@ AskedTask: TypeAlias = Literal["auto", "generate", "embed", "score"]
 _SCORERS: Final = ("ForSequenceClassification",)
 _EMBEDDERS: Final = ("ForTextEncoding", "EmbeddingModel", "Model")
 _GENERATORS: Final = ("LMHeadModel", "ChatModel", "ChatGLMModel")
+_PER_TOKEN: Final = (
+    "RewardModel",
+    "RewardModeling",
+    "ForTokenClassification",
+    "ColBERT",
+    "ColBERTModel",
+)
 """Endings of the names of architectures."""
 
 _POOLING: Final = frozenset(
@@ -37,53 +42,9 @@ _DENSE: Final = frozenset(
 _LAST_TOKEN: Final = frozenset({"lasttoken", "pooling_mode_lasttoken"})
 
 
-class Purpose(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is for. Of one that embeds, vectors have so many `dimensions`."""
-
-    task: Task = Task.GENERATE
-    dimensions: int = 0
-    cuts: tuple[int, ...] | None = None
-    """Dimensions to which its vectors may be cut (Matryoshka): to any, if none is named; to none,
-    if None."""
-    separated: bool = True
-    """Of one that scores: the tokenizer puts its own tokens between both texts."""
-
-    def allows(self, dimensions: int) -> bool:
-        """Whether vectors may be cut to so many dimensions."""
-        if self.cuts is None or not 1 <= dimensions <= self.dimensions:
-            return False
-        return not self.cuts or dimensions in self.cuts
-
-
-def read_purpose(path: Path, asked: AskedTask = "auto") -> Purpose:
-    """What the checkpoint in `path` is for; `asked` is what it is to be for.
-
-    Raises `CheckpointError` for what it cannot be for, or not here.
-    """
-    config, modules = _files(path)
-    architecture = read_architecture(config, path)
-    task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
-    if task is Task.GENERATE:
-        return Purpose()
-    if task is Task.SCORE:
-        labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
-        if not architecture.endswith(_SCORERS) or labels != 1:
-            raise CheckpointError(
-                f"{path}: {architecture} with {labels} labels gives no score, for which it would "
-                "have to be a sequence classification with one"
-            )
-        return Purpose(task=task, separated=bool(config.get("use_sep_token", True)))
-    _check_modules(path, modules)
-    cuts = config.get("matryoshka_dimensions")
-    return Purpose(
-        task=task,
-        dimensions=int(config.get("embedding_size") or config.get("hidden_size") or 0),
-        cuts=tuple(cuts or ()) if cuts or config.get("is_matryoshka") else None,
-    )
-
-
 def read_task(path: Path, asked: AskedTask = "auto") -> Task:
-    """The task of that purpose, whether or not it can be done here.
+    """What the checkpoint in `path` is for, whether or not it can be done here; `asked` is what it
+    is to be for.
 
     Raises `CheckpointError` for files that cannot be read.
     """
@@ -91,6 +52,26 @@ def read_task(path: Path, asked: AskedTask = "auto") -> Task:
         return Task(asked)
     config, modules = _files(path)
     return _own_task(read_architecture(config, path), modules)
+
+
+def check_task(path: Path, asked: AskedTask = "auto") -> Task:
+    """The same. Raises `CheckpointError` for what it cannot be for, or not here, too."""
+    config, modules = _files(path)
+    architecture = read_architecture(config, path)
+    task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
+    if architecture.endswith(_PER_TOKEN):
+        raise CheckpointError(
+            f"{path}: {architecture} gives values for each token of a prompt: only models that give "
+            "one vector, one score or one set of classes for a prompt are supported"
+        )
+    if task is Task.SCORE and not architecture.endswith(_SCORERS):
+        raise CheckpointError(
+            f"{path}: {architecture} gives no score, for which it would have to be a sequence "
+            "classification"
+        )
+    if task is Task.EMBED:
+        _check_modules(path, modules)
+    return task
 
 
 def _files(path: Path) -> tuple[dict[str, Any], list[Any]]:

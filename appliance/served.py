@@ -6,7 +6,6 @@ import msgspec
 
 from appliance.api.service import ModelFacts
 from appliance.frontwire import FrontModel
-from appliance.purpose import Purpose
 from appliance.vocabulary import ModelSpec
 from appliance.wire import WorkerModel
 
@@ -25,7 +24,6 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Its live requests at most."""
     parameters: int = 0
     kv_bytes_per_token: int = 0
-    purpose: Purpose = Purpose()
 
     @property
     def facts(self) -> ModelFacts:
@@ -48,7 +46,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             dtype=self.worker.dtype,
             max_context=self.worker.max_context,
             max_batch=self.worker.max_batch,
-            task=self.purpose.task,
+            task=self.worker.task,
             created=self.created,
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,

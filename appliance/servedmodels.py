@@ -6,7 +6,7 @@ from appliance.api.service import ModelTerms
 from appliance.catalog import CatalogEntry
 from appliance.config import Model
 from appliance.config import Slo as ConfiguredSlo
-from appliance.purpose import read_purpose
+from appliance.purpose import check_task
 from appliance.served import ServedModel
 from appliance.vocabulary import ModelSpec, Slo
 from appliance.wire import WorkerModel
@@ -18,7 +18,6 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
     Raises `CheckpointError` for what it cannot be for.
     """
     terms = terms_of(model)
-    purpose = read_purpose(entry.path, model.task)
     return ServedModel(
         spec=ModelSpec(
             name=model.name,
@@ -36,7 +35,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             max_context=model.max_context,
             max_batch=model.max_batch,
             verify=model.verify,
-            task=purpose.task,
+            task=check_task(entry.path, model.task),
             reasoning_parser=model.reasoning_parser,
         ),
         created=entry.created,
@@ -47,7 +46,6 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
         max_queue=terms.max_queue,
         parameters=entry.parameters,
         kv_bytes_per_token=entry.kv_bytes_per_token,
-        purpose=purpose,
     )
 
 

@@ -23,8 +23,11 @@ ANSWER: Final = "It is sunny."
 CALL: Final = ('{"name": "book", ', '"arguments": {"city": ', '"Rome", "nights": ', "2}}")
 """Pieces, each a token, of the call that it writes when it is asked with tools."""
 CITY, NIGHTS = "Rome", 2
+MORE: Final = ('{"name": "book",', ' "arguments": {"city":', ' "Bonn", "nights":', " 3}}")
+"""Those of a second call, which are other tokens."""
 
 _MARKS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|tools|>")
+_BETWEEN: Final = "</tool_call>\n<tool_call>"
 _SCRIPTS: Final = (
     ("<|assistant|>", "<think>", THOUGHT, "</think>", ANSWER, "<|eos|>"),
     ("<|tools|>", "<tool_call>", *CALL, "</tool_call>", "<|eos|>"),
@@ -46,20 +49,24 @@ _CERTAINTY: Final = 4.0
 """How far a successor's logit is above those of others, over the noise between embeddings."""
 
 
-def make_parrot(source: Path, path: Path) -> None:
-    """Make it at `path` of a demo checkpoint of the Llama family.
+def make_parrot(source: Path, path: Path, *, calls_twice: bool = False) -> None:
+    """Make it at `path` of a demo checkpoint of the Llama family; asked with tools, it calls once,
+    or twice in one answer.
 
     Raises `ValueError` if a token of the script would have two successors.
     """
     shutil.copytree(source, path)
+    said, called = _SCRIPTS
+    scripts = (said, (*called[:-2], _BETWEEN, *MORE, *called[-2:]) if calls_twice else called)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    added = [AddedToken(mark, special=False, normalized=False) for mark in (*_MARKS, *CALL)]
+    marks = (*_MARKS, *CALL, *((_BETWEEN, *MORE) if calls_twice else ()))
+    added = [AddedToken(mark, special=False, normalized=False) for mark in marks]
     tokenizer.add_tokens(added)
     tokenizer.save(str(path / "tokenizer.json"))
     _edit(path / "tokenizer_config.json", chat_template=_TEMPLATE)
     _edit(path / "config.json", vocab_size=tokenizer.get_vocab_size())
     successors: dict[int, int] = {}
-    for script in _SCRIPTS:
+    for script in scripts:
         tokens = [id_ for text in script for id_ in _encoded(tokenizer, text)]
         for token, following in pairwise(tokens):
             if successors.setdefault(token, following) != following:

@@ -49,6 +49,7 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
         "completion_window": "24h",
     },
     ("post", "/tokenize"): {"model": "small", "prompt": "The Tiber"},
+    ("post", "/invocations"): {"model": "small", "prompt": "The Tiber", "max_tokens": 4},
     ("post", "/detokenize"): {"model": "small", "tokens": [5, 6, 7]},
     ("post", "/v1/messages"): {"model": "small", "max_tokens": 50, "messages": _CHAT},
     ("post", "/v1/messages/count_tokens"): {"model": "small", "messages": _CHAT},

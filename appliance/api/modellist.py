@@ -77,7 +77,7 @@ def _model(card: ModelCard) -> _Model:
         root=card.id,
         max_model_len=card.max_context_tokens,
         state=card.state,
-        task=card.purpose.task.value,
+        task=card.task.value,
     )
 
 

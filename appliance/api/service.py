@@ -16,7 +16,6 @@ from appliance.engines.protocol import Produced, Verdict
 from appliance.feed import Notice
 from appliance.frontwire import FrontModel
 from appliance.policywords import PolicyChoice, PolicyReport
-from appliance.purpose import Purpose
 from appliance.slabwords import SlabMap
 from appliance.vocabulary import (
     FinishReason,
@@ -25,6 +24,7 @@ from appliance.vocabulary import (
     RequestClass,
     RequestId,
     Slo,
+    Task,
     WaitReason,
 )
 
@@ -263,7 +263,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     """What it is computed in: ``bfloat16``, say."""
     weight_bytes: int = 0
-    purpose: Purpose = Purpose()
+    task: Task = Task.GENERATE
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,16 +43,22 @@ class Answer:
         *,
         headers: Headers,
         keep_alive_seconds: float,
+        is_blocked: Callable[[], bool],
         on_reading: Callable[[bool], None],
+        on_stream: Callable[[bytes], None],
     ) -> None:
-        """`headers` go into every answer of the call. `on_reading` is told when the client stops
-        to take what is sent, and when it takes it again."""
+        """`headers` go into every answer of the call. `is_blocked` says whether what is sent next
+        waits until the client has taken what was sent before. `on_reading` is told when the client
+        stops to take what is sent, and when it takes it again; `on_stream`, when a stream has
+        begun: with the event that ends it if this process dies."""
         self._scope = scope
         self._send = send
         self._call = call
         self._headers = headers
         self._keep_alive_seconds = keep_alive_seconds
+        self._is_blocked = is_blocked
         self._on_reading = on_reading
+        self._on_stream = on_stream
         self._head: Any = None
         self._has_events = False
         self._held: list[Any] = []
@@ -60,13 +66,28 @@ class Answer:
         self._over = False
         self._replaced = False
         self._turn = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
         self._last = 0.0
         self._watch: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
         """Take a message of the application's answer."""
+        if self._is_flowing() and message.get("more_body", False):  # nearly all: tokens of streams
+            self._last = self._loop.time()
+            await self._send(message)
+            return
         async with self._turn:
             await self._take(message)
+
+    def _is_flowing(self) -> bool:
+        """Whether a piece of a stream goes straight to the client."""
+        return (
+            self._begun
+            and not self._over
+            and not self._turn.locked()
+            and not self._is_blocked()
+            and (self._call.timing is None or not self._has_events)
+        )
 
     async def _take(self, message: Message) -> None:
         if self._replaced or self._over:
@@ -118,10 +139,18 @@ class Answer:
             if not self._begun:
                 await self.refuse(refused)
                 return
-            kind = _media_type(self._head["headers"])
-            event = _last_event(self._scope["path"], kind, self._worded(refused))
+            event = self._last_event(refused)
             await self._forward({"type": "http.response.body", "body": event, "more_body": False})
             self.close()
+
+    def _last_event(self, refused: Refused) -> bytes:
+        """A refusal as the end of a stream, in the dialect of the path."""
+        error, path = self._worded(refused), self._scope["path"]
+        if _media_type(self._head["headers"]) != _EVENTS:
+            return error + b"\n"
+        if path.startswith(("/v1/messages", "/v1/responses")):
+            return b"event: error\ndata: %s\n\n" % error
+        return b"data: %s\n\ndata: [DONE]\n\n" % error
 
     def _worded(self, refused: Refused) -> bytes:
         """A refusal in the dialect of the path."""
@@ -150,6 +179,8 @@ class Answer:
         self._begun = True
         held, self._held = self._held, []
         await self._forward(self._finished_head())
+        if self._watch is not None:
+            self._on_stream(self._last_event(_LOST))
         for message in held:
             await self._forward(message)
         if held and not held[-1].get("more_body", False):
@@ -179,8 +210,10 @@ class Answer:
 
     async def _forward(self, message: Any) -> None:
         """Send on, and tell when the client does not take it."""
-        loop = asyncio.get_running_loop()
-        self._last = loop.time()
+        self._last = self._loop.time()
+        if not self._is_blocked():
+            await self._send(message)
+            return
         stalled = False
 
         def stall() -> None:
@@ -188,7 +221,7 @@ class Answer:
             stalled = True
             self._on_reading(False)
 
-        timer = loop.call_later(STALLED_SECONDS, stall)
+        timer = self._loop.call_later(STALLED_SECONDS, stall)
         try:
             await self._send(message)
         finally:
@@ -199,8 +232,7 @@ class Answer:
     async def _keep_alive(self) -> None:
         """Begin a stream when the core has decided and there is something to send, or when a
         comment is due; send a comment whenever nothing was sent for long enough."""
-        loop = asyncio.get_running_loop()
-        self._last = loop.time()
+        self._last = self._loop.time()
         try:
             async with asyncio.timeout(self._keep_alive_seconds):
                 await self._call.decided.wait()
@@ -211,7 +243,7 @@ class Answer:
             pass
         comments = _media_type(self._head["headers"]) == _EVENTS
         while not self._replaced:
-            left = self._keep_alive_seconds - (loop.time() - self._last)
+            left = self._keep_alive_seconds - (self._loop.time() - self._last)
             if left > 0:
                 await asyncio.sleep(left)
                 continue
@@ -221,20 +253,17 @@ class Answer:
                     await self._forward(
                         {"type": "http.response.body", "body": COMMENT, "more_body": True}
                     )
-            self._last = loop.time()
+            self._last = self._loop.time()
 
 
 _EVENTS: Final = b"text/event-stream"
 _STREAMS: Final = frozenset({_EVENTS, b"application/x-ndjson"})
-
-
-def _last_event(path: str, kind: bytes, error: bytes) -> bytes:
-    """An error as the end of a stream, in the dialect of the path."""
-    if kind != _EVENTS:
-        return error + b"\n"
-    if path.startswith(("/v1/messages", "/v1/responses")):
-        return b"event: error\ndata: %s\n\n" % error
-    return b"data: %s\n\ndata: [DONE]\n\n" % error
+_LOST: Final = Refused(
+    call=0,
+    status=500,
+    code="front_end_lost",
+    message="the process that made the answer died; ask again",
+)
 
 
 def _media_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, TypeAlias, TypeGuard, cast
+from urllib.parse import parse_qs
 
 import msgspec
 from fastapi import FastAPI
@@ -25,20 +26,20 @@ from vllm.entrypoints.pooling.pooling.api_router import router as pooling_router
 from vllm.entrypoints.pooling.scoring.api_router import router as scoring_router
 from vllm.entrypoints.scale_out.render.api_router import router as render_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
+from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
 
 from appliance.api.errors import ApiError
 from appliance.api.requestids import request_id
 from appliance.frontend.answers import Answer, Headers
 from appliance.frontend.calls import Call, current
-from appliance.frontend.connections import CONNECTION
+from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
 from appliance.frontend.fields import IGNORED_HEADER, check
 from appliance.frontend.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.stored import StoredResponses
 from appliance.frontend.vllmerrors import VllmErrors
 from appliance.frontpaths import is_front_path
-from appliance.frontwire import DECIDING_HEADERS, FrontModel, Refused, Welcome
+from appliance.frontwire import DECIDING_HEADERS, LARGE_BYTES, FrontModel, Refused, Welcome
 from appliance.vocabulary import ModelName, RequestClass, Task
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ _METHODS: Final = b"POST, OPTIONS"
 OLLAMA: Final = "/api/"
 _DECIDING: Final = frozenset(name.encode() for name in DECIDING_HEADERS)
 RESPONSES: Final = "/v1/responses/"
+INVOCATIONS: Final = "/invocations"
+TOKENIZER_INFO: Final = "/tokenizer_info"
 
 _TASKS: Final[dict[str, tuple[str, frozenset[Task]]]] = {
     path: (api, frozenset(tasks))
@@ -70,6 +73,12 @@ _TASKS: Final[dict[str, tuple[str, frozenset[Task]]]] = {
     for path in paths
 }
 """What an endpoint is called, and the tasks of the models that it can ask; others ask any."""
+
+_CONVERSING: Final = frozenset({"/v1/chat/completions", "/v1/messages"})
+"""Those that answer a conversation, which has to fit into the model's context."""
+
+_PAIRS: Final = frozenset({"text_1", "data_1", "queries"})
+"""One of them is in every body that asks how well texts match."""
 
 _DOES: Final = {
     Task.GENERATE: "generates text",
@@ -110,17 +119,22 @@ class FrontEnd:
         """Whether every answer closes its connection."""
         self.calls = 0
         """Those that are not answered."""
+        self.large = 0
+        """Those of them with a large body."""
         self.on_over: Callable[[], None] = lambda: None
         """Called whenever a call is over."""
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        large = _declared_bytes(scope) >= LARGE_BYTES
         self.calls += 1
+        self.large += large
         try:
             await self._serve(scope, receive, send)
         finally:
             self.calls -= 1
+            self.large -= large
             self.on_over()
 
     async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -170,7 +184,9 @@ class FrontEnd:
             call,
             headers=common,
             keep_alive_seconds=self._welcome.keep_alive_seconds,
+            is_blocked=scope["state"][IS_BLOCKED],
             on_reading=lambda reads: self._core.reading(call, reads=reads),
+            on_stream=lambda event: scope["state"][STREAM_BEGUN](call.number, event),
         )
         token = current.set(call)
         try:
@@ -225,10 +241,15 @@ class FrontEnd:
             await self._ollama(scope, _body_then(body, gone), send)
             return
         if path.startswith(RESPONSES):
-            made_by = self._stored.model_of(path.removeprefix(RESPONSES).partition("/")[0])
+            response = path.removeprefix(RESPONSES).partition("/")[0]
+            made_by = self._stored.model_of(response)
             if made_by is None:
-                raise Refuse(refused(call, 404, "not_found", "there is no such response", "id"))
-            state = await self._state(call, self._model(call, path, made_by))
+                message = f"Response with id '{response}' not found."
+                raise Refuse(refused(call, 404, "not_found", message, "id"))
+            state = await self._state(call, self._model(call, made_by))
+        elif path == TOKENIZER_INFO:
+            asked = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[-1]
+            state = await self._state(call, self._model(call, asked))
         elif scope["method"] != "POST":
             message = f"{path} is asked with POST"
             raise Refuse(refused(call, 405, "method_not_allowed", message))
@@ -239,8 +260,12 @@ class FrontEnd:
                 raise Refuse(refused(call, 400, "invalid_json", str(error))) from error
             if fields is None or not _is_name(asked := fields.get("model")):
                 state = _no_model()
+                path = meant(path, {}, Task.GENERATE)
             else:
-                model = self._model(call, path, asked)
+                model = self._model(call, asked)
+                path = meant(path, fields, model.task)
+                check_task(call, path, model)
+                check_messages(call, path, fields, model)
                 reasons = model.reasoning_parser is not None
                 body = self._check(call, path, fields, body, reasons=reasons)
                 if asked is None:
@@ -249,6 +274,7 @@ class FrontEnd:
         send = cast(Send, VllmErrors(scope, send).send)
         inner: Any = {
             **scope,
+            "path": path,
             "app": _Models(state),
             "headers": _with_request_id(scope),
             "state": dict(scope["state"]),
@@ -278,7 +304,7 @@ class FrontEnd:
         named = {"model": fields["model"]} if "model" in fields else {}
         return msgspec.json.encode(named | checked.body)
 
-    def _model(self, call: Call, path: str, asked: str | None) -> FrontModel:
+    def _model(self, call: Call, asked: str | None) -> FrontModel:
         """The model that a call may ask. Raises `Refuse`."""
         try:
             model = self._fronts.resolve(asked)
@@ -287,7 +313,6 @@ class FrontEnd:
         except UnknownModel as error:
             status, code = (400, "model_missing") if asked is None else (404, "model_not_found")
             raise Refuse(refused(call, status, code, str(error), "model")) from error
-        check_task(call, path, model)
         return model
 
     async def _state(self, call: Call, model: FrontModel) -> State:
@@ -304,6 +329,43 @@ def check_task(call: Call, path: str, model: FrontModel) -> None:
     if model.task not in tasks:
         message = f"The model does not support {api} API: {model.name} {_DOES[model.task]}"
         raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
+
+
+def check_messages(call: Call, path: str, fields: Fields, model: FrontModel) -> None:
+    """Raise `Refuse` for a conversation of more messages than the context has tokens, before time
+    is spent on them: every message is rendered as one at least."""
+    raw = fields.get("messages")
+    most = model.max_context
+    if path not in _CONVERSING or "truncate_prompt_tokens" in fields:
+        return
+    if not isinstance(raw, msgspec.Raw) or len(memoryview(raw)) < len(b"{},") * most:
+        return
+    try:
+        count = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    except msgspec.DecodeError:  # vLLM says what is wrong
+        return
+    if count > most:
+        message = (
+            f"This model's maximum context length is {most} tokens. However, there are {count}"
+            " messages. Please reduce the number of messages."
+        )
+        raise Refuse(refused(call, 400, "context_length_exceeded", message, "messages"))
+
+
+def meant(path: str, fields: Fields, task: Task) -> str:
+    """The endpoint that a body is for: that of `path`, or under SageMaker's one path for all, as
+    in vLLM, the one whose fields it has and whose task the model does."""
+    if path != INVOCATIONS:
+        return path
+    if task is Task.GENERATE:
+        return "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+    if "query" in fields and "documents" in fields:
+        return "/rerank"
+    if not fields.keys().isdisjoint(_PAIRS):
+        return "/score"
+    if not fields.keys().isdisjoint(("task", "data")):
+        return "/pooling"
+    return "/v1/embeddings" if task is Task.EMBED else "/classify"
 
 
 class Refuse(Exception):
@@ -347,10 +409,11 @@ def vllm_application() -> FastAPI:
         pooling_router,
         classify_router,
         scoring_router,
-        tokenize_router,
         render_router,
     ):
         app.include_router(router)
+    app.state.args = Namespace(enable_tokenizer_info_endpoint=True)
+    attach_tokenize_router(app)
     init_exception_handler(app)
     return app
 
@@ -403,8 +466,7 @@ def _is_name(model: object) -> TypeGuard[str | None]:
 
 async def _read_body(scope: Any, receive: Receive, most_bytes: int) -> bytes | None:
     """The whole body; None if the client left. Raises `Refuse` for one that is too large."""
-    declared = _header(scope, b"content-length") or ""
-    if declared.isdigit() and int(declared) > most_bytes:
+    if _declared_bytes(scope) > most_bytes:
         raise Refuse(_too_large(most_bytes))
     parts: list[bytes] = []
     size = 0
@@ -419,6 +481,12 @@ async def _read_body(scope: Any, receive: Receive, most_bytes: int) -> bytes | N
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _declared_bytes(scope: Any) -> int:
+    """The size of a body, where its head says it; else 0."""
+    declared = _header(scope, b"content-length") or ""
+    return int(declared) if declared.isdigit() else 0
 
 
 def _too_large(most_bytes: int) -> Refused:
@@ -459,7 +527,9 @@ async def _refuse(scope: Any, send: Send, headers: Headers, refused: Refused) ->
         Call(0),
         headers=headers,
         keep_alive_seconds=0.0,
+        is_blocked=lambda: False,
         on_reading=lambda _: None,
+        on_stream=lambda _: None,
     )
     await answer.refuse(refused)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from asyncio import BaseTransport
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from uvicorn.server import ServerState
 from appliance.api.connections import Connection
 from appliance.api.errors import ApiError
 from appliance.frontpaths import is_front_path
-from appliance.frontwire import MAX_RECEIVED_BYTES, Handover
+from appliance.frontwire import MAX_RECEIVED_BYTES, Handover, StreamBegun
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +30,18 @@ KEEP_ALIVE_SECONDS: Final = 5
 CONNECTION: Final = "connection"
 """Where a scope's state has the core's number of the connection."""
 
+STREAM_BEGUN: Final = "stream_begun"
+"""Where it has what is to be told when the stream that answers a call has begun: the number of the
+call, and the event that ends the stream if this process dies."""
+
+IS_BLOCKED: Final = "is_blocked"
+"""Where it has what says whether the client still has to take what was sent to it."""
+
 _decoder: Final = msgspec.msgpack.Decoder(Handover)
 
 
-GiveBack: TypeAlias = Callable[[socket.socket, Handover], bool]
-"""Gives a connection back to the core; False if that is not possible now."""
+SendUp: TypeAlias = Callable[[int, Handover | StreamBegun], bool]
+"""Sends a connection's descriptor to the core; False if that is not possible now."""
 
 
 class HandedConnection(Connection):
@@ -45,14 +51,14 @@ class HandedConnection(Connection):
     def __init__(
         self,
         handover: Handover,
-        give_back: GiveBack,
+        send_up: SendUp,
         on_lost: Callable[[], None],
         *args: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._handover = handover
-        self._give_back = give_back
+        self._send_up = send_up
         self._on_lost = on_lost
         self._head: bytearray | None = bytearray()
         """What came since a request began; None where a head is whole, or began in the middle of
@@ -104,17 +110,27 @@ class HandedConnection(Connection):
         super().connection_lost(exc)
         self._on_lost()
 
+    def is_blocked(self) -> bool:
+        """Whether the client still has to take what was sent to it."""
+        return self.flow.write_paused
+
+    def stream_begun(self, call: int, event: bytes) -> None:
+        """Have the core end the stream of a call with `event`, should this process die."""
+        if not self.transport.is_closing():
+            ending = b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)  # as all streams, in chunks
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            self._send_up(descriptor, StreamBegun(call, ending))
+
     def _return(self) -> None:
         assert self._head is not None
         received = bytes(self._head)
         self.transport.pause_reading()
-        descriptor = os.dup(self.transport.get_extra_info("socket").fileno())
-        with socket.socket(fileno=descriptor) as connection:
-            back = msgspec.structs.replace(self._handover, received=received)
-            if len(received) > MAX_RECEIVED_BYTES or not self._give_back(connection, back):
-                error = ApiError(503, "try again on another connection", code="overloaded")
-                self._refuse(error)
-                return
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        back = msgspec.structs.replace(self._handover, received=received)
+        if len(received) > MAX_RECEIVED_BYTES or not self._send_up(descriptor, back):
+            error = ApiError(503, "try again on another connection", code="overloaded")
+            self._refuse(error)
+            return
         self.transport.abort()  # ours; the core has one of its own
 
 
@@ -211,21 +227,25 @@ class Connections:
         self._loop.call_later(1.0, self._tell_time)
 
     def _protocol(self, handover: Handover) -> HandedConnection:
-        return HandedConnection(
+        state: dict[str, Any] = {CONNECTION: handover.connection}
+        connection = HandedConnection(
             handover,
-            self._back,
+            self._send_up,
             self.on_lost,
             config=self._config,
             server_state=self._state,
-            app_state={CONNECTION: handover.connection},
+            app_state=state,
             _loop=self._loop,
         )
+        state[STREAM_BEGUN] = connection.stream_begun
+        state[IS_BLOCKED] = connection.is_blocked
+        return connection
 
-    def _back(self, connection: socket.socket, handover: Handover) -> bool:
-        message = msgspec.msgpack.encode(handover)
+    def _send_up(self, descriptor: int, about: Handover | StreamBegun) -> bool:
+        message = msgspec.msgpack.encode(about)
         try:
-            socket.send_fds(self._handover, [message], [connection.fileno()])
+            socket.send_fds(self._handover, [message], [descriptor])
         except OSError as error:  # the core is gone, or takes nothing now
-            log.warning("a connection cannot be given back: %s", error)
+            log.warning("a connection cannot be sent to the core: %s", error)
             return False
         return True

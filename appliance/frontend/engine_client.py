@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 TASKS: Final[dict[Task, tuple[SupportedTask, ...]]] = {
     Task.GENERATE: ("generate",),
-    Task.EMBED: ("embed",),
-    Task.SCORE: ("classify",),
+    Task.EMBED: ("embed", "token_embed"),
+    Task.SCORE: ("classify", "token_classify"),
 }
 """vLLM's names for what a model of a task can do."""
 

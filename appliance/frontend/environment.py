@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from typing import Final
@@ -53,3 +54,6 @@ def import_vllm() -> None:
     check_seams()
     replace_engine()
     vllm_application()
+    # Collections of garbage need not look at what was imported, and forks share its memory.
+    gc.collect()
+    gc.freeze()

@@ -18,6 +18,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from appliance.api.apiexamples import EXAMPLES
+from appliance.frontend.app import INVOCATIONS, TOKENIZER_INFO, vllm_application
 from appliance.frontend.fields import ollama_bodies, routes, table
 from appliance.frontpaths import is_front_path
 
@@ -27,6 +28,10 @@ _REFUSALS: Final = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 _EVENTS: Final = {"text/event-stream": {"schema": {"description": "Text, as it comes."}}}
 _LINES: Final = {"application/x-ndjson": {"schema": {"description": "Text, as it comes."}}}
 _STREAMS: Final = ("/chat/completions", "/completions", "/responses", "/messages")
+_INVOKED: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
+    *("/classify", "/rerank", "/score", "/pooling"),
+)
 _TEXT: Final = {"type": "string"}
 _ERROR: Final = "FrontError"
 _ANTHROPIC_ERROR: Final = "FrontAnthropicError"
@@ -73,8 +78,13 @@ _OLLAMA_ABOUT: Final = {
 
 def part() -> dict[str, Any]:
     """``paths`` and ``schemas``."""
+    vllm_application()  # adds the route of TOKENIZER_INFO
     described = get_openapi(title="", version="", routes=list(_served()))
     paths: dict[str, dict[str, Any]] = described["paths"]
+    paths[INVOCATIONS] = {"post": _invocations(paths)}
+    paths[TOKENIZER_INFO]["get"]["parameters"] = [
+        {"name": "model", "in": "query", "required": False, "schema": _TEXT}
+    ]
     for path, item in paths.items():
         for method, operation in item.items():
             _adapt(path, method, operation)
@@ -108,6 +118,20 @@ def _adapt(path: str, method: str, operation: dict[str, Any]) -> None:
     body = operation.get("requestBody")
     if body is not None:
         body["content"]["application/json"]["example"] = EXAMPLES[method, path]
+
+
+def _invocations(paths: dict[str, Any]) -> dict[str, Any]:
+    """What takes the bodies of several other endpoints."""
+    bodies = [paths[path]["post"]["requestBody"] for path in _INVOKED]
+    schemas = [body["content"]["application/json"]["schema"] for body in bodies]
+    return {
+        "summary": f"What {', '.join(_INVOKED)} answer: the one that the body is for.",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"anyOf": schemas}}},
+        },
+        "responses": {"200": {"description": "Done.", "content": dict(_EVENTS)}},
+    }
 
 
 def _ollama() -> tuple[dict[str, Any], dict[str, Any]]:

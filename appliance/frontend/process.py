@@ -84,7 +84,13 @@ async def _until_over(
 
     def answer_ping(ping: Ping) -> None:
         calls = front_end.calls + len(runs)
-        core.send(Pong(number=ping.number, connections=len(connections), calls=calls))
+        pong = Pong(
+            number=ping.number,
+            connections=len(connections),
+            calls=calls,
+            large=front_end.large,
+        )
+        core.send(pong)
 
     def drain() -> None:
         front_end.draining = True

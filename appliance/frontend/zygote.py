@@ -6,7 +6,6 @@ what was imported. Runs as ``python -m appliance.frontend.zygote FD``; `FD` is t
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -32,8 +31,6 @@ def serve_orders(orders: socket.socket, run: Callable[[socket.socket, socket.soc
         signal.signal(number, signal.SIG_IGN)  # of the terminal; the core ends us
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
     decoder = msgspec.msgpack.Decoder(Fork)
-    gc.collect()
-    gc.freeze()  # what is imported stays shared
     while True:
         message, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 2)
         if not message:

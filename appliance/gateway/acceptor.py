@@ -22,8 +22,8 @@ from typing import Final, Protocol
 from appliance.api.connections import HEAD_SECONDS, UNSENT_BYTES, Connection
 from appliance.api.errors import ApiError
 from appliance.frontpaths import is_front_path
-from appliance.frontwire import Handover
-from appliance.gateway.requestlines import PEEK_BYTES, path_of
+from appliance.frontwire import LARGE_BYTES, Handover
+from appliance.gateway.requestlines import PEEK_BYTES, body_bytes, path_of
 from appliance.gateway.tls import PumpSide, TlsBeginning
 
 AT_ONCE: Final = 64
@@ -194,7 +194,7 @@ class Acceptor:
         if path is None:
             connection.close()
         elif self._is_front(path) and self._kind.admits(connection):
-            self._offer(connection, _handover_of(connection))
+            self._offer(connection, _handover_of(connection, body_bytes=beginning.body_bytes))
         else:
             self._to_core(connection, head_seconds=beginning.seconds_left())
 
@@ -204,7 +204,11 @@ class Acceptor:
         if not self._is_front(path):
             beginning.take(self._core_protocol())
             return
-        handover = _handover_of(beginning.transport.get_extra_info("socket"), scheme="https")
+        handover = _handover_of(
+            beginning.transport.get_extra_info("socket"),
+            scheme="https",
+            body_bytes=beginning.body_bytes,
+        )
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setblocking(False)
@@ -320,6 +324,8 @@ class _Beginning:
         self._pause = FIRST_LOOK_SECONDS
         self.silent = True
         """Whether nothing came yet."""
+        self.body_bytes = 0
+        """Of the first request, as far as that is known."""
 
     def look(self) -> None:
         """Look whether the path is there; go on looking if not, unless no more comes."""
@@ -336,6 +342,7 @@ class _Beginning:
         if path is None and ended:
             path = ""
         if path is not None or not begin:
+            self.body_bytes = body_bytes(begin)
             self._on_path(self, path)
             return
         self.silent = False
@@ -387,12 +394,13 @@ def _has_ended(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _handover_of(connection: socket.socket, scheme: str = "http") -> Handover:
+def _handover_of(connection: socket.socket, *, scheme: str = "http", body_bytes: int) -> Handover:
     return Handover(
         connection=next(_numbers),
         client=_address(connection.getpeername),
         server=_address(connection.getsockname),
         scheme=scheme,
+        large=body_bytes >= LARGE_BYTES,
     )
 
 

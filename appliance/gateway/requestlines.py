@@ -1,4 +1,4 @@
-"""The path of a request, read from the first bytes of a connection."""
+"""The path of a request and the size of its body, read from the first bytes of a connection."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _METHOD_BYTES: Final = 32
 _END_OF_PATH: Final = re.compile(rb"[ ?#\r\n]")
 _ORIGIN: Final = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 """Before the path of a request to a proxy (RFC 9112, 3.2.2)."""
+_LENGTH: Final = re.compile(rb"\r?\ncontent-length:[ \t]*(\d{1,19})", re.IGNORECASE)
+_END_OF_HEAD: Final = re.compile(rb"\r?\n\r?\n")
 
 
 def path_of(begin: bytes) -> str | None:
@@ -30,3 +32,10 @@ def path_of(begin: bytes) -> str | None:
     if not path.startswith(b"/"):
         path = _ORIGIN.sub(b"", path, count=1)
     return unquote(path.decode("latin-1"), errors="replace") if path else NOT_HTTP
+
+
+def body_bytes(begin: bytes) -> int:
+    """The size of the first request's body, as far as `begin` says it; else 0."""
+    end = _END_OF_HEAD.search(begin)
+    found = _LENGTH.search(begin, 0, len(begin) if end is None else end.start())
+    return 0 if found is None else int(found[1])

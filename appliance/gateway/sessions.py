@@ -7,8 +7,10 @@ A `Session` is the core's half of the conversation of `appliance.frontwire` with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import socket
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -218,12 +220,21 @@ class Session:
         self._drained = True
         self.ready = False
 
+    def stream_begun(self, call: int, connection: socket.socket, ending: bytes) -> None:
+        """The stream that answers a call has begun: it can be ended without the front end."""
+        if (answered := self._calls.get(call)) is None:  # it is over already
+            connection.close()
+        else:
+            answered.stream = _Stream(connection, ending)
+
     def lost(self) -> None:
-        """It died: what it had is aborted."""
+        """It died: what it had is aborted, and its streams end with an event that says so."""
         self._lost = True
         self.ready = False
         self._sessions.close(self)
-        for number in list(self._calls):
+        for number, call in list(self._calls.items()):
+            if call.stream is not None:
+                call.stream.end()
             self._end_call(number, FrontEndLost("the front end died"))
         self._outputs = []
 
@@ -258,6 +269,8 @@ class Session:
             self._abort(request, FinishReason.CANCELLED)
         if call.counted:
             self._access.end(call.caller)
+        if call.stream is not None:
+            call.stream.connection.close()
         if call.answer is not None and not call.answer.done():
             call.answer.set_exception(unanswered)
 
@@ -379,10 +392,23 @@ class Session:
         return refused
 
 
+class _Stream(NamedTuple):
+    """An answer that a front end sends on a connection, and what ends it if the front end dies."""
+
+    connection: socket.socket
+    ending: bytes
+
+    def end(self) -> None:
+        """End it for a front end that is dead. Pieces of a stream are written whole; where one was
+        cut, as the client took no more, what follows cannot be read: the client sees that, too."""
+        with contextlib.suppress(OSError):  # the client left, or takes nothing
+            self.connection.send(self.ending)
+
+
 class _Call:
     """One HTTP request, or one line of a batch."""
 
-    __slots__ = ("answer", "caller", "counted", "refused", "requests", "trace")
+    __slots__ = ("answer", "caller", "counted", "refused", "requests", "stream", "trace")
 
     def __init__(
         self,
@@ -399,6 +425,8 @@ class _Call:
         self.trace = trace
         self.answer = answer
         self.requests: set[RequestId] = set()
+        self.stream: _Stream | None = None
+        """Its answer, once that is a stream and has begun."""
         self.refused: Refused | None = None
         """The first refusal of one of its requests."""
 

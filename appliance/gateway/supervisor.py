@@ -36,6 +36,7 @@ from appliance.frontwire import (
     Ping,
     Pong,
     Ready,
+    StreamBegun,
     Up,
     decoder_for_core,
 )
@@ -50,6 +51,8 @@ HANDOVER_BYTES: Final = 1 << 20
 """What the handover socket is to hold; the system may give less."""
 ANSWER_BYTES: Final = 1024
 
+_decoder: Final = msgspec.msgpack.Decoder(Handover | StreamBegun)
+
 log = logging.getLogger(__name__)
 
 
@@ -57,6 +60,10 @@ class Session(Protocol):
     """What a front end's frames are for. `appliance.gateway.sessions.Session` is one."""
 
     def received(self, frame: Up, /) -> None: ...
+
+    def stream_begun(self, call: int, connection: socket.socket, ending: bytes, /) -> None:
+        """The stream that answers a call has begun on `connection`, which is the session's to
+        close. `ending` ends it, should the front end die before."""
 
     def drained(self) -> None:
         """The front end was told to end when its connections are answered."""
@@ -105,6 +112,8 @@ class FrontEnd(asyncio.Protocol):
         self.draining = False
         self.connections = 0
         """That it has, as far as is known."""
+        self.large = 0
+        """Requests with a large body that it answers, as far as is known."""
         self.over = asyncio.Event()
         self._handover = handover
         self._on_room = on_room
@@ -178,6 +187,7 @@ class FrontEnd(asyncio.Protocol):
             if len(self._operators) > OPERATORS_REMEMBERED:
                 self._operators.popitem(last=False)
         self.connections += 1
+        self.large += handover.large
         return True
 
     def kill(self) -> None:
@@ -219,6 +229,7 @@ class FrontEnd(asyncio.Protocol):
                 while self._pings and self._pings[0][0] <= frame.number:
                     self._pings.popleft()
                 self.connections = frame.connections
+                self.large = frame.large
                 self.worked = self.ready
                 self._has_room()
             case Ready():
@@ -237,31 +248,38 @@ class FrontEnd(asyncio.Protocol):
         if self.takes:
             self._on_room()
 
-    def _take_back(self) -> None:
-        """It gives a connection back: the request that comes on it is the core's."""
+    def _take_back(self) -> bool:
+        """Take a connection that it sends: one whose next request is the core's, or one on which a
+        stream has begun. False if none came."""
         try:
             message, descriptors, _, _ = socket.recv_fds(
                 self._handover, MAX_RECEIVED_BYTES + ANSWER_BYTES, 1, socket.MSG_DONTWAIT
             )
         except BlockingIOError:
-            return
+            return False
         except OSError:
             message, descriptors = b"", []
         if not message:
             self._loop.remove_reader(self._handover)
-            return
+            return False
         connections = [socket.socket(fileno=number) for number in descriptors]
         try:
-            handover = msgspec.msgpack.decode(message, type=Handover)
+            about = _decoder.decode(message)
         except msgspec.DecodeError:
-            log.exception("front end %d gave a connection back with a bad message", self.number)
+            log.exception("front end %d sent a connection with a bad message", self.number)
             connections.clear()
         for connection in connections:
             connection.setblocking(False)
-            self._on_given_back(connection, handover)
+            if isinstance(about, StreamBegun):
+                self._session.stream_begun(about.call, connection, about.ending)
+            else:
+                self._on_given_back(connection, about)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ready = False
+        while self._take_back():  # what it sent before
+            pass
         self._loop.remove_reader(self._handover)
         self._handover.close()
         self.kill()
@@ -336,12 +354,15 @@ class Supervisor:
 
     def hand(self, connection: socket.socket, handover: Handover, *, operator: bool) -> bool:
         """Give a connection to the front end with the fewest connections of those that answer
-        pings in time, or of all if none does. False if none can take it now. Raises `ApiError` if
-        none will."""
+        pings in time, or of all if none does. Large bodies keep to half of the front ends, and
+        others to the other half. False if none can take it now. Raises `ApiError` if none will."""
         if self._draining:
             raise shutting_down()
         able = [front_end for front_end in self._front_ends.values() if front_end.takes]
-        able.sort(key=lambda one: (one.full or self._is_slow(one), one.connections))
+        able.sort(key=lambda one: (one.full or self._is_slow(one), one.large > 0, one.connections))
+        busy = sum(one.large > 0 for one in able)
+        if handover.large and 2 * busy >= len(able):
+            able.sort(key=lambda one: (one.full, one.large == 0))
         return any(one.hand(connection, handover, operator=operator) for one in able)
 
     @property

@@ -7,7 +7,7 @@ from asyncio import BaseTransport, Transport
 from collections.abc import Callable
 from typing import Final, cast
 
-from appliance.gateway.requestlines import PEEK_BYTES, path_of
+from appliance.gateway.requestlines import PEEK_BYTES, body_bytes, path_of
 
 LAST_SECONDS: Final = 60.0
 """How long a client may take for what a front end had answered when it closed."""
@@ -32,6 +32,11 @@ class TlsBeginning(asyncio.Protocol):
     def silent(self) -> bool:
         """Whether nothing came yet."""
         return not self._received
+
+    @property
+    def body_bytes(self) -> int:
+        """The size of the first request's body, as far as that is known."""
+        return body_bytes(bytes(self._received[:PEEK_BYTES]))
 
     def take(self, protocol: asyncio.Protocol) -> None:
         """`protocol` goes on, as if it had been there from the beginning."""

@@ -48,7 +48,14 @@ SHAPE: dict[str, Any] = {
 }
 QUERY = "What flows through Rome?"
 DOCUMENTS = ["The Tiber.", "A river, which is long, and flows through Rome.", "Nothing."]
-TASKS = {"embedder": Task.EMBED, "headed": Task.EMBED, "scorer": Task.SCORE}
+TASKS = {
+    "embedder": Task.EMBED,
+    "headed": Task.EMBED,
+    "scorer": Task.SCORE,
+    "classifier": Task.SCORE,
+}
+MATCHING = ("embedder", "headed", "scorer")
+"""Those that compare two texts."""
 BASELINE = """
 import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
@@ -110,7 +117,8 @@ def make(folder: Path, name: str, kind: str, config: str, mode: str = "", **shap
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two embedders, one with a head to be ignored, a scorer, and a model that generates."""
+    """Two embedders, one with a head to be ignored, a scorer, one of three classes, and a model
+    that generates."""
     folder = tmp_path_factory.mktemp("pooling")
     made = {
         "embedder": make(
@@ -123,6 +131,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "Qwen3ForSequenceClassification",
             "Qwen3Config",
             num_labels=1,
+            pad_token_id=0,
+        ),
+        "classifier": make(
+            folder,
+            "classifier",
+            "Qwen3ForSequenceClassification",
+            "Qwen3Config",
+            num_labels=3,
             pad_token_id=0,
         ),
         "llama-mha": make_checkpoint(folder, "llama-mha"),
@@ -141,7 +157,7 @@ def expected(paths: dict[str, str]) -> dict[str, list[list[float]]]:
         for name, task in TASKS.items()
         for plain in ((False, True) if task is Task.SCORE else (False,))
     ]
-    jobs += [(name, paths[name], [QUERY, DOCUMENTS], "score", False) for name in TASKS]
+    jobs += [(name, paths[name], [QUERY, DOCUMENTS], "score", False) for name in MATCHING]
     answer = subprocess.run(
         [sys.executable, "-c", BASELINE],
         input=json.dumps(jobs),
@@ -258,7 +274,7 @@ def test_a_score_is_told_without_its_activation(
     assert all(0 < one[0] < 1 for one in expected["scorer"][:3])
 
 
-@pytest.mark.parametrize("name", list(TASKS))
+@pytest.mark.parametrize("name", MATCHING)
 def test_texts_are_matched_as_by_plain_vllm(
     pooled: House, paths: dict[str, str], expected: dict[str, list[list[float]]], name: str
 ) -> None:
@@ -365,15 +381,6 @@ def test_only_its_own_task(pooled: House) -> None:
     [
         ("bert", "BertModel", "BertConfig", "cls", Task.EMBED, {}, "both directions"),
         ("mean", "Qwen3Model", "Qwen3Config", "mean_tokens", Task.EMBED, {}, "pools by MEAN"),
-        (
-            "labels",
-            "Qwen3ForSequenceClassification",
-            "Qwen3Config",
-            "",
-            Task.SCORE,
-            {"num_labels": 3, "pad_token_id": 0},
-            "tells 3 labels apart",
-        ),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(

@@ -39,7 +39,8 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(generator: Path) -> tuple[FrontModel, ...]:
-    """Three that generate, one that embeds, one that scores, and one that is damaged."""
+    """Three that generate, one that embeds, one that scores, one with two
+    classes, and one that is damaged."""
     folder = generator.parent
     embedder = _like(generator, folder / "embedder")
     scorer = _like(
@@ -47,6 +48,13 @@ def models(generator: Path) -> tuple[FrontModel, ...]:
         folder / "scorer",
         architectures=["LlamaForSequenceClassification"],
         num_labels=1,
+    )
+    classifier = _like(
+        generator,
+        folder / "classifier",
+        architectures=["LlamaForSequenceClassification"],
+        num_labels=2,
+        id2label={"0": "good", "1": "bad"},
     )
     damaged = _like(generator, folder / "damaged")
     (damaged / "tokenizer.json").write_text("{", encoding="utf-8")
@@ -56,6 +64,7 @@ def models(generator: Path) -> tuple[FrontModel, ...]:
         model_at(generator, "other"),
         model_at(embedder, "embedder", Task.EMBED),
         model_at(scorer, "scorer", Task.SCORE),
+        model_at(classifier, "classifier", Task.SCORE),
         model_at(damaged, "damaged"),
     )
 

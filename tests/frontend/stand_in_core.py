@@ -37,6 +37,7 @@ from appliance.frontwire import (
     Refused,
     Run,
     StopRun,
+    StreamBegun,
     Submit,
     Welcome,
 )
@@ -109,6 +110,8 @@ class StandInCore:
         self.admitting.set()
         self.returned: list[Handover] = []
         """Connections that the front end gave back; each request on them is answered "core"."""
+        self.endings: dict[int, bytes] = {}
+        """What ends the stream of a call, if the front end dies."""
         self.frames: list[Any] = []
         self.keep_frames = True
         self.live: dict[RequestId, Live] = {}
@@ -282,8 +285,12 @@ class StandInCore:
         if not data:
             asyncio.get_running_loop().remove_reader(self._handover)
             return
-        self.returned.append(msgspec.msgpack.decode(data, type=Handover))
+        message = msgspec.msgpack.decode(data, type=Handover | StreamBegun)
         with socket.socket(fileno=descriptors[0]) as connection:
+            if isinstance(message, StreamBegun):
+                self.endings[message.call] = message.ending
+                return
+            self.returned.append(message)
             connection.send(
                 b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\ncore"
             )

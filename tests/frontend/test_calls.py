@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from appliance import frontwire
 from appliance.frontwire import (
+    LARGE_BYTES,
     Abort,
     Drain,
     Enter,
@@ -126,6 +127,26 @@ async def test_a_body_that_is_too_large_is_refused(
     assert (await http.post(CHAT, content=parts())).status_code == 413
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "told"),
+    [
+        (CHAT, {}, "there are 1025 messages"),
+        ("/v1/messages", {}, "there are 1025 messages"),
+        (CHAT, {"truncate_prompt_tokens": 10}, None),
+        ("/tokenize", {}, None),
+    ],
+)
+async def test_more_messages_than_tokens_are_refused(
+    core: StandInCore, http: httpx.AsyncClient, path: str, more: dict[str, Any], told: str | None
+) -> None:
+    """Before they are rendered, where they have to fit into the context of 1024 tokens."""
+    body = ASKED | {"messages": [{"role": "user", "content": ""}] * 1025} | more
+    answer = await http.post(path, json=body)
+    assert answer.status_code == (200 if told is None else 400)
+    if told is not None:
+        assert told in answer.json()["error"]["message"]
+
+
 async def test_a_page_of_this_machine_may_ask(core: StandInCore, http: httpx.AsyncClient) -> None:
     asking = {
         "origin": "http://localhost:3000",
@@ -231,6 +252,34 @@ async def test_a_stream_that_fails_says_no_times(
         assert (await anext(lines)).startswith("data: ")
         core.give_up(core.said(Submit)[0].request)
         assert not [line async for line in lines if "server-timing" in line]
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        (CHAT, b"data: {error}\n\ndata: [DONE]\n\n"),
+        ("/v1/responses", b"event: error\ndata: {error}\n\n"),
+        ("/v1/messages", b"event: error\ndata: {error}\n\n"),
+        ("/api/chat", b"{error}\n"),
+    ],
+)
+async def test_the_core_is_told_how_a_stream_ends_if_its_front_end_dies(
+    core: StandInCore, http: httpx.AsyncClient, path: str, event: bytes
+) -> None:
+    """As soon as it has begun: with an event in the dialect of its path, and the last chunk."""
+    await _streamed(http, path, ASKING[path] | {"stream": True})
+    ending = core.endings[(await core.seen(Enter)).call]
+    size, _, rest = ending.partition(b"\r\n")
+    told, last = rest[: int(size, 16)], rest[int(size, 16) :]
+    error = told[told.index(b"{") : told.rindex(b"}") + 1]
+    assert last == b"\r\n0\r\n\r\n"
+    assert told.replace(error, b"{error}") == event
+    assert "the process that made the answer died" in json.dumps(json.loads(error))
+
+
+async def test_a_whole_answer_needs_no_ending(core: StandInCore, http: httpx.AsyncClient) -> None:
+    await http.post(CHAT, json=ASKED)
+    assert (await core.seen(Enter)).call not in core.endings
 
 
 async def _streamed(
@@ -428,9 +477,23 @@ async def test_pings_tell_connections_and_calls(core: StandInCore) -> None:
         core.send(Ping(5))
         pong = await core.seen(Pong, lambda pong: pong.number == 5)
         assert pong.connections >= 1
-        assert pong.calls == 1
+        assert (pong.calls, pong.large) == (1, 0)
         core.go_on()
         await asking
+
+
+async def test_pings_tell_large_bodies(core: StandInCore) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", core.port)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {LARGE_BYTES}\r\n\r\n"
+    writer.write(head.encode())
+    enter = await core.seen(Enter)
+    core.send(Ping(6))
+    assert (await core.seen(Pong, lambda pong: pong.number == 6)).large == 1
+    writer.close()
+    await core.seen(Leave, lambda leave: leave.call == enter.call)
+    core.send(Ping(7))
+    assert (await core.seen(Pong, lambda pong: pong.number == 7)).large == 0
+    del reader
 
 
 # --- batches -------------------------------------------------------------------------------------

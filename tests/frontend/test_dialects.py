@@ -246,6 +246,66 @@ async def test_scores_and_ranks_come_from_a_model_that_scores(core: StandInCore)
         assert len(ranked.json()["results"]) == 2
 
 
+async def test_a_text_gets_the_likeliest_class(core: StandInCore) -> None:
+    """A model of several classes gives no score."""
+    pooled(core, [0.25, 0.75])
+    async with httpx.AsyncClient(base_url=core.url) as http:
+        found = await http.post("/classify", json={"model": "classifier", "input": "a"})
+        scored = await http.post(
+            "/score", json={"model": "classifier", "text_1": "a", "text_2": "b"}
+        )
+    (one,) = found.json()["data"]
+    assert (one["label"], one["probs"], one["num_classes"]) == ("bad", [0.25, 0.75], 2)
+    assert scored.status_code == 501
+    assert "does not support Score API" in scored.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "path"),
+    [
+        ("talker", {"messages": HELLO, "max_tokens": 2}, "/v1/chat/completions"),
+        ("talker", {"prompt": "hello", "max_tokens": 2}, "/v1/completions"),
+        ("embedder", {"input": "a"}, "/v1/embeddings"),
+        ("embedder", {"input": "a", "task": "embed"}, "/pooling"),
+        ("scorer", {"text_1": "a", "text_2": "b"}, "/score"),
+        ("scorer", {"query": "a", "documents": ["b"]}, "/rerank"),
+        ("classifier", {"input": "a"}, "/classify"),
+    ],
+)
+async def test_an_invocation_is_answered_by_the_endpoint_that_it_is_meant_for(
+    core: StandInCore, model: str, body: dict[str, Any], path: str
+) -> None:
+    if model != "talker":
+        pooled(core, [0.25, 0.75][: 1 + (model != "scorer")])
+    async with httpx.AsyncClient(base_url=core.url) as http:
+        invoked = await http.post("/invocations", json={"model": model, **body})
+        asked = await http.post(path, json={"model": model, **body})
+        nameless = await http.post("/invocations", json={**body, "best_of": 3})
+    changing = {"id", "created"}
+    assert invoked.status_code == asked.status_code == 200
+    assert {k: v for k, v in invoked.json().items() if k not in changing} == {
+        k: v for k, v in asked.json().items() if k not in changing
+    }
+    assert nameless.status_code == 400
+    assert nameless.json()["error"]["code"] == "model_missing"
+
+
+async def test_what_no_endpoint_takes_is_refused_as_vllm_does(core: StandInCore) -> None:
+    async with httpx.AsyncClient(base_url=core.url) as http:
+        for body in ({"model": "talker"}, [], {"model": "embedder", "messages": 7}):
+            answer = await http.post("/invocations", json=body)
+            assert answer.status_code == 400, body
+
+
+async def test_a_tokenizer_is_described(core: StandInCore) -> None:
+    async with httpx.AsyncClient(base_url=core.url) as http:
+        found = await http.get("/tokenizer_info", params={"model": "talker"})
+        nameless = await http.get("/tokenizer_info")
+    assert found.json()["tokenizer_class"]
+    assert nameless.status_code == 400
+    assert nameless.json()["error"]["code"] == "model_missing"
+
+
 async def test_texts_are_tokenized_and_back(core: StandInCore) -> None:
     async with httpx.AsyncClient(base_url=core.url) as http:
         found = await http.post("/tokenize", json={"model": "talker", "prompt": "hello there"})

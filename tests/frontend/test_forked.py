@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 from appliance.frontwire import Down, Hello, Up, Welcome
@@ -31,6 +32,8 @@ class SessionDouble:
                     models=(),
                 )
             )
+
+    def stream_begun(self, call: int, connection: socket.socket, ending: bytes, /) -> None: ...
 
     def drained(self) -> None: ...
 

@@ -49,7 +49,6 @@ from appliance.gateway.supervisor import Supervisor
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.lifetime import Server
 from appliance.liveconfig import LiveConfig
-from appliance.purpose import Purpose
 from appliance.serve import make_gateway, make_server
 from appliance.slabwords import SlabMap
 from appliance.vocabulary import ModelName, Release, Task
@@ -134,8 +133,8 @@ class Whole:
             limits=Limits(queue=8, progress_seconds=60.0),
         )
         served = self._box.daemon._served
-        purpose = Purpose(task=Task.EMBED, dimensions=2, cuts=())
-        served[EMBEDDER] = msgspec.structs.replace(served[EMBEDDER], purpose=purpose)
+        worker = msgspec.structs.replace(served[EMBEDDER].worker, task=Task.EMBED)
+        served[EMBEDDER] = msgspec.structs.replace(served[EMBEDDER], worker=worker)
         self._box.daemon.on_failure = _fail
         self._box.start()
         self._ending = ending

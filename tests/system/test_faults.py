@@ -16,6 +16,8 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,13 +109,28 @@ def box(
     (folder / PLAIN / "SHA256SUMS").write_text(f"{listing}  model.safetensors\n")
     file = _write_config(folder)
     config = load_config(file)
-    with running_daemon(file, config) as (url, pid):
-        mine = {c: t for c, t in expected.items() if c.model == ORIGINAL}
-        box = Box(url, pid, folder, config, mine)
-        assert box.state(HEADER) == "cold", "its engine is not built yet"
-        _overwrite(box.weights(HEADER), 8, b"\0" * 16)
-        _until(lambda: all(box.state(model) not in ("cold", "building") for model in MODELS))
-        yield box
+    mine = {c: t for c, t in expected.items() if c.model == ORIGINAL}
+    box = Box(f"http://{config.api.bind}", 0, folder, config, mine)
+    with ThreadPoolExecutor(1) as beside:
+        breaking = beside.submit(_break_header, box)
+        with running_daemon(file, config) as (_, pid):
+            breaking.result()
+            _until(lambda: all(box.state(model) not in ("cold", "building") for model in MODELS))
+            yield replace(box, pid=pid)
+
+
+def _break_header(box: Box) -> None:
+    """As soon as the daemon answers: it has checked its files then, and its worker imports vLLM and
+    builds five engines before this one."""
+
+    def is_up() -> bool:
+        with suppress(httpx.TransportError):
+            assert box.state(HEADER) == "cold", "its engine is built already"
+            return True
+        return False
+
+    _until(is_up)
+    _overwrite(box.weights(HEADER), 8, b"\0" * 16)
 
 
 def _write_config(folder: Path) -> Path:

@@ -26,9 +26,8 @@ from appliance.api.service import (
 )
 from appliance.engines.protocol import NO_TOKEN, GuideRefused, Produced, Verdict
 from appliance.frontwire import FrontModel
-from appliance.purpose import Purpose
 from appliance.slabwords import SlabMap, SlabOwner
-from appliance.vocabulary import FinishReason, RequestId
+from appliance.vocabulary import FinishReason, RequestId, Task
 
 KV = KvShapeActivity(
     mapped_bytes=400, used_bytes=200, cold_bytes=100, peak_bytes=400, fragmentation=0.25
@@ -145,9 +144,9 @@ class FakeService:
             for name, parser in (("small", None), ("org/small", "hermes"))
         }
 
-    def learn(self, name: str, purpose: Purpose) -> None:
-        """Have one more model, which is for something."""
-        card = msgspec.structs.replace(self._cards["small"], id=name, purpose=purpose)
+    def learn(self, name: str, task: Task) -> None:
+        """Have one more model, which has another task."""
+        card = msgspec.structs.replace(self._cards["small"], id=name, task=task)
         self._cards[name] = card
 
     def models(self) -> list[ModelCard]:
@@ -166,7 +165,7 @@ class FakeService:
                 dtype=card.dtype,
                 max_context=card.max_context_tokens,
                 max_batch=64,
-                task=card.purpose.task,
+                task=card.task,
                 created=card.created,
                 tool_parser=card.tool_parser,
             )

@@ -21,12 +21,23 @@ import msgspec
 from appliance import frontwire, wire
 from appliance.frontend.zygote import serve_orders
 from appliance.frontpaths import is_front_path
-from appliance.frontwire import Drain, Handover, Hello, Ping, Pong, Ready, Welcome
+from appliance.frontwire import (
+    Drain,
+    Handover,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    StreamBegun,
+    Welcome,
+)
 from appliance.gateway.requestlines import path_of
 
 COMMAND = (sys.executable, str(Path(__file__)))
 ENDLESS = "/v1/completions/render"
-"""The answer to a request for it begins, says who answers in ``x-pid``, and does not end."""
+"""The answer to a request for it begins, says who answers in ``x-pid``, and does not end. The core
+is told of it, as of call 1, before it begins."""
+ENDING = b"!"
 
 EVENTS = b'data: {"choices": [{"index": 0, "delta": {"content": "!"}}]}\n\ndata: [DONE]\n\n'
 """The answer to a chat that is to be streamed."""
@@ -124,6 +135,8 @@ class Double:
                     return
                 head, _, body = received.partition(b"\r\n\r\n")
                 if path == ENDLESS:
+                    begun = msgspec.msgpack.encode(StreamBegun(1, ENDING))
+                    socket.send_fds(self.handover, [begun], [connection.fileno()])
                     line = f"HTTP/1.1 200 OK\r\ncontent-length: 1\r\nx-pid: {os.getpid()}\r\n\r\n"
                     await loop.sock_sendall(connection, line.encode())
                     await asyncio.Event().wait()

@@ -30,7 +30,6 @@ from appliance.batches.results import Results, answered
 from appliance.batches.scribe import Scribe
 from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
-from appliance.purpose import Purpose
 from appliance.vocabulary import FinishReason, RequestClass, Task
 from tests.patience import PATIENCE_SECONDS
 
@@ -560,7 +559,7 @@ async def test_plain_completions(house: House) -> None:
 
 async def test_embeddings(house: House) -> None:
     """All texts of a line are asked at once, as work of the class batch."""
-    house.service.learn("embedder", Purpose(task=Task.EMBED, dimensions=2))
+    house.service.learn("embedder", Task.EMBED)
     house.service.script = lambda generation: generation.pool([1.0])
     texts = [f"text {number}" for number in range(6)]
     body = {"model": "embedder", "input": texts}

@@ -22,7 +22,6 @@ from appliance.api.service import (
     ModelNotFound,
     Service,
 )
-from appliance.purpose import Purpose
 from appliance.vocabulary import Task
 
 from .serving import served
@@ -38,8 +37,8 @@ class Models:
         self.folder = folder
         self.cards = [
             card("org/small", tool_parser="hermes", reasoning_parser="qwen3"),
-            card("vectors:v2", architecture="BertModel", purpose=Purpose(task=Task.EMBED)),
-            card("scores", purpose=Purpose(task=Task.SCORE)),
+            card("vectors:v2", architecture="BertModel", task=Task.EMBED),
+            card("scores", task=Task.SCORE),
         ]
 
     def models(self) -> list[ModelCard]:

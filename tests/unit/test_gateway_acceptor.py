@@ -17,10 +17,10 @@ import uvloop
 
 from appliance.api.connections import Connection
 from appliance.api.errors import ApiError
-from appliance.frontwire import Handover
+from appliance.frontwire import LARGE_BYTES, Handover
 from appliance.gateway import acceptor
 from appliance.gateway.acceptor import Acceptor, listen_at
-from appliance.gateway.requestlines import NOT_HTTP, PEEK_BYTES, path_of
+from appliance.gateway.requestlines import NOT_HTTP, PEEK_BYTES, body_bytes, path_of
 from appliance.lifetime import Server
 from appliance.tlsfiles import LiveTls, Pair, read_pair
 from tests.patience import PATIENCE_SECONDS
@@ -174,7 +174,37 @@ def test_the_path_of_the_first_bytes(begin: bytes, path: str | None) -> None:
     assert path_of(begin) == path
 
 
+@pytest.mark.parametrize(
+    ("begin", "size"),
+    [
+        (CHAT, 2),
+        (b"POST / HTTP/1.1\r\nCONTENT-LENGTH:8388608\r\nHost: x\r\n\r\n", 8 << 20),
+        (b"POST / HTTP/1.1\nContent-Length: 7\n\n", 7),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 0),
+        (b"POST / HTTP/1.1\r\nX-Content-Length: 5\r\n\r\n", 0),
+        (b"POST / HTTP/1.1\r\nContent-Length: many\r\n\r\n", 0),
+        (b"POST / HTTP/1.1\r\nHost: x\r\n\r\n\r\nContent-Length: 9\r\n\r\n", 0),
+        (b"POST / HTTP/1.1\r\n", 0),
+    ],
+)
+def test_the_size_of_the_first_body(begin: bytes, size: int) -> None:
+    """As far as the first bytes say it."""
+    assert body_bytes(begin) == size
+
+
 # --- routing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [LARGE_BYTES - 1, LARGE_BYTES])
+async def test_a_large_body_is_told_of(size: int) -> None:
+    """Before it comes."""
+    async with serving() as house:
+        await house.connect(CHAT.replace(b"h: 2", b"h: %d" % size))
+
+        connection, handover = await house.fronts.handed.get()
+
+        assert handover.large is (size >= LARGE_BYTES)
+        connection.close()
 
 
 async def test_a_front_end_gets_a_connection_unread() -> None:

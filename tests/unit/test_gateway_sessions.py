@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +363,50 @@ async def test_what_is_aborted_is_not_heard_of_again(house: House) -> None:
     assert c.reason is FinishReason.CANCELLED
     assert house.service.live == {}
     assert (front.ends, front.refused) == ({}, {})
+
+
+async def test_streams_of_a_front_end_that_dies_are_ended(house: House) -> None:
+    """With what it said for that; of calls that are over nothing is sent, nor of other ones."""
+    sessions = house.sessions()
+    front, other = FrontDouble(sessions), FrontDouble(sessions)
+    ends: dict[str, socket.socket] = {}
+    for name, session, call in (
+        ("left", front.session, front.call()),
+        ("live", front.session, front.call()),
+        ("late", front.session, 99),
+        ("of the other", other.session, other.call()),
+    ):
+        ends[name], connection = socket.socketpair()
+        ends[name].setblocking(False)
+        session.stream_begun(call, connection, name.encode())
+        if name == "left":
+            front.leave(call)
+
+    front.die()
+
+    assert ends["live"].recv(100) == b"live"
+    assert [ends[name].recv(100) for name in ("live", "left", "late")] == [b"", b"", b""]
+    with pytest.raises(BlockingIOError):
+        ends["of the other"].recv(100)
+    other.die()
+    for end in ends.values():
+        end.close()
+
+
+async def test_a_stream_whose_client_takes_nothing_is_closed(house: House) -> None:
+    """When its front end dies: the core does not wait for room."""
+    front = house.front()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            theirs.send(b"x" * 65536)
+    front.session.stream_begun(front.call(), theirs, b"ending")
+
+    front.die()
+
+    with ours, ours.makefile("rb") as received:
+        assert set(received.read()) == {ord("x")}
 
 
 async def test_a_client_that_does_not_read_is_told_of(house: House) -> None:

@@ -25,7 +25,7 @@ from appliance.api.connections import Connection
 from appliance.api.errors import ApiError
 from appliance.api.operators import OperatorProtocol
 from appliance.frontend.zygote import check_threads
-from appliance.frontwire import Down, Handover, Hello, Up
+from appliance.frontwire import LARGE_BYTES, Down, Handover, Hello, Up
 from appliance.gateway.supervisor import Patience, Supervisor
 from appliance.lifetime import Server
 from appliance.tlsfiles import LiveTls, Pair, read_pair
@@ -36,6 +36,8 @@ from .certificates import certify
 
 QUICK = Patience(ping_seconds=0.01, slow_seconds=0.05, unanswered_pings=1_000_000)
 IMPATIENT = Patience(ping_seconds=0.01, slow_seconds=0.05, unanswered_pings=20)
+SILENT = Patience(ping_seconds=1e6, slow_seconds=1e6, unanswered_pings=1_000_000)
+"""Front ends do not say what they have."""
 CHAT = "/v1/chat/completions"
 
 
@@ -47,6 +49,7 @@ class SessionDouble:
         self.pid = 0
         self.drains = 0
         self.over = False
+        self.streams: dict[int, tuple[socket.socket, bytes]] = {}
         self._send = send
 
     def received(self, frame: Up, /) -> None:
@@ -54,11 +57,17 @@ class SessionDouble:
             self.pid = frame.pid
             self._send(front_end_double.WELCOME)
 
+    def stream_begun(self, call: int, connection: socket.socket, ending: bytes, /) -> None:
+        assert not self.over
+        self.streams[call] = (connection, ending)
+
     def drained(self) -> None:
         self.drains += 1
 
     def lost(self) -> None:
         self.over = True
+        for connection, _ in self.streams.values():
+            connection.close()
 
 
 class House:
@@ -232,6 +241,21 @@ async def test_operators_are_known_on_either_side(tmp_path: Path) -> None:
         assert (theirs["client"], ours["operator"]) == (None, True)
 
 
+@pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+async def test_large_bodies_keep_to_half_of_the_front_ends(count: int, kept: int) -> None:
+    """So that others are answered at once."""
+    large, small = "x" * LARGE_BYTES, "x" * 1000
+    async with serving(count, SILENT) as house:
+        await house.pids(count)
+
+        busy = {(await house.ask(content=large))["pid"] for _ in range(2 * count)}
+        others = {(await house.ask(content=small))["pid"] for _ in range(8 * count)}
+
+        assert len(busy) == kept
+        assert len(others) == max(1, count - kept)
+        assert count == 1 or not busy & others
+
+
 async def test_one_that_hangs_gets_no_connections() -> None:
     """Others answer, and so does the core; when all hang, the next connection still has one."""
     async with serving(2) as house:
@@ -270,7 +294,7 @@ async def test_one_that_hangs_for_long_is_replaced() -> None:
 
 
 async def test_one_that_dies_ends_its_connections_and_no_others() -> None:
-    """A new one is there at once."""
+    """A new one is there at once. Before, the session hears of every stream that had begun."""
     async with serving(2) as house:
         first, second = await house.pids(2)
         async with (
@@ -284,6 +308,8 @@ async def test_one_that_dies_ends_its_connections_and_no_others() -> None:
             with pytest.raises(httpx.TransportError):
                 await answer.aread()
         await house.until(lambda: any(one.over for one in house.sessions))
+        (died,) = (one for one in house.sessions if one.over)
+        assert [ending for _, ending in died.streams.values()] == [front_end_double.ENDING]
         pids = await house.pids(2)
 
         assert busy not in pids

@@ -12,7 +12,7 @@ import pytest
 from appliance.catalog import read_checkpoint
 from appliance.configfile import load_config
 from appliance.errors import CheckpointError, ConfigError
-from appliance.purpose import Purpose, read_purpose
+from appliance.purpose import AskedTask, check_task
 from appliance.vocabulary import Task
 
 Make = Callable[..., Path]
@@ -40,6 +40,7 @@ def modules(path: Path, pooling: dict[str, Any], *more: str) -> None:
         ("Qwen3Model", {}, Task.EMBED),
         ("Qwen3ForSequenceClassification", {"id2label": {"0": "LABEL_0"}}, Task.SCORE),
         ("LlamaForSequenceClassification", {"num_labels": 1}, Task.SCORE),
+        ("LlamaForSequenceClassification", {"num_labels": 3}, Task.SCORE),
     ],
 )
 def test_the_architecture_tells(
@@ -48,29 +49,40 @@ def test_the_architecture_tells(
     """As vLLM goes by its name, if nothing else is said."""
     path = fake_checkpoint(architectures=[architecture], **config)
 
-    assert read_purpose(path).task is task
+    assert check_task(path) is task
 
 
 def test_sentence_transformers_embed(fake_checkpoint: Make) -> None:
-    """Whatever the architecture generates; dimensions and cuts are the checkpoint's."""
-    path = fake_checkpoint(matryoshka_dimensions=[16, 32])
+    """Whatever the architecture generates, unless the configuration says otherwise."""
+    path = fake_checkpoint()
     modules(path, LAST, "Normalize")
 
-    purpose = read_purpose(path)
-
-    assert purpose == Purpose(task=Task.EMBED, dimensions=64, cuts=(16, 32))
-    assert [purpose.allows(size) for size in (16, 24, 32, 64)] == [True, False, True, False]
-    assert read_purpose(path, "generate") == Purpose()
+    assert check_task(path) is Task.EMBED
+    assert check_task(path, "generate") is Task.GENERATE
 
 
-def test_who_asks_decides(fake_checkpoint: Make) -> None:
-    """A model that generates can be told to embed; its vectors cannot be cut."""
+def test_the_configuration_decides(fake_checkpoint: Make) -> None:
+    """A model that generates can be told to embed, but not to score."""
     path = fake_checkpoint()
 
-    assert read_purpose(path, "embed") == Purpose(task=Task.EMBED, dimensions=64)
-    assert not read_purpose(path, "embed").allows(16)
+    assert check_task(path, "embed") is Task.EMBED
     with pytest.raises(CheckpointError, match="gives no score"):
-        read_purpose(path, "score")
+        check_task(path, "score")
+
+
+@pytest.mark.parametrize("asked", ["auto", "embed", "generate"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen2ForRewardModel", "InternLM2ForRewardModel", "HF_ColBERT", "BertForTokenClassification"],
+)
+def test_values_for_each_token_are_refused(
+    fake_checkpoint: Make, architecture: str, asked: AskedTask
+) -> None:
+    """Before an engine is built, whatever the configuration says."""
+    path = fake_checkpoint(architectures=[architecture])
+
+    with pytest.raises(CheckpointError, match=f"{architecture} gives values for each token"):
+        check_task(path, asked)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +101,7 @@ def test_what_is_not_computed_is_named(
     modules(path, pooling, *more)
 
     with pytest.raises(CheckpointError, match=why):
-        read_purpose(path)
+        check_task(path)
 
 
 def test_texts_are_read_as_they_are(fake_checkpoint: Make) -> None:
@@ -98,11 +110,11 @@ def test_texts_are_read_as_they_are(fake_checkpoint: Make) -> None:
     modules(path, LAST)
     beside = path / "sentence_bert_config.json"
     beside.write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
-    assert read_purpose(path).task is Task.EMBED
+    assert check_task(path) is Task.EMBED
     beside.write_text(json.dumps({"do_lower_case": True}))
 
     with pytest.raises(CheckpointError, match="do_lower_case"):
-        read_purpose(path)
+        check_task(path)
 
 
 def test_damage_is_named(fake_checkpoint: Make) -> None:
@@ -110,31 +122,31 @@ def test_damage_is_named(fake_checkpoint: Make) -> None:
     path = fake_checkpoint()
     (path / "modules.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"modules\.json is not a JSON list"):
-        read_purpose(path)
+        check_task(path)
     (path / "modules.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"modules\.json cannot be read"):
-        read_purpose(path)
+        check_task(path)
     (path / "modules.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"modules\.json is not a list of JSON objects"):
-        read_purpose(path)
+        check_task(path)
 
 
 @pytest.mark.parametrize("names", [7, "Llama", {"a": 1}, [None]])
 def test_architectures_that_are_none(fake_checkpoint: Make, names: object) -> None:
     """Are named by whoever reads them."""
     path = fake_checkpoint(architectures=names)
-    for read in (read_purpose, lambda path: read_checkpoint("a", path)):
+    for read in (check_task, lambda path: read_checkpoint("a", path)):
         with pytest.raises(CheckpointError, match=r"architectures is not a list of names"):
             read(path)
 
 
 def test_a_configuration_is_checked(fake_checkpoint: Make, tmp_path: Path) -> None:
     """With the line of the model."""
-    fake_checkpoint(architectures=["Qwen3ForSequenceClassification"], num_labels=3)
+    fake_checkpoint(architectures=["Qwen2ForRewardModel"])
     file = tmp_path / "appliance.toml"
     file.write_text(
         '[devices]\nmemory = "8MiB"\n[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\n'
     )
 
-    with pytest.raises(ConfigError, match="with 3 labels gives no score"):
+    with pytest.raises(ConfigError, match="gives values for each token"):
         load_config(file)

@@ -1,7 +1,8 @@
 """Pooling: what of vLLM's engines is different for models that embed or score.
 
 Such a model has no head. Its prompt is computed like any other, and then pooled: the hidden state
-of the last token becomes a vector, or a score. No token follows.
+of the last token becomes a vector, or a score, or one for each of several classes. No token
+follows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def engine_args(task: Task) -> dict[str, Any]:
 
 def check_pooling(task: Task, config: ModelConfig) -> None:
     """Raise `UnsupportedPooling` unless prompts can be computed in chunks, and pooled to a vector
-    or a single score afterwards."""
+    or to scores afterwards."""
     if task is Task.GENERATE:
         return
     architecture = config.architectures[0]
@@ -50,10 +51,6 @@ def check_pooling(task: Task, config: ModelConfig) -> None:
         raise UnsupportedPooling(
             f"{architecture} pools by {config.pooler_config.seq_pooling_type}: only pooling by the "
             "last token is supported"
-        )
-    if task is Task.SCORE and config.hf_config.num_labels != 1:
-        raise UnsupportedPooling(
-            f"{architecture} tells {config.hf_config.num_labels} labels apart: a score is one"
         )
     if task is Task.EMBED and config.embedding_size > MAX_DIMENSIONS:
         raise UnsupportedPooling(
