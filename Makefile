@@ -11,7 +11,7 @@ COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu fuzz lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,7 +69,7 @@ test-frontend: $(VENV)/.dev ## vLLM's front half in a front end, over a stand-in
 
 test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
-		tests/engine
+		tests/engine --durations=8
 
 test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/gpu.md)
 	$(BIN)/python -m pytest -q tests/gpu
@@ -84,6 +84,22 @@ test-deb: $(VENV)/.dev ## The Debian package, from installation to purge; needs 
 
 test-top: $(VENV)/.dev ## The dashboard in a terminal and in a browser; needs tmux and Chromium
 	$(BIN)/python -m pytest -q -p no:xdist tests/system/test_dashboard.py tests/system/test_web.py
+
+test-clients: $(VENV)/.appliance build/clients/.made build/aider/.made build/clients-js/.made ## Clients that others wrote; fetches 2 GB once; not part of `make test`
+	build/clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir . \
+		--confcutdir tests/clients tests/clients
+
+# Environments of their own: what clients need is not what the appliance needs.
+build/%/.made: requirements/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r $<
+	@touch $@
+
+build/clients-js/.made: tests/clients/package.json tests/clients/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --silent --no-audit --no-fund
+	@touch $@
 
 fuzz: $(VENV)/.dev ## 10000 requests made from the OpenAPI document, then spoilt ones for 10 minutes
 	$(BIN)/python -m tests.fuzz.by_document --cases 10000

@@ -61,8 +61,8 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
     task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
     if architecture.endswith(_PER_TOKEN):
         raise CheckpointError(
-            f"{path}: {architecture} gives values for each token of a prompt: only models that give "
-            "one vector, one score or one set of classes for a prompt are supported"
+            f"{path}: {architecture} gives values for each token of a prompt: only models that "
+            "give one vector, one score or one set of classes for a prompt are supported"
         )
     if task is Task.SCORE and not architecture.endswith(_SCORERS):
         raise CheckpointError(

@@ -396,8 +396,7 @@ async def _two(first: Server, second: Server, arguments: argparse.Namespace) -> 
     for server in (first, second):
         server.pause(arguments.pause)
         await round_of(server, arguments.streams // 2, arguments.tokens)
-    for thread in Path(f"/proc/{second.pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {CLIENT_CPU})
+    _move(second, CLIENT_CPU)
     rate, alone, together = "tokens_per_processor_second", [], []
     for _ in range(arguments.rounds):
         alone.append((await round_of(first, arguments.streams // 2, arguments.tokens))[rate])
@@ -411,6 +410,11 @@ async def _two(first: Server, second: Server, arguments: argparse.Namespace) -> 
     scale = [two / one for two, one in zip(together, alone, strict=True)]
     print(f"two front ends over one: {statistics.median(scale):.3f} {scale}")
     return {"one": alone, "two": together, "ratio": round(statistics.median(scale), 3)}
+
+
+def _move(server: Server, processor: int) -> None:
+    for thread in Path(f"/proc/{server.pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {processor})
 
 
 def main() -> None:
