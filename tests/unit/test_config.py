@@ -267,12 +267,12 @@ def test_files_that_are_not_toml_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_is_needed(models: Path) -> None:
-    """A checkpoint without tokenizer.json is refused before anything starts."""
+    """A checkpoint without a tokenizer is refused before anything starts."""
     (models / "tiny" / "tokenizer.json").unlink()
     problem = only_problem(models, GOOD)
 
     assert (problem.line, problem.key) == (8, "model[0].path")
-    assert "no tokenizer.json" in problem.wrong
+    assert "has no tokenizer: none of tokenizer.json" in problem.wrong
 
 
 def test_a_journal_needs_its_directory(models: Path) -> None:

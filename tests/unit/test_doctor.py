@@ -242,7 +242,7 @@ def test_a_checkpoint_without_a_tokenizer(make_file: Make, fake_checkpoint: Make
     """It cannot be served, however good its weights are."""
     (fake_checkpoint() / "tokenizer.json").unlink()
 
-    assert "no tokenizer.json" in by_what(examine(make_file()))["checkpoint tiny"].finding
+    assert "has no tokenizer" in by_what(examine(make_file()))["checkpoint tiny"].finding
 
 
 def test_checksums_are_compared_when_asked_for(make_file: Make, fake_checkpoint: Make) -> None:
