@@ -25,7 +25,7 @@ class Example(NamedTuple):
     @property
     def of_front_ends(self) -> bool:
         """Whether front ends answer it, and not the core."""
-        paths = re.findall(rf"{ADDRESS}(/[^\s'\"]*)", self.command)
+        paths = re.findall(rf"{ADDRESS}(/[^\s'\"?]*)", self.command)
         return all(is_front_path(path) for path in paths)
 
     def script(self, url: str) -> str:

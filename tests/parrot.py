@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 THOUGHT: Final = "Which city? Rome, then"
 ANSWER: Final = "It is sunny."
-CALL: Final = ('{"name": "book", ', '"arguments": {"city": ', '"Rome", "nights":', " 2}}")
+CALL: Final = ('{"name": "book", ', '"arguments": {"city":', ' "Rome", "nights":', " 2}}")
 """Pieces, each a token, of the call that it writes when it is asked with tools."""
 CITY, NIGHTS = "Rome", 2
 MORE: Final = ('{"name": "book",', ' "arguments": {"city":', ' "Bonn", "nights":', " 3}}")
