@@ -188,7 +188,7 @@ REQUIREMENTS = UNITS.parents[1] / "requirements"
 
 
 def test_no_two_lists_pin_different_versions() -> None:
-    """What one list installs is not replaced by the next; clients have environments of their own."""
+    """What one list installs is not replaced by the next; clients have their own environments."""
     pins: dict[str, str] = {}
     for path in sorted(REQUIREMENTS / f"{name}.txt" for name in ("cpu", "dev", "torch-cuda")):
         for line in path.read_text().splitlines():
