@@ -58,7 +58,6 @@ def vocabulary_and_merges(path: Path) -> None:
 
 def tekken(path: Path) -> None:
     """As Mistral's newer models have it: mistral_common's own file, which has the template."""
-    special = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]")
     described = {
         "config": {
             "pattern": r"\w+|[^\w\s]+|\s+",
@@ -72,10 +71,6 @@ def tekken(path: Path) -> None:
             for rank, token in enumerate(
                 [*(bytes([byte]) for byte in range(256)), b"th", b"he", b"in", b"er"]
             )
-        ],
-        "special_tokens": [
-            {"rank": rank, "token_str": token, "is_control": True}
-            for rank, token in enumerate(special)
         ],
     }
     (path / "tekken.json").write_text(json.dumps(described), encoding="utf-8")
