@@ -154,14 +154,7 @@ class Answer:
 
     def _worded(self, refused: Refused) -> bytes:
         """A refusal in the dialect of the path."""
-        error = ApiError(
-            refused.status,
-            refused.message,
-            param=refused.param,
-            code=refused.code,
-            headers=dict(refused.headers),
-        )
-        return shape_of(self._scope["path"])(error, request_id(self._scope))
+        return shape_of(self._scope["path"])(error_of(refused), request_id(self._scope))
 
     def close(self) -> None:
         """Nothing follows."""
@@ -254,6 +247,17 @@ class Answer:
                         {"type": "http.response.body", "body": COMMENT, "more_body": True}
                     )
             self._last = self._loop.time()
+
+
+def error_of(refused: Refused) -> ApiError:
+    """A refusal as the error that dialects give their shapes."""
+    return ApiError(
+        refused.status,
+        refused.message,
+        param=refused.param,
+        code=refused.code,
+        headers=dict(refused.headers),
+    )
 
 
 _EVENTS: Final = b"text/event-stream"

@@ -10,8 +10,8 @@ from typing import Any, Final, TypeAlias
 
 from litestar.types import Send
 
-from appliance.api.errors import ApiError
 from appliance.api.errorshapes import shape_of
+from appliance.frontend.answers import error_of
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
 from appliance.frontwire import Ran, Refused, Run, StopRun
@@ -147,13 +147,7 @@ def _streams(body: bytes) -> bool:
 
 
 def _refusal(run: Run, refused: Refused) -> Ran:
-    error = ApiError(
-        refused.status,
-        refused.message,
-        param=refused.param,
-        code=refused.code,
-        headers=dict(refused.headers),
-    )
+    error = error_of(refused)
     headers = (("content-type", "application/json"), *refused.headers)
     return Ran(
         call=run.call, status=error.status, body=shape_of(run.path)(error, ""), headers=headers

@@ -36,7 +36,7 @@ from appliance.gateway.requestlines import path_of
 COMMAND = (sys.executable, str(Path(__file__)))
 ENDLESS = "/v1/completions/render"
 """The answer to a request for it begins, says who answers in ``x-pid``, and does not end. The core
-is told of it, as of call 1, before it begins."""
+gets its descriptor, under call 1, before it begins."""
 ENDING = b"!"
 
 EVENTS = b'data: {"choices": [{"index": 0, "delta": {"content": "!"}}]}\n\ndata: [DONE]\n\n'
