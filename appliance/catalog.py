@@ -52,11 +52,9 @@ class CatalogEntry:
     architecture: str
     dtype: str
     layers: int
-    hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
     max_positions: int
     weight_bytes: int
     """Where it is served, at least: an engine pads. See `read_checkpoint`."""
@@ -116,11 +114,9 @@ def read_checkpoint(
         architecture=read_architecture(config, path),
         dtype=resolved,
         layers=layers,
-        hidden=hidden,
         heads=heads,
         kv_heads=_integer(config, "num_key_value_heads", path, default=heads),
         head_dim=_integer(config, "head_dim", path, default=hidden // heads),
-        vocabulary=vocabulary,
         max_positions=_integer(config, "max_position_embeddings", path),
         weight_bytes=weight_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),

@@ -41,10 +41,6 @@ class FairQueue(Generic[_Item]):
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def waiting(self, key: Hashable) -> int:
-        """How many of a key's items wait."""
-        return len(self._waiting.get(key, ()))
-
     def push(self, key: Hashable, item: _Item) -> bool:
         """Let an item wait; False if too many of its key's do."""
         queue = self._waiting.get(key)

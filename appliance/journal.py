@@ -129,7 +129,6 @@ class Replay:
 
     def __init__(self, setup: Setup) -> None:
         """Raises `PolicyError` if the policies cannot be loaded."""
-        self.setup = setup
         self.stack = setup.stack()
         self.machine = setup.machine(self.stack)
 

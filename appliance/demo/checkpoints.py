@@ -61,11 +61,6 @@ class Recipe:
     head_dim: int
     seed: int
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token leaves, in float32."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 4
-
 
 RECIPES: Final = tuple(
     Recipe(

@@ -41,7 +41,6 @@ class Agenda:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.happened = 0
         self._heap: list[tuple[float, int, int, Entry]] = []
         self._entries = 0
 
@@ -60,7 +59,6 @@ class Agenda:
             action = entry.action
             if action is not None:
                 self.now = seconds
-                self.happened += 1
                 action()
                 return True
         self.now = until

@@ -90,7 +90,6 @@ class Holdings:
         engine = self.engines[model]
         load, engine.load = engine.load, None
         assert load is not None, "only a load under way ends"
-        self._recorder.loaded_bytes += engine.profile.weight_bytes
         self._ended(
             ModelLoaded(
                 instance=self._number,
@@ -155,10 +154,8 @@ class Holdings:
             if transfer is not None and outwards:
                 engine.leaving -= blocks
                 self.moves_out -= 1
-                self._recorder.kv_out_bytes += nbytes
             elif transfer is not None:
                 engine.arriving -= 1
-                self._recorder.kv_in_bytes += nbytes
             self._ended(
                 KvMoved(
                     instance=self._number,

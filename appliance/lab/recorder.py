@@ -82,10 +82,7 @@ class Recorder:
     spans: list[Span] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     loads: int = 0
-    loaded_bytes: int = 0
     prefetches: int = 0
-    kv_out_bytes: int = 0
-    kv_in_bytes: int = 0
     busy: dict[InstanceId, float] = field(default_factory=dict)
     """Seconds of computing."""
     reach: Reach = field(default_factory=Reach)

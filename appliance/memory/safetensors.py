@@ -29,7 +29,6 @@ BITS: Final = {
 
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
-_HASHED_BYTES: Final = 1 << 20
 
 
 class TensorEntry(NamedTuple):

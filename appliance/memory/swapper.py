@@ -12,14 +12,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from appliance.memory.streams import Copy, Stream
 from appliance.memory.transferrules import TransferBook
-from appliance.memory.transfers import Transfer, TransferKind, TransferTrace
-
-TRACES: Final = 4096
-"""Traces kept for `Swapper.take_traces`; the oldest are lost first."""
+from appliance.memory.transfers import Transfer, TransferKind
 
 Then = Callable[[Transfer], None]
 
@@ -50,7 +47,6 @@ class Swapper:
         self._book = TransferBook()
         self._pending: dict[Transfer, _Started] = {}  # in the order of `start`
         self._ended: deque[Transfer] = deque()  # filled by the streams' threads
-        self._traces: deque[TransferTrace] = deque(maxlen=TRACES)
 
     @property
     def pending(self) -> int:
@@ -130,12 +126,6 @@ class Swapper:
                 self._let_go(transfer)
         self.reap()
 
-    def take_traces(self) -> list[TransferTrace]:
-        """Traces of what was reaped since the last call."""
-        traces = list(self._traces)
-        self._traces.clear()
-        return traces
-
     def close(self) -> None:
         """Cancel what is under way, and return when all of it is over and reaped; idempotent."""
         for transfer in self._pending:
@@ -153,7 +143,6 @@ class Swapper:
     def _let_go(self, transfer: Transfer) -> None:
         then = self._pending.pop(transfer).then
         self._book.leave(transfer)
-        self._traces.append(transfer.trace())
         if then is not None:
             then(transfer)
 

@@ -138,7 +138,6 @@ class Machine:
             self.failed,
             self._reject,
         )
-        self._shapes: dict[ModelName, KvShape] = {}
         self._layouts: dict[ModelName, str] = {}
         """How the weights lie in their master images."""
         self._build_losses: dict[ModelName, int] = {}

@@ -30,7 +30,8 @@ def test_there_are_six_models_with_different_kv_shapes(made: list[Path]) -> None
     assert len({entry.architecture for entry in entries}) == 3
     assert all(12 << 20 < entry.weight_bytes < 30 << 20 for entry in entries)
     for entry, recipe in zip(entries, RECIPES, strict=True):
-        assert entry.kv_bytes_per_token == recipe.kv_bytes_per_token
+        kv_width = recipe.kv_heads * recipe.head_dim
+        assert entry.kv_bytes_per_token == 2 * recipe.layers * kv_width * 4
         assert entry.name == recipe.name
 
 

@@ -191,21 +191,6 @@ def test_what_follows_may_start_the_next(swapper: Swapper, lines: dict[str, Line
     assert lines["swap-kv_in"].given[-1] == (started[0], set(), set())
 
 
-def test_traces_are_taken_once(swapper: Swapper) -> None:
-    """Every transfer that was reaped has one, with its times."""
-    for owner in "ab":
-        transfer = swapper.start(KV_IN, owner, (), nbytes=7)
-        transfer.begin(2.0)
-        transfer.finish(3.0)
-    swapper.reap()
-
-    assert [tuple(trace) for trace in swapper.take_traces()] == [
-        (KV_IN, "a", 7, 1.0, 2.0, 3.0),
-        (KV_IN, "b", 7, 1.0, 2.0, 3.0),
-    ]
-    assert swapper.take_traces() == []
-
-
 def test_closing_ends_and_reaps_all(swapper: Swapper) -> None:
     """Nothing is under way afterwards, and nothing can be started."""
     freed: list[str] = []

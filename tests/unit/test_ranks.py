@@ -121,13 +121,14 @@ class EngineDouble:
         return KvUse(4, 1)
 
     def _swap(self, kind: TransferKind, request: str, blocks: int) -> Transfer:
-        return self.swapper.start(
+        self.swap = self.swapper.start(
             kind,
             "kv:a",
             (),
             nbytes=blocks * SHAPE.block_bytes,
             then=lambda transfer: self.reaped.put(request),
         )
+        return self.swap
 
 
 class Instance:
@@ -494,7 +495,7 @@ def test_a_load_of_all_ranks_is_reaped_once(start: Start) -> None:
     assert swapper.reap() == [whole]
     assert engine.begin_load() is whole
     assert (swapper.reap(), swapper.pending, swapper.is_over(whole)) == ([], 0, True)
-    assert [trace.moved_bytes for trace in swapper.take_traces()] == [2000]
+    assert whole.trace().moved_bytes == 2000
     assert woken.empty()
 
 
@@ -564,8 +565,7 @@ def test_the_bytes_of_a_swap_are_those_of_all_ranks(start: Start) -> None:
     instance = start(3)
     whole = instance.engine().swap_out("r", [0, 300])
 
-    (local,) = instance.swapper.take_traces()
-    trace = whole.trace()
+    local, trace = instance.doubles[0].swap.trace(), whole.trace()
     assert (local.moved_bytes, trace.moved_bytes) == (2 * 100, 3 * 2 * 100)
     assert (trace.queued, trace.began) == (local.queued, local.began)
     assert trace.ended >= local.ended
