@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import (
     Annotated,
     Any,
+    Final,
     Literal,
     TypeAlias,
     dataclass_transform,
@@ -23,10 +24,13 @@ from appliance.adminsocket import AUTO
 from appliance.hookspecs import HOOKS
 from appliance.logs import LogFormat, LogLevel
 from appliance.policywords import PolicyChoice
-from appliance.purpose import AskedTask
+from appliance.purpose import AskedTask, PoolerValue
 from appliance.units import Address, Bytes, Memory, Seconds
 
 Scalar: TypeAlias = str | int | float | bool
+
+MAX_LOGPROBS: Final = 1 << 18
+"""As many tokens as the largest vocabularies have, nearly."""
 
 
 # --- the schema ----------------------------------------------------------------------------------
@@ -95,6 +99,14 @@ class Api(Section, kw_only=True):
             "one for every 8 processors, 4 at most. A change waits for a restart."
         ),
     ] = "auto"
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[A-Za-z0-9._~-]+)*\Z",
+            description="Path under which a proxy serves all of it, such as `/llm`: requests below "
+            'it are answered, too. "" for none. A change waits for a restart.',
+        ),
+    ] = ""
     strict: Annotated[
         bool,
         Meta(
@@ -390,6 +402,55 @@ class BatchSlo(Slo, kw_only=True):
     )
 
 
+class Pooler(Section, kw_only=True):
+    """What of vLLM's `PoolerConfig` is said of a model that embeds or scores."""
+
+    task: Annotated[
+        Literal["auto", "embed", "classify", "token_embed", "token_classify"],
+        Meta(
+            description="What a prompt is pooled to: one vector or set of classes, or those of "
+            "each token."
+        ),
+    ] = "auto"
+    pooling_type: Annotated[
+        Literal["auto", "LAST", "MEAN", "ALL"],
+        Meta(
+            description="From which tokens: `LAST` and `MEAN` give one vector, `ALL` one for each."
+        ),
+    ] = "auto"
+    use_activation: Annotated[
+        bool | Literal["auto"],
+        Meta(
+            description="Whether vectors get length 1, and classes probabilities, unless a request "
+            "says so; `auto`: as vLLM has it."
+        ),
+    ] = "auto"
+    dimensions: Annotated[
+        int, Meta(ge=0, description="Numbers that vectors are cut to; 0: they have all.")
+    ] = 0
+    enable_chunked_processing: Annotated[
+        bool,
+        Meta(
+            description="Whether a longer text than `max_context` is embedded in chunks, of whose "
+            "vectors the mean is taken."
+        ),
+    ] = False
+    max_embed_len: Annotated[
+        int, Meta(ge=0, description="Longest text so, in tokens; 0: `max_context`.")
+    ] = 0
+    logit_mean: Annotated[
+        float, Meta(description="Subtracted from the logits of classes, before the activation.")
+    ] = 0.0
+    logit_sigma: Annotated[float, Meta(gt=0, description="What they are divided by then.")] = 1.0
+
+    @property
+    def chosen(self) -> dict[str, PoolerValue]:
+        """What is said here, in vLLM's words."""
+        values = {key: getattr(self, key) for key in self.__struct_fields__}
+        usual = Pooler()
+        return {key: value for key, value in values.items() if value != getattr(usual, key)}
+
+
 class Model(Section, kw_only=True):
     """A model of the catalogue; repeat the table for each."""
 
@@ -446,6 +507,26 @@ class Model(Section, kw_only=True):
             '"" if it does not reason: all that it writes is its answer then.'
         ),
     ] = ""
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_LOGPROBS,
+            description="Most log probabilities for each token that a request may ask for. "
+            "Many take much memory: 8 bytes and more for each of a token, also of a prompt's.",
+        ),
+    ] = 20
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(description="Write tokens as `token_id:N` in log probabilities, unasked."),
+    ] = False
+    pooler_config: Annotated[
+        Pooler,
+        Meta(
+            description="How prompts are pooled, if it embeds or scores: keys of vLLM's "
+            "`--pooler-config` (docs/embeddings.md). What is left out is as its checkpoint says."
+        ),
+    ] = Pooler()
     max_queue: Annotated[
         int, Meta(ge=1, description="Its requests in the appliance at once; one more gets 429.")
     ] = 1024

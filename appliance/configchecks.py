@@ -16,8 +16,9 @@ from appliance.config import Api, Config, Devices, Model, PolicyTable, Telemetry
 from appliance.configreport import Report
 from appliance.configsizes import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
+from appliance.frontpaths import FRONT_PATHS
 from appliance.keys import KeyFile
-from appliance.purpose import check_task
+from appliance.purpose import PoolerRefused, check_pooler, check_task
 from appliance.tlsfiles import problem_with
 from appliance.units import human
 
@@ -27,6 +28,7 @@ PAGE_BYTES: Final = 4096
 def check(config: Config, report: Report, check_files: bool) -> None:
     """Report what is wrong; without `check_files`, only what shows in the configuration itself."""
     _check_reach(config.api, report)
+    _check_root_path(config.api, report)
     _check_devices(config.devices, report)
     _check_telemetry(config.telemetry, report)
     _check_policies(config.policy, report)
@@ -52,6 +54,17 @@ def _check_reach(api: Api, report: Report) -> None:
             f"{api.bind} can be reached from outside this machine, and there are no keys",
             'add keys = "keys.json" and make one with `appliance key create NAME`, or use '
             "127.0.0.1",
+        )
+
+
+def _check_root_path(api: Api, report: Report) -> None:
+    """A path of the API itself would hide what lies below it."""
+    first = api.root_path[1:].partition("/")[0]
+    if first and any(path[1:].partition("/")[0] == first for path in FRONT_PATHS):
+        report.add(
+            ("api", "root_path"),
+            f"/{first} is where the API itself has paths",
+            'use another one, such as "/llm"',
         )
 
 
@@ -160,9 +173,13 @@ def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Rep
         if entry is None:
             continue
         try:
-            check_task(entry.path, model.task)
+            task = check_task(entry.path, model.task)
+            check_pooler(entry.path, task, model.pooler_config.chosen)
         except CheckpointError as error:
             report.add(("model", index, "task"), str(error), "take another checkpoint, or task")
+        except PoolerRefused as error:
+            at = ("model", index, "pooler_config", error.key)
+            report.add(at, error.wrong, error.remedy)
 
 
 def _check_heads(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from appliance.config import SchemaField, Section, choices, fields, schema
 from appliance.units import toml
 
@@ -33,12 +35,20 @@ def generate_docs() -> str:
         "else `/etc/appliance/appliance.toml`.",
     ]
     for header, (kind, keys) in schema().items():
-        lines += ["", f"## `{header}`", "", _summary(kind), ""]
-        lines += ["| key | default | meaning |", "|---|---|---|"]
+        lines += ["", f"## `{header}`", "", _summary(kind), "", *_table(keys)]
         for field in keys.values():
-            default = "required" if field.required else f"`{shown(field.default)}`"
-            lines.append(f"| `{field.key}` | {default} | {_documentation(field)} |")
+            if isinstance(field.default, Section):
+                inner = type(field.default)
+                lines += ["", f"### `{field.key}`", "", _summary(inner), "", *_table(fields(inner))]
     return "\n".join(lines) + "\n"
+
+
+def _table(keys: Mapping[str, SchemaField]) -> list[str]:
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for field in keys.values():
+        default = "required" if field.required else f"`{shown(field.default)}`"
+        lines.append(f"| `{field.key}` | {default} | {_documentation(field)} |")
+    return lines
 
 
 def _summary(kind: type[Section]) -> str:

@@ -12,7 +12,10 @@ FRONT_PATHS: Final = frozenset(
         "/v1/chat/completions/render",
         "/v1/completions",
         "/v1/completions/render",
+        # the core answers /v1/responses/{id}
         "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/responses/render",
         "/v1/embeddings",
         "/pooling",
         "/classify",
@@ -26,6 +29,7 @@ FRONT_PATHS: Final = frozenset(
         # Anthropic's; the core answers /v1/messages/batches
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/messages/render",
         # Cohere's and Jina's
         "/v2/embed",
         "/rerank",
@@ -39,10 +43,12 @@ FRONT_PATHS: Final = frozenset(
     }
 )
 
-FRONT_PREFIXES: Final = ("/v1/responses/",)
-"""What is below them is answered by front ends, too: stored answers, and giving one up."""
-
 
 def is_front_path(path: str) -> bool:
     """Whether front ends answer `path` (decoded, without its query), with any method."""
-    return path in FRONT_PATHS or path.startswith(FRONT_PREFIXES)
+    return path in FRONT_PATHS
+
+
+def without_root(path: str, root: str) -> str:
+    """What a path below `root` (`api.root_path`) means; any other path means itself."""
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path

@@ -16,6 +16,9 @@ Frames of one direction keep their order. A *call* is one HTTP request (or one l
                                    <-  Outputs(request, ...), at last one that is finished,
                                        or Refused(call, request)
     Abort, Reading                 ->
+    KeepResponse, KeepEvent        ->
+    FindResponse(call)             ->
+                                   <-  FoundResponse(call)
     Leave(call)                    ->
 """
 
@@ -26,6 +29,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance import wire
+from appliance.purpose import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
 VERSION: Final = 1
@@ -48,6 +52,16 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     """vLLM's names."""
+    max_logprobs: int = 20
+    return_tokens_as_token_ids: bool = False
+    pooler_config: dict[str, PoolerValue] = {}
+    """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them. Of a model that pools,
+    `task` is one of them."""
+
+    @property
+    def pools_tokens(self) -> bool:
+        """Whether it gives a vector, or classes, for each token of a prompt."""
+        return pools_tokens(str(self.pooler_config.get("task", "")))
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -61,6 +75,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`api.strict`: unknown fields are refused in every dialect."""
     origins: tuple[str, ...]
     """`api.origins`: the origins whose pages may use the API, beside the default ones."""
+    root_path: str = ""
+    """`api.root_path`: requests below it are meant as those without it."""
     keyed: bool
     """Whether clients need a key. Without keys only this machine is answered."""
     models: tuple[FrontModel, ...]
@@ -122,6 +138,15 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What is new since the last frame, of all requests of the front end."""
 
     outputs: list[Output]
+
+
+class FoundResponse(msgspec.Struct, frozen=True, tag=True):
+    """A stored response and its messages, as a front end sent them; None: the key of the call has
+    none of this name."""
+
+    call: int
+    answer: bytes | None = None
+    messages: bytes | None = None
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -222,6 +247,36 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     call: int
 
 
+class KeepResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Store a response for the key of the call, in place of one with this name. The core answers
+    what is asked of stored responses."""
+
+    call: int
+    response: str
+    answer: bytes
+    """What the client is sent for it, JSON."""
+    messages: bytes
+    """The conversation that it answers, JSON, for a request that goes on from there."""
+    background: bool = False
+    """Whether it is still being made, after its answer; until the call is over it can be
+    cancelled."""
+
+
+class KeepEvent(msgspec.Struct, frozen=True, tag=True):
+    """Add an event to a response that is made in the background."""
+
+    call: int
+    event: bytes
+    """As it is sent to the client."""
+
+
+class FindResponse(msgspec.Struct, frozen=True, tag=True):
+    """A request of the call goes on from a stored response; one at a time."""
+
+    call: int
+    response: str
+
+
 class Ran(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The answer to a line of a batch."""
 
@@ -249,9 +304,33 @@ class ModelRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 Down: TypeAlias = (
-    Welcome | Catalogue | Entered | Refused | Admitted | Outputs | Run | StopRun | Ping | Drain
+    Welcome
+    | Catalogue
+    | Entered
+    | Refused
+    | Admitted
+    | Outputs
+    | FoundResponse
+    | Run
+    | StopRun
+    | Ping
+    | Drain
 )
-Up: TypeAlias = Hello | Ready | Enter | Submit | Abort | Reading | Leave | Ran | Pong | ModelRefused
+Up: TypeAlias = (
+    Hello
+    | Ready
+    | Enter
+    | Submit
+    | Abort
+    | Reading
+    | KeepResponse
+    | KeepEvent
+    | FindResponse
+    | Leave
+    | Ran
+    | Pong
+    | ModelRefused
+)
 
 
 class Handover(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -287,6 +366,9 @@ answer at once."""
 
 MOST_DETAIL_BYTES: Final = wire.MAX_FRAME_BYTES // 2
 """Of all outputs of a frame together. One detail has no more, and a frame holds some bytes else."""
+
+MAX_STORED_BYTES: Final = 16 * 1024 * 1024
+"""Of one response, its messages included; a larger one is not stored."""
 
 MAX_RECEIVED_BYTES: Final = 128 * 1024
 """A request whose beginning is longer is not given back: its connection is closed."""

@@ -99,7 +99,7 @@ class Server(uvicorn.Server):
                 ) from error
         kind = config.http_protocol_class
         assert issubclass(kind, Connection)
-        self.acceptor = Acceptor(self._make, kind, self._front_ends, config.ssl)
+        self.acceptor = Acceptor(self._make, kind, self._front_ends, config.ssl, config.root_path)
         self.acceptor.start(sockets)
         self.listening.set()
 

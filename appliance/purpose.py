@@ -12,12 +12,22 @@ from appliance.errors import CheckpointError
 from appliance.vocabulary import Task
 
 AskedTask: TypeAlias = Literal["auto", "generate", "embed", "score"]
+PoolerValue: TypeAlias = str | int | float | bool
+"""Of a key of vLLM's `PoolerConfig`."""
+
+POOLING_TASKS: Final = {
+    Task.EMBED: ("embed", "token_embed"),
+    Task.SCORE: ("classify", "token_classify"),
+}
+"""vLLM's names for what prompts can be pooled to: all of a prompt, or each of its tokens."""
 
 _SCORERS: Final = ("ForSequenceClassification",)
+_REWARDERS: Final = ("ForRewardModel",)
+"""They give a value for each token, and nothing else."""
 _EMBEDDERS: Final = ("ForTextEncoding", "EmbeddingModel", "Model")
 _GENERATORS: Final = ("LMHeadModel", "ChatModel", "ChatGLMModel")
 _PER_TOKEN: Final = (
-    "RewardModel",
+    "ProcessRewardModel",
     "RewardModeling",
     "ForTokenClassification",
     "ColBERT",
@@ -39,7 +49,9 @@ _DENSE: Final = frozenset(
 )
 """Modules of sentence-transformers."""
 
-_LAST_TOKEN: Final = frozenset({"lasttoken", "pooling_mode_lasttoken"})
+_MODES: Final = frozenset(
+    {"lasttoken", "pooling_mode_lasttoken", "mean", "pooling_mode_mean_tokens"}
+)
 
 
 def read_task(path: Path, asked: AskedTask = "auto") -> Task:
@@ -61,17 +73,91 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
     task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
     if architecture.endswith(_PER_TOKEN):
         raise CheckpointError(
-            f"{path}: {architecture} gives values for each token of a prompt: only models that "
-            "give one vector, one score or one set of classes for a prompt are supported"
+            f"{path}: {architecture} gives values for tokens of a prompt in a way that is not "
+            "computed here: of such models those called ForRewardModel are supported"
         )
-    if task is Task.SCORE and not architecture.endswith(_SCORERS):
+    if is_rewarder(architecture) and task is not Task.SCORE:
+        raise CheckpointError(
+            f"{path}: {architecture} gives a value for each token of a prompt, for which its task "
+            f"would have to be score, not {task}"
+        )
+    if task is Task.SCORE and not architecture.endswith((*_SCORERS, *_REWARDERS)):
         raise CheckpointError(
             f"{path}: {architecture} gives no score, for which it would have to be a sequence "
             "classification"
         )
     if task is Task.EMBED:
         _check_modules(path, modules)
+        if "bert" in architecture.lower() or config.get("is_causal") is False:
+            raise CheckpointError(
+                f"{path}: {architecture} attends in both directions: only models that look back, "
+                "as those that generate do, can embed here"
+            )
     return task
+
+
+def check_pooler(path: Path, task: Task, asked: Mapping[str, PoolerValue]) -> str:
+    """What prompts of the checkpoint are pooled to, in vLLM's words; "" for a model that generates.
+
+    `asked` are keys of vLLM's `PoolerConfig`. Raises `PoolerRefused` for what the model cannot.
+    """
+    if task is Task.GENERATE:
+        for key in asked:
+            raise PoolerRefused(key, "it generates text, and pools nothing", "leave it out")
+        return ""
+    architecture = read_architecture(_read(path / "config.json", dict), path)
+    tasks = POOLING_TASKS[task][1:] if is_rewarder(architecture) else POOLING_TASKS[task]
+    pooled = str(asked.get("task", tasks[0]))
+    if pooled not in tasks:
+        raise PoolerRefused(
+            "task", f"{architecture} does not {pooled}", f"use {' or '.join(tasks)}"
+        )
+    each = pools_tokens(pooled)
+    kind = asked.get("pooling_type")
+    if kind is not None and (kind == "ALL") is not each:
+        raise PoolerRefused(
+            "pooling_type",
+            f"{kind} is not for the task {pooled}",
+            "use ALL" if each else "use LAST or MEAN",
+        )
+    for key, of in _KEYS_OF.items():
+        if key in asked and pooled not in of:
+            raise PoolerRefused(key, f"is not for the task {pooled}", "leave it out")
+    if "max_embed_len" in asked and not asked.get("enable_chunked_processing"):
+        raise PoolerRefused(
+            "max_embed_len", "texts are not embedded in chunks", "set enable_chunked_processing"
+        )
+    return pooled
+
+
+_KEYS_OF: Final = {
+    "dimensions": ("embed", "token_embed"),
+    "enable_chunked_processing": ("embed",),
+    "max_embed_len": ("embed",),
+    "logit_mean": ("classify", "token_classify"),
+    "logit_sigma": ("classify", "token_classify"),
+}
+"""Keys of `PoolerConfig` that are for some tasks only."""
+
+
+class PoolerRefused(ValueError):
+    """A model does not pool as it is told to: the key, what is wrong with it, and the remedy."""
+
+    def __init__(self, key: str, wrong: str, remedy: str) -> None:
+        super().__init__(f"pooler_config.{key}: {wrong}; {remedy}")
+        self.key = key
+        self.wrong = wrong
+        self.remedy = remedy
+
+
+def is_rewarder(architecture: str) -> bool:
+    """Whether a model gives a value for each token of a prompt, and nothing else."""
+    return architecture.endswith(_REWARDERS) and not architecture.endswith(_PER_TOKEN)
+
+
+def pools_tokens(pooling_task: str) -> bool:
+    """Whether one of vLLM's tasks gives something for each token of a prompt."""
+    return pooling_task.startswith("token_")
 
 
 def _files(path: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -99,7 +185,7 @@ def _own_task(architecture: str, modules: list[Any]) -> Task:
     """Models of sentence-transformers embed, whatever they are called."""
     if any(module.get("type") in _POOLING for module in modules):
         return Task.EMBED
-    if architecture.endswith(_SCORERS):
+    if architecture.endswith((*_SCORERS, *_REWARDERS)):
         return Task.SCORE
     if architecture.endswith(_GENERATORS) or not architecture.endswith(_EMBEDDERS):
         return Task.GENERATE
@@ -123,10 +209,10 @@ def _check_modules(path: Path, modules: list[Any]) -> None:
         modes = {key for key, value in pooling.items() if value is True and "mode" in key}
         if isinstance(named := pooling.get("pooling_mode"), str):
             modes.add(named)
-        if modes and not modes & _LAST_TOKEN:
+        if modes and not modes & _MODES:
             raise CheckpointError(
-                f"{path}: it pools by {', '.join(sorted(modes))}: only pooling by the last token "
-                "is supported"
+                f"{path}: it pools by {', '.join(sorted(modes))}: only pooling by the last token, "
+                "or by the mean, is supported"
             )
 
 

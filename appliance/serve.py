@@ -111,7 +111,7 @@ async def _serve(config: Config, path: Path) -> int:
 def make_daemon(config: Config) -> Daemon:
     """The daemon that a configuration describes, not started yet.
 
-    Raises `PolicyError`, `CheckpointError`, `TokenizerError` or `OSError` for what cannot be had.
+    Raises `PolicyError`, `CheckpointError` or `OSError` for what cannot be had.
     """
     devices = config.devices
     allowed = sorted(os.sched_getaffinity(0))
@@ -191,6 +191,7 @@ def make_gateway(daemon: Daemon, config: Config) -> Gateway:
         max_body_bytes=int(api.max_body_bytes),
         strict=api.strict,
         origins=api.origins,
+        root_path=api.root_path,
     )
     sessions = Sessions(daemon, access, admission, settings)
     daemon.on_catalogue = sessions.catalogue_changed
@@ -217,6 +218,7 @@ def make_server(
         access=gateway.access,
         admission=gateway.admission,
         batches=_batches(daemon, config, gateway),
+        responses=gateway.sessions.responses,
     )
     return Server(
         uvicorn.Config(
@@ -226,6 +228,7 @@ def make_server(
             port=config.api.bind.port,
             log_level=logging.WARNING,
             access_log=False,
+            root_path=config.api.root_path,
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",
             ssl_context_factory=None if tls is None else lambda _config, _default: tls.context,

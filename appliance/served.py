@@ -18,6 +18,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     created: int
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    return_tokens_as_token_ids: bool = False
     architecture: str = ""
     dtype: str = ""
     max_queue: int = 1024
@@ -50,4 +51,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             created=self.created,
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
+            max_logprobs=self.worker.max_logprobs,
+            return_tokens_as_token_ids=self.return_tokens_as_token_ids,
+            pooler_config=self.worker.pooler_config,
         )

@@ -6,7 +6,7 @@ from appliance.api.service import ModelTerms
 from appliance.catalog import CatalogEntry
 from appliance.config import Model
 from appliance.config import Slo as ConfiguredSlo
-from appliance.purpose import check_task
+from appliance.purpose import check_pooler, check_task
 from appliance.served import ServedModel
 from appliance.vocabulary import ModelSpec, Slo
 from appliance.wire import WorkerModel
@@ -15,9 +15,12 @@ from appliance.wire import WorkerModel
 def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
     """The model as the daemon serves it.
 
-    Raises `CheckpointError` for what it cannot be for.
+    Raises `CheckpointError` for what it cannot be for, and `PoolerRefused`.
     """
     terms = terms_of(model)
+    task = check_task(entry.path, model.task)
+    asked = model.pooler_config.chosen
+    pooled = check_pooler(entry.path, task, asked)
     return ServedModel(
         spec=ModelSpec(
             name=model.name,
@@ -35,12 +38,15 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             max_context=model.max_context,
             max_batch=model.max_batch,
             verify=model.verify,
-            task=check_task(entry.path, model.task),
+            task=task,
             reasoning_parser=model.reasoning_parser,
+            max_logprobs=model.max_logprobs,
+            pooler_config=asked | ({"task": pooled} if pooled else {}),
         ),
         created=entry.created,
         tool_parser=model.tool_parser or None,
         reasoning_parser=model.reasoning_parser or None,
+        return_tokens_as_token_ids=model.return_tokens_as_token_ids,
         architecture=entry.architecture,
         dtype=entry.dtype,
         max_queue=terms.max_queue,

@@ -14,6 +14,7 @@ import msgspec
 
 from appliance import vocabulary as v
 from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
+from appliance.purpose import PoolerValue
 from appliance.slabwords import SlabMap
 
 PROTOCOL_VERSION: Final = 4
@@ -33,6 +34,9 @@ class WorkerModel(msgspec.Struct, frozen=True):
     task: v.Task = v.Task.GENERATE
     reasoning_parser: str = ""
     """vLLM's name of it: guides begin where reasoning has ended. Empty: there is none."""
+    max_logprobs: int = 20
+    pooler_config: dict[str, PoolerValue] = {}
+    """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):

@@ -862,6 +862,8 @@ def _builder(
             images=images,
             task=model.task,
             reasoning_parser=model.reasoning_parser,
+            max_logprobs=model.max_logprobs,
+            pooler_config=model.pooler_config,
         )
 
     return build

@@ -24,6 +24,7 @@ _RANK: Final = {
     "documents": ["Nothing.", "The Tiber."],
     "top_n": 1,
 }
+_RESPONSE: Final = {"model": "small", "input": "What flows through Rome?"}
 
 EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/v1/chat/completions"): {"model": "small", "messages": _CHAT, "max_tokens": 50},
@@ -35,7 +36,9 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/v1/chat/completions/render"): {"model": "small", "messages": _CHAT},
     ("post", "/v1/completions"): {"model": "small", "prompt": "The Tiber", "max_tokens": 5},
     ("post", "/v1/completions/render"): {"model": "small", "prompt": "The Tiber"},
-    ("post", "/v1/responses"): {"model": "small", "input": "What flows through Rome?"},
+    ("post", "/v1/responses"): _RESPONSE,
+    ("post", "/v1/responses/input_tokens"): _RESPONSE,
+    ("post", "/v1/responses/render"): _RESPONSE,
     ("post", "/v1/embeddings"): {"model": "embedder", "input": ["Nothing.", "The Tiber."]},
     ("post", "/v2/embed"): {"model": "embedder", "texts": ["The Tiber."]},
     ("post", "/pooling"): {"model": "embedder", "input": "The Tiber."},
@@ -52,7 +55,16 @@ EXAMPLES: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("post", "/invocations"): {"model": "small", "prompt": "The Tiber", "max_tokens": 4},
     ("post", "/detokenize"): {"model": "small", "tokens": [5, 6, 7]},
     ("post", "/v1/messages"): {"model": "small", "max_tokens": 50, "messages": _CHAT},
+    ("post", "/v1/messages/batches"): {
+        "requests": [
+            {
+                "custom_id": "1",
+                "params": {"model": "small", "max_tokens": 50, "messages": _CHAT},
+            }
+        ]
+    },
     ("post", "/v1/messages/count_tokens"): {"model": "small", "messages": _CHAT},
+    ("post", "/v1/messages/render"): {"model": "small", "max_tokens": 50, "messages": _CHAT},
     ("post", "/api/chat"): {"model": "small", "messages": _CHAT, "stream": False},
     ("post", "/api/generate"): {"model": "small", "prompt": "Go on.", "stream": False},
     ("post", "/api/show"): {"model": "small"},

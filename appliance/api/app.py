@@ -15,6 +15,7 @@ from appliance.api.files import file_routes
 from appliance.api.gate import gated
 from appliance.api.instances import instance_routes
 from appliance.api.keys import key_routes
+from appliance.api.messagebatches import message_batch_routes
 from appliance.api.modellist import model_routes
 from appliance.api.models import model_admin_routes
 from appliance.api.ollama import ollama_catalogue_routes
@@ -24,10 +25,12 @@ from appliance.api.policies import policy_routes
 from appliance.api.probes import operator_routes
 from appliance.api.requestids import name_answer
 from appliance.api.requests import request_routes
+from appliance.api.responses import response_routes
 from appliance.api.service import Service
 from appliance.api.settings import Settings
 from appliance.api.watch import watch_routes
 from appliance.gateway.admission import Admission
+from appliance.gateway.responses import StoredResponses
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -42,6 +45,7 @@ def create_app(
     access: Access | None = None,
     admission: Admission | None = None,
     batches: BatchRunner | None = None,
+    responses: StoredResponses | None = None,
 ) -> Litestar:
     """What the core itself answers, for any ASGI server: all but what front ends do.
 
@@ -49,15 +53,19 @@ def create_app(
     While an open stream has nothing to say, it is kept alive every `keep_alive_seconds`. Without
     `access` no key is needed. `admission` knows the requests that wait for their turn. `batches`
     run as long as the application lives (ASGI's lifespan); without them there are no files either.
+    `responses` are those that front ends stored.
     """
     access = Access() if access is None else access
     admission = Admission(service, access) if admission is None else admission
+    responses = StoredResponses() if responses is None else responses
     service = gated(service, access, admission)
     return Litestar(
         route_handlers=[
             *model_routes(service),
             *file_routes(batches),
             *batch_routes(batches),
+            *message_batch_routes(batches),
+            *response_routes(responses, keep_alive_seconds),
             *ollama_catalogue_routes(service, settings),
             *operator_routes(service),
             *policy_routes(service),

@@ -128,6 +128,11 @@ class Caller:
     def key(self) -> Key | None:
         return None if self.meter is None else self.meter.key
 
+    @property
+    def owner(self) -> str:
+        """Of what is stored for it: the hash of its key, "" without one."""
+        return "" if self.key is None else self.key.sha256
+
     def allows(self, model: ModelName) -> bool:
         """Whether it may know of a model."""
         return self.key is None or self.key.allows(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -51,7 +53,7 @@ def batch_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
         here = configured(batches)
         asked = parse(await request.body(), BatchRequest)
         _check(asked, here)
-        try:
+        with refusals():
             batch = await here.create(
                 owner(),
                 asked.endpoint,
@@ -59,18 +61,11 @@ def batch_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
                 asked.completion_window,
                 asked.metadata,
             )
-        except TooManyBatches as error:
-            headers = {"Retry-After": "60"}
-            raise ApiError(429, str(error), code="too_many_batches", headers=headers) from error
-        except StoreFull as error:
-            raise ApiError(413, f"{error}; delete some", code="storage_full") from error
-        except Unavailable as error:
-            raise ApiError(507, str(error), code="storage_failed") from error
         return json_answer(_worded(batch))
 
     @get("/v1/batches", operation_id="listBatches")
     async def listed(request: Request[Any, Any, Any]) -> ASGIResponse:
-        mine = configured(batches).batches(owner())
+        mine = [one for one in configured(batches).batches(owner()) if not one.of_messages]
         page = page_of(mine, query_of(request, {"after", "limit"}), default=20, most=MAX_BATCHES)
         return json_answer(Page.of([_worded(batch) for batch in page.items], page.more))
 
@@ -82,16 +77,44 @@ def batch_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
     async def cancel(id: FromPath[str]) -> ASGIResponse:
         here = configured(batches)
         batch = _own(here, id)
-        try:
-            await here.cancel(batch)
-        except IllegalTransition as error:
-            message = f"a batch that is {batch.status} cannot be cancelled"
-            raise ApiError(409, message, code="batch_not_cancellable") from error
-        except Unavailable as error:
-            raise ApiError(507, str(error), code="storage_failed") from error
+        await end(here, batch)
         return json_answer(_worded(batch))
 
     return [create, listed, retrieve, cancel]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raises `ApiError` where a batch cannot be written down, or there are too many."""
+    try:
+        yield
+    except TooManyBatches as error:
+        headers = {"Retry-After": "60"}
+        raise ApiError(429, str(error), code="too_many_batches", headers=headers) from error
+    except StoreFull as error:
+        raise ApiError(413, f"{error}; delete some", code="storage_full") from error
+    except Unavailable as error:
+        raise ApiError(507, str(error), code="storage_failed") from error
+
+
+async def end(batches: BatchRunner, batch: Batch) -> None:
+    """Cancel a batch. Raises `ApiError`."""
+    try:
+        with refusals():
+            await batches.cancel(batch)
+    except IllegalTransition as error:
+        message = f"a batch that is {batch.status} cannot be cancelled"
+        raise ApiError(409, message, code="batch_not_cancellable") from error
+
+
+def check_caller() -> None:
+    """Raises `ApiError` for a caller who may make no batch, or asks for a service level."""
+    caller = current.get()
+    if caller.slo != AskedSlo():
+        raise BadRequest(f"{SLO_HEADER}: a batch has none of its own", SLO_HEADER)
+    key = caller.key
+    if key is not None and RequestClass.BATCH not in key.classes:
+        raise Forbidden("the API key has no batch work")
 
 
 def _check(asked: BatchRequest, batches: BatchRunner) -> None:
@@ -102,12 +125,7 @@ def _check(asked: BatchRequest, batches: BatchRunner) -> None:
         raise BadRequest(f"endpoint: one of {known}", "endpoint", "unsupported_value")
     if asked.metadata is not None and len(asked.metadata) > _MAX_METADATA:
         raise BadRequest(f"metadata: more than {_MAX_METADATA} pairs", "metadata")
-    caller = current.get()
-    if caller.slo != AskedSlo():
-        raise BadRequest(f"{SLO_HEADER}: a batch has none of its own", SLO_HEADER)
-    key = caller.key
-    if key is not None and RequestClass.BATCH not in key.classes:
-        raise Forbidden("the API key has no batch work")
+    check_caller()
     file = own_file(batches, asked.input_file_id, "input_file_id")
     if file.purpose != "batch":
         message = f"input_file_id: the purpose of the file is {file.purpose!r}, not 'batch'"
@@ -116,7 +134,7 @@ def _check(asked: BatchRequest, batches: BatchRunner) -> None:
 
 def _own(batches: BatchRunner, id: str) -> Batch:
     batch = batches.find(id)
-    if batch is None or batch.created.owner != owner():
+    if batch is None or batch.created.owner != owner() or batch.of_messages:
         raise ApiError(404, f"no batch {id[:100]!r}", param="id", code="batch_not_found")
     return batch
 

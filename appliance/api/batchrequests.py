@@ -12,7 +12,6 @@ import msgspec
 
 from appliance.api.auth import Access, Caller
 from appliance.api.batchmetrics import BatchMetrics
-from appliance.api.errors import BadRequest
 from appliance.batches.disk import Disk
 from appliance.batches.log import BatchLog
 from appliance.batches.records import Batch, LineDone
@@ -80,15 +79,19 @@ class _Usage(msgspec.Struct, frozen=True):
     input_tokens: int | None = None
     output_tokens: int | None = None
     output_tokens_details: _Details | None = None
-    """The last three are those of ``/v1/responses``."""
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    """``/v1/responses`` and ``/v1/messages`` say the last five; in the latter, `input_tokens` are
+    those of the input that no cache had a part in."""
+
+    @property
+    def all_input_tokens(self) -> int:
+        cached = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        return self.prompt_tokens or (self.input_tokens or 0) + cached
 
 
 class _Used(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
-
-
-class _Streamed(msgspec.Struct, frozen=True):
-    stream: object = None
 
 
 class BatchRequests:
@@ -191,42 +194,39 @@ class BatchRequests:
     async def _ask(self, run: Run, request: int, caller: Caller | None) -> LineDone | float:
         """What became of a request; or after how many seconds it is to be asked again."""
         assert run.lines is not None
+        endpoint = run.batch.created.endpoint
         try:
             line = await self._disk(run.lines.read, request)
         except InputLost as error:
-            return self._bad(request, refused("", "input_file_unreadable", str(error)))
+            return self._bad(request, refused(endpoint, "", "input_file_unreadable", str(error)))
         if caller is None:
-            return self._bad(request, refused(line.custom_id, *KEY_GONE))
-        body = bytes(line.body)
-        if msgspec.json.decode(body, type=_Streamed).stream:
-            streamed = BadRequest("stream: a batch has no streams", "stream")
-            told = msgspec.json.encode(streamed.body)
-            return self._bad(request, answered(line.custom_id, streamed.status, told))
+            return self._bad(request, refused(endpoint, line.custom_id, *KEY_GONE))
         try:
-            answer = await self._fronts.ask(caller, run.batch.created.endpoint, body)
+            answer = await self._fronts.ask(caller, endpoint, bytes(line.body))
         except NoFrontEnd:
             return self._retry_seconds
         except FrontEndLost as error:
             if self._tried(run, request):
                 return 0.0
-            return self._bad(request, refused(line.custom_id, "front_end_lost", str(error)))
+            lost = refused(endpoint, line.custom_id, "front_end_lost", str(error))
+            return self._bad(request, lost)
         if answer.status >= 400:
             return self._failed(run, request, line, answer)
         if len(answer.body) <= _LONG_BYTES:
-            return self._good(request, line.custom_id, answer)
-        return await asyncio.to_thread(self._good, request, line.custom_id, answer)
+            return self._good(request, endpoint, line.custom_id, answer)
+        return await asyncio.to_thread(self._good, request, endpoint, line.custom_id, answer)
 
-    def _good(self, request: int, custom_id: str, answer: Answered) -> LineDone:
+    def _good(self, request: int, endpoint: str, custom_id: str, answer: Answered) -> LineDone:
         used = msgspec.json.decode(answer.body, type=_Used).usage or _Usage()
         details = used.completion_tokens_details or used.output_tokens_details or _Details()
         return LineDone(
             at=self._wall_clock(),
             request=request,
             ok=True,
-            input_tokens=used.prompt_tokens or used.input_tokens or 0,
+            input_tokens=used.all_input_tokens,
             output_tokens=used.completion_tokens or used.output_tokens or 0,
             reasoning_tokens=details.reasoning_tokens or 0,
-            entry=answered(custom_id, answer.status, answer.body),
+            entry=answered(endpoint, custom_id, answer.status, answer.body),
         )
 
     def _failed(
@@ -244,7 +244,8 @@ class BatchRequests:
         waits = status == 429 or code in _HELD_UP
         if waits or (status == 503 and asked is not None and self._tried(run, request)):
             return min(_seconds(asked), self._retry_seconds)
-        return self._bad(request, answered(line.custom_id, answer.status, answer.body))
+        endpoint = run.batch.created.endpoint
+        return self._bad(request, answered(endpoint, line.custom_id, answer.status, answer.body))
 
     def _tried(self, run: Run, request: int) -> bool:
         """Whether it makes sense to ask again. Counts the tries that are not to be too many."""

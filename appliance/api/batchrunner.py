@@ -25,9 +25,10 @@ from appliance.api.batchmetrics import BatchMetrics
 from appliance.api.batchrequests import KEY_GONE, BatchRequests, Fronts, Run
 from appliance.api.service import Service
 from appliance.batches.disk import Disk
-from appliance.batches.files import FileStore, counted
+from appliance.batches.files import MESSAGES_INPUT, FileStore, StoredFile, counted
 from appliance.batches.log import BatchLog, load, shorten, sync
 from appliance.batches.records import (
+    MESSAGES,
     Batch,
     Begun,
     CancelAsked,
@@ -159,7 +160,7 @@ class BatchRunner:
             folder = self.settings.folder
             raise ApplianceError(f"{folder}: another daemon has its batches there") from error
         self.files.open()
-        for path in sorted(self._logs.glob("batch_*.jsonl")):
+        for path in sorted(self._logs.glob("*batch_*.jsonl")):
             try:
                 batch = load(path)
             except (msgspec.DecodeError, IllegalTransition, OSError) as error:
@@ -188,7 +189,8 @@ class BatchRunner:
         """Delete what was kept long enough. What cannot be deleted is tried again next time."""
         now = self.wall_clock()
         for file in self.files.all():
-            if file.expires_at <= now and not self.needed(file.id):
+            old = file.expires_at <= now and not self.needed(file.id)
+            if old or self._is_left_over(file, now):
                 try:
                     await self.disk(self.files.delete, file.id)
                 except OSError as error:
@@ -200,7 +202,12 @@ class BatchRunner:
                 except OSError as error:
                     log.error("%s, which is old, stays: %s", batch.id, error)
                 else:
-                    del self._batches[batch.id]
+                    self._batches.pop(batch.id, None)
+
+    def _is_left_over(self, file: StoredFile, now: float) -> bool:
+        """Whether it is the input of an Anthropic batch that is over, or never came to be."""
+        settled = file.created_at + _SWEEP_SECONDS <= now
+        return file.purpose == MESSAGES_INPUT and settled and not self.needed(file.id)
 
     # --- what clients ask ------------------------------------------------------------------------
 
@@ -226,9 +233,10 @@ class BatchRunner:
         input_file_id: str,
         completion_window: str,
         metadata: dict[str, str] | None,
+        checked: int | None = None,
     ) -> Batch:
-        """A new batch, which is on the disk. Raises `Unavailable`, `TooManyBatches`, and
-        `StoreFull`."""
+        """A new batch, which is on the disk. Its input has so many requests if it was `checked`
+        already. Raises `Unavailable`, `TooManyBatches`, and `StoreFull`."""
         if sum(one.owner == owner for one in self._unfinished()) >= MAX_UNFINISHED:
             raise TooManyBatches(f"{MAX_UNFINISHED} batches are not over yet")
         if self._requests.halted:
@@ -237,7 +245,7 @@ class BatchRunner:
         now = self.wall_clock()
         created = Created(
             at=now,
-            id=f"batch_{uuid.uuid4().hex}",
+            id=f"{'msg' if endpoint == MESSAGES else ''}batch_{uuid.uuid4().hex}",
             owner=owner,
             endpoint=endpoint,
             input_file_id=input_file_id,
@@ -245,9 +253,10 @@ class BatchRunner:
             expires_at=now + WINDOW_SECONDS,
             metadata=metadata,
         )
+        begun = [] if checked is None else [Begun(at=now, total=checked)]
         self._creating.append(created)
         path = self._path(created.id)
-        creating = asyncio.ensure_future(self.disk(_create_log, path, created))
+        creating = asyncio.ensure_future(self.disk(_create_log, path, [created, *begun]))
         try:
             written = await asyncio.shield(creating)
         except OSError as error:
@@ -260,6 +269,8 @@ class BatchRunner:
         finally:
             self._creating.remove(created)
         batch = self._batches[created.id] = Batch(created)
+        for record in begun:
+            batch.apply(record)
         self._begin(batch, written)
         return batch
 
@@ -275,6 +286,22 @@ class BatchRunner:
             raise Unavailable("the disk does not take more; the batch stands still")
         await run.scribe.write(CancelAsked(at=self.wall_clock()))
         run.news.set()
+
+    async def delete(self, batch: Batch) -> None:
+        """It is gone, with all of its files and its input. Raises `IllegalTransition` for one that
+        is not over, and `Unavailable`."""
+        if not batch.over:
+            raise IllegalTransition(f"{batch.id} is {batch.status}")
+        if (run := self._runs.get(batch.id)) is not None and run.task is not None:
+            await asyncio.wait([run.task])  # it shortens the log, which would be there again
+        files = (batch.output_file_id, batch.error_file_id, batch.created.input_file_id)
+        try:
+            await self.disk(self._path(batch.id).unlink, missing_ok=True)
+            for file in filter(None, files):
+                await self.disk(self.files.delete, file)
+        except OSError as error:
+            raise Unavailable(f"the batch cannot be deleted: {error.strerror}") from error
+        self._batches.pop(batch.id, None)
 
     # --- one batch -------------------------------------------------------------------------------
 
@@ -398,7 +425,7 @@ class BatchRunner:
         await self._write(run, batch.ended(self.wall_clock(), status, *results, problems))
 
     async def _tidy_up(self, run: Run) -> None:
-        """It is over: its log need not be long any more."""
+        """It is over: its log need not be long any more, and of messages it needs no input."""
         batch = run.batch
         log.info("%s is %s: %d of %d", batch.id, batch.status, batch.completed, batch.total)
         ended = batch.ended(
@@ -412,17 +439,22 @@ class BatchRunner:
             await self.disk(shorten, self._path(batch.id), ended)
         except OSError as error:  # it says the same at length
             log.warning("the log of %s stays long: %s", batch.id, error)
+        if batch.of_messages:
+            try:
+                await self.disk(self.files.delete, batch.created.input_file_id)
+            except OSError as error:  # the sweep tries it again
+                log.warning("the input of %s stays for now: %s", batch.id, error)
 
 
 def _lost(error: InputLost) -> Problem:
     return Problem(code="input_file_unreadable", message=str(error), param="input_file_id")
 
 
-def _create_log(path: Path, created: Created) -> BatchLog:
+def _create_log(path: Path, records: list[Record]) -> BatchLog:
     """The log of a new batch, on the disk; none if that fails with an `OSError`."""
     written = BatchLog(path)
     try:
-        written.append([created])
+        written.append(records)
         sync(path.parent)
     except BaseException:
         written.close()

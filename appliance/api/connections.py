@@ -6,9 +6,8 @@ uvicorn bounds only how long a connection may be idle between two requests. Here
   answered yet, and the end of the connection;
 - who offers another protocol is served as if it had not (`appliance.api.upgrades`);
 - what is around a body (a head, the sizes of chunks, trailers) is bounded, too: 431;
-- who does not take what is sent is noticed soon, as the system is given little to keep: its request
-  makes room for others (`appliance.api.choices`). In the end it loses the connection, and with it
-  what is being made for it;
+- who does not take what is sent is noticed soon, as the system is given little to keep, and in the
+  end loses the connection, and with it what is being made for it;
 - all requests of a connection that is lost hear of that. uvicorn tells only the last one; with
   several sent at once (pipelining) an earlier one is being answered, and would go on for nobody.
 
@@ -31,6 +30,7 @@ from appliance.api.errors import ApiError, BadRequest
 from appliance.api.errorshapes import shape_of
 from appliance.api.requestids import request_id
 from appliance.api.upgrades import PlainParser
+from appliance.frontpaths import without_root
 from appliance.frontwire import Handover
 
 HEAD_SECONDS: Final = 20.0
@@ -98,6 +98,7 @@ class Connection(HttpToolsProtocol):
     # --- what a client sends ---------------------------------------------------------------------
 
     def connection_made(self, transport: BaseTransport) -> None:
+        self.root_path = ""  # uvicorn would put it before every path
         if self.refusal is not None:
             self.app = refusing(self.refusal)
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -146,6 +147,11 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not before:
             self.cycle.transport = _Closing(self, self.cycle)
+            scope = self.scope  # which the application has not seen yet
+            scope["path"] = without_root(scope["path"], self.config.root_path)
+            scope["raw_path"] = without_root(
+                scope["raw_path"].decode("latin-1"), self.config.root_path
+            ).encode("latin-1")
         waiting = [cycle for cycle in self.unanswered if not cycle.response_complete]
         if self.cycle is not before:
             waiting.append(self.cycle)
@@ -219,22 +225,13 @@ class Connection(HttpToolsProtocol):
             others = [one for one in others if one is not self.cycle]
             path, fresh = self.cycle.scope["path"], not self.cycle.response_started
         if fresh and not others:
-            self.transport.write(self._worded(error, path))
+            self.transport.write(self._answer(error, path))
         self._let_go()
         self.transport.close()
 
-    def _worded(self, error: ApiError, path: str) -> bytes:
+    def _answer(self, error: ApiError, path: str) -> bytes:
         scope = {"headers": []} if self.scope is None else self.scope
-        name = request_id(scope)  # type: ignore[arg-type]
-        body = shape_of(path)(error, name)
-        fields = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "x-request-id": name,
-            "request-id": name,
-            "connection": "close",
-            **error.headers,
-        }
+        fields, body = _worded(error, path, request_id(scope))  # type: ignore[arg-type]
         head = "".join(f"{field}: {value}\r\n" for field, value in fields.items())
         line = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
         return f"{line}{head}\r\n".encode() + body
@@ -305,20 +302,25 @@ class _Closing(Transport):
         self._connection.close_behind(self._cycle)
 
 
+def _worded(error: ApiError, path: str, name: str) -> tuple[dict[str, str], bytes]:
+    """Headers and body of the answer to a request of this id, which is the last one."""
+    body = shape_of(path)(error, name)
+    fields = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "x-request-id": name,
+        "request-id": name,
+        "connection": "close",
+        **error.headers,
+    }
+    return fields, body
+
+
 def refusing(error: ApiError) -> Any:
     """An ASGI application that answers every request with an error, and closes."""
 
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
-        name = request_id(scope)
-        body = shape_of(scope["path"])(error, name)
-        fields = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "x-request-id": name,
-            "request-id": name,
-            "connection": "close",
-            **error.headers,
-        }
+        fields, body = _worded(error, scope["path"], request_id(scope))
         headers = [(field.encode(), value.encode()) for field, value in fields.items()]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -55,7 +55,7 @@ def file_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise BadRequest("order: asc or desc", "order")
-        mine = [file for file in here.files.all() if file.owner == owner()]
+        mine = [file for file in here.files.all() if _is_own(file)]
         if "purpose" in query:
             mine = [file for file in mine if file.purpose == query["purpose"]]
         if order == "asc":
@@ -101,17 +101,20 @@ def configured(batches: BatchRunner | None) -> BatchRunner:
 
 
 def owner() -> str:
-    """Whose files those are that whoever asks has: the hash of the key, "" without one."""
-    key = current.get().key
-    return "" if key is None else key.sha256
+    """Of the files of the caller."""
+    return current.get().owner
 
 
 def own_file(batches: BatchRunner, id: str, param: str = "id") -> StoredFile:
     """Raises `ApiError` for a file that is not there, or somebody else's."""
     file = batches.files.find(id)
-    if file is None or file.owner != owner():
+    if file is None or not _is_own(file):
         raise _no_file(id, param)
     return file
+
+
+def _is_own(file: StoredFile) -> bool:
+    return file.owner == owner() and not file.hidden
 
 
 def refuse_for_disk(error: OSError) -> NoReturn:

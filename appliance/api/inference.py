@@ -1,9 +1,9 @@
 """What the OpenAPI document says of the endpoints that apps use, and of the probes.
 
-Of those that the core answers (models, files, batches) requests are the very types that bodies are
-decoded into; of answers only the fields that are always there are told: the dialects' own
-documentation describes them. What front ends answer is described by a file beside this one, which
-`appliance.frontend.openapi` writes.
+Of those that the core answers (models, files, batches, stored responses) requests are the very
+types that bodies are decoded into; of answers only the fields that are always there are described:
+the dialects' own documentation has the others. What front ends answer is described by a file beside
+this one, which `appliance.frontend.openapi` writes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from appliance.api.apiexamples import EXAMPLES
 from appliance.api.batches import MAX_BATCHES, BatchRequest
 from appliance.api.errors import ErrorBody
 from appliance.api.files import MAX_FILES
+from appliance.api.messagebatches import MAX_BATCHES as MAX_MESSAGE_BATCHES
+from appliance.api.messagebatches import CustomId
 from appliance.api.ollama import OllamaShow
 from appliance.api.ollama_pull import OllamaDelete, OllamaPull
 from appliance.api.service import Readiness
@@ -39,6 +41,34 @@ class BatchFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     purpose: Literal["batch"]
     file: str
+
+
+class MessageParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request of a message batch: what ``/v1/messages`` takes, but for `stream`."""
+
+    custom_id: CustomId
+    params: dict[str, Any]
+
+
+class MessageBatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/messages/batches``."""
+
+    requests: list[MessageParams]
+
+
+class MessagesErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every error answer of Anthropic's."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
 
 
 class OllamaError(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +94,6 @@ class Endpoint:
     """Whether nobody needs a key."""
     form: bool = False
     """Whether the body is a form, not JSON."""
-    aliases: tuple[str, ...] = ()
-    """Other paths of the same."""
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """What the query may say, and the schema of each."""
 
@@ -108,6 +136,52 @@ ENDPOINTS: Final = (
         "post", "/v1/batches/{id}/cancel", "End a batch.", ("id", "status"),
         refusals=(404, 409, 507),
     ),
+    Endpoint(
+        "get", "/v1/responses/{id}", "A stored response.", ("id", "object", "status", "output"),
+        stream="text/event-stream", refusals=(400, 404),
+        query={
+            "stream": {"type": "boolean"},
+            "starting_after": {"type": "integer", "minimum": 0},
+        },
+    ),
+    Endpoint(
+        "delete", "/v1/responses/{id}", "Delete a stored response.", ("id", "deleted"),
+        refusals=(404,),
+    ),
+    Endpoint(
+        "post", "/v1/responses/{id}/cancel", "End a response that is made in the background.",
+        ("id", "object", "status"), refusals=(400, 404),
+    ),
+    Endpoint(
+        "post", "/v1/messages/batches", "Have many messages answered.",
+        ("id", "type", "processing_status"), MessageBatchRequest, None,
+        (400, 404, 413, 429, 507), MessagesError,
+    ),
+    Endpoint(
+        "get", "/v1/messages/batches", "List the message batches.", ("data", "has_more"),
+        refusals=(404,), error=MessagesError,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_MESSAGE_BATCHES},
+            "after_id": {"type": "string"},
+            "before_id": {"type": "string"},
+        },
+    ),
+    Endpoint(
+        "get", "/v1/messages/batches/{id}", "One message batch.", ("id", "processing_status"),
+        refusals=(404,), error=MessagesError,
+    ),
+    Endpoint(
+        "post", "/v1/messages/batches/{id}/cancel", "End a message batch.",
+        ("id", "processing_status"), refusals=(404, 409, 507), error=MessagesError,
+    ),
+    Endpoint(
+        "delete", "/v1/messages/batches/{id}", "Delete a message batch and its results.",
+        ("id", "type"), refusals=(404, 409, 507), error=MessagesError,
+    ),
+    Endpoint(
+        "get", "/v1/messages/batches/{id}/results", "What came of each message.", (),
+        stream="application/x-jsonl", refusals=(404,), error=MessagesError,
+    ),
     Endpoint("get", "/v1/models", "List the models.", ("object", "data")),
     Endpoint(
         "get", "/v1/models/{name}", "One model.", ("id", "object", "created"), refusals=(404,)
@@ -143,7 +217,7 @@ ENDPOINTS: Final = (
     ),
     Endpoint("get", "/metrics", "Metrics for Prometheus.", (), stream=_TEXT),
 )  # fmt: skip
-"""Those that tell of models, those of files and batches, and those that probes ask."""
+"""Those of models, files, batches and stored responses, and those that probes ask."""
 
 
 class FrontPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,20 +237,19 @@ def front_part() -> FrontPart:
 def kinds() -> list[type]:
     """The types of all bodies."""
     bodies = [one.body for one in ENDPOINTS if one.body is not None]
-    return [*bodies, OllamaError, Readiness]
+    return [*bodies, MessagesError, OllamaError, Readiness]
 
 
 def paths(schema_of: dict[type, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The core's endpoints by path and method, given the schemas of `kinds()`."""
     found: dict[str, dict[str, Any]] = {}
     for one in ENDPOINTS:
-        for path in (one.path, *one.aliases):
-            found.setdefault(path, {})[one.method] = _operation(one, path, schema_of)
+        found.setdefault(one.path, {})[one.method] = _operation(one, schema_of)
     return found
 
 
-def _operation(one: Endpoint, path: str, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    name = re.sub(r"\W+", "_", path).strip("_") or "root"
+def _operation(one: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    name = re.sub(r"\W+", "_", one.path).strip("_") or "root"
     refusals = one.refusals if one.open else sorted({*one.refusals, *ANYWHERE})
     if one.body is not None:
         refusals = sorted({*refusals, BODY_STALLS})
@@ -197,7 +270,7 @@ def _operation(one: Endpoint, path: str, schema_of: dict[type, dict[str, Any]]) 
         described["security"] = []
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", path)
+        for name in re.findall(r"{(\w+)}", one.path)
     ]
     parameters += [
         {"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()

@@ -15,6 +15,10 @@ import msgspec
 
 from appliance.batches.log import replace, sync
 
+MESSAGES_INPUT: Final = "message_batch"
+MESSAGES_OUTPUT: Final = "message_batch_output"
+"""Purposes of the files of Anthropic's batches."""
+
 _UPLOAD: Final = ".upload-"
 _ABOUT: Final = ".json"
 _CONTENT: Final = ".jsonl"
@@ -37,6 +41,11 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     created_at: float
     expires_at: float
+
+    @property
+    def hidden(self) -> bool:
+        """Whether clients do not see it as a file: Anthropic's batches have none."""
+        return self.purpose in (MESSAGES_INPUT, MESSAGES_OUTPUT)
 
 
 class StoreFull(Exception):
@@ -142,12 +151,14 @@ class FileStore:
         upload.write(data)
         self.check_room()
 
-    def keep(self, upload: Upload, owner: str, filename: str, now: float) -> StoredFile:
+    def keep(
+        self, upload: Upload, owner: str, filename: str, now: float, purpose: str = "batch"
+    ) -> StoredFile:
         """The upload as a file. Takes time; raises `OSError`."""
         id = f"file-{uuid.uuid4().hex}"
         try:
             upload.keep(self.path(id))
-            file = self._add(id, owner, filename, "batch", upload.size_bytes, now)
+            file = self._add(id, owner, filename, purpose, upload.size_bytes, now)
         except BaseException:  # nobody would know of its content
             self.path(id).unlink(missing_ok=True)
             raise
@@ -170,11 +181,17 @@ class FileStore:
             raise StoreFull(self._max_bytes)
 
     def write(
-        self, id: str, owner: str, filename: str, chunks: Iterable[bytes], now: float
+        self,
+        id: str,
+        owner: str,
+        filename: str,
+        chunks: Iterable[bytes],
+        now: float,
+        purpose: str = "batch_output",
     ) -> StoredFile:
         """A batch's output as a file; one of this id is replaced. Takes time; raises `OSError`."""
         size = replace(self.path(id), chunks)
-        return self._add(id, owner, filename, "batch_output", size, now)
+        return self._add(id, owner, filename, purpose, size, now)
 
     def delete(self, id: str) -> None:
         """Takes time; raises `OSError`."""

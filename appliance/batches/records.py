@@ -28,6 +28,8 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
+MESSAGES: Final = "/v1/messages"
+"""The endpoint of Anthropic's batches; OpenAI's have other ones."""
 OVER: Final = frozenset({Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED})
 _OPEN: Final = (Status.VALIDATING, Status.IN_PROGRESS)
 
@@ -144,6 +146,11 @@ class Batch:
     @property
     def id(self) -> str:
         return self.created.id
+
+    @property
+    def of_messages(self) -> bool:
+        """Whether it is one of Anthropic's, and not one of OpenAI's."""
+        return self.created.endpoint == MESSAGES
 
     @property
     def over(self) -> bool:

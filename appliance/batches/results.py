@@ -1,4 +1,7 @@
-"""What comes of a batch: a file of answers, and one of what was refused, failed or never ran."""
+"""What comes of a batch: a file of answers, and one of what was refused, failed or never ran.
+
+Of an Anthropic batch, one file of all results.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from appliance.batches.files import FileStore
+from appliance.batches.files import MESSAGES_OUTPUT, FileStore
 from appliance.batches.log import BatchLog, Outcome
-from appliance.batches.records import Batch, Status
+from appliance.batches.records import MESSAGES, Batch, Status
 from appliance.batches.requestlines import RequestLines
 
 _NEVER_RAN: Final = {
@@ -24,6 +27,11 @@ _NEVER_RAN: Final = {
         "This request was not executed because the batch was cancelled.",
     ),
 }
+
+
+_UNASKED: Final = {"batch_expired": "expired", "batch_cancelled": "canceled"}
+_ERRORS: Final = {"invalid_api_key": "authentication_error"}
+"""Anthropic's words for requests that never ran, and for why a request could not be asked."""
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,23 +58,38 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     error: Failure | None = None
 
 
-def answered(custom_id: str, status: int, body: bytes) -> msgspec.Raw:
+def answered(endpoint: str, custom_id: str, status: int, body: bytes) -> msgspec.Raw:
     """The entry of a request that was answered."""
+    if endpoint == MESSAGES and status < 400:
+        return _result(custom_id, {"type": "succeeded", "message": msgspec.Raw(body)})
+    if endpoint == MESSAGES:
+        return _result(custom_id, {"type": "errored", "error": msgspec.Raw(body)})
     name = uuid.uuid4().hex
     response = Response(status_code=status, request_id=name, body=msgspec.Raw(body))
     entry = Entry(id=f"batch_req_{name}", custom_id=custom_id, response=response)
     return msgspec.Raw(msgspec.json.encode(entry))
 
 
-def refused(custom_id: str, code: str, message: str) -> msgspec.Raw:
+def refused(endpoint: str, custom_id: str, code: str, message: str) -> msgspec.Raw:
     """The entry of a request that was not asked."""
+    if endpoint == MESSAGES and code in _UNASKED:
+        return _result(custom_id, {"type": _UNASKED[code]})
+    if endpoint == MESSAGES:
+        error = {"type": _ERRORS.get(code, "api_error"), "message": message}
+        return _result(custom_id, {"type": "errored", "error": {"type": "error", "error": error}})
     failure = Failure(code=code, message=message)
     entry = Entry(id=f"batch_req_{uuid.uuid4().hex}", custom_id=custom_id, error=failure)
     return msgspec.Raw(msgspec.json.encode(entry))
 
 
+def _result(custom_id: str, result: dict[str, object]) -> msgspec.Raw:
+    """The line of a request in the results of an Anthropic batch."""
+    return msgspec.Raw(msgspec.json.encode({"custom_id": custom_id, "result": result}))
+
+
 class Results(NamedTuple):
-    """The ids of a batch's files; None for one that would be empty."""
+    """The ids of a batch's files; None for one that would be empty, or that the dialect of the
+    batch does not have."""
 
     output_file_id: str | None
     error_file_id: str | None
@@ -80,8 +103,13 @@ def write_results(
     nothing is said of those. Raises `OSError`, and `InputLost`."""
     outcomes = log.outcomes()
     pending = [] if status is Status.FAILED else batch.pending
-    name = batch.id.removeprefix("batch_")
+    name = batch.id.rpartition("_")[2]
     owner = batch.created.owner
+    if batch.of_messages:
+        results = f"file-output-{name}"
+        lines = _lines(batch, status, outcomes, pending, log, source)
+        files.write(results, owner, f"{batch.id}_results.jsonl", lines, now, MESSAGES_OUTPUT)
+        return Results(results, None)
     good = [outcome for outcome in outcomes if outcome.ok]
     output = error = None
     if good:
@@ -90,24 +118,31 @@ def write_results(
         files.write(output, owner, f"{batch.id}_output.jsonl", answers, now)
     if len(good) < len(outcomes) or pending:
         error = f"file-error-{name}"
-        lines = _bad(status, outcomes, pending, log, source)
+        bad = [outcome for outcome in outcomes if not outcome.ok]
+        lines = _lines(batch, status, bad, pending, log, source)
         files.write(error, owner, f"{batch.id}_error.jsonl", lines, now)
     return Results(output, error)
 
 
-def _bad(
-    status: Status, outcomes: list[Outcome], pending: list[int], log: BatchLog, source: Path
+def _lines(
+    batch: Batch,
+    status: Status,
+    outcomes: list[Outcome],
+    pending: list[int],
+    log: BatchLog,
+    source: Path,
 ) -> Iterator[bytes]:
-    """Lines for all requests that have no answer, in the order of the input."""
-    bad = {outcome.request: outcome for outcome in outcomes if not outcome.ok}
+    """Lines for these outcomes and for requests that never ran, in the order of the input."""
+    ran = {outcome.request: outcome for outcome in outcomes}
     requests = RequestLines(source) if pending else None
     try:
-        for request in sorted([*bad, *pending]):
-            if request in bad:
-                yield log.entry(bad[request]) + b"\n"
+        for request in sorted([*ran, *pending]):
+            if request in ran:
+                yield log.entry(ran[request]) + b"\n"
             elif requests is not None:
-                code, message = _NEVER_RAN[status]
-                yield bytes(refused(requests.read(request).custom_id, code, message)) + b"\n"
+                custom_id = requests.read(request).custom_id
+                entry = refused(batch.created.endpoint, custom_id, *_NEVER_RAN[status])
+                yield bytes(entry) + b"\n"
     finally:
         if requests is not None:
             requests.close()

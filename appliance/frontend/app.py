@@ -35,8 +35,9 @@ from appliance.frontend.calls import Call, current
 from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
 from appliance.frontend.fields import IGNORED_HEADER, check
+from appliance.frontend.input_tokens import router as input_tokens_router
 from appliance.frontend.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
-from appliance.frontend.stored import StoredResponses
+from appliance.frontend.stored import recall
 from appliance.frontend.vllmerrors import VllmErrors
 from appliance.frontpaths import is_front_path
 from appliance.frontwire import DECIDING_HEADERS, LARGE_BYTES, FrontModel, Refused, Welcome
@@ -49,7 +50,7 @@ LEAVE_SECONDS: Final = 1.0
 _METHODS: Final = b"POST, OPTIONS"
 OLLAMA: Final = "/api/"
 _DECIDING: Final = frozenset(name.encode() for name in DECIDING_HEADERS)
-RESPONSES: Final = "/v1/responses/"
+RESPONSES: Final = "/v1/responses"
 INVOCATIONS: Final = "/invocations"
 TOKENIZER_INFO: Final = "/tokenizer_info"
 
@@ -62,8 +63,16 @@ _TASKS: Final[dict[str, tuple[str, frozenset[Task]]]] = {
             (Task.GENERATE,),
         ),
         (("/v1/completions", "/v1/completions/render"), "Completions", (Task.GENERATE,)),
-        (("/v1/responses",), "Responses", (Task.GENERATE,)),
-        (("/v1/messages", "/v1/messages/count_tokens"), "Messages", (Task.GENERATE,)),
+        (
+            ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/render"),
+            "Responses",
+            (Task.GENERATE,),
+        ),
+        (
+            ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render"),
+            "Messages",
+            (Task.GENERATE,),
+        ),
         (("/v1/embeddings", "/v2/embed"), "Embeddings", (Task.EMBED,)),
         (("/pooling",), "Pooling", (Task.EMBED, Task.SCORE)),
         (("/classify",), "Classification", (Task.SCORE,)),
@@ -106,14 +115,12 @@ class FrontEnd:
         core: Core,
         welcome: Welcome,
         fronts: ModelFronts,
-        stored: StoredResponses,
         ollama: Litestar,
     ) -> None:
         """`ollama` answers the paths of its dialect."""
         self._core = core
         self._welcome = welcome
         self._fronts = fronts
-        self._stored = stored
         self._ollama = ollama
         self.draining = False
         """Whether every answer closes its connection."""
@@ -147,8 +154,7 @@ class FrontEnd:
             await _refuse(scope, send, common, _MISDIRECTED)
             return
         if scope["method"] == "OPTIONS":  # what browsers ask so is answered before it comes here
-            methods = b"GET, POST, OPTIONS" if scope["path"].startswith(RESPONSES) else _METHODS
-            await _empty(send, [*common, (b"allow", methods)])
+            await _empty(send, [*common, (b"allow", _METHODS)])
             return
         client = scope.get("client")
         deciding = tuple(
@@ -193,7 +199,6 @@ class FrontEnd:
             body = await _read_body(scope, receive, self._welcome.max_body_bytes)
             if body is None:
                 return  # the client left before its request was whole
-            call.body_bytes = len(body)
             gone = asyncio.Event()
             watch = asyncio.create_task(_watch(receive, gone))
             try:
@@ -240,14 +245,7 @@ class FrontEnd:
                 body = self._check(call, path, fields_of(body), body, reasons=True)
             await self._ollama(scope, _body_then(body, gone), send)
             return
-        if path.startswith(RESPONSES):
-            response = path.removeprefix(RESPONSES).partition("/")[0]
-            made_by = self._stored.model_of(response)
-            if made_by is None:
-                message = f"Response with id '{response}' not found."
-                raise Refuse(refused(call, 404, "not_found", message, "id"))
-            state = await self._state(call, self._model(call, made_by))
-        elif path == TOKENIZER_INFO:
+        if path == TOKENIZER_INFO:
             asked = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[-1]
             state = await self._state(call, self._model(call, asked))
         elif scope["method"] != "POST":
@@ -263,7 +261,7 @@ class FrontEnd:
                 path = meant(path, {}, Task.GENERATE)
             else:
                 model = self._model(call, asked)
-                path = meant(path, fields, model.task)
+                path = meant(path, fields, model.task, pools_tokens=model.pools_tokens)
                 check_task(call, path, model)
                 check_messages(call, path, fields, model)
                 reasons = model.reasoning_parser is not None
@@ -271,6 +269,7 @@ class FrontEnd:
                 if asked is None:
                     body = _naming(model.name, body)
                 state = await self._state(call, model)
+                await self._recall(call, path, fields, state)
         send = cast(Send, VllmErrors(scope, send).send)
         inner: Any = {
             **scope,
@@ -280,6 +279,21 @@ class FrontEnd:
             "state": dict(scope["state"]),
         }
         await vllm_stack()(inner, _body_then(body, gone), send)
+
+    async def _recall(self, call: Call, path: str, fields: Fields, state: State) -> None:
+        """Fetch the stored response that a body goes on from. Raises `Refuse` if there is none."""
+        if not path.startswith(RESPONSES) or "previous_response_id" not in fields:
+            return
+        try:
+            previous = msgspec.json.decode(fields["previous_response_id"], type=str | None)
+        except msgspec.ValidationError:  # vLLM says what is wrong
+            return
+        if previous is None:
+            return
+        if not await recall(call, self._core, state.openai_serving_responses, previous):
+            message = f"Response with id '{previous[:100]}' not found."
+            code, name = "previous_response_not_found", "previous_response_id"
+            raise Refuse(refused(call, 404, code, message, name))
 
     def _check(
         self, call: Call, path: str, fields: Fields | None, body: bytes, *, reasons: bool
@@ -352,7 +366,7 @@ def check_messages(call: Call, path: str, fields: Fields, model: FrontModel) -> 
         raise Refuse(refused(call, 400, "context_length_exceeded", message, "messages"))
 
 
-def meant(path: str, fields: Fields, task: Task) -> str:
+def meant(path: str, fields: Fields, task: Task, *, pools_tokens: bool = False) -> str:
     """The endpoint that a body is for: that of `path`, or under SageMaker's one path for all, as
     in vLLM, the one whose fields it has and whose task the model does."""
     if path != INVOCATIONS:
@@ -363,7 +377,7 @@ def meant(path: str, fields: Fields, task: Task) -> str:
         return "/rerank"
     if not fields.keys().isdisjoint(_PAIRS):
         return "/score"
-    if not fields.keys().isdisjoint(("task", "data")):
+    if pools_tokens or not fields.keys().isdisjoint(("task", "data")):
         return "/pooling"
     return "/v1/embeddings" if task is Task.EMBED else "/classify"
 
@@ -410,6 +424,7 @@ def vllm_application() -> FastAPI:
         classify_router,
         scoring_router,
         render_router,
+        input_tokens_router,
     ):
         app.include_router(router)
     app.state.args = Namespace(enable_tokenizer_info_endpoint=True)

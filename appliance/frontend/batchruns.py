@@ -54,7 +54,7 @@ class BatchRuns:
         self.on_over()
 
     async def _run(self, run: Run, given_up: asyncio.Event) -> None:
-        call = Call(run.call, run.models, body_bytes=len(run.body))
+        call = Call(run.call, run.models)
         call.request_class = RequestClass.BATCH
         token = current.set(call)
         try:

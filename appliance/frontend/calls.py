@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextvars import ContextVar
-from typing import Final
+from typing import Any, Final
 
 from appliance.frontwire import Refused
 from appliance.vocabulary import ModelName, RequestClass, RequestId
@@ -21,15 +21,15 @@ class Call:
         number: int,
         models: tuple[ModelName, ...] | None = None,
         headers: tuple[tuple[str, str], ...] = (),
-        body_bytes: int = 0,
     ) -> None:
         """`models` are those that its key allows; None: all of them. `headers` go into its
         answer."""
         self.number = number
         self.models = None if models is None else frozenset(models)
         self.headers = list(headers)
-        self.body_bytes = body_bytes
         self.request_class = RequestClass.INTERACTIVE
+        self.pooled_bytes = 0
+        """Of all vectors that its requests give."""
         self.requests: set[RequestId] = set()
         """Those that the core computes, or decides about."""
         self._submitted = False
@@ -39,6 +39,8 @@ class Call:
         """The ``Server-Timing`` of the request that ended last."""
         self.background: set[asyncio.Task[None]] = set()
         """Work that goes on after the answer; the call is over when it is done."""
+        self.stored: dict[str, dict[str, Any]] = {}
+        """What vLLM keeps of responses, by kind and by id (`appliance.frontend.stored`)."""
         self.streams = False
         """Whether its answer is a stream that has begun to be made."""
         self.given_up = asyncio.Event()

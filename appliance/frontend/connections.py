@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from appliance.api.connections import Connection
 from appliance.api.errors import ApiError
-from appliance.frontpaths import is_front_path
+from appliance.frontpaths import is_front_path, without_root
 from appliance.frontwire import MAX_RECEIVED_BYTES, Handover, StreamBegun
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class HandedConnection(Connection):
         if self._is_the_cores:
             return
         alone = self._head is not None and all(one.response_complete for one in self.unanswered)
-        if alone and not is_front_path(_path(self.url)):
+        if alone and not is_front_path(without_root(_path(self.url), self.config.root_path)):
             self._is_the_cores = True
             return
         self._head = None
@@ -145,11 +145,12 @@ def _path(url: bytes) -> str:
 class Connections:
     """Takes connections from the handover socket, and serves them."""
 
-    def __init__(self, handover: socket.socket, app: Any) -> None:
+    def __init__(self, handover: socket.socket, app: Any, root_path: str = "") -> None:
         self._handover = handover
         self._config = uvicorn.Config(
             app,
             http=HandedConnection,
+            root_path=root_path,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from appliance import frontwire, wire
 from appliance.frontend.calls import Call
@@ -18,6 +18,8 @@ from appliance.frontwire import (
     Drain,
     Enter,
     Entered,
+    FindResponse,
+    FoundResponse,
     Hello,
     Leave,
     Output,
@@ -87,6 +89,7 @@ class Core(asyncio.Protocol):
         self._writable.set()
         self._numbers = itertools.count(1)
         self._entering: dict[int, asyncio.Future[Entered]] = {}
+        self._finding: dict[int, asyncio.Future[FoundResponse]] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
@@ -150,6 +153,19 @@ class Core(asyncio.Protocol):
         call.requests.clear()
         self.send(Leave(call.number))
 
+    async def find_response(self, call: Call, response: str) -> FoundResponse:
+        """Ask for a stored response, once at a time for a call. Raises `ConnectionError` when the
+        core is gone."""
+        if self.gone.is_set():
+            raise ConnectionError("the core is gone")
+        answer: asyncio.Future[FoundResponse] = asyncio.get_running_loop().create_future()
+        self._finding[call.number] = answer
+        self.send(FindResponse(call.number, response))
+        try:
+            return await answer
+        finally:
+            del self._finding[call.number]
+
     # --- requests --------------------------------------------------------------------------------
 
     async def submit(self, call: Call, submit: Submit, receiver: Receiver) -> None:
@@ -212,6 +228,10 @@ class Core(asyncio.Protocol):
                     answer.set_result(frame)
             case Refused():
                 self._refused(frame)
+            case FoundResponse():
+                found = self._finding.get(frame.call)
+                if found is not None and not found.done():
+                    found.set_result(frame)
             case Ping():
                 self.on_ping(frame)
             case Run() | StopRun():
@@ -283,9 +303,10 @@ class Core(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         lost = ConnectionError("the core is gone")
-        waiting: list[asyncio.Future[None] | asyncio.Future[Entered] | asyncio.Future[Welcome]] = [
+        waiting: list[asyncio.Future[Any]] = [
             self._welcome,
             *self._entering.values(),
+            *self._finding.values(),
             *(one.admission for one in self._requests.values() if one.admission is not None),
         ]
         for future in waiting:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.tasks import SupportedTask
 from vllm.utils.collection_utils import as_list
@@ -23,19 +23,18 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from appliance.engines.vllm.messages import BadMessage, decode_output, encode_request
+from appliance.engines.vllm.pooling import (
+    MAX_POOLED_BYTES,
+    TooMuchPooled,
+    check_size,
+    supported_tasks,
+)
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core, RequestRefused
 from appliance.frontwire import FrontModel, Output, Refused, Submit
-from appliance.vocabulary import FinishReason, RequestId, Task
+from appliance.vocabulary import FinishReason, RequestId
 
 log = logging.getLogger(__name__)
-
-TASKS: Final[dict[Task, tuple[SupportedTask, ...]]] = {
-    Task.GENERATE: ("generate",),
-    Task.EMBED: ("embed", "token_embed"),
-    Task.SCORE: ("classify", "token_classify"),
-}
-"""vLLM's names for what a model of a task can do."""
 
 _FINISHED: Final = {
     FinishReason.STOP: EngineFinishReason.STOP,
@@ -74,9 +73,12 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
 
     engine_ranks_managed: Final = (0,)
 
-    def __init__(self, core: Core, model: FrontModel) -> None:
+    def __init__(self, core: Core, model: FrontModel, config: ModelConfig) -> None:
         self._core = core
         self._model = model
+        self._config = config
+        self.tasks: Final = supported_tasks(model.task, config)
+        """vLLM's names for what the model can do."""
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._stops: dict[RequestId, frozenset[int]] = {}
         """Of each request the tokens that end it, beside the model's own end."""
@@ -87,12 +89,13 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
     # --- what AsyncLLM asks ----------------------------------------------------------------------
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
-        return TASKS[self._model.task]
+        return self.tasks
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Returns when the core has admitted the request. Raises `Refusal`."""
         call = current.get()
         try:
+            self._check_pooled(call, request)
             submit = self._submit_of(call, request)
             if request.sampling_params is not None:
                 self._stops[request.request_id] = _stop_tokens(request.sampling_params)
@@ -101,7 +104,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             self._drop(request.request_id)
             if isinstance(error, RequestRefused):
                 raise Refusal(error.refused) from error
-            if isinstance(error, BadMessage):
+            if isinstance(error, BadMessage | TooMuchPooled):
                 raise VLLMValidationError(str(error)) from error
             raise
 
@@ -192,6 +195,20 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             request_class=call.request_class,
         )
 
+    def _check_pooled(self, call: Call, request: EngineCoreRequest) -> None:
+        """Raise `TooMuchPooled` if all that is pooled for the call takes too much memory, before
+        this is computed."""
+        if request.pooling_params is None:
+            return
+        tokens = len(request.prompt_token_ids or ())
+        size = check_size(self._config, request.pooling_params, tokens)
+        call.pooled_bytes += size
+        if call.pooled_bytes > MAX_POOLED_BYTES:
+            raise TooMuchPooled(
+                f"what is pooled for all prompts of the request takes more than {MAX_POOLED_BYTES} "
+                "bytes: ask for fewer at once"
+            )
+
     def _siblings(self, request: RequestId) -> int:
         """How many sequences are asked for at once with this one; 0: it is alone."""
         assert self.processor is not None
@@ -233,7 +250,7 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
 
     def __init__(self, core: Core, model: FrontModel, config: VllmConfig) -> None:
         """Loads the tokenizer: takes a while, and may be done in another thread than the loop's."""
-        making = _making.set(EngineClient(core, model))
+        making = _making.set(EngineClient(core, model, config.model_config))
         try:
             super().__init__(config, executor_class=None, log_stats=False, log_requests=False)
         finally:

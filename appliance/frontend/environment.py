@@ -10,7 +10,7 @@ from typing import Final
 _SILENCED: Final = (
     "torch._library.triton",  # there is no Triton
     "vllm.entrypoints.anthropic.serving",  # system messages between others are merged
-    "vllm.entrypoints.openai.responses.serving",  # its store has no bounds; ours has
+    "vllm.entrypoints.openai.responses.serving",  # its store has no bounds; the core's has
     "vllm.entrypoints.pooling.scoring.api_router",  # OpenAI has no scores
     "vllm.entrypoints.pooling.utils",  # another JSON library would be faster
     "vllm.platforms.cpu",  # what is changed for the CPU; workers compute elsewhere
@@ -36,7 +36,7 @@ def prepare_environment() -> None:
         "TORCHDYNAMO_DISABLE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
-        "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # bounded: appliance.frontend.stored
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # the core's: appliance.frontend.stored
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # what the workers run
         "HF_HUB_OFFLINE": "1",
@@ -53,10 +53,12 @@ def import_vllm() -> None:
 
     from appliance.frontend.app import vllm_application
     from appliance.frontend.engine_client import replace_engine
+    from appliance.frontend.published import publish_responses
     from appliance.frontend.seams import check_seams
 
     check_seams()
     replace_engine()
+    publish_responses()
     vllm_application()
     # Collections of garbage need not look at what was imported, and forks share its memory.
     gc.collect()

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from appliance.api.errors import BadRequest
-from appliance.frontend import rewrites
+from appliance.frontend import input_tokens, rewrites
 from appliance.frontend.ollama.requests import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody
 from appliance.frontend.rewrites import Body
 from appliance.remedies import nearest
@@ -36,8 +36,6 @@ _ROUTERS: Final = (
     *("pooling.pooling", "pooling.classify", "pooling.scoring", "pooling.embed"),
     *("serve.tokenize", "scale_out.render"),
 )
-_NO_ID: Final = "/v1/responses/render"
-"""vLLM's; here it is the path of a stored response of this name, which no response has."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NULL: Final = b"null"
 _FLEX: Final = b'"flex"'
@@ -247,11 +245,10 @@ def request_models() -> dict[str, tuple[type[BaseModel], ...]]:
 
 
 def routes() -> Iterator[APIRoute]:
-    """vLLM's routes that have to do with requests for models."""
-    for name in _ROUTERS:
-        for route in import_module(f"vllm.entrypoints.{name}.api_router").router.routes:
-            if isinstance(route, APIRoute) and route.path != _NO_ID:
-                yield route
+    """vLLM's routes that have to do with requests for models, and ours among them."""
+    routers = [import_module(f"vllm.entrypoints.{name}.api_router").router for name in _ROUTERS]
+    for router in (*routers, input_tokens.router):
+        yield from (route for route in router.routes if isinstance(route, APIRoute))
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

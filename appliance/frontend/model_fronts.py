@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from argparse import Namespace
 from collections import OrderedDict
@@ -20,9 +21,9 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from appliance.frontend import stored
 from appliance.frontend.core import Core
-from appliance.frontend.engine_client import TASKS, FrontLLM
-from appliance.frontend.stored import StoredResponses
+from appliance.frontend.engine_client import FrontLLM
 from appliance.frontwire import FrontModel, ModelRefused
 from appliance.vocabulary import ModelName, Task
 
@@ -78,9 +79,8 @@ class ModelFront:
 class ModelFronts:
     """All models of the catalogue, and the front halves that are built."""
 
-    def __init__(self, core: Core, models: Iterable[FrontModel], stored: StoredResponses) -> None:
+    def __init__(self, core: Core, models: Iterable[FrontModel]) -> None:
         self._core = core
-        self._stored = stored
         self._models: dict[ModelName, FrontModel] = {}
         self._names: dict[str, FrontModel] = {}
         self._built: OrderedDict[ModelName, ModelFront] = OrderedDict()
@@ -135,7 +135,7 @@ class ModelFronts:
             )
             self._core.send(ModelRefused(model.name, reason))
             raise FrontNotBuilt(reason) from error
-        self._stored.serve(front.state.openai_serving_responses)
+        stored.serve(front.state.openai_serving_responses, self._core)
         if self._models.get(model.name) == model:
             self._built[model.name] = front
             while len(self._built) > MAX_FRONTS:
@@ -161,7 +161,10 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     state = State()
     for name in SERVING:
         setattr(state, name, None)
-    asyncio.run(init_app_state(llm, state, args, TASKS[model.task]))
+    asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
+    if model.pools_tokens:
+        # vLLM would compare texts token by token in the worker that has seen the other one.
+        state.serving_scores = None
     state.server = SimpleNamespace(should_exit=False)  # what vLLM's error handler looks at
     return ModelFront(model, llm, state)
 
@@ -171,6 +174,7 @@ def arguments(model: FrontModel) -> Namespace:
     told = [
         *("--model", model.path, "--dtype", model.dtype),
         *("--max-model-len", str(model.max_context), "--max-num-seqs", str(model.max_batch)),
+        *("--max-logprobs", str(model.max_logprobs)),
         *("--disable-log-stats", "--language-model-only"),
         *("--runner", "generate" if model.task is Task.GENERATE else "pooling"),
     ]
@@ -178,6 +182,10 @@ def arguments(model: FrontModel) -> Namespace:
         told += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_parser]
     if model.task is Task.GENERATE and model.reasoning_parser is not None:
         told += ["--reasoning-parser", model.reasoning_parser]
+    if model.return_tokens_as_token_ids:
+        told.append("--return-tokens-as-token-ids")
+    if model.pooler_config:
+        told += ["--pooler-config", json.dumps(model.pooler_config)]
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(told))
     args.served_model_name = list(names_of(model.name))

@@ -58,18 +58,16 @@ async def _serve(frames: socket.socket, handover: socket.socket) -> int:
     from appliance.frontend.engine_client import is_refusal
     from appliance.frontend.model_fronts import ModelFronts
     from appliance.frontend.ollama.routes import ollama_application
-    from appliance.frontend.stored import StoredResponses
 
     for handler in logging.getLogger().handlers:
         handler.addFilter(lambda record: not is_refusal(record))
-    stored = StoredResponses()
-    fronts = ModelFronts(core, welcome.models, stored)
+    fronts = ModelFronts(core, welcome.models)
     ollama = ollama_application(
         fronts, strict=welcome.strict, keep_alive_seconds=welcome.keep_alive_seconds
     )
-    front_end = FrontEnd(core, welcome, fronts, stored, ollama)
+    front_end = FrontEnd(core, welcome, fronts, ollama)
     runs = BatchRuns(core, front_end.run)
-    connections = Connections(handover, Cors(front_end, welcome.origins))
+    connections = Connections(handover, Cors(front_end, welcome.origins), welcome.root_path)
     core.on_catalogue = lambda catalogue: fronts.change(catalogue.models)
     core.on_run = runs.take
     await _until_over(core, front_end, connections, runs)

@@ -13,6 +13,7 @@ import vllm
 from fastapi import FastAPI
 from vllm import platforms
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,10 +33,20 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (RequestOutputCollector.put, ("output",)),
     (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
     (FastAPI.build_middleware_stack, ()),
+    (OpenAIServingResponses.responses_stream_generator, ("request",)),
+    (
+        OpenAIServingResponses._render_resolved_response_inputs,
+        ("request", "prev_response"),
+    ),
+    (
+        OpenAIServingResponses.responses_background_stream_generator,
+        ("response_id", "starting_after"),
+    ),
 )
 
 FIELDS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (RequestState.__init__, ("parent_req", "queue")),
+    (ResponsesResponse.from_request, ("request", "status")),
     (
         EngineCoreRequest,
         ("request_id", "prompt_token_ids", "sampling_params", "pooling_params"),

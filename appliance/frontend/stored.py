@@ -1,80 +1,159 @@
-"""Responses that clients may ask for again: a bounded store, of this process alone.
+"""Responses that clients may ask for again: vLLM's stores of them, over the core's.
 
-vLLM keeps them in dicts of each model's serving object, and for ever. Here the oldest go. What one
-front end keeps the others do not know: a client that needs its stored responses keeps its
-connection, or sends the conversation with each request.
+vLLM keeps responses in dicts of each model's serving object, for ever and for all clients. Here
+such a dict has what belongs to the call at hand; what a later call may need is stored by the core,
+so that it outlives this process, is known to all front ends, and to one key alone.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from typing import Any, Final
 
-from appliance.frontend.calls import current
-from appliance.vocabulary import ModelName
+import msgspec
+from openai_harmony import Message
+from pydantic_core import to_json
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
-MAX_RESPONSES: Final = 4096
-MAX_BYTES: Final = 64 * 1024 * 1024
-"""Of the requests that the responses answer."""
-EACH_BYTES: Final = 16 * 1024
-"""Charged for a response itself."""
+from appliance.frontend.calls import Call, current
+from appliance.frontend.core import Core
+from appliance.frontwire import KeepEvent, KeepResponse
+
+log = logging.getLogger(__name__)
+
+UNFINISHED: Final = ("queued", "in_progress")
 
 
-class _Kept(dict[str, Any]):
-    """One of vLLM's dicts by a response's id."""
+class _OfCall(MutableMapping[str, Any]):
+    """One of vLLM's dicts by a response's id, with the entries of the call at hand."""
 
-    def __init__(self, store: StoredResponses, model: ModelName) -> None:
-        super().__init__()
-        self._store = store
-        self._model = model
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def _entries(self) -> dict[str, Any]:
+        return current.get().stored.setdefault(self._kind, {})
+
+    def __getitem__(self, response: str) -> Any:
+        return self._entries()[response]
+
+    def __setitem__(self, response: str, value: Any) -> None:
+        self._entries()[response] = value
+
+    def __delitem__(self, response: str) -> None:
+        del self._entries()[response]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+
+class _Responses(_OfCall):
+    """Those are stored by the core at once: the client may ask for one as soon as it has it."""
+
+    def __init__(self, core: Core, messages: _OfCall) -> None:
+        super().__init__("responses")
+        self._core = core
+        self._messages = messages
 
     def __setitem__(self, response: str, value: Any) -> None:
         super().__setitem__(response, value)
-        self._store.keep(response, self._model, self)
+        self.keep(response)
+
+    def keep(self, response: str) -> None:
+        """Store a response of the call as it is now."""
+        value = self[response]
+        answer = to_json(value.model_dump(mode="json", by_alias=True))
+        try:
+            messages = to_json(self._messages.get(response, []))
+        except ValueError as error:  # some content that is not JSON
+            log.warning("a response is not stored: %s", error)
+            return
+        self._core.send(
+            KeepResponse(
+                call=current.get().number,
+                response=response,
+                answer=answer,
+                messages=messages,
+                background=value.status in UNFINISHED,
+            )
+        )
 
 
-class _Background(dict[str, Any]):
+class _Background(_OfCall):
     """Tasks of responses that are made after their answer; their calls last as long."""
+
+    def __init__(self, responses: _Responses) -> None:
+        super().__init__("tasks")
+        self._responses = responses
 
     def __setitem__(self, response: str, task: Any) -> None:
         super().__setitem__(response, task)
+        task.add_done_callback(lambda task: self._made(response, task))
         current.get().background.add(task)
 
+    def _made(self, response: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("a response in the background failed: %s", error)  # the core says so of it
+        elif self._responses[response].status == "failed":  # vLLM changed it where it lies
+            self._responses.keep(response)
 
-class StoredResponses:
-    """Which responses are kept, and of which model they are."""
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[ModelName, int, list[_Kept]]] = OrderedDict()
-        self._bytes = 0
+def serve(serving: Any, core: Core) -> None:
+    """Have a model's serving object keep its responses in the core; None: it makes none."""
+    if serving is None:
+        return
+    serving.msg_store = _OfCall("messages")
+    serving.response_store = _Responses(core, serving.msg_store)
+    serving.event_store = _OfCall("events")
+    serving.background_tasks = _Background(serving.response_store)
+    events = _OfCall("streams")
+    make = serving.responses_stream_generator
 
-    def serve(self, serving: Any) -> None:
-        """Have a model's serving object keep its responses here; None: it makes none."""
-        if serving is None:
-            return
-        model = serving.models.model_name()
-        serving.response_store = _Kept(self, model)
-        serving.msg_store = _Kept(self, model)
-        serving.event_store = _Kept(self, model)
-        serving.background_tasks = _Background()
+    def streamed(request: Any, *args: Any, **settings: Any) -> AsyncIterator[Any]:
+        made = make(request, *args, **settings)
+        return stored(request.request_id, made) if request.background else made
 
-    def model_of(self, response: str) -> ModelName | None:
-        """The model that made a response; None: it is not known here."""
-        known = self._known.get(response)
-        return None if known is None else known[0]
+    async def stored(response: str, made: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The events of a response that is made in the background."""
+        queue = events.setdefault(response, asyncio.Queue())
+        try:
+            async for event in made:
+                core.send(KeepEvent(current.get().number, _sent(event)))
+                queue.put_nowait(event)
+                yield event
+        finally:
+            queue.put_nowait(None)
 
-    def keep(self, response: str, model: ModelName, where: _Kept) -> None:
-        """A response is kept in `where`; the oldest may have to go."""
-        if response not in self._known:
-            call = current.get(None)
-            size = EACH_BYTES + (0 if call is None else call.body_bytes)
-            self._known[response] = (model, size, [])
-            self._bytes += size
-        places = self._known[response][2]
-        if all(place is not where for place in places):
-            places.append(where)
-        while self._bytes > MAX_BYTES or len(self._known) > MAX_RESPONSES:
-            oldest, (_, size, kept) = self._known.popitem(last=False)
-            self._bytes -= size
-            for place in kept:
-                place.pop(oldest, None)
+    async def answered(response: str) -> AsyncIterator[Any]:
+        """The same for the client that asked for it. vLLM's never ends when they end early."""
+        queue = events.setdefault(response, asyncio.Queue())
+        while (event := await queue.get()) is not None:
+            yield event
+
+    serving.responses_stream_generator = streamed
+    serving.responses_background_stream_generator = answered
+
+
+def _sent(event: Any) -> bytes:
+    data = event.model_dump_json(indent=None, by_alias=True).encode()
+    return b"event: %s\ndata: %s\n\n" % (event.type.encode(), data)
+
+
+async def recall(call: Call, core: Core, serving: Any, response: str) -> bool:
+    """Have vLLM find a stored response that a request of the call goes on from. False: the key of
+    the call has none of this name. Raises `ConnectionError` when the core is gone."""
+    found = await core.find_response(call, response)
+    if found.answer is None or found.messages is None:
+        return False
+    messages = msgspec.json.decode(found.messages)
+    if serving.use_harmony:
+        messages = [Message.from_dict(message) for message in messages]
+    call.stored.setdefault("responses", {})[response] = ResponsesResponse.model_validate_json(
+        found.answer
+    )
+    call.stored.setdefault("messages", {})[response] = messages
+    return True

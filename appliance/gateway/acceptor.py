@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 from appliance.api.connections import HEAD_SECONDS, UNSENT_BYTES, Connection
 from appliance.api.errors import ApiError
-from appliance.frontpaths import is_front_path
+from appliance.frontpaths import is_front_path, without_root
 from appliance.frontwire import LARGE_BYTES, Handover
 from appliance.gateway.requestlines import PEEK_BYTES, body_bytes, path_of
 from appliance.gateway.tls import PumpSide, TlsBeginning
@@ -77,17 +77,20 @@ class Acceptor:
         kind: type[Connection],
         front_ends: FrontEnds | None,
         tls: ssl.SSLContext | None = None,
+        root_path: str = "",
         *,
         head_seconds: float = HEAD_SECONDS,
         wait_seconds: float = WAIT_SECONDS,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        """`kind` is what `make` makes. A first request line may take `head_seconds`; `max_waiting`
-        connections wait for a front end, for `wait_seconds` at most."""
+        """`kind` is what `make` makes. A path below `root_path` means what it means without it. A
+        first request line may take `head_seconds`; `max_waiting` connections wait for a front end,
+        for `wait_seconds` at most."""
         self._make = make
         self._kind = kind
         self._front_ends = front_ends
         self._tls = tls
+        self._root_path = root_path
         self._head_seconds = head_seconds
         self._wait_seconds = wait_seconds
         self._max_waiting = max_waiting
@@ -220,6 +223,7 @@ class Acceptor:
         self._offer(theirs, handover)
 
     def _is_front(self, path: str) -> bool:
+        path = without_root(path, self._root_path)
         return self._front_ends is not None and is_front_path(path)
 
     def _offer(self, connection: socket.socket, handover: Handover) -> None:

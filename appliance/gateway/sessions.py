@@ -29,6 +29,7 @@ from appliance.api.service import (
 from appliance.api.timing import server_timing
 from appliance.engines.protocol import Produced
 from appliance.frontwire import (
+    MAX_STORED_BYTES,
     MOST_DETAIL_BYTES,
     VERSION,
     Abort,
@@ -37,7 +38,11 @@ from appliance.frontwire import (
     Down,
     Enter,
     Entered,
+    FindResponse,
+    FoundResponse,
     Hello,
+    KeepEvent,
+    KeepResponse,
     Leave,
     ModelRefused,
     Output,
@@ -53,6 +58,7 @@ from appliance.frontwire import (
     Welcome,
 )
 from appliance.gateway.admission import Admission
+from appliance.gateway.responses import StoredResponse, StoredResponses
 from appliance.keys import Scope
 from appliance.vocabulary import FinishReason, RequestClass, RequestId
 
@@ -72,6 +78,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int
     strict: bool = False
     origins: tuple[str, ...] = ()
+    root_path: str = ""
 
 
 class NoFrontEnd(Exception):
@@ -103,6 +110,7 @@ class Sessions:
         self.admission = admission
         self.live: set[RequestId] = set()
         """The ids of all requests of front ends that are not over."""
+        self.responses = StoredResponses()
         self._settings = settings
         self._open: list[Session] = []
         self._numbers = itertools.count(1)
@@ -129,6 +137,7 @@ class Sessions:
             max_body_bytes=settings.max_body_bytes,
             strict=settings.strict,
             origins=settings.origins,
+            root_path=settings.root_path,
             keyed=self.access.has_keys,
             models=self.service.front_models(),
         )
@@ -201,6 +210,12 @@ class Session:
                         request.reader(reads=frame.reads)
             case Enter():
                 self._enter(frame)
+            case KeepResponse():
+                self._keep_response(frame)
+            case KeepEvent():
+                self._keep_event(frame)
+            case FindResponse():
+                self._find_response(frame)
             case Leave():
                 self._leave(frame.call)
             case Ran():
@@ -269,10 +284,57 @@ class Session:
             self._abort(request, FinishReason.CANCELLED)
         if call.counted:
             self._access.end(call.caller)
+        if call.response is not None:
+            self._sessions.responses.end(call.response, "failed")
         if call.stream is not None:
             call.stream.connection.close()
         if call.answer is not None and not call.answer.done():
             call.answer.set_exception(unanswered)
+
+    # --- stored responses ------------------------------------------------------------------------
+
+    def _keep_response(self, frame: KeepResponse) -> None:
+        call = self._calls.get(frame.call)
+        if call is None or call.cancelled:
+            return
+        if len(frame.answer) + len(frame.messages) > MAX_STORED_BYTES:
+            return
+        try:
+            response = self._sessions.responses.keep(
+                call.caller.owner, frame.response, frame.answer, frame.messages
+            )
+        except msgspec.DecodeError as error:
+            log.error("a front end stores a response that cannot be read: %s", error)
+            return
+        if frame.background:
+            call.response = response
+            response.cancel = lambda: self._cancel(frame.call)
+
+    def _keep_event(self, frame: KeepEvent) -> None:
+        call = self._calls.get(frame.call)
+        if call is not None and call.response is not None and not call.cancelled:
+            self._sessions.responses.add(call.response, frame.event)
+
+    def _find_response(self, frame: FindResponse) -> None:
+        call = self._calls.get(frame.call)
+        found = None
+        if call is not None:
+            found = self._sessions.responses.find(call.caller.owner, frame.response)
+        if found is None:
+            self._send(FoundResponse(frame.call))
+        else:
+            self._send(FoundResponse(frame.call, found.answer, found.messages))
+
+    def _cancel(self, number: int) -> None:
+        """Give up the response that a call makes in the background."""
+        call = self._calls[number]
+        call.cancelled = True
+        assert call.response is not None
+        self._sessions.responses.end(call.response, "cancelled")
+        for name in list(call.requests):
+            request = self._requests[name]
+            self.give_up(request, _cancelled())
+            self._abort(name, FinishReason.CANCELLED)
 
     # --- lines of batches ------------------------------------------------------------------------
 
@@ -305,6 +367,8 @@ class Session:
         try:
             if call is None:
                 raise GenerationFailed("call_not_found", f"there is no call {frame.call}", 409)
+            if call.cancelled:
+                raise _cancelled()
             if len(self._requests) >= MAX_REQUESTS:
                 raise _overloaded(f"a front end has {MAX_REQUESTS} requests at once")
             if frame.request in self._sessions.live:
@@ -408,7 +472,17 @@ class _Stream(NamedTuple):
 class _Call:
     """One HTTP request, or one line of a batch."""
 
-    __slots__ = ("answer", "caller", "counted", "refused", "requests", "stream", "trace")
+    __slots__ = (
+        "answer",
+        "caller",
+        "cancelled",
+        "counted",
+        "refused",
+        "requests",
+        "response",
+        "stream",
+        "trace",
+    )
 
     def __init__(
         self,
@@ -429,6 +503,10 @@ class _Call:
         """Its answer, once that is a stream and has begun."""
         self.refused: Refused | None = None
         """The first refusal of one of its requests."""
+        self.response: StoredResponse | None = None
+        """What it makes in the background."""
+        self.cancelled = False
+        """Whether the client gave that up."""
 
 
 class _Request:
@@ -546,6 +624,10 @@ def _models(caller: Caller) -> tuple[str, ...] | None:
 
 def _overloaded(message: str) -> GenerationFailed:
     return GenerationFailed("overloaded", message, 503, 1.0)
+
+
+def _cancelled() -> GenerationFailed:
+    return GenerationFailed("cancelled", "the response was cancelled", 409)
 
 
 def _refusal(error: Exception, call: int, request: RequestId | None = None) -> Refused:

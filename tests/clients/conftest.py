@@ -57,6 +57,11 @@ class Appliance:
             assert time.monotonic() < deadline, "the request was not cancelled"
             time.sleep(0.02)
 
+    def busy(self, model: str) -> bool:
+        """Whether a request of the model is computed."""
+        told = httpx.get(f"{self.url}/api/status", timeout=60).json()["models"]
+        return any(one["model"] == model and one["running"] for one in told)
+
     def _cancelled(self, model: str) -> int:
         series = rf'appliance_requests_total{{model="{model}",outcome="cancelled"}} (\d+)'
         found = re.search(series, httpx.get(f"{self.url}/metrics", timeout=60).text)

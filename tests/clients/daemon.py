@@ -30,6 +30,9 @@ memory = "1GiB"
 slab = "512KiB"
 host_cache = "512MiB"
 
+[batches]
+directory = "batches"
+
 [[model]]  # thinks, answers and calls what `tests.parrot` says
 name = "small"
 path = "small"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.clients.conftest import BOOKED, SCHEMA, SMALL, WORDY, Appliance, Stay
 from tests.parrot import ANSWER, THOUGHT
+from tests.patience import PATIENCE_SECONDS
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
 TOOL: Any = {"name": "book", "input_schema": SCHEMA}
@@ -98,6 +100,49 @@ def test_errors(claude: anthropic.Anthropic) -> None:
     body: Any = unknown.value.body
     assert body["error"]["type"] == "not_found_error"
     assert "max_tokens" in str(bad.value)
+
+
+def test_message_batches(claude: anthropic.Anthropic) -> None:
+    batches = claude.messages.batches
+    asked: Any = [
+        {"custom_id": "good", "params": ASKED},
+        {"custom_id": "bad", "params": ASKED | {"max_tokens": 0}},
+    ]
+    made = batches.create(requests=asked)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (done := batches.retrieve(made.id)).processing_status != "ended":
+        assert time.monotonic() < deadline, "it did not end"
+        time.sleep(0.05)
+    good, bad = batches.results(made.id)
+    listed = [batch.id for batch in batches.list(limit=1)]
+    batches.delete(made.id)
+
+    assert (done.request_counts.succeeded, done.request_counts.errored) == (1, 1)
+    assert good.result.type == "succeeded"
+    assert text_of(good.result.message) == ANSWER
+    assert bad.result.type == "errored"
+    assert "max_tokens" in bad.result.error.error.message
+    assert made.id in listed
+    with pytest.raises(anthropic.NotFoundError):
+        batches.retrieve(made.id)
+
+
+def test_message_batch_that_is_cancelled(appliance: Appliance, claude: anthropic.Anthropic) -> None:
+    batches = claude.messages.batches
+    params: Any = ASKED | {"model": WORDY}
+    with appliance.cancels():
+        made = batches.create(requests=[{"custom_id": "endless", "params": params}])
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not appliance.busy(WORDY):
+            assert time.monotonic() < deadline, "it did not begin"
+            time.sleep(0.02)
+        batches.cancel(made.id)
+    while batches.retrieve(made.id).processing_status != "ended":
+        assert time.monotonic() < deadline, "it did not end"
+        time.sleep(0.05)
+
+    (line,) = batches.results(made.id)
+    assert (line.custom_id, line.result.type) == ("endless", "canceled")
 
 
 def test_cancel(appliance: Appliance, claude: anthropic.Anthropic) -> None:

@@ -139,7 +139,9 @@ class House:
     def swap_places(self, engine: Any, tokens: int) -> tuple[int, ...]:
         return self.places(engine.kv.blocks(tokens), engine.kv.block_bytes)
 
-    def build(self, model: str, path: str, *, image: tuple[int, ...] = ()) -> Any:
+    def build(
+        self, model: str, path: str, *, image: tuple[int, ...] = (), max_logprobs: int = 20
+    ) -> Any:
         """Build an engine and store its weights (in the image of another engine, if given)."""
         from appliance.engines.vllm.engine import VllmEngine
 
@@ -152,6 +154,7 @@ class House:
             arena=self.arena,
             host=self.host,
             swapper=self.swapper,
+            max_logprobs=max_logprobs,
         )
         self.images[model] = image or self.places(engine.weight_slabs, self.arena.slab_bytes)
         engine.store_weights(self.images[model], fill=not image)

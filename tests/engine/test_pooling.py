@@ -51,9 +51,23 @@ DOCUMENTS = ["The Tiber.", "A river, which is long, and flows through Rome.", "N
 TASKS = {
     "embedder": Task.EMBED,
     "headed": Task.EMBED,
+    "means": Task.EMBED,
+    "vectors": Task.EMBED,
     "scorer": Task.SCORE,
     "classifier": Task.SCORE,
+    "classes": Task.SCORE,
+    "rewarder": Task.SCORE,
 }
+POOLERS: dict[str, dict[str, Any]] = {
+    "vectors": {"task": "token_embed"},
+    "classes": {"task": "token_classify", "logit_mean": 0.5, "logit_sigma": 2.0},
+    "rewarder": {"task": "token_classify"},
+}
+"""What is said of a model beside its checkpoint."""
+EACH = tuple(POOLERS)
+"""Those that pool each token of a prompt."""
+WHOLE = ("means", *EACH)
+"""Those that pool from all tokens of a prompt."""
 MATCHING = ("embedder", "headed", "scorer")
 """Those that compare two texts."""
 BASELINE = """
@@ -61,12 +75,14 @@ import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
 from vllm import LLM, PoolingParams
+from vllm.config import PoolerConfig
 found, engines = {}, {}
-for name, path, prompts, task, plain in json.load(sys.stdin):
+for name, path, prompts, task, plain, pooler in json.load(sys.stdin):
     if name not in engines:
         engines[name] = LLM(
             path, runner="pooling", dtype="float32", block_size=32, enforce_eager=True,
-            max_model_len=1024, kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False)
+            max_model_len=1024, kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False,
+            pooler_config=PoolerConfig(**pooler))
     llm = engines[name]
     if task == "score":
         scored = llm.score(*prompts, use_tqdm=False)
@@ -141,23 +157,42 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             num_labels=3,
             pad_token_id=0,
         ),
+        "means": make(folder, "means", "Qwen3Model", "Qwen3Config", "mean_tokens"),
+        "rewarder": make_rewarder(folder),
         "llama-mha": make_checkpoint(folder, "llama-mha"),
     }
     file = Path(made["embedder"]) / "config.json"
     described = json.loads(file.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}
     file.write_text(json.dumps(described))
-    return made
+    return made | {"vectors": made["embedder"], "classes": made["classifier"]}
+
+
+def make_rewarder(folder: Path) -> str:
+    """A model with a value for each token, which transformers has no class of."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = Path(make(folder, "rewarder", "Qwen2Model", "Qwen2Config", num_key_value_heads=2))
+    weights = {f"model.{name}": one for name, one in load_file(path / "model.safetensors").items()}
+    for layer, rows in ((0, 128), (2, 1)):
+        weights[f"score.{layer}.weight"] = torch.randn(rows, 128) * 0.2
+        weights[f"score.{layer}.bias"] = torch.randn(rows) * 0.2
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["Qwen2ForRewardModel"]}
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
 
 
 @pytest.fixture(scope="module")
 def expected(paths: dict[str, str]) -> dict[str, list[list[float]]]:
     """What unchanged vLLM makes of the prompts; of the scorer also without its activation."""
     jobs: list[Any] = [
-        (name, paths[name], prompts(name), "classify" if task is Task.SCORE else "embed", plain)
+        (name, paths[name], prompts(name), task_of(name), plain, POOLERS.get(name, {}))
         for name, task in TASKS.items()
         for plain in ((False, True) if task is Task.SCORE else (False,))
     ]
-    jobs += [(name, paths[name], [QUERY, DOCUMENTS], "score", False) for name in MATCHING]
+    jobs += [(name, paths[name], [QUERY, DOCUMENTS], "score", False, {}) for name in MATCHING]
     answer = subprocess.run(
         [sys.executable, "-c", BASELINE],
         input=json.dumps(jobs),
@@ -185,6 +220,7 @@ def _pooled(paths: dict[str, str]) -> House:
             host=house.host,
             swapper=house.swapper,
             task=TASKS.get(name, Task.GENERATE),
+            pooler_config=POOLERS.get(name, {}),
         )
         house.images[name] = house.places(engine.weight_slabs, house.arena.slab_bytes)
         engine.store_weights(house.images[name], fill=True)
@@ -204,9 +240,14 @@ def asked(
 
     from appliance.engines.vllm.messages import encode_params
 
-    task = "classify" if TASKS.get(name) is Task.SCORE else "embed"
-    params = PoolingParams(task=task, **(pooling or {}))
+    params = PoolingParams(**({"task": task_of(name)} | (pooling or {})))
     return SequenceSpec(request=request, model=name, prompt=prompt, body=encode_params(params))
+
+
+def task_of(name: str) -> str:
+    """vLLM's name for what a model's prompts are pooled to."""
+    usual = "classify" if TASKS.get(name) is Task.SCORE else "embed"
+    return str(POOLERS.get(name, {}).get("task", usual))
 
 
 def vector(produced: list[Produced]) -> list[float]:
@@ -308,9 +349,10 @@ def test_dimensions_are_the_first_ones(pooled: House) -> None:
         pooled.engines["headed"].add(asked("headed", "r", prompt, Pooling(dimensions=16)))
 
 
-def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]]) -> None:
+@pytest.mark.parametrize("name", ["embedder", *WHOLE])
+def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]], name: str) -> None:
     """In chunks, several at a time, under a worker: each has its vector once, and no decoding."""
-    name, reports = "embedder", []
+    reports: list[Any] = []
     mailbox = Mailbox()
     configuration = wire.Configure(
         version=wire.PROTOCOL_VERSION,
@@ -319,7 +361,7 @@ def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]])
         slabs=pooled.arena.slabs,
         slab_bytes=pooled.arena.slab_bytes,
         host_bytes=pooled.host.nbytes,
-        models=[wire.WorkerModel(name, "", "float32", 1024, 16, task=Task.EMBED)],
+        models=[wire.WorkerModel(name, "", "float32", 1024, 16, task=TASKS[name])],
     )
     worker = Worker(
         configuration,
@@ -355,11 +397,66 @@ def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]])
     found = {one.request: vector([one]) for one in told}
     assert len(told) == 4
     for request, wanted in zip(
-        [*names, "alone"], [*expected[name], expected[name][1]], strict=True
+        [*names, "alone"], [*expected[name][:3], expected[name][1]], strict=True
     ):
         np.testing.assert_allclose(found[request], wanted, rtol=1e-4, atol=1e-5)
     done = [report.request for report in reports if isinstance(report, PrefillDone)]
     assert sorted(done) == sorted([*names, "alone"])
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_token_has_its_own(pooled: House, name: str) -> None:
+    """As many rows as the prompt has tokens; a token's is that of the prompt that ends with it."""
+    engine, width = pooled.engines[name], {"vectors": 128, "classes": 3, "rewarder": 1}[name]
+    engine.begin_load().wait()
+    prompt = prompts(name)[2]
+    rows = np.array(pool(engine, prompt)).reshape(len(prompt), width)
+
+    shorter = np.array(pool(engine, prompt[:41])).reshape(41, width)
+    np.testing.assert_allclose(shorter, rows[:41], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_that_fails_leaves_nothing_of_a_prompt(
+    pooled: House, expected: dict[str, list[list[float]]], name: str, monkeypatch: Any
+) -> None:
+    """Computed again from its beginning, a prompt is pooled from each of its tokens once."""
+    engine, prompt = pooled.engines[name], prompts(name)[2]
+    engine.begin_load().wait()
+    engine.add(asked(name, "r", prompt))
+    engine.begin_prefill("r", PLENTY)
+    assert engine.step((), PLENTY, ("r",), 40) == []
+
+    def fail() -> None:
+        raise RuntimeError("as good as any")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "step", fail)
+        with pytest.raises(RuntimeError, match="as good as any"):
+            engine.step((), PLENTY, ("r",), 40)
+
+    found = vector(engine.prefill("r", PLENTY))
+    np.testing.assert_allclose(found, expected[name][2], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_too_large_is_refused_before(pooled: House, monkeypatch: Any) -> None:
+    """A matrix that no output holds; nor are texts compared where they are computed."""
+    from vllm.pooling_params import LateInteractionParams
+
+    from appliance.engines.vllm import pooling
+
+    engine, prompt = pooled.engines["vectors"], prompts("vectors")[2]
+    late = LateInteractionParams(mode="cache_query", query_key="k", query_uses=1)
+    with pytest.raises(ValueError, match="token by token"):
+        engine.add(asked("vectors", "r", prompt, {"late_interaction_params": late}))
+    monkeypatch.setattr(pooling, "MAX_POOLED_BYTES", len(prompt) * 128 * 4 - 1)
+    with pytest.raises(ValueError, match=f"pooled from {len(prompt)} tokens takes 46080 bytes"):
+        engine.add(asked("vectors", "r", prompt))
+    monkeypatch.undo()
+    monkeypatch.setattr(pooling, "MAX_STATES_BYTES", len(prompt) * 128 * 4 - 1)
+    with pytest.raises(ValueError, match="ask for a shorter prompt"):
+        pooled.engines["classes"].add(asked("classes", "r", prompt))
+    assert not engine.knows("r")
 
 
 def test_only_its_own_task(pooled: House) -> None:
@@ -380,7 +477,7 @@ def test_only_its_own_task(pooled: House) -> None:
     ("name", "kind", "config", "mode", "task", "shape", "why"),
     [
         ("bert", "BertModel", "BertConfig", "cls", Task.EMBED, {}, "both directions"),
-        ("mean", "Qwen3Model", "Qwen3Config", "mean_tokens", Task.EMBED, {}, "pools by MEAN"),
+        ("first", "Qwen3Model", "Qwen3Config", "cls_token", Task.EMBED, {}, "pools by CLS"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(

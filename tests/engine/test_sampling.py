@@ -15,6 +15,7 @@ from tests.engine.house import (
     PlainAnswers,
     Sampling,
     body,
+    make_house,
     sequence,
     tokens,
 )
@@ -290,6 +291,30 @@ def test_prompt_logprobs_are_bounded(engine: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("appliance.engines.vllm.engine.MAX_OUTPUT_BYTES", 70 * 6 * 8 - 1)
     with pytest.raises(ValueError, match="prompt_logprobs of 70 tokens"):
         engine.add(sequence(MODEL, "r", PROMPT, Sampling(prompt_logprobs=4)))
+
+
+def test_all_log_probabilities_are_as_many_as_the_vocabulary(
+    checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model allows them: of a token, and of a prompt, which bounds them, too. More than
+    there are would end the worker."""
+    house = make_house()
+    engine = house.build(MODEL, checkpoints[MODEL], max_logprobs=1 << 18)
+    engine.begin_load().wait()
+    every = Sampling(max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+    engine.add(sequence(MODEL, "r", PROMPT, every))
+
+    answer = told(engine.prefill("r", SLABS))
+
+    assert {len(one) for one in answer["logprobs"]} == {VOCAB}
+    assert {len(one) for one in answer["prompt_logprobs"][1:]} == {VOCAB}
+    for wrong in (Sampling(logprobs=VOCAB + 1), Sampling(prompt_logprobs=VOCAB + 1)):
+        with pytest.raises(ValueError, match=f"as the vocabulary has {VOCAB}"):
+            engine.add(sequence(MODEL, "r", PROMPT, wrong))
+    most = len(PROMPT) * (VOCAB + 2) * 8
+    monkeypatch.setattr("appliance.engines.vllm.engine.MAX_OUTPUT_BYTES", most - 1)
+    with pytest.raises(ValueError, match=f"prompt_logprobs of 70 tokens take {most} bytes"):
+        engine.add(sequence(MODEL, "r", PROMPT, every))
 
 
 def test_a_body_that_is_none_is_refused(engine: Any) -> None:

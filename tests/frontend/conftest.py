@@ -42,21 +42,21 @@ def models(generator: Path) -> tuple[FrontModel, ...]:
     """Three that generate, one that embeds, one that scores, one with two
     classes, and one that is damaged."""
     folder = generator.parent
-    embedder = _like(generator, folder / "embedder")
-    scorer = _like(
+    embedder = like(generator, folder / "embedder")
+    scorer = like(
         generator,
         folder / "scorer",
         architectures=["LlamaForSequenceClassification"],
         num_labels=1,
     )
-    classifier = _like(
+    classifier = like(
         generator,
         folder / "classifier",
         architectures=["LlamaForSequenceClassification"],
         num_labels=2,
         id2label={"0": "good", "1": "bad"},
     )
-    damaged = _like(generator, folder / "damaged")
+    damaged = like(generator, folder / "damaged")
     (damaged / "tokenizer.json").write_text("{", encoding="utf-8")
     return (
         model_at(generator, "talker"),
@@ -69,7 +69,7 @@ def models(generator: Path) -> tuple[FrontModel, ...]:
     )
 
 
-def _like(checkpoint: Path, path: Path, **changes: Any) -> Path:
+def like(checkpoint: Path, path: Path, **changes: Any) -> Path:
     """Another checkpoint with the same tokenizer; front ends read no weights."""
     path.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

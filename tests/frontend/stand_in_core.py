@@ -23,9 +23,12 @@ from appliance.frontwire import (
     Drain,
     Enter,
     Entered,
+    FindResponse,
+    FoundResponse,
     FrontModel,
     Handover,
     Hello,
+    KeepResponse,
     Leave,
     Output,
     Outputs,
@@ -93,6 +96,7 @@ class StandInCore:
         version: int = frontwire.VERSION,
         origins: tuple[str, ...] = (),
         strict: bool = False,
+        root_path: str = "",
     ) -> None:
         self.welcome = Welcome(
             version=version,
@@ -100,6 +104,7 @@ class StandInCore:
             max_body_bytes=max_body_bytes,
             strict=strict,
             origins=origins,
+            root_path=root_path,
             keyed=False,
             models=tuple(models),
         )
@@ -112,6 +117,8 @@ class StandInCore:
         """Connections that the front end gave back; each request on them is answered "core"."""
         self.endings: dict[int, bytes] = {}
         """What ends the stream of a call, if the front end dies."""
+        self.responses: dict[str, KeepResponse] = {}
+        """What the front end stored, as it was last."""
         self.frames: list[Any] = []
         self.keep_frames = True
         self.live: dict[RequestId, Live] = {}
@@ -318,6 +325,14 @@ class StandInCore:
             case Abort():
                 for request in frame.requests:
                     self.live.pop(request, None)
+            case KeepResponse():
+                self.responses[frame.response] = frame
+            case FindResponse():
+                kept = self.responses.get(frame.response)
+                if kept is None:
+                    self.send(FoundResponse(frame.call))
+                else:
+                    self.send(FoundResponse(frame.call, kept.answer, kept.messages))
             case Leave():
                 self.calls.discard(frame.call)
                 for request, live in list(self.live.items()):

@@ -137,18 +137,6 @@ async def test_a_guided_answer_says_so(core: StandInCore, client: openai.AsyncOp
     assert decode_request(submit.body).sampling_params.structured_outputs.json_object
 
 
-async def test_responses_are_kept_for_the_next_turn(
-    core: StandInCore, client: openai.AsyncOpenAI
-) -> None:
-    first = await client.responses.create(model="talker", input="hello", max_output_tokens=4)
-    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
-    await client.responses.create(
-        model="talker", input="go on", previous_response_id=first.id, max_output_tokens=4
-    )
-    before, after = core.said(Submit)
-    assert len(after.prompt) > len(before.prompt) + 4
-
-
 async def test_a_streamed_response_has_all_events(
     core: StandInCore, client: openai.AsyncOpenAI
 ) -> None:
@@ -160,28 +148,6 @@ async def test_a_streamed_response_has_all_events(
         kinds.append(event.type)
     assert kinds[0] == "response.created"
     assert kinds[-1] in ("response.completed", "response.incomplete")
-
-
-async def test_a_response_in_the_background_outlives_its_answer(
-    core: StandInCore, client: openai.AsyncOpenAI
-) -> None:
-    core.hold_at = lambda submit: 2
-    queued = await client.responses.create(
-        model="talker", input="hello", max_output_tokens=4, background=True
-    )
-    assert queued.status == "queued"
-    submit = await core.seen(Submit)
-    assert submit.request in core.live or not core.said(Abort)
-    core.go_on()
-    while (found := await client.responses.retrieve(queued.id)).status in ("queued", "in_progress"):
-        pass
-    assert found.output_text
-    assert not core.said(Abort)
-
-
-async def test_an_unknown_response_is_not_found(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve("resp_unknown")
 
 
 async def test_anthropics_client_gets_messages(core: StandInCore, tokenizer: Tokenizer) -> None:
@@ -427,13 +393,6 @@ async def test_no_model_has_to_be_named_where_there_is_one(
         core.change(models)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == core.said(Submit)[0].model == "talker"
-
-
-async def test_a_response_is_not_rendered(core: StandInCore) -> None:
-    """There is no such endpoint, and no response of this name."""
-    async with httpx.AsyncClient(base_url=core.url) as http:
-        answer = await http.post("/v1/responses/render", json={"model": "talker", "input": "a"})
-    assert answer.status_code == 404
 
 
 async def test_names_with_and_without_a_tag(core: StandInCore, client: openai.AsyncOpenAI) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EXAMPLES = [one for one in examples("api.md", "embeddings.md") if one.of_front_ends]
 SPELT_OUT = re.findall(
-    r"^```json\n(GET|POST) (/\S+)\n(.*?)^```$",
+    r"^```json\nPOST (/\S+)\n(\{.+?)^```$",
     (DOCS / "openai-endpoints.md").read_text(encoding="utf-8"),
     re.DOTALL | re.MULTILINE,
 )
@@ -62,21 +62,12 @@ def has(answer: Any, shown: Any) -> bool:
     return isinstance(answer, kinds)
 
 
-@pytest.mark.parametrize(("method", "path", "body"), SPELT_OUT, ids=str)
-async def test_examples_that_are_spelt_out(
-    core: StandInCore, method: str, path: str, body: str
-) -> None:
+@pytest.mark.parametrize(("path", "body"), SPELT_OUT, ids=str)
+async def test_examples_that_are_spelt_out(core: StandInCore, path: str, body: str) -> None:
     """Those that force a tool need a model whose output follows a guide; it is not run here."""
     async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as client:
-        if not body:
-            asked = {"model": "small", "input": "Go on.", "background": True, "store": True}
-            core.hold_at = lambda submit: 1  # it is still being made
-            made = (await client.post("/v1/responses", json=asked)).json()
-            answered = await client.request(method, path.replace("resp_1", made["id"]))
-            core.go_on()
-        else:
-            sent = json.loads(body) | {"model": "small"}
-            sent.pop("tool_choice", None)
-            answered = await client.request(method, path, json=sent)
+        sent = json.loads(body) | {"model": "small"}
+        sent.pop("tool_choice", None)
+        answered = await client.post(path, json=sent)
 
     assert answered.status_code == 200, answered.text

@@ -20,17 +20,12 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from appliance.frontpaths import FRONT_PATHS, FRONT_PREFIXES
+from appliance.frontpaths import FRONT_PATHS
 from tests.fuzz.running import Target, running
 from tests.fuzz.target import ANYTHING
 
 _CONFIG: Final = Path(__file__).with_name("schemathesis.toml")
-_FRONT: Final = "|".join(
-    (
-        *(f"^{re.escape(path)}$" for path in sorted(FRONT_PATHS)),
-        *(f"^{one}" for one in FRONT_PREFIXES),
-    )
-)
+_FRONT: Final = "|".join(f"^{re.escape(path)}$" for path in sorted(FRONT_PATHS))
 _ALL: Final = "examples,coverage,fuzzing"
 _EXAMPLES: Final = 100
 """Cases of each kind that are drawn for an operation in one run."""

@@ -42,6 +42,9 @@ _BATCH: Final = {
 BODIES: Final[dict[tuple[str, str], list[Any]]] = {
     ("POST", "/api/show"): [{}],
     ("POST", "/v1/batches"): [_BATCH, {**_BATCH, "metadata": {"a": "b"}}],
+    ("POST", "/v1/messages/batches"): [
+        {"requests": [{"custom_id": "1", "params": {"model": MODELS[0], "messages": _CHAT}}]}
+    ],
     ("POST", "/api/models"): [
         {"name": ADDED, "path": "tiny", "max_context": 64, "slo": {"ttft": "2s"}, "pin": True}
     ],
@@ -81,11 +84,13 @@ _NAMES: Final = {
     "/api/blobs": "sha256:00",
     "/v1/files": FILE,
     "/v1/batches": BATCH,
+    "/v1/messages/batches": "msgbatch_1",
 }
 _NO_MODEL: Final = (
     *("/api/policies", "/api/log-level", "/api/models", "/api/config", "/api/verify"),
     *("/api/instances", "/api/host", "/api/keys"),
     "/v1/batches",
+    "/v1/messages/batches",
 )
 
 

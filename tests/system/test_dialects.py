@@ -192,6 +192,28 @@ def test_errors(claude: anthropic.Anthropic, llama: ollama.Client) -> None:
     assert cut.prompt_eval_count < 1024
 
 
+def test_a_message_batch_says_the_same(claude: anthropic.Anthropic) -> None:
+    """What each request is answered is what HTTP answers it, or refuses it with."""
+    batches = claude.messages.batches
+    asked: Any = {"max_tokens": 8, "messages": HELLO, "temperature": 0}
+    models = ("qwen3-a", "llama-b", "claude-9")
+    made = batches.create(
+        requests=[{"custom_id": model, "params": asked | {"model": model}} for model in models]
+    )
+    until(lambda: batches.retrieve(made.id).processing_status == "ended")
+    *good, bad = batches.results(made.id)
+
+    assert [line.custom_id for line in good] == list(models[:2])
+    for line in good:
+        assert line.result.type == "succeeded"
+        direct = message(claude, model=line.custom_id, max_tokens=8)
+        batched = line.result.message
+        assert (text_of(batched), batched.usage) == (text_of(direct), direct.usage)
+    assert bad.result.type == "errored"
+    assert bad.result.error.error.type == "not_found_error"
+    assert batches.delete(made.id).id == made.id
+
+
 def test_hanging_up_cancels(
     appliance: Appliance, claude: anthropic.Anthropic, llama: ollama.Client
 ) -> None:

@@ -315,6 +315,37 @@ async def test_the_core_answers_while_all_front_ends_are_stopped(daemon: Daemon)
     assert len((await late).tokens) == UNDER_WAY
 
 
+async def test_a_conversation_goes_on_in_every_front_end(daemon: Daemon) -> None:
+    """A stored response is known to all of them, and to no other key; also after the front end
+    that made it was killed."""
+    asked = {"model": MODEL, "input": "Where is the Tiber?", "max_output_tokens": 8}
+    answered_by = set[int]()
+    previous: str | None = None
+    async with AsyncExitStack() as stack:
+        while answered_by != daemon.front_ends():
+            assert len(answered_by) <= len(USERS)
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=daemon.url, timeout=PATIENCE_SECONDS)
+            )
+            body = asked if previous is None else {**asked, "previous_response_id": previous}
+            answer = await client.post("/v1/responses", json=body, headers=_key(USERS[0]))
+            assert answer.status_code == 200, answer.text
+            address = answer.extensions["network_stream"].get_extra_info("client_addr")
+            maker = await asyncio.to_thread(_holder, daemon, address)
+            answered_by.add(maker)
+            previous = answer.json()["id"]
+    path = f"/v1/responses/{previous}"
+    before = daemon.front_ends()
+    os.kill(maker, signal.SIGKILL)
+    stored = await asyncio.to_thread(daemon.get, path, USERS[0])
+    assert stored.json() == answer.json()
+    assert (await asyncio.to_thread(daemon.get, path, USERS[1])).status_code == 404
+    await asyncio.to_thread(
+        _until, lambda: len(daemon.front_ends()) == 2 and daemon.front_ends() != before
+    )
+    await asyncio.to_thread(_until, lambda: daemon.get("/readyz").is_success)
+
+
 def _long_prompt() -> dict[str, Any]:
     """A prompt that makes the largest body."""
     body = _asked(USERS[0], 1)

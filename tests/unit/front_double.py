@@ -180,9 +180,11 @@ class FrontDouble:
 
     async def compute(self, call: int, path: str, body: dict[str, Any]) -> tuple[int, object]:
         """Status and body of the answer to a request of a call."""
-        if body.get("temperature", 1.0) > 2.0:
-            error = {"message": "temperature: too high", "param": "temperature", "code": 400}
-            return 400, {"error": error}
+        messages = path == "/v1/messages"
+        bad = "stream" if body.get("stream") else None
+        bad = "temperature" if body.get("temperature", 1.0) > 2.0 else bad
+        if bad is not None:
+            return 400, _error(messages, {"message": f"{bad}: wrong", "param": bad, "code": 400})
         pooled = path == "/v1/embeddings"
         texts = body["input"] if pooled else [_rendered(body)] * body.get("n", 1)
         most = 0 if pooled else body.get("max_tokens", 8)
@@ -194,7 +196,7 @@ class FrontDouble:
             if refused is not None:
                 self.abort(*names)
                 error = {"message": refused.message, "code": refused.code, "type": "error"}
-                return refused.status, {"error": error}
+                return refused.status, _error(messages, error)
             self._news.clear()
             await self._news.wait()
         outputs = [self.text(name) for name in names]
@@ -206,6 +208,12 @@ class FrontDouble:
             "total_tokens": prompt + said,
             "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
+        if messages:
+            content = [{"type": "text", "text": outputs[0]}]
+            counts = {"input_tokens": prompt, "output_tokens": said}
+            about = {"id": "msg_1", "type": "message", "role": "assistant", "model": body["model"]}
+            ended = {"stop_reason": "end_turn", "stop_sequence": None}
+            return 200, about | ended | {"content": content, "usage": counts}
         said_by = [
             {"index": index, "message": {"role": "assistant", "content": text}}
             for index, text in enumerate(outputs)
@@ -253,6 +261,13 @@ class Fronted:
         finally:
             self._front.leave(entered.call)
         return status, entered.headers, _json(answer)
+
+
+def _error(messages: bool, error: dict[str, Any]) -> dict[str, Any]:
+    if not messages:
+        return {"error": error}
+    told = {"type": "invalid_request_error", "message": error["message"]}
+    return {"type": "error", "error": told, "request_id": "r"}
 
 
 def _json(answer: object) -> bytes:

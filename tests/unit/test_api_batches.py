@@ -525,9 +525,9 @@ async def test_long_answers_are_written_beside_the_event_loop(
     """Nobody else waits until the line of one is made; that of a short one is made at once."""
     beside: dict[str, bool] = {}
 
-    def noted(custom_id: str, status: int, body: bytes) -> msgspec.Raw:
+    def noted(endpoint: str, custom_id: str, status: int, body: bytes) -> msgspec.Raw:
         beside[custom_id] = threading.current_thread() is not threading.main_thread()
-        return answered(custom_id, status, body)
+        return answered(endpoint, custom_id, status, body)
 
     def script(generation: FakeGeneration) -> None:
         generation.say("hello" * (60_000 if "long" in generation.text else 1))

@@ -70,7 +70,7 @@ def life(total: int, done: list[tuple[int, bool]], cancelled: bool) -> list[Reco
         Begun(at=now, total=total),
     ]
     for request, ok in done:
-        entry = answered(str(request), 200 if ok else 400, b'{"written":true}')
+        entry = answered(CHATS, str(request), 200 if ok else 400, b'{"written":true}')
         records.append(
             LineDone(at=now, request=request, ok=ok, input_tokens=5, output_tokens=7, entry=entry)
         )

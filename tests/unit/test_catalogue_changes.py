@@ -166,6 +166,25 @@ async def test_a_worker_that_starts_later_knows_it(box: Box, client: httpx.Async
     assert [c.model for c in box.workers[0].heard(BuildModel)][3:] == ["a", "b", "new"]
 
 
+async def test_a_pooler_is_told_to_workers_and_front_ends(
+    box: Box, client: httpx.AsyncClient, path: Path
+) -> None:
+    """With the task that the model has, and other keys that change what both compute."""
+    body = {"name": "new", "path": "new", "task": "embed", "max_logprobs": 3}
+    asked = {"pooling_type": "MEAN", "enable_chunked_processing": True}
+    refused = await client.post("/api/models", json=body | {"pooler_config": {"task": "classify"}})
+    answer = await client.post("/api/models", json=body | {"pooler_config": asked})
+    box.settle()
+
+    assert (refused.status_code, answer.status_code) == (422, 200)
+    assert "does not classify; use embed or token_embed" in refused.text
+    worker = box.workers[0].heard(wire.AddModel)[0].model
+    front = box.daemon.front_models()[-1]
+    assert worker.pooler_config == front.pooler_config == asked | {"task": "embed"}
+    assert (worker.max_logprobs, front.max_logprobs) == (3, 3)
+    assert load_config(path).models[-1].pooler_config.chosen == asked
+
+
 async def test_a_context_need_not_be_given(client: httpx.AsyncClient, path: Path) -> None:
     """It is what the checkpoint can have, within reason."""
     answer = await client.post("/api/models", json={"name": "new", "path": "new"})

@@ -23,7 +23,7 @@ def blocks(kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["sh", "python"])
 async def test_examples(tmp_path: Path, kind: str) -> None:
-    """Both ways end with the answers to all lines."""
+    """Both ways end with the answers to all lines, in both dialects."""
     house = House(tmp_path)
     (tmp_path / "requests.jsonl").write_text(blocks("sh")[0].split("END'\n")[1].split("END\n")[0])
     command = {"sh": ["bash", "-euc", CURL], "python": [sys.executable, "-c", ""]}[kind]
@@ -41,3 +41,7 @@ async def test_examples(tmp_path: Path, kind: str) -> None:
     for name in ("first", "second"):
         assert f'"custom_id":"{name}"' in said.decode()
     assert said.decode().count('"content":"hello"') == 2
+    if kind == "sh":
+        assert said.decode().count('"type":"succeeded"') == 2
+    else:
+        assert "third succeeded" in said.decode()

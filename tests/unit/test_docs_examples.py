@@ -40,8 +40,8 @@ PAGES = {
 """Pages whose examples tests run, with what marks the blocks they are in."""
 
 SPELT_OUT = "openai-endpoints.md"
-"""A page whose examples have the method and the path in their first line; test_api_tokenization
-runs them."""
+"""A page whose examples have the method and the path in their first line; tests/frontend/test_docs
+runs those with a body, test_stored_responses the others."""
 
 ELSEWHERE = {"serve", "demo", "doctor", "logs"}
 """Commands that do not end, or want a machine: tests/system and test_watchcommands run them. Their

@@ -264,6 +264,8 @@ async def test_differences_are_told_with_what_they_need(
     edit(path, 'use = ["serverlessllm"]', 'use = ["aegaeon"]\n[policy.aegaeon]\nmax_group = 4')
     edit(path, 'ttft = "3s"', 'ttft = "4s"')
     edit(path, 'name = "org/tiny"\npath = "tiny"', 'name = "more"\npath = "more"\nmax_batch = 8')
+    pooler = 'task = "embed"\npooler_config = { task = "token_embed" }'
+    edit(path, 'name = "tiny"', f'name = "tiny"\nmax_logprobs = 50\n{pooler}')
 
     found = await checked(client)
 
@@ -274,6 +276,9 @@ async def test_differences_are_told_with_what_they_need(
         "policy.use": (["serverlessllm"], ["aegaeon"], "reload"),
         "policy.aegaeon.max_group": (None, 4, "reload"),
         "model.tiny.slo.ttft": ("3s", "4s", "reload"),
+        "model.tiny.task": ("auto", "embed", "restart"),
+        "model.tiny.max_logprobs": (20, 50, "restart"),
+        "model.tiny.pooler_config.task": ("auto", "token_embed", "restart"),
         "model.org/tiny": (str(path.parent / "tiny"), None, "reload"),
         "model.more": (None, str(path.parent / "more"), "reload"),
     }

@@ -12,7 +12,7 @@ import pytest
 from appliance.catalog import read_checkpoint
 from appliance.configfile import load_config
 from appliance.errors import CheckpointError, ConfigError
-from appliance.purpose import AskedTask, check_task
+from appliance.purpose import AskedTask, PoolerRefused, PoolerValue, check_pooler, check_task
 from appliance.vocabulary import Task
 
 Make = Callable[..., Path]
@@ -72,8 +72,7 @@ def test_the_configuration_decides(fake_checkpoint: Make) -> None:
 
 @pytest.mark.parametrize("asked", ["auto", "embed", "generate"])
 @pytest.mark.parametrize(
-    "architecture",
-    ["Qwen2ForRewardModel", "InternLM2ForRewardModel", "HF_ColBERT", "BertForTokenClassification"],
+    "architecture", ["Qwen2ForProcessRewardModel", "HF_ColBERT", "BertForTokenClassification"]
 )
 def test_values_for_each_token_are_refused(
     fake_checkpoint: Make, architecture: str, asked: AskedTask
@@ -81,14 +80,70 @@ def test_values_for_each_token_are_refused(
     """Before an engine is built, whatever the configuration says."""
     path = fake_checkpoint(architectures=[architecture])
 
-    with pytest.raises(CheckpointError, match=f"{architecture} gives values for each token"):
+    with pytest.raises(CheckpointError, match=f"{architecture} gives values for tokens"):
         check_task(path, asked)
+
+
+def test_a_reward_model_scores_tokens(fake_checkpoint: Make) -> None:
+    """Each of a prompt, and does nothing else."""
+    path = fake_checkpoint(architectures=["Qwen2ForRewardModel"])
+
+    assert check_task(path) is Task.SCORE
+    assert check_pooler(path, Task.SCORE, {}) == "token_classify"
+    with pytest.raises(PoolerRefused, match=r"pooler_config.task: .* does not classify"):
+        check_pooler(path, Task.SCORE, {"task": "classify"})
+    for asked in ("embed", "generate"):
+        with pytest.raises(CheckpointError, match=f"have to be score, not {asked}"):
+            check_task(path, asked)
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "pooled"),
+    [
+        (Task.GENERATE, {}, ""),
+        (Task.EMBED, {}, "embed"),
+        (Task.EMBED, {"task": "token_embed", "pooling_type": "ALL"}, "token_embed"),
+        (Task.EMBED, {"enable_chunked_processing": True, "max_embed_len": 9000}, "embed"),
+        (Task.SCORE, {"logit_mean": 0.5}, "classify"),
+        (Task.SCORE, {"task": "token_classify"}, "token_classify"),
+    ],
+)
+def test_a_pooler_does_what_it_is_told(
+    fake_checkpoint: Make, task: Task, asked: dict[str, PoolerValue], pooled: str
+) -> None:
+    """If its model can."""
+    assert check_pooler(fake_checkpoint(), task, asked) == pooled
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "why"),
+    [
+        (Task.GENERATE, {"dimensions": 8}, "dimensions: it generates text"),
+        (Task.EMBED, {"task": "classify"}, "task: .* does not classify; use embed or token_embed"),
+        (Task.SCORE, {"task": "embed"}, "task: .* does not embed; use classify or token_classify"),
+        (Task.EMBED, {"pooling_type": "ALL"}, "pooling_type: ALL is not for the task embed"),
+        (
+            Task.EMBED,
+            {"task": "token_embed", "pooling_type": "MEAN"},
+            "pooling_type: MEAN is not for the task token_embed; use ALL",
+        ),
+        (Task.SCORE, {"dimensions": 8}, "dimensions: is not for the task classify"),
+        (Task.EMBED, {"logit_sigma": 2.0}, "logit_sigma: is not for the task embed"),
+        (Task.EMBED, {"max_embed_len": 99}, "max_embed_len: .*set enable_chunked_processing"),
+    ],
+)
+def test_a_pooler_that_cannot_is_told_why(
+    fake_checkpoint: Make, task: Task, asked: dict[str, PoolerValue], why: str
+) -> None:
+    """By the key, with the remedy."""
+    with pytest.raises(PoolerRefused, match=why):
+        check_pooler(fake_checkpoint(), task, asked)
 
 
 @pytest.mark.parametrize(
     ("pooling", "more", "why"),
     [
-        ({"pooling_mode_mean_tokens": True}, (), "pools by pooling_mode_mean_tokens"),
+        ({"pooling_mode_max_tokens": True}, (), "pools by pooling_mode_max_tokens"),
         ({"pooling_mode": "cls"}, (), "pools by cls"),
         (LAST, ("Dense",), "dense layer"),
     ],
@@ -140,13 +195,48 @@ def test_architectures_that_are_none(fake_checkpoint: Make, names: object) -> No
             read(path)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"architectures": ["BertModel"]}, {"is_causal": False}], ids=["BERT", "not causal"]
+)
+def test_what_looks_ahead_is_refused(fake_checkpoint: Make, changes: dict[str, Any]) -> None:
+    """Though it pools by the mean, which others may."""
+    back, ahead = fake_checkpoint("back"), fake_checkpoint("ahead", **changes)
+    for path in (back, ahead):
+        modules(path, {"pooling_mode_mean_tokens": True})
+
+    assert check_task(back) is Task.EMBED
+    with pytest.raises(CheckpointError, match="attends in both directions"):
+        check_task(ahead)
+
+
 def test_a_configuration_is_checked(fake_checkpoint: Make, tmp_path: Path) -> None:
     """With the line of the model."""
-    fake_checkpoint(architectures=["Qwen2ForRewardModel"])
+    fake_checkpoint(architectures=["Qwen2ForProcessRewardModel"])
     file = tmp_path / "appliance.toml"
     file.write_text(
         '[devices]\nmemory = "8MiB"\n[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\n'
     )
 
-    with pytest.raises(ConfigError, match="gives values for each token"):
+    with pytest.raises(ConfigError, match="gives values for tokens"):
         load_config(file)
+
+
+def test_a_pooler_of_a_configuration_is_checked(fake_checkpoint: Make, tmp_path: Path) -> None:
+    """With its key, and the remedy."""
+    fake_checkpoint()
+    file = tmp_path / "appliance.toml"
+    text = '[devices]\nmemory = "8MiB"\n[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\n'
+    file.write_text(text + 'task = "embed"\npooler_config = { pooling_type = "STEP" }\n')
+    with pytest.raises(ConfigError, match=r"pooler_config.pooling_type: 'STEP' is not a choice"):
+        load_config(file)
+    file.write_text(text + 'task = "embed"\npooler_config = { normalize = true }\n')
+    with pytest.raises(ConfigError, match=r"pooler_config.normalize: unknown key"):
+        load_config(file)
+    file.write_text(text + 'task = "embed"\npooler_config = { task = "classify" }\n')
+    with pytest.raises(ConfigError, match=r"pooler_config.task: .* does not classify"):
+        load_config(file)
+    file.write_text(text + 'task = "embed"\npooler_config = { task = "token_embed" }\n')
+
+    (model,) = load_config(file).models
+
+    assert model.pooler_config.chosen == {"task": "token_embed"}

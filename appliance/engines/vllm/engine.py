@@ -18,7 +18,7 @@ that fails leaves its requests added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -63,10 +63,10 @@ from appliance.engines.vllm.messages import (
 )
 from appliance.engines.vllm.placement import KvPlacement, placing
 from appliance.engines.vllm.pooling import (
-    check_pooler,
     check_pooling,
     complete_pooling,
     engine_args,
+    pool_in_chunks,
 )
 from appliance.engines.vllm.reasoning import ThinkingBudgets, parser_of
 from appliance.engines.vllm.recipe import LOAD_FORMAT, Recording, recording
@@ -85,12 +85,15 @@ from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferKind
 from appliance.memory.weights import DeviceWeights
+from appliance.purpose import PoolerValue
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId, Task
 
 BATCHED_TOKENS: Final = 2048
 SCORED_TOKENS: Final = 256
 """Of prompts in a step where one wants log probabilities of its prompt: they take memory for so
 many times the vocabulary."""
+ALL_LOGPROBS: Final = -1
+"""vLLM's word for as many log probabilities as there are tokens."""
 LOGPROB_BYTES: Final = 8
 """Of one log probability of a prompt's token, with the token that it is of."""
 
@@ -149,7 +152,7 @@ class VllmEngine:
         self._device = placement.device
         self._weights, self._packings, self._kept = weights
         model_of_vllm = self._runner.get_model()
-        check_pooler(task, model_of_vllm)
+        pool_in_chunks(task, core.vllm_config.model_config, model_of_vllm)
         parameters.check_moved(model_of_vllm, self._weights, self._packings, self._kv_addresses)
         self._gates = Gates(model_of_vllm, self._weights, self._device)
         layout = self._weights.layout
@@ -186,6 +189,8 @@ class VllmEngine:
         images: ImageFolder | None = None,
         task: Task = Task.GENERATE,
         reasoning_parser: str = "",
+        max_logprobs: int = 20,
+        pooler_config: Mapping[str, PoolerValue] | None = None,
     ) -> VllmEngine:
         """Make an engine for a checkpoint of safetensors, of which only headers are read.
 
@@ -195,6 +200,8 @@ class VllmEngine:
         of several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
         `device`: the CPU, if None. Packed weights are kept in the folder of `images`, if any.
         `reasoning_parser` is vLLM's name of what knows the model's reasoning; empty: it has none.
+        `max_logprobs` bounds the log probabilities of a token, and `pooler_config` has keys of
+        vLLM's `PoolerConfig`.
 
         Raises `SeamMoved` for another vLLM or torch, `UnsupportedKvCache` for a model whose KV
         cache has several shapes, `CheckpointError` (`UnsupportedCheckpoint`) for files that are
@@ -222,6 +229,7 @@ class VllmEngine:
             dtype=dtype,
             max_model_len=max_context,
             max_num_seqs=max_batch,
+            max_logprobs=max_logprobs,
             max_num_batched_tokens=max(BATCHED_TOKENS, max_batch),
             block_size=BLOCK_TOKENS,
             load_format=LOAD_FORMAT,
@@ -237,7 +245,7 @@ class VllmEngine:
             tensor_parallel_size=ranks,
             distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
             scheduler_cls=ParkedScheduler,
-            **engine_args(task),
+            **engine_args(task, pooler_config or {}),
             **where.engine_args,
         ).create_engine_config()
         check_pooling(task, config.model_config)
@@ -375,8 +383,15 @@ class VllmEngine:
             raise ValueError(
                 "prompt_logprob_token_ids and trace_decode_token_ids are not supported"
             )
+        for asked in (params.logprobs, params.prompt_logprobs):
+            if asked is not None and asked > self._vocabulary:
+                raise ValueError(
+                    f"there are no {asked} log probabilities of a token, as the vocabulary has "
+                    f"{self._vocabulary}"
+                )
         if params.prompt_logprobs is not None:
-            size = len(sequence.prompt) * (params.prompt_logprobs + 2) * LOGPROB_BYTES
+            each = self._asked_of(params.prompt_logprobs)
+            size = len(sequence.prompt) * (each + 2) * LOGPROB_BYTES
             if size > MAX_OUTPUT_BYTES:
                 raise ValueError(
                     f"prompt_logprobs of {len(sequence.prompt)} tokens take {size} bytes, more "
@@ -384,6 +399,10 @@ class VllmEngine:
                 )
         if params.thinking_token_budget is not None:
             self._budgets.allow()
+
+    def _asked_of(self, logprobs: int) -> int:
+        """How many log probabilities of a token a request asks for."""
+        return self._vocabulary if logprobs == ALL_LOGPROBS else logprobs
 
     def _check_pooling(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
@@ -397,6 +416,7 @@ class VllmEngine:
                 asked.pooling_params,
                 self._core.vllm_config.model_config,
                 self._runner.get_model(),
+                len(sequence.prompt),
             )
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
@@ -450,7 +470,7 @@ class VllmEngine:
             request.prefill_stats = PrefillStats()
             request.prefill_stats.set(request.num_prompt_tokens, request.num_computed_tokens, 0)
         if params is not None and params.prompt_logprobs is not None:
-            self._runner.num_prompt_logprobs[name] = params.prompt_logprobs
+            self._runner.num_prompt_logprobs[name] = self._asked_of(params.prompt_logprobs)
 
     def tokens_left(self, request: RequestId) -> int:
         known = self._known(request)
@@ -628,6 +648,8 @@ class VllmEngine:
     def _withdraw(self, request: Request) -> None:
         """Nothing of the request is computed."""
         self._scheduler.withdraw(request)
+        if (states := self._runner.requests[request.request_id].pooling_states) is not None:
+            states.clean()
         self._place(request, [])
         self._give_generator(request)
 

@@ -1,43 +1,73 @@
 """Pooling: what of vLLM's engines is different for models that embed or score.
 
-Such a model has no head. Its prompt is computed like any other, and then pooled: the hidden state
-of the last token becomes a vector, or a score, or one for each of several classes. No token
-follows.
+Such a model has no head. Its prompt is computed like any other, in chunks, and then pooled: the
+hidden state of the last token, or the mean of all, becomes a vector, or a score, or one for each of
+several classes; or each token's does. No token follows.
+
+What is pooled from all tokens needs all of them computed: such a prompt takes nothing from the
+prefix cache.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, cast
 
 import torch
 from vllm import PoolingParams
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, PoolerConfig
+from vllm.model_executor.layers.pooler.abstract import Pooler
+from vllm.model_executor.layers.pooler.seqwise import SequencePooler
+from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool, SequencePoolingMethod
+from vllm.model_executor.layers.pooler.special import DispatchPooler
+from vllm.tasks import SupportedTask
+from vllm.v1.pool.metadata import PoolingMetadata
 
+from appliance.engines.vllm.messages import MAX_OUTPUT_BYTES
+from appliance.purpose import POOLING_TASKS, PoolerValue, is_rewarder, pools_tokens
 from appliance.vocabulary import Task
 
 MAX_DIMENSIONS: Final = 1 << 16
 """Of a vector: what crosses the wire is bounded."""
 
-_ARGS: Final[dict[Task, dict[str, Any]]] = {
-    Task.GENERATE: {"runner": "generate"},
-    Task.EMBED: {"runner": "pooling", "convert": "auto"},
-    Task.SCORE: {"runner": "pooling", "convert": "auto"},
-}
-_TASKS: Final = {Task.EMBED: "embed", Task.SCORE: "classify"}
-"""vLLM's names for what a prompt is pooled to."""
+MAX_POOLED_BYTES: Final = MAX_OUTPUT_BYTES - (1 << 20)
+"""Of what is pooled from a prompt: it has to fit into an output."""
+MAX_STATES_BYTES: Final = 128 << 20
+"""Of hidden states that are kept until a prompt is computed, for pooling of each token."""
+NUMBER_BYTES: Final = 4
+"""Of a number of a vector; states are converted to it at the end."""
 
 
 class UnsupportedPooling(ValueError):
     """The model's pooling is not one that can be computed here."""
 
 
-def engine_args(task: Task) -> dict[str, Any]:
+class TooMuchPooled(ValueError):
+    """What would be pooled from a prompt takes too much memory."""
+
+
+def engine_args(task: Task, pooler_config: Mapping[str, PoolerValue]) -> dict[str, Any]:
     """What vLLM is told of a model's task, whatever it would make of the checkpoint itself."""
-    return _ARGS[task]
+    if task is Task.GENERATE:
+        return {"runner": "generate"}
+    return {
+        "runner": "pooling",
+        "convert": "auto",
+        "pooler_config": PoolerConfig(**pooler_config),
+        # vLLM does not do it for means; `pool_in_chunks` does.
+        "enable_chunked_prefill": True,
+    }
+
+
+def supported_tasks(task: Task, config: ModelConfig) -> tuple[SupportedTask, ...]:
+    """vLLM's names for what a model can do."""
+    if task is Task.GENERATE:
+        return ("generate",)
+    return POOLING_TASKS[task][1:] if is_rewarder(config.architectures[0]) else POOLING_TASKS[task]
 
 
 def check_pooling(task: Task, config: ModelConfig) -> None:
-    """Raise `UnsupportedPooling` unless prompts can be computed in chunks, and pooled to a vector
+    """Raise `UnsupportedPooling` unless prompts can be computed in chunks, and pooled to vectors
     or to scores afterwards."""
     if task is Task.GENERATE:
         return
@@ -47,10 +77,17 @@ def check_pooling(task: Task, config: ModelConfig) -> None:
             f"{architecture} attends in both directions ({config.attn_type}): only models that "
             "look back, as those that generate do, can embed or score here"
         )
-    if not config.is_chunked_prefill_supported or config.pooler_config.seq_pooling_type != "LAST":
+    pooler = config.pooler_config
+    if pools_tokens(pooling_task(task, config)):
+        if pooler.tok_pooling_type != "ALL":
+            raise UnsupportedPooling(
+                f"{architecture} pools tokens by {pooler.tok_pooling_type}: only pooling of all "
+                "tokens is supported"
+            )
+    elif pooler.seq_pooling_type not in ("LAST", "MEAN"):
         raise UnsupportedPooling(
-            f"{architecture} pools by {config.pooler_config.seq_pooling_type}: only pooling by the "
-            "last token is supported"
+            f"{architecture} pools by {pooler.seq_pooling_type}: only pooling by the last token, "
+            "or by the mean, is supported"
         )
     if task is Task.EMBED and config.embedding_size > MAX_DIMENSIONS:
         raise UnsupportedPooling(
@@ -58,21 +95,84 @@ def check_pooling(task: Task, config: ModelConfig) -> None:
         )
 
 
-def check_pooler(task: Task, model: torch.nn.Module) -> None:
-    """Raise `UnsupportedPooling` if the model that vLLM built does not do the task."""
+def pooling_task(task: Task, config: ModelConfig) -> str:
+    """vLLM's name for what prompts of a model are pooled to."""
+    return str(config.pooler_config.task or supported_tasks(task, config)[0])
+
+
+def pool_in_chunks(task: Task, config: ModelConfig, model: torch.nn.Module) -> None:
+    """Have the model that vLLM built pool prompts that are computed in chunks. Raises
+    `UnsupportedPooling` if it does not do the task."""
     if task is Task.GENERATE:
         return
-    offered = model.pooler.get_supported_tasks()  # type: ignore[union-attr, operator]
-    if _TASKS[task] not in offered:
-        raise UnsupportedPooling(f"it pools to {', '.join(sorted(offered))}, not {_TASKS[task]}")
+    wanted, pooler = pooling_task(task, config), cast(Pooler, model.pooler)
+    offered = pooler.get_supported_tasks()
+    if wanted not in offered:
+        raise UnsupportedPooling(f"it pools to {', '.join(sorted(offered))}, not {wanted}")
+    if isinstance(pooler, DispatchPooler):
+        pooler = pooler.poolers_by_task[wanted]
+    if isinstance(pooler, SequencePooler) and isinstance(pooler.pooling, MeanPool):
+        pooler.pooling = MeanOfChunks()
 
 
 def complete_pooling(
-    task: Task, params: PoolingParams, config: ModelConfig, model: torch.nn.Module
+    task: Task, params: PoolingParams, config: ModelConfig, model: torch.nn.Module, tokens: int
 ) -> None:
-    """Give parameters what the model's pooler wants of them. Raises `ValueError` for what the model
-    cannot."""
-    if params.task != _TASKS[task]:
-        raise ValueError(f"prompts of this model are pooled to {_TASKS[task]}, not {params.task}")
+    """Give parameters what the model's pooler wants of them, for a prompt of so many tokens. Raises
+    `ValueError` for what the model cannot, `TooMuchPooled` for what would be too large."""
+    wanted = pooling_task(task, config)
+    if params.task != wanted:
+        raise ValueError(f"prompts of this model are pooled to {wanted}, not {params.task}")
+    if params.late_interaction_params is not None:
+        raise ValueError("texts are not compared token by token")
     params.verify(config)
-    model.pooler.get_pooling_updates(params.task).apply(params)  # type: ignore[union-attr, operator]
+    check_size(config, params, tokens)
+    if config.pooler_config.seq_pooling_type == "MEAN":
+        params.skip_reading_prefix_cache = True
+    cast(Pooler, model.pooler).get_pooling_updates(params.task).apply(params)
+
+
+def check_size(config: ModelConfig, params: PoolingParams, tokens: int) -> int:
+    """Bytes of what is pooled from a prompt of so many tokens. Raises `TooMuchPooled`."""
+    each = pools_tokens(params.task or "")
+    rows = tokens if each else 1
+    if params.task in POOLING_TASKS[Task.SCORE]:
+        width = 1 if is_rewarder(config.architectures[0]) else config.hf_config.num_labels
+    else:
+        width = params.dimensions or config.embedding_size
+    size: int = rows * width * NUMBER_BYTES
+    states = tokens * config.get_hidden_size() * NUMBER_BYTES if each else 0
+    if size > MAX_POOLED_BYTES or states > MAX_STATES_BYTES:
+        raise TooMuchPooled(
+            f"what is pooled from {tokens} tokens takes {size} bytes, and {states} until all are "
+            f"computed: at most {MAX_POOLED_BYTES} and {MAX_STATES_BYTES} are allowed; ask for a "
+            "shorter prompt"
+        )
+    return size
+
+
+class MeanOfChunks(SequencePoolingMethod):  # type: ignore[misc]
+    """The mean of a prompt's hidden states, added up as they are computed."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, pooling_metadata: PoolingMetadata
+    ) -> torch.Tensor:
+        cursor = pooling_metadata.get_pooling_cursor()
+        chunks = torch.split(hidden_states, cursor.num_scheduled_tokens_cpu.tolist())
+        means = []
+        for chunk, state, length, over in zip(
+            chunks,
+            pooling_metadata.pooling_states,
+            cursor.prompt_lens_cpu.tolist(),
+            cursor.get_finished_mask(),
+            strict=True,
+        ):
+            # One row, kept where vLLM keeps all of them for other poolings.
+            kept = state.hidden_states_cache
+            total = chunk.sum(dim=0, dtype=torch.float32)
+            if kept:
+                total += kept.pop()
+            if not over:
+                kept.append(total)
+            means.append(total / length)
+        return torch.stack(means)

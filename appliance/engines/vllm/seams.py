@@ -13,6 +13,7 @@ import vllm
 from vllm import PoolingParams
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.core.block_pool import BlockPool
@@ -20,6 +21,7 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.pool.metadata import PoolingStates
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -63,6 +65,8 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (BaseModelLoader.download_model, ("model_config",)),
     (LogitsProcessor.forward, ("lm_head", "hidden_states")),
     (PoolingParams.verify, ("model_config",)),
+    (MeanPool.forward, ("hidden_states", "pooling_metadata")),
+    (PoolingStates.clean, ()),
     (
         CachedRequestState.__init__,
         (

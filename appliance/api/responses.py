@@ -1,0 +1,86 @@
+"""What the core answers about responses that are stored: ``/v1/responses/{id}``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from litestar import Request, delete, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
+from litestar.response.base import ASGIResponse
+
+from appliance.api.auth import current
+from appliance.api.errors import ApiError, BadRequest
+from appliance.api.events import KEEP_ALIVE, Watch
+from appliance.api.jsonanswers import json_answer
+from appliance.api.paging import query_of
+from appliance.gateway.responses import StoredResponse, StoredResponses
+
+
+class _Deleted(msgspec.Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+def response_routes(
+    responses: StoredResponses, keep_alive_seconds: float
+) -> list[HTTPRouteHandler]:
+    """Clients see those of their own key. Front ends make and store them."""
+
+    @get("/v1/responses/{id:str}", operation_id="getResponse")
+    async def retrieve(request: Request[Any, Any, Any], id: FromPath[str]) -> ASGIResponse:
+        response = _own(responses, id)
+        query = query_of(request, {"stream", "starting_after", "include", "include_obfuscation"})
+        if query.get("stream", "false").lower() not in ("true", "1"):
+            return ASGIResponse(body=response.answer, media_type="application/json")
+        if not response.has_events:
+            raise BadRequest(
+                "stream: only a response that was made with background and stream", "stream"
+            )
+        start = _start(query.get("starting_after"))
+        return Watch(_sent(response, start, keep_alive_seconds))
+
+    @delete("/v1/responses/{id:str}", status_code=200, operation_id="deleteResponse")
+    async def remove(id: FromPath[str]) -> ASGIResponse:
+        response = _own(responses, id)
+        if response.cancel is not None:
+            response.cancel()
+        responses.remove(response)
+        return json_answer(_Deleted(response.id))
+
+    @post("/v1/responses/{id:str}/cancel", status_code=200, operation_id="cancelResponse")
+    async def cancel(id: FromPath[str]) -> ASGIResponse:
+        response = _own(responses, id)
+        if response.cancel is None or response.is_finished:
+            raise BadRequest("Cannot cancel a synchronous response.", "response_id")
+        response.cancel()
+        return ASGIResponse(body=response.answer, media_type="application/json")
+
+    return [retrieve, remove, cancel]
+
+
+def _own(responses: StoredResponses, id: str) -> StoredResponse:
+    response = responses.find(current.get().owner, id)
+    if response is None:
+        message = f"Response with id '{id[:100]}' not found."
+        raise ApiError(404, message, param="id", code="not_found")
+    return response
+
+
+def _start(after: str | None) -> int:
+    """The number of the first event that is wanted."""
+    if after is None:
+        return 0
+    if not (after.isascii() and after.isdigit() and len(after) < 20):
+        raise BadRequest("starting_after: the number of an event", "starting_after")
+    return int(after) + 1
+
+
+async def _sent(
+    response: StoredResponse, start: int, keep_alive_seconds: float
+) -> AsyncIterator[bytes]:
+    async for event in response.events(start, keep_alive_seconds):
+        yield KEEP_ALIVE if event is None else event
