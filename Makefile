@@ -85,7 +85,7 @@ test-deb: $(VENV)/.dev ## The Debian package, from installation to purge; needs 
 test-top: $(VENV)/.dev ## The dashboard in a terminal and in a browser; needs tmux and Chromium
 	$(BIN)/python -m pytest -q -p no:xdist tests/system/test_dashboard.py tests/system/test_web.py
 
-test-clients: $(VENV)/.appliance build/clients/.made build/aider/.made build/clients-js/.made ## Clients that others wrote; fetches 3 GB once; not part of `make test`
+test-clients: $(VENV)/.appliance build/clients/.made build/aider/.made build/openwebui/.made build/clients-js/.made ## Clients that others wrote; fetches 4 GB once, needs Chromium; not part of `make test`
 	build/clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir . \
 		--confcutdir tests/clients tests/clients
 

@@ -53,5 +53,5 @@ class ServedModel(msgspec.Struct, frozen=True):
             reasoning_parser=self.reasoning_parser,
             max_logprobs=self.worker.max_logprobs,
             return_tokens_as_token_ids=self.return_tokens_as_token_ids,
-            pooler_config=self.worker.pooler_config,
+            pooler_config=self.worker.pooler_config or {},
         )

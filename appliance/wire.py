@@ -35,8 +35,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
     reasoning_parser: str = ""
     """vLLM's name of it: guides begin where reasoning has ended. Empty: there is none."""
     max_logprobs: int = 20
-    pooler_config: dict[str, PoolerValue] = {}
-    """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them."""
+    pooler_config: dict[str, PoolerValue] | None = None
+    """Keys of vLLM's `PoolerConfig` that are not as the checkpoint has them, if any."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ WALL_CLOCK = {
     "daemon.py": "when a snapshot was taken, and spans were",
     "feed.py": "when something happened",
     "frontend/ollama/replies.py": "`created_at`",
+    "frontend/published.py": "`completed_at`",
     "keycommand.py": "when keys end",
     "policywatch.py": "when policies were chosen",
     "telemetry.py": "when spans were",
