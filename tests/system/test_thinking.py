@@ -137,12 +137,6 @@ def test_anthropic_s_calls(claude: anthropic.Anthropic) -> None:
     assert [block.type for block in end.content] == ["thinking", "text"]
 
 
-def test_anthropic_has_no_batches_here(claude: anthropic.Anthropic) -> None:
-    """Nor does anything pretend: it is told apart from a model that is not there."""
-    with pytest.raises(anthropic.NotFoundError):
-        claude.messages.batches.list()
-
-
 # --- Ollama --------------------------------------------------------------------------------------
 
 
