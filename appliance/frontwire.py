@@ -367,6 +367,9 @@ answer at once."""
 MOST_DETAIL_BYTES: Final = wire.MAX_FRAME_BYTES // 2
 """Of all outputs of a frame together. One detail has no more, and a frame holds some bytes else."""
 
+UNFINISHED: Final = frozenset({"queued", "in_progress"})
+"""Statuses of a response that is still being made."""
+
 MAX_STORED_BYTES: Final = 16 * 1024 * 1024
 """Of one response, its messages included; a larger one is not stored."""
 

@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages/batches``: many messages in one body, answered when nobody waits."""
+"""Anthropic's ``/v1/messages/batches``: many requests in one body, of the class batch."""
 
 from __future__ import annotations
 

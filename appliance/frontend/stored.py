@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, MutableMapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from openai_harmony import Message
@@ -19,11 +19,9 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
-from appliance.frontwire import KeepEvent, KeepResponse
+from appliance.frontwire import UNFINISHED, KeepEvent, KeepResponse
 
 log = logging.getLogger(__name__)
-
-UNFINISHED: Final = ("queued", "in_progress")
 
 
 class _OfCall(MutableMapping[str, Any]):

@@ -9,12 +9,12 @@ from typing import Final
 
 import msgspec
 
+from appliance.frontwire import UNFINISHED
+
 MAX_RESPONSES: Final = 4096
 MAX_BYTES: Final = 64 * 1024 * 1024
 EACH_BYTES: Final = 1024
 """Charged for a response beside what is kept of it."""
-
-UNFINISHED: Final = frozenset({"queued", "in_progress"})
 
 
 class StoredResponse:
@@ -86,8 +86,8 @@ class _Status(msgspec.Struct):
 
 class StoredResponses:
     """All of them, by owner and id. When they take too much, the oldest response of the owner that
-    has most goes: one client cannot have another's removed. To remove one takes O(owners), all else
-    O(1)."""
+    has most goes, and when there are too many, of the one that has most of them: a client with less
+    than others loses nothing to them. To remove one takes O(owners), all else O(1)."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_responses: int = MAX_RESPONSES) -> None:
         self._max_bytes = max_bytes
@@ -146,6 +146,10 @@ class StoredResponses:
         self._owned_bytes[owner] = self._owned_bytes.get(owner, 0) + size_bytes
 
     def _make_room(self) -> None:
-        while self._bytes > self._max_bytes or self._count > self._max_responses:
-            most = max(self._owned_bytes, key=self._owned_bytes.__getitem__)
-            self.remove(next(iter(self._owners[most].values())))
+        while self._bytes > self._max_bytes:
+            self._remove_oldest(max(self._owners, key=self._owned_bytes.__getitem__))
+        while self._count > self._max_responses:
+            self._remove_oldest(max(self._owners, key=lambda owner: len(self._owners[owner])))
+
+    def _remove_oldest(self, owner: str) -> None:
+        self.remove(next(iter(self._owners[owner].values())))

@@ -254,6 +254,16 @@ def test_a_full_store_gives_up_the_oldest_of_the_owner_that_has_most() -> None:
     assert stored.find("ben", "r0") is None
 
 
+def test_many_small_responses_do_not_displace_a_large_one_of_another_owner() -> None:
+    stored = StoredResponses(max_responses=4)
+    stored.keep("anna", "large", answer_of("large", DONE), b"m" * 100_000)
+    for number in range(20):
+        stored.keep("ben", f"r{number}", answer_of(f"r{number}", DONE), b"")
+    assert stored.find("anna", "large") is not None
+    assert stored.find("ben", "r19") is not None
+    assert stored.find("ben", "r16") is None
+
+
 @given(
     st.lists(
         st.tuples(
