@@ -24,6 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from appliance.frontend import stored
 from appliance.frontend.core import Core
 from appliance.frontend.engine_client import FrontLLM
+from appliance.frontend.held_text import keep_held_text
 from appliance.frontwire import FrontModel, ModelRefused
 from appliance.vocabulary import ModelName, Task
 
@@ -162,6 +163,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     for name in SERVING:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
+    keep_held_text(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.
         state.serving_scores = None

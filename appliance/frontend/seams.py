@@ -15,6 +15,7 @@ from vllm import platforms
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.parser.abstract_parser import DelegatingParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -33,6 +34,10 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (RequestOutputCollector.put, ("output",)),
     (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
     (FastAPI.build_middleware_stack, ()),
+    (
+        DelegatingParser.parse_delta,
+        ("delta_text", "delta_token_ids", "request", "prompt_token_ids", "finished"),
+    ),
     (OpenAIServingResponses.responses_stream_generator, ("request",)),
     (
         OpenAIServingResponses._render_resolved_response_inputs,
@@ -61,6 +66,10 @@ FIELDS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (AsyncLLM.__init__, ("EngineCoreClient.make_async_mp_client(",)),
     (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),
+    (
+        DelegatingParser.parse_delta,
+        ("state = self._stream_state", "state.tool_call_text_started", "state.commit("),
+    ),
     (
         OpenAIServingResponses.__init__,
         ("self.response_store", "self.msg_store", "self.event_store", "self.background_tasks"),
