@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 
 
 def main() -> None:

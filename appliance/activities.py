@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from appliance.api.service import (
+from appliance.gpuwatch import GpuWatch
+from appliance.observability.slo_window import Pace
+from appliance.observability.switches import Switches
+from appliance.observability.timeline import Spans
+from appliance.processes import WorkerProcess
+from appliance.scheduling.lifecycle import Engine, Stage
+from appliance.scheduling.machine import Machine
+from appliance.scheduling.reasons import wait_reason
+from appliance.scheduling.state import InstanceState
+from appliance.served import ServedModel
+from appliance.service.interface import (
     InstanceActivity,
     ModelActivity,
     ModelCard,
@@ -13,17 +23,7 @@ from appliance.api.service import (
     RequestActivity,
     RequestNotFound,
 )
-from appliance.gpuwatch import GpuWatch
-from appliance.pace import Pace
-from appliance.processes import WorkerProcess
-from appliance.scheduling.lifecycle import Engine, Stage
-from appliance.scheduling.machine import Machine
-from appliance.scheduling.reasons import wait_reason
-from appliance.scheduling.state import InstanceState
-from appliance.served import ServedModel
 from appliance.shown import gpu_activities
-from appliance.spans import Spans
-from appliance.switches import Switches
 from appliance.vocabulary import InstanceId, ModelName, RequestId
 from appliance.wire import PoolReport
 

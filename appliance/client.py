@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -113,3 +113,30 @@ def checked(response: httpx.Response) -> httpx.Response:
     except (json.JSONDecodeError, KeyError, TypeError):
         message = f"{response.request.url} answered {response.status_code}"
     fail(message, 2 if response.status_code == UNPROCESSABLE else 1)
+
+
+class _Lines:
+    """What came of a line that has not ended."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def ended_by(self, data: bytes) -> list[str]:
+        """The lines that are whole now, without their ends."""
+        *whole, self._begun = (self._begun + data).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+
+def event_lines(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Lines of a stream that is read, `httpx.Response.iter_bytes`."""
+    lines = _Lines()
+    for data in pieces:
+        yield from lines.ended_by(data)
+
+
+async def event_lines_async(pieces: AsyncIterable[bytes]) -> AsyncIterator[str]:
+    """The same of `httpx.Response.aiter_bytes`."""
+    lines = _Lines()
+    async for data in pieces:
+        for line in lines.ended_by(data):
+            yield line

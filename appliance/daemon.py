@@ -22,8 +22,31 @@ import msgspec
 import appliance
 from appliance import health, wire
 from appliance.activities import InstanceActivities, ModelActivities, request_activity
-from appliance.api.metrics import Metrics
-from appliance.api.service import (
+from appliance.gauges import Gauges
+from appliance.gpuwatch import GpuWatch
+from appliance.guiding import GuideChecks, GuideUnanswered
+from appliance.journal import Journal, Setup
+from appliance.memory.hosttier import HostTier
+from appliance.memory.slabmaps import host_map
+from appliance.observability.metrics import Metrics
+from appliance.observability.request_log import log_request
+from appliance.observability.request_phases import Timekeeper
+from appliance.observability.slo_window import Pace
+from appliance.observability.switches import Switches
+from appliance.observability.timeline import HOOKS, MOST_PLANNED, Spans
+from appliance.policies import installed
+from appliance.policyguard import BUDGET_SECONDS
+from appliance.policystack import PolicyStack
+from appliance.policywatch import PolicyWatch
+from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
+from appliance.processes import WorkerProcess
+from appliance.quarantine import Quarantine
+from appliance.scheduling.machine import Machine
+from appliance.served import ServedModel
+from appliance.service.event_log import Feed, Notice, NoticeKind
+from appliance.service.front_frames import FrontModel
+from appliance.service.generation import RequestStream
+from appliance.service.interface import (
     Activity,
     Decision,
     Generation,
@@ -46,32 +69,8 @@ from appliance.api.service import (
     SubmitRequest,
     cancelled,
 )
-from appliance.feed import Feed, Notice, NoticeKind
-from appliance.frontwire import FrontModel
-from appliance.gauges import Gauges
-from appliance.generation import RequestStream
-from appliance.gpuwatch import GpuWatch
-from appliance.guiding import GuideChecks, GuideUnanswered
-from appliance.journal import Journal, Setup
-from appliance.memory.hosttier import HostTier
-from appliance.memory.slabmaps import host_map
-from appliance.pace import Pace
-from appliance.policies import installed
-from appliance.policyguard import BUDGET_SECONDS
-from appliance.policystack import PolicyStack
-from appliance.policywatch import PolicyWatch
-from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
-from appliance.processes import WorkerProcess
-from appliance.quarantine import Quarantine
-from appliance.requestlog import log_request
-from appliance.scheduling.machine import Machine
-from appliance.served import ServedModel
 from appliance.shown import KvActivities, host_bytes
 from appliance.slabquestions import SlabQuestions
-from appliance.slabwords import SlabMap
-from appliance.spans import HOOKS, MOST_PLANNED, Spans
-from appliance.switches import Switches
-from appliance.timekeeper import Timekeeper
 from appliance.verification import Verifications
 from appliance.vocabulary import (
     Command,
@@ -104,13 +103,14 @@ from appliance.vocabulary import (
     RequestSpec,
     RunPrefill,
     RunTurn,
+    SlabMap,
     Ticked,
     TokenCount,
     TokensProduced,
 )
 
 if TYPE_CHECKING:
-    from appliance.telemetry import Traces
+    from appliance.observability.tracing import Traces
 
 RETRY_AFTER_SECONDS = 1.0
 REJECTION_STATUS = {
@@ -137,7 +137,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Daemon:
-    """Owns the box. Implements `appliance.api.service.Service`; used on one event loop."""
+    """Owns the box. Implements `appliance.service.interface.Service`; used on one event loop."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from appliance.api.settings import NotSaved
+from appliance.service.settings import NotSaved
 
 _MARK: Final = ".delete"
 _ASIDE: Final = ".gone"

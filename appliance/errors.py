@@ -16,7 +16,8 @@ The process that meets a defect stops; everything else is answered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -93,3 +94,18 @@ class LabError(ApplianceError):
 
 class IllegalTransition(ApplianceError):
     """A lifecycle was to take a step that its table does not have."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant, or all there are."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"use {alternatives(known)}" if known else "remove it"
+
+
+def alternatives(words: Iterable[object]) -> str:
+    """ "a, b or c"."""
+    *rest, last = [str(word) for word in words]
+    return f"{', '.join(rest)} or {last}" if rest else last

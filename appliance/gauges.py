@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from appliance.activities import InstanceActivities, ModelActivities
-from appliance.api.metrics import Metrics
 from appliance.gpuwatch import GpuWatch
+from appliance.observability.metrics import Metrics
 from appliance.processes import WorkerProcess
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.machine import Machine

@@ -23,8 +23,21 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 
 from appliance import deletions, logs
-from appliance.api.service import ModelActivity, ModelExists
-from appliance.api.settings import (
+from appliance.catalog import read_checkpoint
+from appliance.config.layers import directory, read_layers
+from appliance.config.loader import load_config
+from appliance.config.schema import Config, Model, PolicyTable, Section, fields
+from appliance.config.sizing import kv_floor_slabs, read_model
+from appliance.config.toml_lines import KeyPath, dotted
+from appliance.daemon import Daemon
+from appliance.errors import CheckpointError, ConfigError, Problem, PullError
+from appliance.pulling import folder_name, pull
+from appliance.pullsources import Tell, find_source
+from appliance.served import ServedModel
+from appliance.servedmodels import served_model, terms_of
+from appliance.service.event_log import NoticeKind
+from appliance.service.interface import ModelActivity, ModelExists
+from appliance.service.settings import (
     DEFAULT_CONTEXT_TOKENS,
     ConfigChange,
     ConfigCheck,
@@ -34,20 +47,7 @@ from appliance.api.settings import (
     NotSaved,
     Removal,
 )
-from appliance.catalog import read_checkpoint
-from appliance.config import Config, Model, PolicyTable, Section, fields
-from appliance.configfile import load_config
-from appliance.configsizes import kv_floor_slabs, read_model
-from appliance.daemon import Daemon
-from appliance.dropins import directory, read_layers
-from appliance.errors import CheckpointError, ConfigError, Problem, PullError
-from appliance.feed import NoticeKind
-from appliance.pulling import folder_name, pull
-from appliance.pullsources import Tell, find_source
-from appliance.served import ServedModel
-from appliance.servedmodels import served_model, terms_of
 from appliance.tlsfiles import LiveTls, Pair, TlsProblem, read_pair
-from appliance.tomllines import KeyPath, dotted
 from appliance.units import Address, Bytes, Seconds, human, toml
 from appliance.vocabulary import ModelName
 
@@ -75,8 +75,8 @@ class _Deletion:
 
 
 class LiveConfig:
-    """Implements `appliance.api.settings.Settings` for a daemon that was made from `config`, which
-    was read from `path`. `tls` is what its server speaks, if it does."""
+    """Implements `appliance.service.settings.Settings` for a daemon made from `config`, which was
+    read from `path`. `tls` is what its server speaks, if it does."""
 
     def __init__(
         self, daemon: Daemon, config: Config, path: Path, tls: LiveTls | None = None

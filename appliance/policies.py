@@ -16,12 +16,11 @@ from typing import Any, Final
 
 import msgspec
 
-from appliance.errors import ChoiceProblem, PolicyChoiceError, PolicyError
+from appliance.errors import ChoiceProblem, PolicyChoiceError, PolicyError, nearest
 from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PROJECT
 from appliance.policyguard import BUDGET_SECONDS, GuardedPolicy
 from appliance.policystack import PolicyStack
 from appliance.policywords import InstalledPolicy, PolicyChoice
-from appliance.remedies import nearest
 from appliance.vocabulary import RequestId
 
 FALLBACK = "aegaeon"

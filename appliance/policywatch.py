@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from appliance.api.metrics import Metrics
-from appliance.api.service import NothingPrevious, PolicyNotActive
 from appliance.errors import PolicyError
+from appliance.observability.metrics import Metrics
 from appliance.policystack import PolicyStack
 from appliance.policywords import (
     Happening,
@@ -21,6 +20,7 @@ from appliance.policywords import (
     PolicyHappening,
     PolicyReport,
 )
+from appliance.service.interface import NothingPrevious, PolicyNotActive
 
 MAX_PREVIOUS = 8
 MAX_HAPPENINGS = 100

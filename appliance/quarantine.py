@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
-from appliance.api.service import InstanceNotFound
-from appliance.feed import Feed, NoticeKind
 from appliance.scheduling.state import InstanceState
+from appliance.service.event_log import Feed, NoticeKind
+from appliance.service.interface import InstanceNotFound
 from appliance.vocabulary import Event, InstanceId, InstanceQuarantined, InstanceReleased
 
 MOST_STILLBORN: Final = 5

@@ -25,14 +25,12 @@ from appliance.api.batchrunner import BatchRunner, BatchSettings
 from appliance.api.connections import Connection
 from appliance.api.cors import Cors
 from appliance.api.operators import protocol_for
-from appliance.api.settings import Settings
-from appliance.config import Config
-from appliance.configchecks import warnings
-from appliance.configsizes import kv_floor_slabs, read_model, uncached
+from appliance.config.checks import warnings
+from appliance.config.schema import Config
+from appliance.config.sizing import kv_floor_slabs, read_model, uncached
 from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon import Daemon, Limits
 from appliance.errors import ApplianceError
-from appliance.frontwire import Handover
 from appliance.gateway.acceptor import FrontEnds
 from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
@@ -43,11 +41,13 @@ from appliance.lifetime import GRACE_SECONDS, Lifetime, Server
 from appliance.liveconfig import LiveConfig, tls_pair
 from appliance.memory.imagefile import image_name, prepare_folder
 from appliance.servedmodels import served_model
+from appliance.service.front_frames import Handover
+from appliance.service.settings import Settings
 from appliance.systemd import Notifier, refuse_strangers, take_sockets
 from appliance.tlsfiles import LiveTls
 
 if TYPE_CHECKING:
-    from appliance.telemetry import Traces
+    from appliance.observability.tracing import Traces
 
 CPUS_PER_FRONT_END = 8
 MOST_FRONT_ENDS = 4
@@ -161,7 +161,7 @@ def _traces(config: Config) -> Traces | None:
     """Who is told of requests, if anybody is. Imported here: others need it not."""
     if not config.telemetry.traces:
         return None
-    from appliance.telemetry import Traces, otlp
+    from appliance.observability.tracing import Traces, otlp
 
     return Traces(
         otlp(config.telemetry.endpoint),

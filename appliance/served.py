@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.api.service import ModelFacts
-from appliance.frontwire import FrontModel
+from appliance.service.front_frames import FrontModel
+from appliance.service.interface import ModelFacts
 from appliance.vocabulary import ModelSpec
 from appliance.wire import WorkerModel
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from appliance.api.service import ModelTerms
 from appliance.catalog import CatalogEntry
-from appliance.config import Model
-from appliance.config import Slo as ConfiguredSlo
+from appliance.config.schema import Model
+from appliance.config.schema import Slo as ConfiguredSlo
 from appliance.purpose import check_pooler, check_task
 from appliance.served import ServedModel
+from appliance.service.interface import ModelTerms
 from appliance.vocabulary import ModelSpec, Slo
 from appliance.wire import WorkerModel
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
-from appliance.api.service import GpuActivity, KvShapeActivity, KvTierActivity
 from appliance.engines.protocol import KvBytes
 from appliance.fragmentation import KvMeter, by_shape, fragmentation, together
 from appliance.gpuwatch import GpuReading
 from appliance.memory.ledger import HostLedger
+from appliance.service.interface import GpuActivity, KvShapeActivity, KvTierActivity
 from appliance.vocabulary import InstanceId
 from appliance.wire import PoolReport
 

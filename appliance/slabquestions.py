@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from appliance import wire
-from appliance.api.service import SlabsUnanswered
-from appliance.slabwords import SlabMap
-from appliance.vocabulary import InstanceId
+from appliance.service.interface import SlabsUnanswered
+from appliance.vocabulary import InstanceId, SlabMap
 
 ANSWER_SECONDS: Final = 2.0
 """A worker takes milliseconds, unless its interpreter is held up."""

@@ -15,7 +15,7 @@ import msgspec
 from appliance import vocabulary as v
 from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
 from appliance.purpose import PoolerValue
-from appliance.slabwords import SlabMap
+from appliance.vocabulary import SlabMap
 
 PROTOCOL_VERSION: Final = 4
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024

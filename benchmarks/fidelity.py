@@ -42,10 +42,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from appliance.configfile import load_config
+from appliance.client import event_lines_async
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.eventlines import event_lines_async
 from appliance.lab.metrics import expand, measure
 from appliance.lab.recorded import recording
 from appliance.lab.simulator import Run

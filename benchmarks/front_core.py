@@ -24,9 +24,9 @@ import pytest
 
 from appliance import wire
 from appliance.api.auth import Access
-from appliance.frontwire import VERSION, Enter, Hello, Ready, Submit
 from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
+from appliance.service.front_frames import VERSION, Enter, Hello, Ready, Submit
 from benchmarks.provenance import made_on_cpu
 from tests.unit.daemon_double import Box, Limits, setup_of, small
 from tests.unit.instance_double import Life

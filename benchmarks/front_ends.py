@@ -141,7 +141,7 @@ async def round_of(server: Server, streams: int, tokens: int) -> dict[str, float
 @asynccontextmanager
 async def front_ends(checkpoint: Path, count: int) -> AsyncIterator[list[Server]]:
     """So many front ends, each with a stand-in for the core."""
-    from appliance.frontwire import FrontModel
+    from appliance.service.front_frames import FrontModel
     from appliance.vocabulary import Task
     from tests.frontend.stand_in_core import StandInCore, front_end
 

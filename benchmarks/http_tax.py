@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import httpx
 
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from benchmarks.pool_tax import LARGER

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import RECIPES, Recipe, make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Chat

@@ -199,7 +199,7 @@ def _stage_system(tree: Path) -> None:
 
 def _stage_pages(directory: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        _run(sys.executable, "-m", "appliance.manpages", scratch)
+        _run(sys.executable, "-m", "appliance.cli.docs.manpages", scratch)
         for page in Path(scratch).iterdir():
             target = directory / f"man{page.suffix[1:]}" / f"{page.name}.gz"
             target.parent.mkdir(parents=True, exist_ok=True)

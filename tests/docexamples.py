@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from appliance.frontpaths import is_front_path
+from appliance.service.front_paths import is_front_path
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
 ADDRESS: Final = "http://127.0.0.1:11500"

@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's dialect in front of an `appliance.api.service.Service`."""
+"""The HTTP API: OpenAI's dialect in front of an `appliance.service.interface.Service`."""

@@ -26,11 +26,11 @@ from appliance.api.probes import operator_routes
 from appliance.api.requestids import name_answer
 from appliance.api.requests import request_routes
 from appliance.api.responses import response_routes
-from appliance.api.service import Service
-from appliance.api.settings import Settings
 from appliance.api.watch import watch_routes
 from appliance.gateway.admission import Admission
 from appliance.gateway.responses import StoredResponses
+from appliance.service.interface import Service
+from appliance.service.settings import Settings
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024

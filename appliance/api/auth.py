@@ -16,12 +16,12 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.cors import origin_allowed
 from appliance.api.errors import ApiError, BadRequest
-from appliance.api.keymetrics import KeyMetrics, KeyUse
-from appliance.api.service import AskedSlo
-from appliance.frontpaths import is_front_path
 from appliance.keys import Key, KeyRing
 from appliance.keys import Scope as KeyScope
+from appliance.observability.key_metrics import KeyMetrics, KeyUse
 from appliance.ratelimits import Bucket, Meter, Refusal
+from appliance.service.front_paths import is_front_path
+from appliance.service.interface import AskedSlo
 from appliance.units import Address, Seconds
 from appliance.vocabulary import ModelName
 

@@ -21,10 +21,10 @@ from appliance.api.errors import ApiError, BadRequest
 from appliance.api.files import configured, own_file, owner
 from appliance.api.jsonanswers import json_answer
 from appliance.api.paging import Page, page_of, query_of
-from appliance.api.service import AskedSlo
 from appliance.batches.files import StoreFull
 from appliance.batches.records import Batch, Problem, Status
 from appliance.errors import IllegalTransition
+from appliance.service.interface import AskedSlo
 from appliance.vocabulary import RequestClass
 
 _WINDOW: Final = "24h"

@@ -11,7 +11,6 @@ from typing import Final, Protocol
 import msgspec
 
 from appliance.api.auth import Access, Caller
-from appliance.api.batchmetrics import BatchMetrics
 from appliance.batches.disk import Disk
 from appliance.batches.log import BatchLog
 from appliance.batches.records import Batch, LineDone
@@ -21,6 +20,7 @@ from appliance.batches.scribe import Scribe
 from appliance.batches.turns import Turn, Turns
 from appliance.errors import IllegalTransition
 from appliance.gateway.sessions import Answered, FrontEndLost, NoFrontEnd
+from appliance.observability.batch_metrics import BatchMetrics
 
 ENDPOINTS: Final = (
     "/v1/chat/completions",

@@ -21,9 +21,7 @@ import msgspec
 from litestar import Litestar
 
 from appliance.api.auth import Access, Caller
-from appliance.api.batchmetrics import BatchMetrics
 from appliance.api.batchrequests import KEY_GONE, BatchRequests, Fronts, Run
-from appliance.api.service import Service
 from appliance.batches.disk import Disk
 from appliance.batches.files import MESSAGES_INPUT, FileStore, StoredFile, counted
 from appliance.batches.log import BatchLog, load, shorten, sync
@@ -42,6 +40,8 @@ from appliance.batches.requestlines import InputLost, InputRefused, RequestLines
 from appliance.batches.results import write_results
 from appliance.batches.scribe import RETRY_SECONDS, Scribe
 from appliance.errors import ApplianceError, IllegalTransition
+from appliance.observability.batch_metrics import BatchMetrics
+from appliance.service.interface import Service
 
 WINDOW_SECONDS: Final = 24 * 3600.0
 MAX_UNFINISHED: Final = 100

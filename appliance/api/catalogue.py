@@ -13,8 +13,8 @@ from litestar.response.base import ASGIResponse
 from appliance.api.bodies import parse
 from appliance.api.config import Promise
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import Service
-from appliance.api.settings import Settings
+from appliance.service.interface import Service
+from appliance.service.settings import Settings
 
 _Unset = msgspec.UnsetType
 _Count = Annotated[int, msgspec.Meta(ge=1)]

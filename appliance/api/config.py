@@ -15,8 +15,8 @@ from appliance import logs
 from appliance.api.bodies import parse
 from appliance.api.errors import ApiError
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import Service
-from appliance.api.settings import Settings
+from appliance.service.interface import Service
+from appliance.service.settings import Settings
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

@@ -30,8 +30,8 @@ from appliance.api.errors import ApiError, BadRequest
 from appliance.api.errorshapes import shape_of
 from appliance.api.requestids import request_id
 from appliance.api.upgrades import PlainParser
-from appliance.frontpaths import without_root
-from appliance.frontwire import Handover
+from appliance.service.front_frames import Handover
+from appliance.service.front_paths import without_root
 
 HEAD_SECONDS: Final = 20.0
 """Some hundred bytes, over a slow line; what proxies and other servers give, too."""

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 import msgspec
 from litestar.exceptions import HTTPException
 
-from appliance.api.service import (
+from appliance.engines.protocol import GuideRefused
+from appliance.errors import CheckpointError, ConfigError, KeysError, PolicyChoiceError, PullError
+from appliance.keys import KeyExists, KeyFieldError, KeyNotFound
+from appliance.service.interface import (
     GenerationFailed,
     InstanceNotFound,
     ModelExists,
@@ -20,10 +23,7 @@ from appliance.api.service import (
     RequestNotFound,
     SlabsUnanswered,
 )
-from appliance.api.settings import FilesLeft, NotSaved
-from appliance.engines.protocol import GuideRefused
-from appliance.errors import CheckpointError, ConfigError, KeysError, PolicyChoiceError, PullError
-from appliance.keys import KeyExists, KeyFieldError, KeyNotFound
+from appliance.service.settings import FilesLeft, NotSaved
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from litestar.response.base import ASGIResponse
 from appliance.api.errors import BadRequest
 from appliance.api.jsonanswers import json_answer
 from appliance.api.sending import AS_IT_COMES, Streamed
-from appliance.api.service import Service
+from appliance.service.interface import Service
 
 KEEP_ALIVE = b": keep-alive\n\n"
 

@@ -9,7 +9,9 @@ from typing import Any, cast
 import msgspec
 
 from appliance.api.auth import Access, current
-from appliance.api.service import (
+from appliance.gateway.admission import Admission
+from appliance.keys import Key
+from appliance.service.interface import (
     Activity,
     InstanceActivity,
     ModelCard,
@@ -18,8 +20,6 @@ from appliance.api.service import (
     Service,
     Snapshot,
 )
-from appliance.gateway.admission import Admission
-from appliance.keys import Key
 from appliance.vocabulary import ModelName, RequestId
 
 

@@ -26,7 +26,7 @@ from appliance.api.messagebatches import MAX_BATCHES as MAX_MESSAGE_BATCHES
 from appliance.api.messagebatches import CustomId
 from appliance.api.ollama import OllamaShow
 from appliance.api.ollama_pull import OllamaDelete, OllamaPull
-from appliance.api.service import Readiness
+from appliance.service.interface import Readiness
 
 _LINES: Final = "application/x-ndjson"
 _TEXT: Final = "text/plain"

@@ -14,7 +14,7 @@ from litestar.response.base import ASGIResponse
 from appliance.api.bodies import parse
 from appliance.api.errors import BadRequest
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import InstanceActivity, InstanceNotFound, Service
+from appliance.service.interface import InstanceActivity, InstanceNotFound, Service
 
 
 class QuarantineReason(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

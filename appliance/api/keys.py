@@ -21,10 +21,10 @@ from appliance.api.auth import Access
 from appliance.api.bodies import parse
 from appliance.api.errors import ApiError
 from appliance.api.jsonanswers import json_answer
-from appliance.api.keymetrics import KeyUse
-from appliance.api.service import ModelNotFound, Service
+from appliance.errors import nearest
 from appliance.keys import Key, KeyNotFound, KeyRing, NewKey, Scope, make_key
-from appliance.remedies import nearest
+from appliance.observability.key_metrics import KeyUse
+from appliance.service.interface import ModelNotFound, Service
 from appliance.vocabulary import ModelName, RequestClass
 
 log = logging.getLogger(__name__)

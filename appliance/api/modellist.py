@@ -12,7 +12,7 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import ModelCard, ModelNotFound, Service
+from appliance.service.interface import ModelCard, ModelNotFound, Service
 
 LATEST: Final = ":latest"
 """Ollama's clients know every model by this tag, and some ask for it here."""

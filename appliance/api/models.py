@@ -11,9 +11,9 @@ from litestar.response.base import ASGIResponse
 
 from appliance.api.errors import ApiError
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import ModelNotFound, Service
-from appliance.api.settings import Settings
-from appliance.remedies import alternatives
+from appliance.errors import alternatives
+from appliance.service.interface import ModelNotFound, Service
+from appliance.service.settings import Settings
 
 
 def model_admin_routes(service: Service, settings: Settings | None) -> list[HTTPRouteHandler]:

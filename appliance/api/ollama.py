@@ -22,8 +22,8 @@ from appliance.api.errors import ApiError, BadRequest
 from appliance.api.jsonanswers import json_answer
 from appliance.api.ollama_files import Checkpoint, read_checkpoint
 from appliance.api.ollama_pull import ollama_pull_routes
-from appliance.api.service import Activity, ModelCard, ModelFacts, ModelNotFound, Service
-from appliance.api.settings import Settings
+from appliance.service.interface import Activity, ModelCard, ModelFacts, ModelNotFound, Service
+from appliance.service.settings import Settings
 from appliance.vocabulary import ModelName, Task
 
 OLLAMA_VERSION: Final = "0.14.0"

@@ -17,9 +17,9 @@ from appliance.api.errors import ApiError, BadRequest, as_api_error
 from appliance.api.errorshapes import ollama_error
 from appliance.api.events import Watch
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import ModelNotFound, Service
-from appliance.api.settings import Settings
 from appliance.pullsources import Progress
+from appliance.service.interface import ModelNotFound, Service
+from appliance.service.settings import Settings
 
 _LATEST = ":latest"
 _SUCCESS = {"status": "success"}

@@ -24,7 +24,10 @@ from appliance.api.errors import ErrorBody
 from appliance.api.instances import QuarantineReason
 from appliance.api.jsonanswers import json_answer
 from appliance.api.keys import Keys, MadeKey, RevokedKey, ShownKey
-from appliance.api.service import (
+from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
+from appliance.keys import NewKey
+from appliance.policywords import PolicyChoice, PolicyReport
+from appliance.service.interface import (
     Activity,
     InstanceActivity,
     InstanceVerification,
@@ -32,11 +35,8 @@ from appliance.api.service import (
     RequestActivity,
     Snapshot,
 )
-from appliance.api.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
-from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
-from appliance.keys import NewKey
-from appliance.policywords import PolicyChoice, PolicyReport
-from appliance.slabwords import SlabMap
+from appliance.service.settings import ConfigCheck, ConfigInForce, ConfigReload, Removal
+from appliance.vocabulary import SlabMap
 
 REFERENCE: Final = "#/components/schemas/{name}"
 CANNOT_BE_READ: Final = 400

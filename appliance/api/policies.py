@@ -11,8 +11,8 @@ from litestar.response.base import ASGIResponse
 
 from appliance.api.bodies import parse
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import Service
 from appliance.policywords import PolicyChoice
+from appliance.service.interface import Service
 
 
 def policy_routes(service: Service) -> list[HTTPRouteHandler]:

@@ -8,7 +8,7 @@ from litestar.response.base import ASGIResponse
 
 import appliance
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import Service
+from appliance.service.interface import Service
 
 
 def operator_routes(service: Service) -> list[HTTPRouteHandler]:

@@ -8,7 +8,7 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance.api.jsonanswers import json_answer
-from appliance.api.service import Service
+from appliance.service.interface import Service
 
 
 def request_routes(service: Service) -> list[HTTPRouteHandler]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.api.service import RequestTimes
+from appliance.service.interface import RequestTimes
 
 
 def server_timing(times: RequestTimes | None) -> str:

@@ -19,9 +19,9 @@ from litestar.response.base import ASGIResponse
 
 from appliance.api.errors import BadRequest
 from appliance.api.events import KEEP_ALIVE, Watch, last_seen, server_sent
-from appliance.api.service import Service, Snapshot, Span
-from appliance.feed import NoticeKind
 from appliance.mergepatch import Document, difference, without_nulls
+from appliance.service.event_log import NoticeKind
+from appliance.service.interface import Service, Snapshot, Span
 
 EVERY_SECONDS = 0.5
 LEAST_SECONDS = 0.05

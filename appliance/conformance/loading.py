@@ -9,9 +9,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance.errors import PolicyError
+from appliance.errors import PolicyError, nearest
 from appliance.hookspecs import ENTRY_POINTS
-from appliance.remedies import nearest
 
 
 class Found(NamedTuple):

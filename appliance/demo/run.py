@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from appliance.config import Config
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.session import recorded
 from appliance.demo.traffic import Answer, Chat, burst, send

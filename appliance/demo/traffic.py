@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from appliance.eventlines import event_lines_async
+from appliance.client import event_lines_async
 
 _OPENINGS = (
     "Tell me about",

@@ -13,7 +13,7 @@ from appliance.api.errors import ApiError
 from appliance.api.errorshapes import shape_of
 from appliance.api.requestids import request_id
 from appliance.frontend.calls import Call
-from appliance.frontwire import Refused
+from appliance.service.front_frames import Refused
 
 COMMENT: Final = b": keep-alive\n\n"
 LAST_EVENTS: Final = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")

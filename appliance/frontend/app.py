@@ -39,8 +39,14 @@ from appliance.frontend.input_tokens import router as input_tokens_router
 from appliance.frontend.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.stored import recall
 from appliance.frontend.vllmerrors import VllmErrors
-from appliance.frontpaths import is_front_path
-from appliance.frontwire import DECIDING_HEADERS, LARGE_BYTES, FrontModel, Refused, Welcome
+from appliance.service.front_frames import (
+    DECIDING_HEADERS,
+    LARGE_BYTES,
+    FrontModel,
+    Refused,
+    Welcome,
+)
+from appliance.service.front_paths import is_front_path
 from appliance.vocabulary import ModelName, RequestClass, Task
 
 log = logging.getLogger(__name__)

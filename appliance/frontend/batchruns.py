@@ -14,7 +14,7 @@ from appliance.api.errorshapes import shape_of
 from appliance.frontend.answers import error_of
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
-from appliance.frontwire import Ran, Refused, Run, StopRun
+from appliance.service.front_frames import Ran, Refused, Run, StopRun
 from appliance.vocabulary import RequestClass
 
 log = logging.getLogger(__name__)

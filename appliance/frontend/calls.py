@@ -6,7 +6,7 @@ import asyncio
 from contextvars import ContextVar
 from typing import Any, Final
 
-from appliance.frontwire import Refused
+from appliance.service.front_frames import Refused
 from appliance.vocabulary import ModelName, RequestClass, RequestId
 
 REQUEST_HEADER: Final = "x-appliance-request"

@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 
 from appliance.api.connections import Connection
 from appliance.api.errors import ApiError
-from appliance.frontpaths import is_front_path, without_root
-from appliance.frontwire import MAX_RECEIVED_BYTES, Handover, StreamBegun
+from appliance.service.front_frames import MAX_RECEIVED_BYTES, Handover, StreamBegun
+from appliance.service.front_paths import is_front_path, without_root
 
 log = logging.getLogger(__name__)
 

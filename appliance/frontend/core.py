@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from appliance import frontwire, wire
+from appliance import wire
 from appliance.frontend.calls import Call
-from appliance.frontwire import (
+from appliance.service import front_frames as frontwire
+from appliance.service.front_frames import (
     Abort,
     Admitted,
     Catalogue,

@@ -31,7 +31,7 @@ from appliance.engines.vllm.pooling import (
 )
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core, RequestRefused
-from appliance.frontwire import FrontModel, Output, Refused, Submit
+from appliance.service.front_frames import FrontModel, Output, Refused, Submit
 from appliance.vocabulary import FinishReason, RequestId
 
 log = logging.getLogger(__name__)

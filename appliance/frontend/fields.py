@@ -22,10 +22,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from appliance.api.errors import BadRequest
+from appliance.errors import nearest
 from appliance.frontend import input_tokens, rewrites
 from appliance.frontend.ollama.requests import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody
 from appliance.frontend.rewrites import Body
-from appliance.remedies import nearest
 
 IGNORED_HEADER: Final = "x-appliance-ignored"
 MAX_NAMES: Final = 20

@@ -25,7 +25,7 @@ from appliance.frontend import stored
 from appliance.frontend.core import Core
 from appliance.frontend.engine_client import FrontLLM
 from appliance.frontend.held_text import keep_held_text
-from appliance.frontwire import FrontModel, ModelRefused
+from appliance.service.front_frames import FrontModel, ModelRefused
 from appliance.vocabulary import ModelName, Task
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from appliance.api.apiexamples import EXAMPLES
 from appliance.frontend.app import INVOCATIONS, TOKENIZER_INFO, vllm_application
 from appliance.frontend.fields import ollama_bodies, routes, table
-from appliance.frontpaths import is_front_path
+from appliance.service.front_paths import is_front_path
 
 REFERENCE: Final = "#/components/schemas/{name}"
 _REFERENCE: Final = re.compile(r'"#/components/schemas/([^"]+)"')

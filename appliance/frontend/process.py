@@ -13,11 +13,11 @@ import signal
 import socket
 from typing import TYPE_CHECKING
 
-from appliance import frontwire
 from appliance.api.cors import Cors
 from appliance.frontend.core import Core
 from appliance.frontend.environment import import_vllm, prepare_environment
-from appliance.frontwire import Ping, Pong, Ready
+from appliance.service import front_frames as frontwire
+from appliance.service.front_frames import Ping, Pong, Ready
 
 if TYPE_CHECKING:
     from appliance.frontend.app import FrontEnd

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core
-from appliance.frontwire import UNFINISHED, KeepEvent, KeepResponse
+from appliance.service.front_frames import UNFINISHED, KeepEvent, KeepResponse
 
 log = logging.getLogger(__name__)
 

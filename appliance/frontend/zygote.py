@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from appliance import logs
-from appliance.frontwire import Fork, Forked
+from appliance.service.front_frames import Fork, Forked
 
 ORDER_BYTES: Final = 1024
 

@@ -21,10 +21,10 @@ from typing import Final, Protocol
 
 from appliance.api.connections import HEAD_SECONDS, UNSENT_BYTES, Connection
 from appliance.api.errors import ApiError
-from appliance.frontpaths import is_front_path, without_root
-from appliance.frontwire import LARGE_BYTES, Handover
 from appliance.gateway.requestlines import PEEK_BYTES, body_bytes, path_of
 from appliance.gateway.tls import PumpSide, TlsBeginning
+from appliance.service.front_frames import LARGE_BYTES, Handover
+from appliance.service.front_paths import is_front_path, without_root
 
 AT_ONCE: Final = 64
 """Connections that are accepted before the event loop does something else."""

@@ -10,8 +10,12 @@ import msgspec
 
 from appliance.api.auth import Access, Caller, Forbidden, LimitMet, Used
 from appliance.api.errors import BadRequest
-from appliance.api.keymetrics import WAITING
-from appliance.api.service import (
+from appliance.engines.protocol import Produced
+from appliance.fairqueue import FairQueue
+from appliance.keys import Key
+from appliance.observability.key_metrics import WAITING
+from appliance.ratelimits import Meter, Refusal
+from appliance.service.interface import (
     Generation,
     ModelNotFound,
     QueueFull,
@@ -23,10 +27,6 @@ from appliance.api.service import (
     cancelled,
     removed,
 )
-from appliance.engines.protocol import Produced
-from appliance.fairqueue import FairQueue
-from appliance.keys import Key
-from appliance.ratelimits import Meter, Refusal
 from appliance.vocabulary import FinishReason, RequestClass, RequestId, WaitCode, WaitReason
 
 MAX_WAITING: Final = 64

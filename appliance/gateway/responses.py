@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from appliance.frontwire import UNFINISHED
+from appliance.service.front_frames import UNFINISHED
 
 MAX_RESPONSES: Final = 4096
 MAX_BYTES: Final = 64 * 1024 * 1024

@@ -1,6 +1,6 @@
 """What the core says to each front end: who may ask, which requests are admitted, what they output.
 
-A `Session` is the core's half of the conversation of `appliance.frontwire` with one front end.
+A `Session` is the core's half of the frames (`appliance.service.front_frames`) to one front end.
 `Sessions` are all of them; they also have lines of batches answered by one of them.
 """
 
@@ -18,17 +18,12 @@ import msgspec
 
 from appliance.api.auth import Access, Asking, Caller
 from appliance.api.errors import ApiError, as_api_error
-from appliance.api.service import (
-    Generation,
-    GenerationFailed,
-    RequestTimes,
-    Service,
-    SubmitRequest,
-    Trace,
-)
 from appliance.api.timing import server_timing
 from appliance.engines.protocol import Produced
-from appliance.frontwire import (
+from appliance.gateway.admission import Admission
+from appliance.gateway.responses import StoredResponse, StoredResponses
+from appliance.keys import Scope
+from appliance.service.front_frames import (
     MAX_STORED_BYTES,
     MOST_DETAIL_BYTES,
     VERSION,
@@ -57,9 +52,14 @@ from appliance.frontwire import (
     Up,
     Welcome,
 )
-from appliance.gateway.admission import Admission
-from appliance.gateway.responses import StoredResponse, StoredResponses
-from appliance.keys import Scope
+from appliance.service.interface import (
+    Generation,
+    GenerationFailed,
+    RequestTimes,
+    Service,
+    SubmitRequest,
+    Trace,
+)
 from appliance.vocabulary import FinishReason, RequestClass, RequestId
 
 MAX_CALLS: Final = 4096

@@ -25,7 +25,8 @@ import msgspec
 
 from appliance import wire
 from appliance.api.errors import ApiError
-from appliance.frontwire import (
+from appliance.processes import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
+from appliance.service.front_frames import (
     MAX_RECEIVED_BYTES,
     Down,
     Drain,
@@ -40,7 +41,6 @@ from appliance.frontwire import (
     Up,
     decoder_for_core,
 )
-from appliance.processes import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
 
 ZYGOTE: Final = (sys.executable, "-m", "appliance.frontend.zygote")
 OPERATORS_REMEMBERED: Final = 4096

@@ -17,12 +17,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from appliance.config.toml_lines import KeyPath, LineMap, dotted
 from appliance.errors import LabError
 from appliance.lab.deviation import EXACT, Deviation
 from appliance.lab.hardware import Box, Gpu, ModelProfile, gpu, profile
 from appliance.lab.trial import Contender, Setting, System
 from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
-from appliance.tomllines import KeyPath, LineMap, dotted
 from appliance.units import Bytes, Seconds
 from appliance.vocabulary import ModelName, ModelSpec, RequestClass, Slo
 

@@ -16,7 +16,7 @@ from appliance.memory.ledger import HostLedger
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferKind
-from appliance.slabwords import SlabMap, SlabOwner
+from appliance.vocabulary import SlabMap, SlabOwner
 
 FREE: Final = SlabOwner(name="free")
 

@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import STOP_SECONDS, answered, free_port, running_daemon
 from appliance.demo.traffic import Chat, burst

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from appliance.catalog import read_checkpoint
-from appliance.config import Devices
-from appliance.configsizes import least
+from appliance.config.schema import Devices
+from appliance.config.sizing import least
 from appliance.engines.protocol import Produced
 from appliance.errors import CheckpointError
 from appliance.memory import mapping

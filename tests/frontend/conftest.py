@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from appliance.demo.checkpoints import make_checkpoints
-from appliance.frontwire import FrontModel
+from appliance.service.front_frames import FrontModel
 from appliance.vocabulary import Task
 from tests.frontend.stand_in_core import StandInCore, front_end
 

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from appliance.demo.checkpoints import EOS_ID, train_tokenizer
 from appliance.engines.vllm.messages import encode_output
-from appliance.frontwire import FrontModel, Submit
+from appliance.service.front_frames import FrontModel, Submit
 from appliance.vocabulary import Task
 from tests.conftest import CHECKPOINT_CONFIG
 from tests.frontend.stand_in_core import StandInCore, made_up

@@ -15,8 +15,9 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from appliance import frontwire, wire
-from appliance.frontwire import (
+from appliance import wire
+from appliance.service import front_frames as frontwire
+from appliance.service.front_frames import (
     Abort,
     Admitted,
     Catalogue,

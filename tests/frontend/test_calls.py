@@ -12,8 +12,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from appliance import frontwire
-from appliance.frontwire import (
+from appliance.service import front_frames as frontwire
+from appliance.service.front_frames import (
     LARGE_BYTES,
     Abort,
     Drain,

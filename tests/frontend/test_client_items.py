@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from appliance.frontwire import Submit
+from appliance.service.front_frames import Submit
 from appliance.vocabulary import RequestClass
 from tests.frontend.small_models import answer, small_models
 from tests.frontend.stand_in_core import StandInCore, front_end

@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason as EngineFinishReason
 from vllm.v1.outputs import LogprobsLists
 
 from appliance.engines.vllm.messages import decode_request, encode_output
-from appliance.frontwire import Abort, FrontModel, Refused, Submit
+from appliance.service.front_frames import Abort, FrontModel, Refused, Submit
 from appliance.vocabulary import FinishReason
 from tests.frontend.stand_in_core import StandInCore, made_up
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.frontwire import FrontModel
+from appliance.service.front_frames import FrontModel
 from tests.frontend.small_models import answer, small_models
 from tests.frontend.stand_in_core import StandInCore
 

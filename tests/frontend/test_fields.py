@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from appliance.api.errors import BadRequest
 from appliance.frontend import fields
 from appliance.frontend.fields import Checked, check, request_models, table
-from appliance.frontpaths import is_front_path
+from appliance.service.front_paths import is_front_path
 
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT, EMBED = "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"

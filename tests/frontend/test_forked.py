@@ -6,8 +6,8 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from appliance.frontwire import Down, Hello, Up, Welcome
 from appliance.gateway.supervisor import Supervisor
+from appliance.service.front_frames import Down, Hello, Up, Welcome
 from tests.patience import PATIENCE_SECONDS
 
 

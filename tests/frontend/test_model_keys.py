@@ -17,7 +17,7 @@ from vllm.v1.engine import FinishReason as EngineFinishReason
 from vllm.v1.outputs import LogprobsLists
 
 from appliance.engines.vllm.messages import decode_request, encode_output
-from appliance.frontwire import Enter, FrontModel, Submit
+from appliance.service.front_frames import Enter, FrontModel, Submit
 from appliance.vocabulary import Task
 from tests.frontend.conftest import like, model_at
 from tests.frontend.stand_in_core import StandInCore, front_end

@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from appliance.demo.checkpoints import EOS_ID, train_tokenizer
 from appliance.engines.vllm.messages import decode_request, encode_output
-from appliance.frontwire import Abort, Entered, FrontModel, Refused, Submit
+from appliance.service.front_frames import Abort, Entered, FrontModel, Refused, Submit
 from appliance.vocabulary import FinishReason, RequestId, Task
 from tests.conftest import CHECKPOINT_CONFIG
 from tests.frontend.stand_in_core import StandInCore, front_end, made_up

@@ -13,7 +13,7 @@ from appliance.api.apiexamples import EXAMPLES
 from appliance.frontend.app import meant
 from appliance.frontend.fields import check, ollama_bodies, request_models
 from appliance.frontend.openapi import generated
-from appliance.frontpaths import FRONT_PATHS
+from appliance.service.front_paths import FRONT_PATHS
 from appliance.vocabulary import Task
 
 _POSTED = {("post", path) for path in FRONT_PATHS}

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import ResponseReasoningItem
 
 from appliance.frontend.published import publish_responses
-from appliance.frontwire import KeepResponse
+from appliance.service.front_frames import KeepResponse
 from appliance.vocabulary import FinishReason
 from tests.frontend.stand_in_core import StandInCore
 

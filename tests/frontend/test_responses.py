@@ -11,7 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from appliance.frontwire import FindResponse, KeepEvent, KeepResponse, Leave, Submit
+from appliance.service.front_frames import FindResponse, KeepEvent, KeepResponse, Leave, Submit
 from tests.frontend.stand_in_core import StandInCore
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

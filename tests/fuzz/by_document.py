@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from appliance.frontpaths import FRONT_PATHS
+from appliance.service.front_paths import FRONT_PATHS
 from tests.fuzz.running import Target, running
 from tests.fuzz.target import ANYTHING
 

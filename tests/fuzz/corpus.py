@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from litestar import Litestar
 
-from appliance.frontpaths import FRONT_PATHS
+from appliance.service.front_paths import FRONT_PATHS
 from tests.fuzz.target import ADDED, MODELS, PULLED
 from tests.unit.front_end_double import ENDLESS
 

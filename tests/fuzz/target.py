@@ -31,27 +31,26 @@ import msgspec
 import pytest
 
 from appliance import wire
-from appliance.api.service import (
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
+from appliance.daemon import Daemon, Limits
+from appliance.errors import KeysError
+from appliance.gateway.supervisor import Supervisor
+from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.lifetime import Server
+from appliance.liveconfig import LiveConfig
+from appliance.serve import make_gateway, make_server
+from appliance.service.event_log import Notice
+from appliance.service.front_frames import Down, Hello, Run, Up
+from appliance.service.interface import (
     Generation,
     InstanceVerification,
     Service,
     Sink,
     SubmitRequest,
 )
-from appliance.api.settings import NotSaved, Removal
-from appliance.config import Config
-from appliance.configfile import load_config
-from appliance.daemon import Daemon, Limits
-from appliance.errors import KeysError
-from appliance.feed import Notice
-from appliance.frontwire import Down, Hello, Run, Up
-from appliance.gateway.supervisor import Supervisor
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
-from appliance.lifetime import Server
-from appliance.liveconfig import LiveConfig
-from appliance.serve import make_gateway, make_server
-from appliance.slabwords import SlabMap
-from appliance.vocabulary import ModelName, Release, Task
+from appliance.service.settings import NotSaved, Removal
+from appliance.vocabulary import ModelName, Release, SlabMap, Task
 from tests.conftest import write_checkpoint
 from tests.unit import front_end_double
 from tests.unit.daemon_double import Box, WorkerDouble, setup_of, small

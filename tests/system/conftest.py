@@ -18,8 +18,8 @@ import ollama
 import openai
 import pytest
 
-from appliance.config import Config
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import Known, free_port, metrics_by_model, running_daemon
 from appliance.demo.run import answered as plain_answers

@@ -17,8 +17,8 @@ import ollama
 from click.testing import CliRunner
 
 from appliance import journal
-from appliance.cli import cli
-from appliance.configfile import load_config
+from appliance.cli.main import cli
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, send

@@ -20,11 +20,11 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.configfile import load_config
+from appliance.client import event_lines
+from appliance.config.layers import directory
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
-from appliance.dropins import directory
-from appliance.eventlines import event_lines
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import until
 from tests.tmux import Terminal, terminal

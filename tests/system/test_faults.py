@@ -25,8 +25,8 @@ import httpx
 import pytest
 
 from appliance.catalog import read_checkpoint
-from appliance.config import Config
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, metrics_by_model, running_daemon
 from appliance.demo.traffic import Answer, Chat, send

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.client import event_lines_async
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
-from appliance.eventlines import event_lines_async
 from appliance.keys import Key, KeyFile, Scope, digest
 from tests.patience import PATIENCE_SECONDS
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from appliance import journal
 from appliance.catalog import read_checkpoint
-from appliance.configfile import load_config
-from appliance.configsizes import kv_floor_slabs
+from appliance.config.loader import load_config
+from appliance.config.sizing import kv_floor_slabs
 from appliance.demo.checkpoints import RECIPES, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Chat, send

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import burst, send

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import Answer, Chat, burst, send

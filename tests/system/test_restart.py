@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.batches.log import load as load_batch
 from appliance.batches.records import Batch
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.demo.checkpoints import write_config
 from tests.activation import start_activated
 from tests.patience import PATIENCE_SECONDS

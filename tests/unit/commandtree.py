@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:

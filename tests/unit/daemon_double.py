@@ -13,13 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance import wire
-from appliance.api.service import AskedSlo, Generation, RequestTimes, SubmitRequest
 from appliance.daemon import Daemon, Limits
 from appliance.engines.protocol import Produced
 from appliance.journal import Journal, Setup
 from appliance.policywords import PolicyChoice
 from appliance.served import ServedModel
-from appliance.slabwords import SlabMap, SlabOwner
+from appliance.service.interface import AskedSlo, Generation, RequestTimes, SubmitRequest
 from appliance.vocabulary import (
     Direction,
     Event,
@@ -31,6 +30,8 @@ from appliance.vocabulary import (
     RequestClass,
     RunPrefill,
     RunTurn,
+    SlabMap,
+    SlabOwner,
     TokensProduced,
 )
 from tests.unit.floor_double import SLAB, SLO, shape

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from appliance.api.service import (
+from appliance.engines.protocol import NO_TOKEN, GuideRefused, Produced, Verdict
+from appliance.service.front_frames import FrontModel
+from appliance.service.interface import (
     Activity,
     GenerationFailed,
     InstanceActivity,
@@ -24,10 +26,7 @@ from appliance.api.service import (
     Sink,
     SubmitRequest,
 )
-from appliance.engines.protocol import NO_TOKEN, GuideRefused, Produced, Verdict
-from appliance.frontwire import FrontModel
-from appliance.slabwords import SlabMap, SlabOwner
-from appliance.vocabulary import FinishReason, RequestId, Task
+from appliance.vocabulary import FinishReason, RequestId, SlabMap, SlabOwner, Task
 
 KV = KvShapeActivity(
     mapped_bytes=400, used_bytes=200, cold_bytes=100, peak_bytes=400, fragmentation=0.25
@@ -47,7 +46,7 @@ def decode(tokens: Iterable[int]) -> str:
 
 
 class FakeGeneration:
-    """A sequence whose tokens the test feeds. Implements `appliance.api.service.Generation`."""
+    """A sequence whose tokens the test feeds: an `appliance.service.interface.Generation`."""
 
     def __init__(self, service: FakeService, request: SubmitRequest, sink: Sink) -> None:
         self.request = request

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from appliance import wire
 from appliance.api.errors import ApiError
 from appliance.api.errorshapes import shape_of
-from appliance.frontpaths import is_front_path
-from appliance.frontwire import (
+from appliance.gateway.sessions import Sessions
+from appliance.service.front_frames import (
     DECIDING_HEADERS,
     VERSION,
     Abort,
@@ -37,7 +37,7 @@ from appliance.frontwire import (
     decoder_for_core,
     decoder_for_front,
 )
-from appliance.gateway.sessions import Sessions
+from appliance.service.front_paths import is_front_path
 from appliance.vocabulary import FinishReason, RequestId
 
 from .fake_service import decode, encode

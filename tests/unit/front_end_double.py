@@ -18,10 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from appliance import frontwire, wire
+from appliance import wire
 from appliance.frontend.zygote import serve_orders
-from appliance.frontpaths import is_front_path
-from appliance.frontwire import (
+from appliance.gateway.requestlines import path_of
+from appliance.service import front_frames as frontwire
+from appliance.service.front_frames import (
     Drain,
     Handover,
     Hello,
@@ -31,7 +32,7 @@ from appliance.frontwire import (
     StreamBegun,
     Welcome,
 )
-from appliance.gateway.requestlines import path_of
+from appliance.service.front_paths import is_front_path
 
 COMMAND = (sys.executable, str(Path(__file__)))
 ENDLESS = "/v1/completions/render"

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from litestar import Litestar
 
 from appliance.api.connections import Connection
-from appliance.cli import cli
+from appliance.cli.main import cli
 
 Call = Callable[..., Awaitable[Result]]
 

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from appliance.api.app import create_app
-from appliance.cli import cli
-from appliance.configfile import load_config
-from appliance.feed import NoticeKind
+from appliance.cli.main import cli
+from appliance.config.loader import load_config
 from appliance.liveconfig import LiveConfig
+from appliance.service.event_log import NoticeKind
 from appliance.vocabulary import WaitCode
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small

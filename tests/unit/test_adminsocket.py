@@ -32,8 +32,8 @@ from appliance.api import operators
 from appliance.api.app import create_app
 from appliance.api.auth import Access
 from appliance.client import call, default_url
-from appliance.config import Config
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.errors import KeysError
 from appliance.keys import KeyRing
 from appliance.serve import AdminServer, Server, beside, make_admin_server, make_server

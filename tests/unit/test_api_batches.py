@@ -19,10 +19,7 @@ from litestar import Litestar
 from appliance.api import batchrequests, batchrunner
 from appliance.api.app import create_app
 from appliance.api.auth import Access
-from appliance.api.batchmetrics import BatchMetrics
 from appliance.api.batchrunner import BatchRunner, BatchSettings
-from appliance.api.registry import Registry
-from appliance.api.service import GenerationFailed
 from appliance.batches import files
 from appliance.batches.log import BatchLog
 from appliance.batches.records import CancelAsked, Created, LineDone, Record
@@ -30,6 +27,9 @@ from appliance.batches.results import Results, answered
 from appliance.batches.scribe import Scribe
 from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
+from appliance.observability.batch_metrics import BatchMetrics
+from appliance.observability.registry import Registry
+from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import FinishReason, RequestClass, Task
 from tests.patience import PATIENCE_SECONDS
 

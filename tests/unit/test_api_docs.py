@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.api.app import create_app
-from appliance.api.service import ModelActivity, ModelFacts
+from appliance.service.interface import ModelActivity, ModelFacts
 from tests.docexamples import Example, examples, shape, told
 
 from .fake_service import FakeService

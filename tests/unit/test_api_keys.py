@@ -13,11 +13,11 @@ import pytest
 
 from appliance.api.app import create_app
 from appliance.api.auth import Access, scope_of
-from appliance.api.service import Activity, InstanceActivity, ModelActivity, RequestActivity
-from appliance.frontwire import Refused
 from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.service.front_frames import Refused
+from appliance.service.interface import Activity, InstanceActivity, ModelActivity, RequestActivity
 
 from .fake_service import FakeService, encode
 from .front_double import FrontDouble

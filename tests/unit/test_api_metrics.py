@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.api.metrics import Metrics
+from appliance.observability.metrics import Metrics
 from appliance.vocabulary import Direction, FinishReason
 
 

@@ -14,7 +14,7 @@ from litestar import Litestar
 
 from appliance.api.errorshapes import EXCEPTION_HANDLERS
 from appliance.api.ollama import ollama_catalogue_routes
-from appliance.api.service import (
+from appliance.service.interface import (
     Activity,
     ModelActivity,
     ModelCard,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.api.service import RequestTimes
 from appliance.api.timing import server_timing
+from appliance.service.interface import RequestTimes
 
 
 def test_it_tells_milliseconds_by_phase() -> None:

@@ -20,8 +20,8 @@ ENGINES = ("torch", "vllm", "transformers")
 LIGHT = [
     "appliance.api.app",
     "appliance.catalog",
-    "appliance.cli",
-    "appliance.configfile",
+    "appliance.cli.main",
+    "appliance.config.loader",
     "appliance.conformance",
     "appliance.daemon",
     "appliance.demo.checkpoints",
@@ -32,7 +32,7 @@ LIGHT = [
     "appliance.plugins.aegaeon",
     "appliance.plugins.serverlessllm",
     "appliance.policies",
-    "appliance.policycommand",
+    "appliance.cli.policies",
     "appliance.policywatch",
     "appliance.scheduling.machine",
     "appliance.serve",
@@ -72,7 +72,7 @@ def test_scheduling_loads_no_input_or_output() -> None:
 def test_opentelemetry_is_loaded_by_whom_it_is_for() -> None:
     """Not by a daemon that traces nothing."""
     assert "opentelemetry" not in loaded_by("appliance.serve")
-    assert "opentelemetry" in loaded_by("appliance.telemetry")
+    assert "opentelemetry" in loaded_by("appliance.observability.tracing")
 
 
 def test_tui_loads_nothing_of_the_appliance() -> None:
@@ -80,7 +80,7 @@ def test_tui_loads_nothing_of_the_appliance() -> None:
     assert "appliance" not in loaded_by("tui")
 
 
-@pytest.mark.parametrize("module", ["appliance.configfile", "appliance.cli"])
+@pytest.mark.parametrize("module", ["appliance.config.loader", "appliance.cli.main"])
 def test_import_has_no_side_effects(module: str) -> None:
     """Importing prints nothing and warns of nothing."""
     result = subprocess.run(

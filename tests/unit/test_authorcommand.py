@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance.cli import cli
+from appliance.cli.docs.hooks import generate
+from appliance.cli.main import cli
 from appliance.conformance import kit
 from appliance.conformance.scenes import SCENES, arrivals
-from appliance.policydoc import generate
 
 BROKEN = """
 from appliance.hookspecs import hookimpl

@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from appliance.api.auth import NOBODY, Access, Caller
-from appliance.api.service import GenerationFailed, QueueFull, RequestTimes, SubmitRequest
 from appliance.engines.protocol import Produced
 from appliance.gateway.admission import Admission
 from appliance.keys import Key, KeyFile, KeyRing, digest
+from appliance.service.interface import GenerationFailed, QueueFull, RequestTimes, SubmitRequest
 from appliance.vocabulary import FinishReason, RequestClass
 
 from .fake_service import FakeGeneration, FakeService

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.api.service import GenerationFailed
 from appliance.batches import log as batch_log
 from appliance.batches.files import FileStore
 from appliance.batches.records import Batch, Begun, CancelAsked, Created, LineDone, Record
 from appliance.batches.results import answered
 from appliance.errors import ApplianceError
+from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import FinishReason
 from tests.patience import PATIENCE_SECONDS
 

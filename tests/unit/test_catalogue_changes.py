@@ -19,15 +19,15 @@ from appliance import deletions, wire
 from appliance.api.app import create_app
 from appliance.api.auth import scope_of
 from appliance.api.catalogue import NewModel
-from appliance.api.service import GenerationFailed
-from appliance.cli import cli
-from appliance.config import Model, fields
-from appliance.configfile import load_config
-from appliance.dropins import directory
+from appliance.cli.main import cli
+from appliance.config.layers import directory
+from appliance.config.loader import load_config
+from appliance.config.schema import Model, fields
 from appliance.journal import Journal, replay
 from appliance.keys import Scope
 from appliance.liveconfig import ADMIN_FILE, LiveConfig
 from appliance.pulling import pull
+from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small

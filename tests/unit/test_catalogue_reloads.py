@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from appliance.dropins import directory
+from appliance.config.layers import directory
 from tests.unit.daemon_double import Box, small
 from tests.unit.serving import Call
 

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import appliance
-from appliance.cli import cli
-from appliance.config import Config
-from appliance.configfile import load_config
-from appliance.doctor import Finding, Level
+from appliance.cli.doctor import Finding, Level
+from appliance.cli.main import cli
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.errors import PolicyError
 
 Make = Callable[..., Path]
@@ -338,7 +338,7 @@ def test_doctor_prints_what_it_finds(
         yield Finding(Level(level), "memory", "8GiB", "buy some")
         yield Finding(Level.OK, "daemon", "ready")
 
-    monkeypatch.setattr("appliance.doctor.examine", examine)
+    monkeypatch.setattr("appliance.cli.doctor.examine", examine)
 
     plain = call("doctor", "--config", "my.toml")
     as_json = call("doctor", "--config", "my.toml", "--verify", "--json")

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from appliance.errors import KeysError
 from appliance.keys import Key, KeyFile, digest
-from appliance.telemetry import Traces
+from appliance.observability.tracing import Traces
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, box_maker
 
@@ -76,7 +76,7 @@ async def test_a_clock_that_jumps_changes_no_answer(
     and events keep their order."""
     jumps = cycle([0.0, 4e9, 1.7e9, 1.0])
     monkeypatch.setattr(time, "time", lambda: next(jumps))
-    monkeypatch.setattr("appliance.telemetry.LAST_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("appliance.observability.tracing.LAST_SECONDS", PATIENCE_SECONDS)
     box, exporter = make_box(), InMemorySpanExporter()
     box.daemon._traces = traces = Traces(exporter, wall_clock=time.time)
     box.daemon._times._keeps_stretches = True

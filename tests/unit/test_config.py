@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from appliance import configdoc
 from appliance.catalog import read_checkpoint
-from appliance.config import BatchSlo, Config, PolicyTable, Slo, fields
-from appliance.configchecks import warnings
-from appliance.configfile import load_config
-from appliance.configsizes import uncached
+from appliance.cli.docs import config as configdoc
+from appliance.config.checks import warnings
+from appliance.config.loader import load_config
+from appliance.config.schema import BatchSlo, Config, PolicyTable, Slo, fields
+from appliance.config.sizing import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
 from appliance.policywords import PolicyChoice

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.configfile import load_config
-from appliance.dropins import directory
+from appliance.config.layers import directory
+from appliance.config.loader import load_config
 from appliance.errors import ConfigError, Problem
 from appliance.units import Seconds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.tomllines import KeyPath, LineMap, dotted
+from appliance.config.toml_lines import KeyPath, LineMap, dotted
 
 TEXT = '''\
 top = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.errors import ConfigError, Problem
 
 Make = Callable[..., Path]

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from appliance.catalog import read_checkpoint
-from appliance.config import Config
-from appliance.configfile import load_config
-from appliance.configsizes import least
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
+from appliance.config.sizing import least
 from appliance.errors import ConfigError, Problem
 from appliance.units import Bytes, no_less
 from tests.unit.pretend_nvml import install

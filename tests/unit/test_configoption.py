@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from appliance import configoption
-from appliance.cli import cli
-from appliance.configoption import VARIABLE, default_config
+from appliance.cli import options as configoption
+from appliance.cli.main import cli
+from appliance.cli.options import VARIABLE, default_config
 
 
 @pytest.fixture

@@ -13,7 +13,22 @@ import msgspec
 import pytest
 
 from appliance import wire
-from appliance.api.service import (
+from appliance.daemon import Limits
+from appliance.engines.protocol import (
+    NO_TOKEN,
+    GuideRefused,
+    KvBytes,
+    Produced,
+    Verdict,
+)
+from appliance.journal import Journal, Setup, read, replay
+from appliance.policywords import Missed
+from appliance.scheduling.machine import MAX_BUILD_LOSSES
+from appliance.serve import share_cpus
+from appliance.service.event_log import NoticeKind
+from appliance.service.front_frames import FrontModel
+from appliance.service.generation import RequestStream
+from appliance.service.interface import (
     AskedSlo,
     GenerationFailed,
     InstanceActivity,
@@ -24,21 +39,6 @@ from appliance.api.service import (
     QueueFull,
     SubmitRequest,
 )
-from appliance.daemon import Limits
-from appliance.engines.protocol import (
-    NO_TOKEN,
-    GuideRefused,
-    KvBytes,
-    Produced,
-    Verdict,
-)
-from appliance.feed import NoticeKind
-from appliance.frontwire import FrontModel
-from appliance.generation import RequestStream
-from appliance.journal import Journal, Setup, read, replay
-from appliance.policywords import Missed
-from appliance.scheduling.machine import MAX_BUILD_LOSSES
-from appliance.serve import share_cpus
 from appliance.vocabulary import (
     Command,
     Direction,

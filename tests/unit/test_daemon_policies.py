@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from appliance.api.service import Generation, GenerationFailed, NothingPrevious, PolicyNotActive
 from appliance.daemon import Limits
 from appliance.errors import PolicyChoiceError
 from appliance.hookspecs import HOOKS, hookimpl
@@ -27,6 +26,12 @@ from appliance.policywords import (
 )
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.questions import InstanceView, Placement, PlannedTurn, Refusal
+from appliance.service.interface import (
+    Generation,
+    GenerationFailed,
+    NothingPrevious,
+    PolicyNotActive,
+)
 from appliance.vocabulary import Role, RunPrefill, RunTurn
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.strangers import install

@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from appliance.api.openapi import document
-from appliance.cli import cli
+from appliance.cli.main import cli
 from tests.conftest import write_checkpoint
 from tests.fuzz.running import ROOT, running
 from tests.patience import PATIENCE_SECONDS

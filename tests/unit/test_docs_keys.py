@@ -14,7 +14,7 @@ import uvicorn
 
 from appliance.adminsocket import open_socket
 from appliance.api.operators import OperatorProtocol
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.serve import AdminServer, Server, beside, make_gateway, make_server
 from tests.patience import PATIENCE_SECONDS
 

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from appliance.api.app import create_app
-from appliance.cli import cli
-from appliance.configfile import load_config
+from appliance.cli.main import cli
+from appliance.config.loader import load_config
 from appliance.liveconfig import LiveConfig
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import served

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from appliance import doctor
-from appliance.config import Config
-from appliance.configfile import load_config
-from appliance.doctor import SHMEM_HUGE, Finding, Level, Machine, Package, examine
+from appliance.cli import doctor
+from appliance.cli.doctor import SHMEM_HUGE, Finding, Level, Machine, Package, examine
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.memory import mapping
 from appliance.memory.hosttier import HostTier
 

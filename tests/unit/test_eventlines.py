@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from appliance.eventlines import event_lines, event_lines_async
+from appliance.client import event_lines, event_lines_async
 
 STREAM = ": keep-alive\n\ndata: ä\u2028b\u2029c\x85d\x0be\rf\n\nbegun".encode()
 LINES = [": keep-alive", "", "data: ä\u2028b\u2029c\x85d\x0be\rf", ""]

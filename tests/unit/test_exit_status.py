@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.client import KEY_VARIABLE
 from tests.unit.commandtree import commands
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from appliance.feed import BATCH, Feed, Notice, NoticeKind
+from appliance.service.event_log import BATCH, Feed, Notice, NoticeKind
 
 
 def tell(feed: Feed, *models: object) -> None:

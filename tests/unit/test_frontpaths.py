@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.frontpaths import is_front_path, without_root
+from appliance.service.front_paths import is_front_path, without_root
 
 
 @pytest.mark.parametrize(

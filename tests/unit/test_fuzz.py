@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from appliance.api.app import create_app
-from appliance.frontpaths import is_front_path
+from appliance.service.front_paths import is_front_path
 from tests.fuzz import by_bytes, by_document
 from tests.fuzz.corpus import seeds
 from tests.fuzz.running import running

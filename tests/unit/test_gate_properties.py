@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.auth import Access, Caller, LimitMet
-from appliance.api.service import QueueFull, RequestTimes, Sink, SubmitRequest
 from appliance.engines.protocol import Produced
 from appliance.gateway.admission import Admission
 from appliance.keys import Key
 from appliance.ratelimits import Meter
+from appliance.service.interface import QueueFull, RequestTimes, Sink, SubmitRequest
 from appliance.vocabulary import FinishReason
 
 PROMPT, MOST = 3, 5

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from appliance.api.auth import Access
-from appliance.api.service import GenerationFailed, RequestTimes
-from appliance.frontwire import (
+from appliance.gateway import sessions as gateway
+from appliance.gateway.admission import Admission
+from appliance.gateway.sessions import FrontEndLost, FrontSettings, NoFrontEnd, Sessions
+from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.service.front_frames import (
     Catalogue,
     Entered,
     ModelRefused,
@@ -25,11 +28,8 @@ from appliance.frontwire import (
     StopRun,
     Welcome,
 )
-from appliance.frontwire import Run as RunLine
-from appliance.gateway import sessions as gateway
-from appliance.gateway.admission import Admission
-from appliance.gateway.sessions import FrontEndLost, FrontSettings, NoFrontEnd, Sessions
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.service.front_frames import Run as RunLine
+from appliance.service.interface import GenerationFailed, RequestTimes
 from appliance.vocabulary import FinishReason, RequestClass
 
 from .fake_service import IMPOSSIBLE, FakeService, encode

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from appliance.api.service import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.engines.protocol import NO_TOKEN, Produced
-from appliance.generation import NO_SLO, RequestStream
+from appliance.service.generation import NO_SLO, RequestStream
+from appliance.service.interface import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.vocabulary import FinishReason, RequestId, Slo
 
 REQUEST = SubmitRequest(id="r", model="a", prompt=(1, 2, 3), max_tokens=9, body=b"opaque")

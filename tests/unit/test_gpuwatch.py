@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from appliance.api.metrics import Metrics
 from appliance.api.watch import state_of
 from appliance.gpuwatch import XIDS_OF_PROGRAMS, GpuReading, GpuWatch
+from appliance.observability.metrics import Metrics
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import box_maker
 from tests.unit.pretend_nvml import PretendNvml, install

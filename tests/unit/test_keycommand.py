@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.keys import Key, KeyFile, KeyRing, Scope
 from appliance.vocabulary import RequestClass
 

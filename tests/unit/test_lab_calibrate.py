@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.errors import LabError
 from appliance.lab import hardware
 from appliance.lab.steptables import read_tables

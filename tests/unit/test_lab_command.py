@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 from tests.unit.test_lab_recorded import write
 
 ROOT = Path(__file__).parents[2]

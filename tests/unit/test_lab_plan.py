@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.lab.plan import fewest
 
 ROOT = Path(__file__).parents[2]

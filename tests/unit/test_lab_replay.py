@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.journal import read
 from appliance.lab.recorded import recording
 from appliance.lab.trial import play

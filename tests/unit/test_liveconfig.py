@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.configfile import load_config
-from appliance.dropins import directory
+from appliance.config.layers import directory
+from appliance.config.loader import load_config
 from appliance.errors import PolicyChoiceError
 from appliance.liveconfig import ADMIN_FILE, LiveConfig
 from appliance.policywords import PolicyChoice

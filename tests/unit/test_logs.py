@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from appliance import logs
-from appliance.api.service import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.engines.protocol import Produced
-from appliance.generation import RequestStream
 from appliance.logs import ConsoleFormatter, JsonFormatter
-from appliance.requestlog import log_request
+from appliance.observability.request_log import log_request
+from appliance.service.generation import RequestStream
+from appliance.service.interface import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.vocabulary import FinishReason
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Client

@@ -12,7 +12,7 @@ from appliance.memory.slabmaps import host_map, pool_map
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import TransferKind
-from appliance.slabwords import SlabMap
+from appliance.vocabulary import SlabMap
 from tests.unit.memory_double import RecordingVmm
 from tests.unit.stream_double import StreamDouble
 

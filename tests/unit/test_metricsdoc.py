@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.api.metrics import Metrics
-from appliance.api.requestmetrics import LATENCY_BUCKETS
-from appliance.metricsdoc import generate
+from appliance.cli.docs.metrics import generate
+from appliance.observability.metrics import Metrics
+from appliance.observability.request_metrics import LATENCY_BUCKETS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "packaging" / "grafana" / "appliance.json"

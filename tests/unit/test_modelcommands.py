@@ -11,8 +11,8 @@ import pytest
 
 from appliance.api.app import create_app
 from appliance.api.errors import as_api_error
-from appliance.api.service import GenerationFailed, ModelQueueFull, ModelTerms
 from appliance.journal import Journal, read, replay
+from appliance.service.interface import GenerationFailed, ModelQueueFull, ModelTerms
 from appliance.vocabulary import (
     EvictModel,
     ModelDismissed,

@@ -16,10 +16,10 @@ from appliance.api.app import create_app
 from appliance.api.auth import Access
 from appliance.api.inference import ENDPOINTS, front_part
 from appliance.api.openapi import OPERATIONS, Operation, document
-from appliance.configfile import load_config
-from appliance.frontpaths import is_front_path
+from appliance.config.loader import load_config
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.liveconfig import LiveConfig
+from appliance.service.front_paths import is_front_path
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import unserved
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.pace import SLICE_SECONDS, WINDOW_SECONDS, Pace
+from appliance.observability.slo_window import SLICE_SECONDS, WINDOW_SECONDS, Pace
 
 TIMES = st.floats(1e-5, 1e4)
 

@@ -18,10 +18,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from appliance.cli import cli
-from appliance.config import Api, schema
-from appliance.dropins import directory
-from appliance.manpages import command_page, configuration_page, write_pages
+from appliance.cli.docs.manpages import command_page, configuration_page, write_pages
+from appliance.cli.main import cli
+from appliance.config.layers import directory
+from appliance.config.schema import Api, schema
 from appliance.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.commandtree import commands, groups

@@ -9,14 +9,14 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from appliance.cli.docs.hook_examples import Examples
+from appliance.cli.docs.hooks import shipped_policies
 from appliance.conformance import Report, asking, check, kit, questions, scenes
 from appliance.conformance.family import asked
 from appliance.conformance.scenes import SCENES, Played, Question, Scene
 from appliance.conformance.trial import trial
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policydoc import shipped_policies
-from appliance.policyexamples import Examples
 from appliance.scheduling.questions import (
     Costs,
     FloorView,

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from appliance.api.app import create_app
-from appliance.cli import cli
+from appliance.cli.main import cli
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import Call, commanded, unserved
 from tests.unit.strangers import install

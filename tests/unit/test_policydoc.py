@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from appliance import answers, policydoc
+from appliance import answers
+from appliance.cli.docs import hooks as policydoc
+from appliance.cli.docs.hook_examples import Examples
+from appliance.cli.docs.hooks import HookDoc, generate, hook_docs
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PolicySpec
-from appliance.policydoc import HookDoc, generate, hook_docs
-from appliance.policyexamples import Examples
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.cli.policy_template import write_policy
 from appliance.errors import PolicyError
-from appliance.policytemplate import write_policy
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.errors import CheckpointError, PullError
 from appliance.memory.safetensors import verify_sums
 from appliance.pulling import pull

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.api.service import Generation, GenerationFailed
 from appliance.journal import replay
 from appliance.quarantine import MOST_STILLBORN, STILLBORN_SECONDS
+from appliance.service.interface import Generation, GenerationFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.pretend_nvml import install

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.api.service import GenerationFailed, RequestNotFound
+from appliance.service.interface import GenerationFailed, RequestNotFound
 from appliance.vocabulary import RequestClass
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import Call, commanded, unserved

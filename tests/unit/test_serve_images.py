@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from appliance import wire
-from appliance.config import Config
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.demo.checkpoints import Recipe, make_checkpoints, write_config
 from appliance.serve import make_daemon
 

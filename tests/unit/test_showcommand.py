@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from appliance.api.app import create_app
-from appliance.api.service import ModelActivity, ModelFacts, ModelNotFound, ModelTerms
 from appliance.catalog import read_checkpoint
+from appliance.service.interface import ModelActivity, ModelFacts, ModelNotFound, ModelTerms
 from appliance.vocabulary import Slo
 from tests.unit.fake_service import FakeService
 from tests.unit.serving import Call, commanded

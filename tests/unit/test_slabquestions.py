@@ -9,9 +9,9 @@ import pytest
 
 from appliance import wire
 from appliance.api.app import create_app
-from appliance.api.service import InstanceNotFound, SlabsUnanswered
+from appliance.service.interface import InstanceNotFound, SlabsUnanswered
 from appliance.slabquestions import ANSWER_SECONDS, SlabQuestions
-from appliance.slabwords import SlabMap, SlabOwner
+from appliance.vocabulary import SlabMap, SlabOwner
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.serving import unserved
 

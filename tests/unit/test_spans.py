@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from appliance.api.service import Span, SpanKind
+from appliance.observability.timeline import KEPT, Spans
 from appliance.policywords import PolicyChoice
-from appliance.spans import KEPT, Spans
+from appliance.service.interface import Span, SpanKind
 from appliance.vocabulary import BuildModel, ModelFailed, RunPrefill
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.floor_double import SLAB

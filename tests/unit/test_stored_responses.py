@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from appliance.api.app import create_app
 from appliance.api.auth import Access
-from appliance.frontwire import (
+from appliance.gateway.admission import Admission
+from appliance.gateway.responses import EACH_BYTES, StoredResponses
+from appliance.gateway.sessions import FrontSettings, Sessions
+from appliance.keys import Key, KeyFile, KeyRing, digest
+from appliance.service.front_frames import (
     MAX_STORED_BYTES,
     FindResponse,
     FoundResponse,
     KeepEvent,
     KeepResponse,
 )
-from appliance.gateway.admission import Admission
-from appliance.gateway.responses import EACH_BYTES, StoredResponses
-from appliance.gateway.sessions import FrontSettings, Sessions
-from appliance.keys import Key, KeyFile, KeyRing, digest
 from tests.docexamples import DOCS
 
 from .fake_service import FakeService

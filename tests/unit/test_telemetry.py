@@ -17,13 +17,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from appliance.api.service import SubmitRequest, Trace
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
 from appliance.errors import ConfigError
-from appliance.frontpaths import FRONT_PATHS
+from appliance.observability.tracing import OPERATIONS, Traces, otlp
 from appliance.serve import make_daemon
-from appliance.telemetry import OPERATIONS, Traces, otlp
+from appliance.service.front_paths import FRONT_PATHS
+from appliance.service.interface import SubmitRequest, Trace
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, Client, WorkerDouble, box_maker
 from tests.unit.instance_double import Life
@@ -71,7 +71,7 @@ def quiet_library() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def patient_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent at the end is sent, however slow this machine is."""
-    monkeypatch.setattr("appliance.telemetry.LAST_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("appliance.observability.tracing.LAST_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -386,7 +386,7 @@ def test_the_extra_is_asked_for(
         '[[model]]\nname = "a"\npath = "tiny"\nmax_context = 64\n'
     )
     assert load_config(path).telemetry.traces
-    monkeypatch.setattr("appliance.configchecks._has_opentelemetry", lambda: False)
+    monkeypatch.setattr("appliance.config.checks._has_opentelemetry", lambda: False)
 
     with pytest.raises(ConfigError, match='install the extra "otel"'):
         load_config(path)

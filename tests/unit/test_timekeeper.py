@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.api.service import RequestTimes
-from appliance.timekeeper import Timekeeper
+from appliance.observability.request_phases import Timekeeper
+from appliance.service.interface import RequestTimes
 from appliance.vocabulary import (
     LoadModel,
     ModelLoaded,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
 from appliance.errors import ConfigError
 from appliance.serve import make_server
 from appliance.tlsfiles import LiveTls, Pair, problem_with, read_pair

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from appliance.config import Config
-from appliance.configfile import load_config
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
 from appliance.errors import ConfigError
 from appliance.liveconfig import LiveConfig, tls_pair
 from appliance.serve import make_server

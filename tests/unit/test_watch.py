@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from appliance.api.app import create_app
 from appliance.api.watch import LONGEST_SILENCE_SECONDS, MOST_SECONDS, state_of
-from appliance.feed import CAPACITY
 from appliance.mergepatch import Document, difference, without_nulls
+from appliance.service.event_log import CAPACITY
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import served

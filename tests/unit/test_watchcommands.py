@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from appliance.api.app import create_app
-from appliance.api.service import Snapshot
-from appliance.cli import cli
-from appliance.feed import CAPACITY, NoticeKind
+from appliance.cli.main import cli
 from appliance.policywords import PolicyChoice
+from appliance.service.event_log import CAPACITY, NoticeKind
+from appliance.service.interface import Snapshot
 from appliance.vocabulary import ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import PID, Box, setup_of, small
@@ -299,7 +299,7 @@ def test_the_dashboard_is_started_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_
             raise NotRecorded("File exists")
 
     monkeypatch.setattr("tui.start.run", run)
-    monkeypatch.setattr("appliance.watchcommands.on_a_terminal", lambda: True)
+    monkeypatch.setattr("appliance.cli.top.on_a_terminal", lambda: True)
     monkeypatch.setenv("APPLIANCE_API_KEY", "secret")
     there = tmp_path / "there"
     there.touch()
@@ -326,7 +326,7 @@ def test_what_breaks_the_dashboard_is_not_taken_for_the_recording(
         raise gone
 
     monkeypatch.setattr("tui.start.run", run)
-    monkeypatch.setattr("appliance.watchcommands.on_a_terminal", lambda: True)
+    monkeypatch.setattr("appliance.cli.top.on_a_terminal", lambda: True)
 
     result = CliRunner().invoke(cli, ["top", "--record", str(tmp_path / "new")])
 

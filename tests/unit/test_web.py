@@ -24,7 +24,7 @@ from click.testing import CliRunner
 
 from appliance.api.app import create_app
 from appliance.api.auth import Access
-from appliance.cli import cli
+from appliance.cli.main import cli
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.certificates import certify

@@ -21,7 +21,7 @@ from vllm.renderers import TokenizeParams
 
 from appliance.frontend.ollama import templates
 from appliance.frontend.ollama.errors import OllamaError
-from appliance.frontwire import FrontModel
+from appliance.service.front_frames import FrontModel
 
 _Number: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 

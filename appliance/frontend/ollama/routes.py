@@ -32,7 +32,7 @@ from appliance.frontend.ollama.requests import (
     GenerateBody,
     decoded,
 )
-from appliance.frontwire import FrontModel
+from appliance.service.front_frames import FrontModel
 from appliance.vocabulary import Task
 
 _Request: TypeAlias = Request[Any, Any, Any]

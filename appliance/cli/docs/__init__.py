@@ -1,0 +1,1 @@
+"""Documentation that is generated: manual pages, the sample configuration, metrics, hooks."""

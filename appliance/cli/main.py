@@ -1,0 +1,333 @@
+"""The command line: starts the daemon, or talks to a running one over HTTP. Names as in Ollama.
+
+Exit status: 0 done, 1 it went wrong, 2 the command line or the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import msgspec
+
+import appliance
+from appliance.cli.config import diff, log_level, reload
+from appliance.cli.docs import config as configdoc
+from appliance.cli.instances import instance
+from appliance.cli.keys import key
+from appliance.cli.models import drain, limit, load, pin, resume, rm, show, stop, unpin
+from appliance.cli.options import config_option
+from appliance.cli.output import json_option, print_json, print_table
+from appliance.cli.policies import policy
+from appliance.cli.pull import pull
+from appliance.cli.requests import cancel, requests, why
+from appliance.cli.top import logs, top
+from appliance.client import checked, connect, event_lines, fail, get, unreachable, url_option
+from appliance.config.checks import warnings
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
+from appliance.config.sizing import read_model
+from appliance.errors import ApplianceError, ConfigError
+from appliance.units import human
+
+file_type = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Serve many language models from the memory of a few."""
+
+
+@cli.command()
+@config_option("path")
+def serve(path: Path) -> None:
+    """Run the daemon in the foreground."""
+    config = _load(path)
+    from appliance.serve import serve as run_daemon  # loads the API; others need it not
+
+    try:
+        status = run_daemon(config, path)
+    except (ApplianceError, OSError) as error:
+        fail(str(error))
+    sys.exit(status)
+
+
+@cli.command()
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--temperature", type=float, help="0 for the most likely tokens.")
+@url_option
+def run(
+    model: str, prompt: str | None, max_tokens: int | None, temperature: float | None, url: str
+) -> None:
+    """Chat with MODEL: one PROMPT, standard input, or a conversation on a terminal."""
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    body = {"model": model, **{key: v for key, v in options.items() if v is not None}}
+    if prompt is None and sys.stdin.isatty():
+        _converse(url, body)
+        return
+    text = prompt if prompt is not None else sys.stdin.read()
+    if not text.strip():
+        raise click.UsageError("the prompt is empty")
+    _answer(url, body, [{"role": "user", "content": text}])
+
+
+@cli.command(name="list")
+@url_option
+@json_option
+def list_models(url: str, as_json: bool) -> None:
+    """List the models of the catalogue, cold ones too."""
+    models = get(url, "/v1/models")["data"]
+    if as_json:
+        print_json(models)
+        return
+    states = {row["model"]: row["state"] for row in get(url, "/api/status")["models"]}
+    rows = [[row["id"], str(row["max_model_len"]), states.get(row["id"], "")] for row in models]
+    print_table(["NAME", "CONTEXT", "STATE"], rows)
+
+
+@cli.command()
+@url_option
+@json_option
+def ps(url: str, as_json: bool) -> None:
+    """Show what the models and instances do now."""
+    status = get(url, "/api/status")
+    if as_json:
+        print_json(status)
+        return
+    rows = [
+        [row["model"], row["state"], _places(row["residency"]), row["running"], row["waiting"]]
+        for row in status["models"]
+    ]
+    print_table(["NAME", "STATE", "INSTANCES", "RUNNING", "WAITING"], rows)
+    click.echo()
+    instances = [
+        [
+            row["instance"], row["role"], row["state"], row["pid"] or "", row["model"] or "",
+            human(sum(row["pool_bytes"].values()) - row["pool_bytes"].get("free", 0)),
+            human(sum(row["pool_bytes"].values())),
+        ]
+        for row in status["instances"]
+    ]  # fmt: skip
+    print_table(["INSTANCE", "ROLE", "STATE", "PID", "RUNS", "USED", "POOL"], instances)
+
+
+@cli.command()
+@config_option("path")
+@click.option(
+    "--verify", is_flag=True,
+    help="Read everything: checkpoints against their checksums, the weights on the devices of a "
+    "running daemon against those in host memory.",
+)  # fmt: skip
+@json_option
+def doctor(path: Path, verify: bool, as_json: bool) -> None:
+    """Check what the appliance needs, one line each: ok, warn or fail, and what to do about it."""
+    from appliance.cli.doctor import Level, examine  # loads the memory's parts
+
+    findings = []
+    for finding in examine(path, verify=verify):
+        findings.append(finding)
+        if not as_json:
+            click.echo(str(finding))
+    if as_json:
+        print_json([msgspec.to_builtins(finding) for finding in findings])
+    sys.exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)
+
+
+@cli.group()
+def config() -> None:
+    """Check a configuration, or print what its schema says."""
+
+
+@config.command()
+@click.argument("file", type=file_type)
+@json_option
+def check(file: Path, as_json: bool) -> None:
+    """Read FILE as the daemon would, and list its models."""
+    loaded = _load(file)
+    for warning in warnings(loaded):
+        click.echo(f"warning: {warning}", err=True)
+    entries = [read_model(model, loaded.devices) for model in loaded.models]
+    contexts = [model.max_context for model in loaded.models]
+    if as_json:
+        print_json([
+            {
+                "name": entry.name, "architecture": entry.architecture, "dtype": entry.dtype,
+                "weight_bytes": entry.weight_bytes,
+                "kv_bytes_per_token": entry.kv_bytes_per_token, "max_context": context,
+            }
+            for entry, context in zip(entries, contexts, strict=True)
+        ])  # fmt: skip
+        return
+    rows = [
+        [
+            entry.name, entry.architecture, entry.dtype, human(entry.weight_bytes),
+            human(entry.kv_bytes_per_token), context,
+        ]
+        for entry, context in zip(entries, contexts, strict=True)
+    ]  # fmt: skip
+    print_table(["NAME", "ARCHITECTURE", "DTYPE", "WEIGHTS", "KV/TOKEN", "CONTEXT"], rows)
+    click.echo(f"{file}: fine")
+
+
+@config.command()
+def sample() -> None:
+    """Print a configuration with every key and what it means."""
+    click.echo(configdoc.generate_sample(), nl=False)
+
+
+@config.command()
+def docs() -> None:
+    """Print the documentation of every key, as Markdown."""
+    click.echo(configdoc.generate_docs(), nl=False)
+
+
+cli.add_command(instance)
+cli.add_command(key)
+cli.add_command(policy)
+for command in (requests, why, cancel):
+    cli.add_command(command)
+for command in (pull, rm, show, load, stop, pin, unpin, drain, resume, limit):
+    cli.add_command(command)
+cli.add_command(top, "tui")
+for command in (reload, log_level, top, logs):
+    cli.add_command(command)
+config.add_command(diff)
+
+
+@cli.command()
+@click.option("--keep", is_flag=True, help="Leave the daemon running and print how to reach it.")
+@click.option(
+    "--dir", "directory", type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the checkpoints there (default: a temporary directory).",
+)  # fmt: skip
+@click.option("--instances", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--policy", default="appliance", show_default=True)
+@json_option
+def demo(keep: bool, directory: Path | None, instances: int, policy: str, as_json: bool) -> None:
+    """Serve six small models from memory for two, and check every token."""
+    from appliance.demo.run import main  # loads the daemon's parts
+
+    sys.exit(
+        main(keep=keep, directory=directory, instances=instances, policy=policy, as_json=as_json)
+    )
+
+
+@cli.command()
+@json_option
+def version(as_json: bool) -> None:
+    """Print the versions of the appliance and of Python."""
+    versions = {"appliance": appliance.__version__, "python": platform.python_version()}
+    if as_json:
+        print_json(versions)
+    else:
+        click.echo(f"appliance {versions['appliance']} (Python {versions['python']})")
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> Config:
+    """The configuration; when there is none, every problem is printed and the status is 2."""
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        for problem in error.problems:
+            click.echo(str(problem), err=True)
+        sys.exit(2)
+
+
+# --- the daemon, over HTTP -----------------------------------------------------------------------
+
+
+def _answer(url: str, body: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    """Print an answer as it comes; returns it whole."""
+    pieces = []
+    try:
+        with (
+            connect(url) as client,
+            client.stream(
+                "POST", "/v1/chat/completions", json={**body, "messages": messages, "stream": True}
+            ) as response,
+        ):
+            for piece in _pieces(checked(response)):
+                pieces.append(piece)
+                click.echo(piece, nl=False)
+    except httpx.TransportError as error:
+        if pieces:
+            click.echo()
+            fail(f"the answer broke off ({error})")
+        unreachable(url, error)
+    click.echo()
+    return "".join(pieces)
+
+
+def _pieces(response: httpx.Response) -> Iterator[str]:
+    """The text in a stream of server-sent events."""
+    for line in event_lines(response.iter_bytes()):
+        if not line.startswith("data:"):
+            continue  # a comment that keeps the connection alive, or an empty line
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            click.echo()
+            fail(event["error"]["message"])
+        for choice in event["choices"]:
+            yield choice["delta"].get("content") or ""
+
+
+def _converse(url: str, body: dict[str, Any]) -> None:
+    click.echo("Type a message; /bye or end of file ends the conversation.", err=True)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            text = input(">>> ")
+        except EOFError:
+            return
+        if text.strip() == "/bye":
+            return
+        if text.strip():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _answer(url, body, messages)})
+
+
+# --- the lab -------------------------------------------------------------------------------------
+
+
+class LabGroup(click.Group):
+    """The commands of the lab, loaded when one is asked for: they need numpy, nothing else does."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return self._loaded().list_commands(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self._loaded().get_command(ctx, cmd_name)
+
+    def _loaded(self) -> click.Group:
+        from appliance.lab.command import lab
+
+        return lab
+
+
+cli.add_command(
+    LabGroup(
+        "lab",
+        help="Compare policies on a virtual clock: the daemon's own decisions, modelled hardware.",
+    )
+)
+
+
+# --- printing ------------------------------------------------------------------------------------
+
+
+def _places(residency: dict[str, str]) -> str:
+    return ", ".join(f"{instance}:{state}" for instance, state in sorted(residency.items()))

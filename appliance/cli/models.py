@@ -1,0 +1,217 @@
+"""Commands for the models of a running daemon: what they are, where they are, and their removal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+import click
+import httpx
+
+from appliance.cli.output import json_option, print_json
+from appliance.client import ANSWER_SECONDS, call, checked, connect, get, unreachable, url_option
+from appliance.units import human
+
+
+def model_command(action: Callable[..., None]) -> click.Command:
+    """A command for one model of a running daemon."""
+    return click.command()(click.argument("model")(url_option(json_option(action))))
+
+
+@model_command
+def load(model: str, url: str, as_json: bool) -> None:
+    """Bring MODEL's weights to a device before anybody asks, as soon as there is room."""
+    found = post(url, model, "load")
+    told = "is on its way to a device" if found["wanted"] else "is on a device"
+    _report(found, as_json, f"{model} {told}")
+
+
+@model_command
+def stop(model: str, url: str, as_json: bool) -> None:
+    """Have MODEL give its memory on devices back. Its requests are paused, and go on later."""
+    _report(post(url, model, "evict"), as_json, f"{model} leaves its devices")
+
+
+@model_command
+def drain(model: str, url: str, as_json: bool) -> None:
+    """Refuse new requests for MODEL; those that are live go on to their ends."""
+    found = post(url, model, "drain")
+    live = found["running"] + found["waiting"]
+    _report(found, as_json, f"{model} takes no new requests; {live} are live")
+
+
+@model_command
+def resume(model: str, url: str, as_json: bool) -> None:
+    """Take requests for MODEL again."""
+    _report(post(url, model, "resume"), as_json, f"{model} takes requests")
+
+
+@model_command
+def pin(model: str, url: str, as_json: bool) -> None:
+    """Keep MODEL's weights in the host cache, now and after a restart."""
+    _report(post(url, model, "pin"), as_json, f"{model} is pinned")
+
+
+@model_command
+def unpin(model: str, url: str, as_json: bool) -> None:
+    """Let MODEL's weights leave the host cache when others want the room."""
+    _report(post(url, model, "unpin"), as_json, f"{model} is not pinned")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--ttft", metavar="DURATION", help="Promised time to the first token, such as 5s.")
+@click.option("--tbt", metavar="DURATION", help="Promised time between tokens, such as 100ms.")
+@click.option("--batch-ttft", metavar="DURATION", help="The same for batch requests.")
+@click.option("--batch-tbt", metavar="DURATION", help="The same for batch requests.")
+@click.option("--queue", type=click.IntRange(min=1), help="Live requests at most.")
+@url_option
+@json_option
+def limit(
+    model: str,
+    ttft: str | None,
+    tbt: str | None,
+    batch_ttft: str | None,
+    batch_tbt: str | None,
+    queue: int | None,
+    url: str,
+    as_json: bool,
+) -> None:
+    """Set what new requests for MODEL are promised and how many it takes, now and after a
+    restart; without options, show it."""
+    slo = _given(ttft=ttft, tbt=tbt)
+    batch_slo = _given(ttft=batch_ttft, tbt=batch_tbt)
+    body = _given(slo=slo or None, batch_slo=batch_slo or None, max_queue=queue)
+    path = f"/api/models/{quote(model)}"
+    found = call("PUT", url, f"{path}/limits", body) if body else get(url, path)
+    terms = found["terms"]
+    told = [
+        f"{kind}: first token {terms[key]['ttft_seconds']:g} s, "
+        f"then {terms[key]['tbt_seconds']:g} s each"
+        for kind, key in (("interactive", "slo"), ("batch", "batch_slo"))
+    ]
+    _report(found, as_json, "\n".join([*told, f"at most {terms['max_queue']} requests"]))
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def post(url: str, model: str, verb: str) -> dict[str, Any]:
+    answer: dict[str, Any] = call("POST", url, f"/api/models/{quote(model)}/{verb}")
+    return answer
+
+
+def _report(found: dict[str, Any], as_json: bool, text: str) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(text)
+
+
+@model_command
+def show(model: str, url: str, as_json: bool) -> None:
+    """Show what MODEL is: its architecture and sizes, its terms, and where it is."""
+    found = get(url, f"/api/models/{quote(model)}")
+    if as_json:
+        print_json(found)
+        return
+    lines = [*_facts(found["facts"]), *_terms(found["terms"]), *_whereabouts(found)]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("architecture", facts["architecture"]),
+        ("parameters", _count(facts["parameters"])),
+        ("context", f"{facts['max_context_tokens']} tokens"),
+        ("computed in", facts["dtype"]),
+        ("weights", human(facts["weight_bytes"])),
+        ("KV per token", human(facts["kv_bytes_per_token"])),
+        ("batch", f"at most {facts['max_batch']} requests"),
+        ("files", facts["path"]),
+    ]
+
+
+def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:
+    promises = [
+        (
+            name,
+            f"first token {terms[key]['ttft_seconds']:g} s, "
+            f"then {terms[key]['tbt_seconds']:g} s each",
+        )
+        for name, key in (("interactive", "slo"), ("batch work", "batch_slo"))
+    ]
+    pinned = "stays in the host cache" if terms["pinned"] else "gives way in the host cache"
+    return [*promises, ("queue", f"at most {terms['max_queue']} requests"), ("pin", pinned)]
+
+
+def _whereabouts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    places = ", ".join(f"instance {n}: {at}" for n, at in sorted(found["residency"].items()))
+    requests = f"{found['running']} running, {found['waiting']} waiting"
+    if found["draining"]:
+        requests += "; takes no new ones"
+    state = ": ".join([found["state"], *(found["failure"] or "").splitlines()[:1]])
+    return [("state", state), ("residency", places or "nowhere"), ("requests", requests)]
+
+
+def _count(number: int) -> str:
+    """Parameters as people say them: 8.0B, 135M."""
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.1f}{unit}"
+    return str(number)
+
+
+POLL_SECONDS = 0.2
+
+
+@click.command()
+@click.argument("model")
+@click.option("--force", is_flag=True, help="End its requests, rather than wait for them.")
+@click.option("--keep-files", is_flag=True, help="Delete nothing.")
+@click.option("--yes", is_flag=True, help="Ask nothing.")
+@url_option
+@json_option
+def rm(model: str, force: bool, keep_files: bool, yes: bool, url: str, as_json: bool) -> None:
+    """Take MODEL from the catalogue, now and for good, and delete its files if they are in the
+    folder of models. New requests are refused at once; live ones go on to their ends before."""
+    path = f"/api/models/{quote(model)}"
+    found = get(url, path)
+    if not yes and sys.stdin.isatty():
+        live = found["running"] + found["waiting"]
+        click.confirm(f"remove {model} ({live} live requests)?", abort=True)
+    files = "false" if keep_files else "true"
+    removal = call("DELETE", url, f"{path}?force={str(force).lower()}&files={files}")
+    if removal["live"] and not as_json:
+        click.echo(f"{model} takes no new requests; {removal['live']} go on to their ends")
+    _await_end(url, path)
+    if as_json:
+        print_json(removal)
+        return
+    left = "its files are deleted" if removal["files"] else f"its files stay in {_path(found)}"
+    click.echo(f"{model} is gone; {left}")
+
+
+def _path(found: dict[str, Any]) -> str:
+    return str((found["facts"] or {}).get("path", "their place"))
+
+
+def _await_end(url: str, path: str) -> None:
+    """Return when nothing is left of the model; its files may be, which ends the command."""
+    try:
+        with connect(url) as client:
+            while True:
+                response = client.get(path, timeout=ANSWER_SECONDS)
+                gone = response.status_code == httpx.codes.NOT_FOUND
+                if gone and response.json()["error"]["code"] != "files_left":
+                    return
+                checked(response)
+                time.sleep(POLL_SECONDS)
+    except httpx.TransportError as error:
+        unreachable(url, error)

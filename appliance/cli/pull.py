@@ -1,0 +1,153 @@
+"""``appliance pull``: fetch a model into the folder of models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import click
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+from appliance.client import (
+    ANSWER_SECONDS,
+    call,
+    checked,
+    connect,
+    fail,
+    get,
+    unreachable,
+    url_option,
+)
+from appliance.config.schema import Model, choices, fields
+from appliance.errors import CheckpointError, PullError
+from appliance.pulling import pull as fetch
+from appliance.pullsources import Progress, Tell, find_source
+from appliance.service.settings import DEFAULT_CONTEXT_TOKENS
+from appliance.units import human
+
+
+@click.command()
+@click.argument("source")
+@click.option("--name", default="", help="What clients call it; by default as SOURCE is called.")
+@click.option(
+    "--dir", "folder", type=click.Path(file_okay=False, path_type=Path),
+    help="The folder of models; by default the daemon's (catalog.folder).",
+)  # fmt: skip
+@click.option("--link", is_flag=True, help="Use the directory SOURCE where it is; copy nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each step.")
+@click.option("--no-add", is_flag=True, help="Do not have the daemon serve it.")
+@click.option(
+    "--max-context", type=click.IntRange(min=1),
+    help="Longest prompt and answer; by default what it can have, up to "
+    f"{DEFAULT_CONTEXT_TOKENS} tokens.",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(choices(fields(Model)["dtype"].type)),
+    help="What it is computed in; by default the stored type, bfloat16 for float32.",
+)  # fmt: skip
+@click.option("--tool-parser", help="vLLM's parser of its tool calls, such as hermes.")
+@url_option
+def pull(
+    source: str,
+    name: str,
+    folder: Path | None,
+    link: bool,
+    as_json: bool,
+    no_add: bool,
+    max_context: int | None,
+    dtype: str | None,
+    tool_parser: str | None,
+    url: str,
+) -> None:
+    """Fetch a model from SOURCE: a directory, an archive (.tar, .tar.gz, .tgz, .zip), or
+    ORG/MODEL[@REVISION] of a hub.
+
+    The running daemon serves it then, and after a restart. It is verified, and is in the folder of
+    models as a whole or not at all. A pull that breaks off goes on where it stopped when it is
+    repeated; one that is there already is not fetched again."""
+    if folder is None and not link:
+        configured = get(url, "/api/config")["config"]["catalog"]["folder"]
+        folder = Path(configured) if configured else None
+    try:
+        if not no_add:
+            _check_free(url, name or find_source(source).name)
+        with _telling(as_json) as tell:
+            pulled = fetch(source, folder, name, link=link, tell=tell)
+    except (PullError, CheckpointError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{source} cannot be pulled: {error}")
+    if not no_add:
+        keys: dict[str, object] = {"name": pulled.name, "path": str(pulled.path)}
+        keys |= {"max_context": max_context, "dtype": dtype, "tool_parser": tool_parser}
+        call("POST", url, "/api/models", {k: v for k, v in keys.items() if v is not None})
+    if as_json:
+        _print_line({"status": "success", "model": pulled.name, "path": str(pulled.path)})
+        return
+    served = "" if no_add else ", and is served"
+    click.echo(f"{pulled.name} is in {pulled.path}{served}")
+
+
+def _check_free(url: str, name: str) -> None:
+    """End the command if the daemon would not add a model of this name, before it is fetched."""
+    path = f"/api/models/{quote(name)}"
+    try:
+        with connect(url) as client:
+            response = client.get(path, timeout=ANSWER_SECONDS)
+    except httpx.TransportError as error:
+        unreachable(url, error)
+    if response.status_code != httpx.codes.NOT_FOUND:
+        checked(response)
+        fail(f"a model {name!r} is in the catalogue already: give another name, or remove it first")
+
+
+@contextmanager
+def _telling(as_json: bool) -> Iterator[Tell]:
+    """Tells of progress: bars on a terminal, else a line for each file, or for each step."""
+    if as_json:
+        yield lambda progress: _print_line(progress._asdict())
+    elif sys.stdout.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        with Bars(*columns, TransferSpeedColumn(), console=Console()) as bars:
+            yield _Bars(bars)
+    else:
+        yield _print_file
+
+
+class _Bars:
+    """A bar for each file."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, progress: Progress) -> None:
+        if not progress.total_bytes:
+            self._bars.console.print(_said(progress))
+            return
+        if progress.file not in self._tasks:
+            task = self._bars.add_task(progress.file, total=progress.total_bytes)
+            self._tasks[progress.file] = task
+        self._bars.update(self._tasks[progress.file], completed=progress.done_bytes)
+
+
+def _print_file(progress: Progress) -> None:
+    if progress.done_bytes == progress.total_bytes:
+        click.echo(_said(progress))
+
+
+def _said(progress: Progress) -> str:
+    size = f" ({human(progress.total_bytes)})" if progress.total_bytes else ""
+    status = "fetched" if progress.status == "fetching" else progress.status
+    return f"{status} {progress.file}{size}".rstrip()
+
+
+def _print_line(line: dict[str, object]) -> None:
+    click.echo(json.dumps(line))

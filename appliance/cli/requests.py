@@ -1,0 +1,81 @@
+"""`appliance requests`, `why` and `cancel`: what live requests do, and why they wait."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from appliance.cli.output import json_option, print_json, print_table
+from appliance.client import call, get, url_option
+
+PATH = "/api/requests"
+
+
+@click.command()
+@url_option
+@json_option
+def requests(url: str, as_json: bool) -> None:
+    """List the live requests, the oldest first."""
+    found = get(url, PATH)["requests"]
+    if as_json:
+        print_json(found)
+    else:
+        print_requests(found)
+
+
+@click.command()
+@click.argument("id")
+@url_option
+@json_option
+def why(id: str, url: str, as_json: bool) -> None:
+    """Say what the request ID waits for, if it does."""
+    found = get(url, _path(id))
+    if as_json:
+        print_json(found)
+        return
+    reason = found["reason"]
+    where = "" if found["instance"] is None else f" on instance {found['instance']}"
+    click.echo(
+        f"{found['id']}: {found['model']}, {found['phase']}{where}, "
+        f"{found['age_seconds']:.1f} s old, {found['output_tokens']} tokens so far"
+    )
+    if reason is None:
+        click.echo("it is computed now")
+    else:
+        click.echo(f"it waits ({reason['code']}): {reason['message']}")
+
+
+@click.command()
+@click.argument("id")
+@url_option
+@json_option
+def cancel(id: str, url: str, as_json: bool) -> None:
+    """End the request ID; its client is told."""
+    found = call("DELETE", url, _path(id))["cancelled"]
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(f"cancelled {found['id']} after {found['output_tokens']} tokens")
+
+
+def print_requests(found: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            row["id"],
+            row["model"],
+            row["request_class"],
+            row["phase"],
+            f"{row['age_seconds']:.1f}s",
+            row["output_tokens"],
+            "" if row["instance"] is None else row["instance"],
+            row["reason"]["code"] if row["reason"] else "",
+        ]
+        for row in found
+    ]
+    print_table(["ID", "MODEL", "CLASS", "PHASE", "AGE", "TOKENS", "INSTANCE", "WAITS FOR"], rows)
+
+
+def _path(request: str) -> str:
+    return f"{PATH}/{quote(request, safe='')}"

@@ -1,0 +1,181 @@
+"""`appliance top` and `logs`: what a daemon does now, and what happens in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+
+from appliance.cli.output import json_option, print_json, print_table
+from appliance.cli.requests import print_requests
+from appliance.cli.web import Web, web_options
+from appliance.client import (
+    KEY_VARIABLE,
+    checked,
+    connect,
+    event_lines,
+    fail,
+    get,
+    unreachable,
+    url_option,
+    url_option_named,
+)
+from appliance.units import human
+
+SHOWN_REQUESTS = 20
+THEMES = ("dark", "light", "colour-blind")
+
+new_file = click.Path(dir_okay=False, path_type=Path)
+file = click.Path(dir_okay=False, exists=True, path_type=Path)
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Print what there is now, and end.")
+@click.option("--readonly", is_flag=True, help="Change nothing, whatever keys are pressed.")
+@click.option("--record", type=new_file, help="Write the session to this new file.")
+@click.option("--replay", type=file, help="Show a recorded session instead of a daemon.")
+@click.option("--theme", type=click.Choice(THEMES), default=THEMES[0], show_default=True)
+@web_options
+@url_option_named("--connect")
+@json_option
+def top(
+    once: bool,
+    readonly: bool,
+    record: Path | None,
+    replay: Path | None,
+    theme: str,
+    web: Web | None,
+    url: str,
+    as_json: bool,
+) -> None:
+    """Show the whole appliance, live, and steer it: the dashboard, in this terminal or in browsers.
+
+    `--once` prints instances, models and requests without it, for people or with `--json`.
+    """
+    if as_json and not once:
+        raise click.UsageError("--json is for --once; `appliance logs --json` goes on")
+    if web is not None:
+        if once or record or replay:
+            raise click.UsageError("--web goes with none of --once, --record, --replay")
+        web.serve(url, readonly=readonly, theme=theme)
+        return
+    if once:
+        found = get(url, "/api/snapshot")
+        if as_json:
+            print_json(found)
+        else:
+            _show(found)
+        return
+    _dashboard(url, readonly, record, replay, theme)
+
+
+def on_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _dashboard(
+    url: str, readonly: bool, record: Path | None, replay: Path | None, theme: str
+) -> None:
+    try:
+        from tui.recording import NoRecording, NotRecorded
+        from tui.start import run  # Textual is an extra
+    except ModuleNotFoundError as error:
+        fail(
+            f"the dashboard needs {error.name}: install appliance[tui]; "
+            "`appliance top --once` works without"
+        )
+    if not on_a_terminal():
+        fail("the dashboard needs a terminal; `appliance top --once` does not", 2)
+    key = os.environ.get(KEY_VARIABLE)
+    try:
+        run(url, key=key, readonly=readonly, record=record, replay=replay, theme=theme)
+    except (NoRecording, NotRecorded) as error:
+        fail(str(error), 2)
+
+
+@click.command()
+@url_option
+@json_option
+def logs(url: str, as_json: bool) -> None:
+    """Follow what happens in the daemon, a line each, until it ends."""
+    try:
+        with connect(url) as client, client.stream("GET", "/api/events") as response:
+            for kind, data in _events(checked(response)):
+                if as_json:
+                    click.echo(json.dumps({"event": kind, **data}))
+                else:
+                    click.echo(_line(kind, data))
+    except httpx.TransportError as error:
+        if isinstance(error, httpx.ConnectError):
+            unreachable(url, error)
+        fail(f"the daemon is gone ({error})")
+
+
+def _events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+    kind = ""
+    for line in event_lines(response.iter_bytes()):
+        if line.startswith("event:"):
+            kind = line.removeprefix("event:").strip()
+        elif line.startswith("data:"):
+            yield kind, json.loads(line.removeprefix("data:"))
+
+
+def _line(kind: str, data: dict[str, Any]) -> str:
+    at = datetime.fromtimestamp(data["unix_seconds"]).strftime("%H:%M:%S")
+    if kind == "snapshot":
+        requests = len(data["requests"])
+        return f"{at} snapshot requests={requests} newest_event={data['newest_event']}"
+    facts = " ".join(f"{key}={_shown(value)}" for key, value in data["facts"].items())
+    return f"{at} {kind} {facts}"
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _show(found: dict[str, Any]) -> None:
+    status, ready = found["status"], found["readiness"]
+    told = "ready" if ready["ok"] else f"not ready: {'; '.join(ready['reasons'])}"
+    click.echo(f"appliance {status['version']}, up {status['uptime_seconds']:.0f} s, {told}")
+    for row in status["instances"]:
+        if reason := row.get("quarantine"):
+            click.echo(f"instance {row['instance']} is quarantined: {reason}")
+    for row in status["models"]:
+        if reason := row.get("failure"):
+            click.echo(f"{row['model']} failed: {reason.splitlines()[0]}")
+    click.echo()
+    instances = [
+        [
+            row["instance"], row["role"], row["state"], row["model"] or "",
+            human(sum(row["pool_bytes"].values()) - row["pool_bytes"].get("free", 0)),
+            human(sum(row["pool_bytes"].values())),
+        ]
+        for row in status["instances"]
+    ]  # fmt: skip
+    print_table(["INSTANCE", "ROLE", "STATE", "RUNS", "USED", "POOL"], instances)
+    click.echo()
+    models = [
+        [row["model"], row["state"], row["running"], row["waiting"], _marks(row)]
+        for row in status["models"]
+    ]
+    print_table(["MODEL", "STATE", "RUNNING", "WAITING", ""], models)
+    click.echo()
+    print_requests(found["requests"][:SHOWN_REQUESTS])
+    if (more := len(found["requests"]) - SHOWN_REQUESTS) > 0:
+        click.echo(f"and {more} more")
+
+
+def _marks(model: dict[str, Any]) -> str:
+    marks = {
+        "pinned": model["terms"]["pinned"],
+        "draining": model["draining"],
+        "wanted": model["wanted"],
+    }
+    return ", ".join(mark for mark, holds in marks.items() if holds)

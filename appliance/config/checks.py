@@ -1,0 +1,216 @@
+"""Checks of a configuration that was read: across its keys, and against the files that it names.
+
+What is refused here can never work; what is allowed but worth knowing is a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Final
+
+from appliance import policies
+from appliance.adminsocket import AdminSocketError, group_id
+from appliance.catalog import CatalogEntry
+from appliance.config.problems import Report
+from appliance.config.schema import Api, Config, Devices, Model, PolicyTable, Telemetry
+from appliance.config.sizing import check_sizes, read_model
+from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
+from appliance.keys import KeyFile
+from appliance.purpose import PoolerRefused, check_pooler, check_task
+from appliance.service.front_paths import FRONT_PATHS
+from appliance.tlsfiles import problem_with
+from appliance.units import human
+
+PAGE_BYTES: Final = 4096
+
+
+def check(config: Config, report: Report, check_files: bool) -> None:
+    """Report what is wrong; without `check_files`, only what shows in the configuration itself."""
+    _check_reach(config.api, report)
+    _check_root_path(config.api, report)
+    _check_devices(config.devices, report)
+    _check_telemetry(config.telemetry, report)
+    _check_policies(config.policy, report)
+    _check_names(config.models, report)
+    if check_files:
+        for key, path in (
+            (("journal", "path"), config.journal.path),
+            (("batches", "directory"), config.batches.directory),
+        ):
+            if path and not Path(path).parent.is_dir():
+                report.add(key, f"{Path(path).parent} is not a directory", "create it")
+        _check_api_files(config.api, report)
+        entries = _read_checkpoints(config, report)
+        _check_tasks(config, entries, report)
+        _check_heads(config, entries, report)
+        check_sizes(config, entries, report)
+
+
+def _check_reach(api: Api, report: Report) -> None:
+    if not api.bind.local and not api.keys:
+        report.add(
+            ("api", "bind"),
+            f"{api.bind} can be reached from outside this machine, and there are no keys",
+            'add keys = "keys.json" and make one with `appliance key create NAME`, or use '
+            "127.0.0.1",
+        )
+
+
+def _check_root_path(api: Api, report: Report) -> None:
+    """A path of the API itself would hide what lies below it."""
+    first = api.root_path[1:].partition("/")[0]
+    if first and any(path[1:].partition("/")[0] == first for path in FRONT_PATHS):
+        report.add(
+            ("api", "root_path"),
+            f"/{first} is where the API itself has paths",
+            'use another one, such as "/llm"',
+        )
+
+
+def _check_telemetry(telemetry: Telemetry, report: Report) -> None:
+    if telemetry.endpoint and not telemetry.endpoint.startswith(("http://", "https://")):
+        report.add(
+            ("telemetry", "endpoint"),
+            f"{telemetry.endpoint!r} is not the address of an HTTP server",
+            'use one such as "http://127.0.0.1:4318"',
+        )
+    if telemetry.traces and not _has_opentelemetry():
+        report.add(
+            ("telemetry", "traces"),
+            "OpenTelemetry is not installed",
+            'install the extra "otel" of this package, or use false',
+        )
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+def _check_api_files(api: Api, report: Report) -> None:
+    if api.keys:
+        try:
+            KeyFile(Path(api.keys)).read()
+        except KeysError as error:
+            report.add(("api", "keys"), str(error), "restore it, or remove it and make new keys")
+        if not Path(api.keys).parent.is_dir():
+            report.add(("api", "keys"), f"{Path(api.keys).parent} is not a directory", "create it")
+    if problem := problem_with(api.tls_certificate, api.tls_key):
+        report.add(("api", problem.key), problem.wrong, problem.remedy)
+    try:
+        group_id(api.admin_group)
+    except AdminSocketError as error:
+        report.add(("api", "admin_group"), str(error), "create it, or leave it out")
+
+
+def _check_devices(devices: Devices, report: Report) -> None:
+    slab = devices.slab_bytes
+    if slab % PAGE_BYTES or slab & (slab - 1):
+        report.add(
+            ("devices", "slab"),
+            f"{human(slab)} is not a power of two of at least {human(PAGE_BYTES)}",
+            'use a size such as "2MiB"',
+        )
+    elif devices.memory_bytes.share is None and not devices.slabs:
+        beside = f" beside devices.runtime ({human(devices.runtime_bytes)})" if devices.cuda else ""
+        report.add(
+            ("devices", "memory"),
+            f"is smaller than a slab of {human(slab)}{beside}",
+            "make it larger",
+        )
+
+
+def _check_policies(table: PolicyTable, report: Report) -> None:
+    try:
+        policies.load_stack(table.choice)
+    except PolicyChoiceError as error:
+        for problem in error.problems:
+            # Decisions and tables of parameters are keys of the one table here.
+            shared = problem.key[0] in ("decisions", "parameters")
+            key = problem.key[1:] if shared else problem.key
+            report.add(("policy", *key), problem.wrong, problem.remedy)
+
+
+def _check_names(models: tuple[Model, ...], report: Report) -> None:
+    first: dict[str, int] = {}
+    for index, model in enumerate(models):
+        if model.name in first:
+            line = report.at(("model", first[model.name], "name"), "", "").line
+            report.add(
+                ("model", index, "name"),
+                f"{model.name} is the name of the model at line {line} already",
+                "give each model a name of its own",
+            )
+        first.setdefault(model.name, index)
+
+
+def _read_checkpoints(config: Config, report: Report) -> list[CatalogEntry | None]:
+    entries: list[CatalogEntry | None] = []
+    for index, model in enumerate(config.models):
+        entry = None
+        try:
+            entry = read_model(model, config.devices)
+        except CheckpointError as error:
+            remedy = "give the directory of a whole checkpoint in safetensors format"
+            report.add(("model", index, "path"), str(error), remedy)
+        except OSError as error:
+            report.add(("model", index, "path"), str(error), "make it readable")
+        if entry is not None and model.max_context > entry.max_positions:
+            report.add(
+                ("model", index, "max_context"),
+                f"{model.max_context} tokens are more than the model's {entry.max_positions}",
+                f"use {entry.max_positions} or less",
+            )
+        entries.append(entry)
+    return entries
+
+
+def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:
+    for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
+        if entry is None:
+            continue
+        try:
+            task = check_task(entry.path, model.task)
+            check_pooler(entry.path, task, model.pooler_config.chosen)
+        except CheckpointError as error:
+            report.add(("model", index, "task"), str(error), "take another checkpoint, or task")
+        except PoolerRefused as error:
+            at = ("model", index, "pooler_config", error.key)
+            report.add(at, error.wrong, error.remedy)
+
+
+def _check_heads(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:
+    """Every rank has as many attention heads as the others, and at least one for keys and values:
+    these are divided, or, if there are fewer than ranks, each is on equally many ranks."""
+    ranks = config.devices.tensor_parallel
+    for index, entry in enumerate(entries):
+        if entry is None or not (
+            entry.heads % ranks or max(entry.kv_heads, ranks) % min(entry.kv_heads, ranks)
+        ):
+            continue
+        report.add(
+            ("model", index),
+            f"{entry.name} has {entry.heads} attention heads and {entry.kv_heads} for keys and "
+            f"values, which {ranks} ranks cannot divide among them",
+            "set devices.tensor_parallel to a divisor of both",
+        )
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed but worth knowing, one sentence each."""
+    found = []
+    if not config.api.bind.local and not config.api.tls_certificate:
+        found.append(
+            f"api.bind: {config.api.bind} can be reached from outside this machine, and without "
+            "TLS keys and answers can be read on the way; see api.tls_certificate"
+        )
+    if config.api.keys and KeyFile(Path(config.api.keys)).shared:
+        found.append(
+            f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
+        )
+    if rest := config.devices.memory_bytes % config.devices.slab_bytes:
+        found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")
+    return found

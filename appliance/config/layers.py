@@ -1,0 +1,103 @@
+"""A configuration file and its drop-ins as one document, in which every key knows its place.
+
+Beside ``appliance.toml`` a directory ``appliance.toml.d`` may hold more ``*.toml``, read in the
+order of their names; what a later one says holds. Tables are merged key by key, and ``[[model]]``
+by name: a row with the name of an earlier one changes it, any other adds a model.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.config.toml_lines import KeyPath, LineMap
+from appliance.errors import ConfigError, Problem
+
+
+class Layers:
+    """The files that were read, and what they say together."""
+
+    def __init__(self) -> None:
+        self.document: dict[str, Any] = {}
+        self.paths: list[Path] = []
+        self._lines: list[LineMap] = []
+        self._origins: dict[KeyPath, tuple[int, KeyPath]] = {}
+        """Where what was merged last stands: the file, and its path there."""
+
+    def place(self, key: KeyPath) -> tuple[Path, int]:
+        """The file and the line of a key, or of what is nearest around it."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self._origins:
+                layer, path = self._origins[key[:length]]
+                return self.paths[layer], self._lines[layer].line((*path, *key[length:]))
+        return self.paths[0], self._lines[0].line(key)
+
+    def add(self, path: Path, text: str, document: dict[str, Any]) -> None:
+        """What this file says holds from now on."""
+        self.paths.append(path)
+        self._lines.append(LineMap(text))
+        if len(self.paths) == 1:
+            self.document = document
+        else:
+            self._merge(self.document, document, (), ())
+
+    def _merge(
+        self, known: dict[str, Any], more: dict[str, Any], at: KeyPath, there: KeyPath
+    ) -> None:
+        for key, value in more.items():
+            before: Any = known.get(key)
+            if isinstance(value, dict) and isinstance(before, dict):
+                self._merge(before, value, (*at, key), (*there, key))
+            elif not at and key == "model" and _rows(value) and _rows(before):
+                for index, row in enumerate(value):
+                    self._merge_model(before, row, index)
+            else:
+                known[key] = value
+                self._origins[*at, key] = (len(self.paths) - 1, (*there, key))
+
+    def _merge_model(self, rows: list[dict[str, Any]], row: dict[str, Any], index: int) -> None:
+        """Change the row of the same name, or add it."""
+        there: KeyPath = ("model", index)
+        for place, known in enumerate(rows):
+            if "name" in row and known.get("name") == row["name"]:
+                self._merge(known, row, ("model", place), there)
+                return
+        rows.append(row)
+        self._origins["model", len(rows) - 1] = (len(self.paths) - 1, there)
+
+
+def directory(path: Path) -> Path:
+    """Where the drop-ins of a configuration file are."""
+    return path.with_name(f"{path.name}.d")
+
+
+def read_layers(path: Path, pending: Mapping[Path, str] | None = None) -> Layers:
+    """Read a configuration file and its drop-ins; `pending` are texts of drop-ins to read as if
+    they were written. Raises `ConfigError` for the first file that cannot be read."""
+    pending = pending or {}
+    layers = Layers()
+    found = {*directory(path).glob("*.toml"), *pending}
+    for file in [path, *sorted(found, key=lambda found: found.name)]:
+        try:
+            text = pending[file] if file in pending else file.read_text(encoding="utf-8")
+            document = tomllib.loads(text)
+        except (OSError, UnicodeDecodeError) as error:
+            wrong = f"cannot be read ({error})"
+            raise ConfigError(
+                [Problem(str(file), 1, "(file)", wrong, "give the path of a TOML file")]
+            ) from error
+        except tomllib.TOMLDecodeError as error:
+            line = re.search(r"at line (\d+)", str(error))
+            number = int(line[1]) if line else len(text.splitlines())
+            raise ConfigError(
+                [Problem(str(file), number, "(file)", f"not TOML: {error}", "correct the syntax")]
+            ) from error
+        layers.add(file, text, document)
+    return layers
+
+
+def _rows(value: object) -> bool:
+    return isinstance(value, list) and all([isinstance(row, dict) for row in value])

@@ -1,0 +1,213 @@
+"""Reading a configuration: a file and its drop-ins become a `Config`, or every problem is told.
+
+Sizes, durations and paths are resolved here, and what `auto` and shares mean on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from appliance.adminsocket import AUTO
+from appliance.config.checks import check
+from appliance.config.layers import read_layers
+from appliance.config.problems import Report
+from appliance.config.schema import (
+    Config,
+    Model,
+    Scalar,
+    SchemaField,
+    Section,
+    choices,
+    fields,
+    plain_type,
+)
+from appliance.config.toml_lines import KeyPath, dotted
+from appliance.errors import ConfigError, alternatives, nearest
+from appliance.gpus import Gpu, GpusUnknown, list_gpus
+from appliance.units import human, toml
+
+S = TypeVar("S", bound=Section)
+
+
+def load_config(
+    path: Path, *, check_files: bool = True, pending: Mapping[Path, str] | None = None
+) -> Config:
+    """Read and check a configuration file with its drop-ins; relative paths are relative to it.
+
+    Without `check_files` the checkpoints, and what depends on their sizes, are not looked at.
+    `pending` are drop-ins to read as if they were written. Raises `ConfigError` with every problem
+    found.
+    """
+    layers = read_layers(path, pending)
+    report = Report(layers)
+    config = _read_document(layers.document, report)
+    if config is not None:
+        config = _with_enabled_models(config, report)
+        config = _with_absolute_paths(config, path.absolute().parent)
+        config = _with_devices(config, report)
+        check(config, report, check_files)
+    if report.problems:
+        files = [str(file) for file in layers.paths]
+        raise ConfigError(sorted(report.problems, key=lambda p: (files.index(p.file), p.line)))
+    assert config is not None  # a document that cannot be read has problems
+    return config
+
+
+def _read_document(document: dict[str, Any], report: Report) -> Config | None:
+    document = dict(document)
+    policy = document.get("policy")
+    parameters: dict[str, dict[str, Scalar]] = {}
+    if isinstance(policy, dict):
+        parameters = {key: table for key, table in policy.items() if isinstance(table, dict)}
+        document["policy"] = {k: v for k, v in policy.items() if k not in parameters}
+    config = _read_section(Config, document, (), report)
+    if config is None:
+        return None
+    choice = msgspec.structs.replace(config.policy, parameters=parameters)
+    return msgspec.structs.replace(config, policy=choice)
+
+
+def _read_section(kind: type[S], table: object, at: KeyPath, report: Report) -> S | None:
+    """The section, or None when it has problems; all of them are reported."""
+    if not isinstance(table, dict):
+        report.add(at, f"expected a table, got {_shown(table)}", f"write [{dotted(at)}]")
+        return None
+    before = len(report.problems)
+    known = fields(kind)
+    for key in table:
+        if key not in known:
+            report.add((*at, key), "unknown key", nearest(key, known))
+    values: dict[str, Any] = {}
+    for key, field in known.items():
+        if key in table:
+            values[field.name] = _read_value(field.type, table[key], (*at, key), report)
+        elif field.required:
+            report.add((*at, key), "is missing", _remedy_for_missing(kind, field))
+    return kind(**values) if len(report.problems) == before else None
+
+
+def _read_value(kind: Any, value: object, at: KeyPath, report: Report) -> Any:
+    plain = plain_type(kind)
+    if plain == tuple[Model, ...]:
+        if not isinstance(value, list) or not value:
+            report.add(at, "expected at least one table", "write [[model]] for each model")
+            return ()
+        return tuple(_read_section(Model, row, (*at, i), report) for i, row in enumerate(value))
+    if isinstance(plain, type) and issubclass(plain, Section):
+        return _read_section(plain, value, at, report)
+    try:
+        return msgspec.convert(value, kind, dec_hook=_read_unit)
+    except msgspec.ValidationError as error:
+        reason = str(error)
+        remedy = f"got {_shown(value)}"
+        if words := choices(kind):
+            reason, remedy = f"{_shown(value)} is not a choice", f"use {alternatives(words)}"
+        report.add(at, reason[:1].lower() + reason[1:], remedy)
+        return None
+
+
+def _read_unit(kind: type, value: object) -> object:
+    reader: Callable[[object], object] = kind.read  # type: ignore[attr-defined]
+    return reader(value)
+
+
+def _remedy_for_missing(kind: type[Section], field: SchemaField) -> str:
+    if kind is Config:
+        header = "[[model]] for each model" if field.key == "model" else f"[{field.key}]"
+        return f"add {header}"
+    return f"add {field.key} = {toml(field.sample)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _with_enabled_models(config: Config, report: Report) -> Config:
+    rows = [index for index, model in enumerate(config.models) if model.enabled]
+    if not rows:
+        report.add(("model",), "no model is enabled", "leave one")
+    report.rows = rows
+    return msgspec.structs.replace(config, models=tuple(config.models[row] for row in rows))
+
+
+def _with_absolute_paths(config: Config, base: Path) -> Config:
+    replace = msgspec.structs.replace
+    journal, devices, batches = config.journal, config.devices, config.batches
+    if journal.path:
+        journal = replace(journal, path=str(base / journal.path))
+    if devices.images:
+        devices = replace(devices, images=str(base / devices.images))
+    if batches.directory:
+        batches = replace(batches, directory=str(base / batches.directory))
+    folder = config.catalog.folder
+    if folder == AUTO:
+        given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
+        folder = str(Path(given, "models")) if given else ""
+    catalog = replace(config.catalog, folder=str(base / folder) if folder else "")
+    models = tuple(replace(model, path=str(base / model.path)) for model in config.models)
+    named = {name: getattr(config.api, name) for name in ("keys", "tls_certificate", "tls_key")}
+    if config.api.admin_socket != AUTO:
+        named["admin_socket"] = config.api.admin_socket
+    absolute = {name: str(base / path) for name, path in named.items() if path}
+    api = replace(config.api, **absolute)
+    return replace(
+        config,
+        api=api,
+        journal=journal,
+        devices=devices,
+        batches=batches,
+        catalog=catalog,
+        models=models,
+    )
+
+
+def _with_devices(config: Config, report: Report) -> Config:
+    """`auto` and shares become what they mean on this machine."""
+    devices = config.devices
+    gpus: list[Gpu] = []
+    if devices.kind != "cpu":
+        try:
+            gpus = list_gpus()
+            reason = "this machine has no NVIDIA GPU"
+        except GpusUnknown as error:
+            reason = str(error)
+        if not gpus and devices.kind == "cuda":
+            report.add(("devices", "kind"), reason, 'or use "cpu"')
+            return config
+    if not gpus:
+        if devices.memory_bytes.share is not None:
+            report.add(
+                ("devices", "memory"),
+                "a share is of a GPU's memory, and models run on the CPU here",
+                "give a size, such as 192MiB",
+            )
+        devices = msgspec.structs.replace(devices, kind="cpu")
+    else:
+        if devices.instances > len(gpus):
+            report.add(
+                ("devices", "instances"),
+                f"{devices.instances} instances have {len(gpus)} GPUs",
+                f"use {len(gpus)} or fewer: each has one to itself",
+            )
+        if devices.tensor_parallel > 1:
+            report.add(
+                ("devices", "tensor_parallel"),
+                "groups of GPUs are not driven by this version",
+                'use 1, or kind = "cpu"',
+            )
+        least = min(gpu.memory_bytes for gpu in gpus[: devices.instances])
+        memory = devices.memory_bytes.taken(least)
+        if memory > least:
+            report.add(
+                ("devices", "memory"),
+                f"{human(memory)} are more than the {human(least)} of a GPU",
+                'use a share, such as "90%"',
+            )
+        devices = msgspec.structs.replace(devices, kind="cuda", memory_bytes=memory)
+    return msgspec.structs.replace(config, devices=devices)

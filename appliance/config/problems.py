@@ -1,0 +1,28 @@
+"""The problems of a configuration's files, each with its file, its line, its key and its remedy."""
+
+from __future__ import annotations
+
+from appliance.config.layers import Layers
+from appliance.config.toml_lines import KeyPath, dotted
+from appliance.errors import Problem
+
+
+class Report:
+    """Collects the problems of the files that were read."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.problems: list[Problem] = []
+        self.rows: list[int] | None = None
+        """Which rows of the file the models are, once some of them are left out."""
+
+    def at(self, key: KeyPath, wrong: str, remedy: str) -> Problem:
+        """The problem with a key, where the file has it."""
+        if self.rows is not None and key[0] == "model" and len(key) > 1:
+            key = ("model", self.rows[int(key[1])], *key[2:])
+        path, line = self.layers.place(key)
+        return Problem(str(path), line, dotted(key) or "(file)", wrong, remedy)
+
+    def add(self, key: KeyPath, wrong: str, remedy: str) -> None:
+        """What is wrong with a key of `Config`, and what to do about it."""
+        self.problems.append(self.at(key, wrong, remedy))

@@ -1,0 +1,626 @@
+"""The configuration: one strict schema, from which sample, documentation and checks all come.
+
+A TOML file becomes a frozen `Config` with resolved units (bytes, seconds, absolute paths), or a
+`ConfigError` that lists every problem with its line and its remedy. `appliance config check` and
+the daemon read a file with the same `appliance.config.loader.load_config`.
+"""
+
+from __future__ import annotations
+
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    TypeAlias,
+    dataclass_transform,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+from appliance.adminsocket import AUTO
+from appliance.hookspecs import HOOKS
+from appliance.logs import LogFormat, LogLevel
+from appliance.policywords import PolicyChoice
+from appliance.purpose import AskedTask, PoolerValue
+from appliance.units import Address, Bytes, Memory, Seconds
+
+Scalar: TypeAlias = str | int | float | bool
+
+MAX_LOGPROBS: Final = 1 << 18
+"""As many tokens as the largest vocabularies have, nearly."""
+
+
+# --- the schema ----------------------------------------------------------------------------------
+# A field's description is its documentation, and `examples` the value it has in the sample file.
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of the file."""
+
+
+class Api(Section, kw_only=True):
+    """The HTTP server."""
+
+    bind: Annotated[
+        Address,
+        Meta(description="Address to listen on. Without `keys` it has to be this machine's own."),
+    ] = Address("127.0.0.1:11500")
+    keys: Annotated[
+        str,
+        Meta(
+            description="File of API keys, relative to this one; `appliance key create` makes it. "
+            'With it every client of `bind` needs a key; "" for none.'
+        ),
+    ] = ""
+    open_metrics: Annotated[
+        bool, Meta(description="Answer `/metrics` without a key, also when there are keys.")
+    ] = False
+    max_waiting: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Requests of one key that wait for their turn when the appliance is full; "
+            "one more is answered 429.",
+        ),
+    ] = 64
+    max_wait_seconds: Annotated[
+        Seconds,
+        Meta(description="Longest that a request waits for the turn of its key; then it gets 429."),
+    ] = msgspec.field(default=Seconds(300), name="max_wait")
+    tls_certificate: Annotated[
+        str,
+        Meta(
+            description="Certificate with its chain (PEM), relative to this file: serve HTTPS. "
+            '"" for HTTP.'
+        ),
+    ] = ""
+    tls_key: Annotated[
+        str, Meta(description="Its private key (PEM, no passphrase), relative to this file.")
+    ] = ""
+    admin_socket: Annotated[
+        str,
+        Meta(
+            description="Unix socket for operators, who need no key there. `auto` is in "
+            '`$RUNTIME_DIRECTORY` or `$XDG_RUNTIME_DIR`, if there is one; "" for none.'
+        ),
+    ] = AUTO
+    admin_group: Annotated[
+        str,
+        Meta(description="Group whose members are operators, beside root and the daemon's user."),
+    ] = ""
+    processes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | Literal["auto"],
+        Meta(
+            description="Front ends: processes that turn requests into tokens and back. `auto` is "
+            "one for every 8 processors, 4 at most. A change waits for a restart."
+        ),
+    ] = "auto"
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[A-Za-z0-9._~-]+)*\Z",
+            description="Path under which a proxy serves all of it, such as `/llm`: requests below "
+            'it are answered, too. "" for none. A change waits for a restart.',
+        ),
+    ] = ""
+    strict: Annotated[
+        bool,
+        Meta(
+            description="Refuse fields of a request that nothing looks at. A change waits for a "
+            "restart."
+        ),
+    ] = False
+    origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins whose pages in a browser may use the API, such as "
+            '`https://chat.example.org`, beside those of this machine; `"*"` for all. A change '
+            "waits for a restart."
+        ),
+    ] = ()
+    keep_alive_seconds: Annotated[
+        Seconds,
+        Meta(description="Longest silence on an open stream; a comment is sent when it is over."),
+    ] = msgspec.field(default=Seconds(5), name="keep_alive")
+    max_body_bytes: Annotated[Bytes, Meta(description="Largest request body that is accepted.")] = (
+        msgspec.field(default=Bytes(8 << 20), name="max_body")
+    )
+    max_queue: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Requests in the appliance at once; one more is answered 429, or waits for "
+            "its turn if it has a key.",
+        ),
+    ] = 1024
+    progress_deadline_seconds: Annotated[
+        Seconds,
+        Meta(description="`/readyz` fails when a request made no progress for this long."),
+    ] = msgspec.field(default=Seconds(60), name="progress_deadline")
+    drain_seconds: Annotated[
+        Seconds,
+        Meta(
+            description="How long requests that run may go on after the signal to stop (SIGTERM).",
+            examples=[Seconds(30)],
+        ),
+    ] = msgspec.field(default=Seconds(5), name="drain")
+
+
+class Devices(Section, kw_only=True):
+    """What models run on, and the memory they may have there."""
+
+    kind: Annotated[
+        Literal["auto", "cuda", "cpu"],
+        Meta(description="`cuda` for NVIDIA GPUs, or `auto`: GPUs if there are any, else the CPU."),
+    ] = "auto"
+    instances: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Worker processes; each serves every model. On GPUs: one for each.",
+            examples=[2],
+        ),
+    ] = 1
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Ranks of each instance: a process each, with its shard of every model. "
+            "On GPUs: 1.",
+        ),
+    ] = 1
+    memory_bytes: Annotated[
+        Memory,
+        Meta(
+            description="Physical pool of each rank for weights and KV cache. Enforced. On GPUs it "
+            'may be a share of their memory, such as "90%".',
+            examples=["192MiB"],
+        ),
+    ] = msgspec.field(name="memory")
+    runtime_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="On GPUs: what of `memory` is kept for activations, workspaces and CUDA "
+            "graphs of all models together. Enforced."
+        ),
+    ] = msgspec.field(default=Bytes(4 << 30), name="runtime")
+    slab_bytes: Annotated[
+        Bytes,
+        Meta(description="Unit in which the pool changes hands: a power of two, at least 4KiB."),
+    ] = msgspec.field(default=Bytes(2 << 20), name="slab")
+    host_cache_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Host memory for one copy of weights and for swapped-out KV cache. Models "
+            "whose weights have no room in it are loaded from disk."
+        ),
+    ] = msgspec.field(default=Bytes(4 << 30), name="host_cache")
+    images: Annotated[
+        str,
+        Meta(
+            description="Folder, of its own, for weights as the CPU computes with them: later "
+            "starts read them instead of packing again. It takes as much disk as those weights "
+            'again. Relative to this file; "" for none.'
+        ),
+    ] = ""
+
+    @property
+    def cuda(self) -> bool:
+        """Whether models run on GPUs; known once the file has been read."""
+        return self.kind == "cuda"
+
+    @property
+    def runtime_slabs(self) -> int:
+        """Slabs of the pool that weights and KV cache never get."""
+        return -(-self.runtime_bytes // self.slab_bytes) if self.cuda else 0
+
+    @property
+    def slabs(self) -> int:
+        """Whole slabs for weights and KV cache in the pool of one rank."""
+        return max(0, self.memory_bytes // self.slab_bytes - self.runtime_slabs)
+
+
+class PolicyTable(Section, kw_only=True):
+    """Who decides. `[policy.NAME]` holds the parameters of the policy NAME; see docs/policies.md.
+
+    A policy that is named for one decision is asked for that one only, and before all others.
+    """
+
+    use: Annotated[
+        tuple[str, ...],
+        Meta(min_length=1, description="Policies in the order they are asked, for any decision."),
+    ] = ("appliance",)
+    budget_seconds: Annotated[
+        Seconds,
+        Meta(description="Longest time that a policy which is not ours may take for an answer."),
+    ] = msgspec.field(default=Seconds(0.05), name="budget")
+    place: Annotated[
+        str, Meta(description="Who says what each instance is for, and which models it may serve.")
+    ] = ""
+    scale: Annotated[
+        str,
+        Meta(
+            description="Who says how many instances take interactive requests, any, or batch ones."
+        ),
+    ] = ""
+    prefill: Annotated[
+        str, Meta(description="Who says where a request is prefilled, or that it is refused.")
+    ] = ""
+    decode: Annotated[str, Meta(description="Who says where it decodes.")] = ""
+    admit: Annotated[str, Meta(description="Who says in which order prompts are served.")] = ""
+    phase: Annotated[str, Meta(description="Who says whether a prompt or a turn comes next.")] = ""
+    round: Annotated[
+        str, Meta(description="Who says which turns a round has, and how long they are.")
+    ] = ""
+    preempt: Annotated[
+        str, Meta(description="Who says how long a turn goes on when more work has come.")
+    ] = ""
+    batch: Annotated[
+        str,
+        Meta(
+            description="Who says how many requests decode together, and how prompts are chunked."
+        ),
+    ] = ""
+    flow: Annotated[str, Meta(description="Who says which requests go on elsewhere.")] = ""
+    evict: Annotated[
+        str, Meta(description="Who says which models lose their place when memory is short.")
+    ] = ""
+    prefetch: Annotated[
+        str, Meta(description="Who says which model is brought in beside the one that runs.")
+    ] = ""
+    parameters: dict[str, dict[str, Scalar]] = {}
+
+    @property
+    def choice(self) -> PolicyChoice:
+        """The same in the words of the daemon."""
+        named = {hook: getattr(self, hook) for hook in HOOKS}
+        return PolicyChoice(
+            use=self.use,
+            decisions={hook: name for hook, name in named.items() if name},
+            parameters=self.parameters,
+        )
+
+
+class JournalFile(Section, kw_only=True):
+    """A record of every event and every decision, for replay."""
+
+    path: Annotated[
+        str, Meta(description='File to write, relative to this one; "" for no journal.')
+    ] = ""
+
+
+class Batches(Section, kw_only=True):
+    """Files and batches (`/v1/files`, `/v1/batches`); they survive a restart."""
+
+    directory: Annotated[
+        str,
+        Meta(
+            description="Folder, of its own, for them, relative to this file; it is made if it is "
+            'not there. "" for none: they are refused then.'
+        ),
+    ] = ""
+    concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Requests of batches in the appliance at once.",
+        ),
+    ] = 32
+    max_file_bytes: Annotated[Bytes, Meta(description="Largest file that is accepted.")] = (
+        msgspec.field(default=Bytes(100 << 20), name="max_file")
+    )
+    max_requests: Annotated[int, Meta(ge=1, description="Requests that a batch may have.")] = 50_000
+    max_stored_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="All files and logs of batches together. An upload that would go beyond it "
+            "is refused; once answers went beyond it, new batches are, and others stand still. "
+            "What is done is always written to files."
+        ),
+    ] = msgspec.field(default=Bytes(10 << 30), name="max_stored")
+    keep_days: Annotated[
+        int,
+        Meta(ge=1, description="Files, and batches that are over, are deleted after so long."),
+    ] = 30
+
+
+class Log(Section, kw_only=True):
+    """What the daemon and its workers write to standard error."""
+
+    format: Annotated[
+        LogFormat,
+        Meta(description="`auto` is lines on a terminal, JSON elsewhere: see docs/logs.md."),
+    ] = "auto"
+    level: Annotated[LogLevel, Meta(description="The daemon tells what is at least so urgent.")] = (
+        "info"
+    )
+
+
+class Telemetry(Section, kw_only=True):
+    """Requests as traces of OpenTelemetry, sent over OTLP (HTTP). See docs/telemetry.md."""
+
+    traces: Annotated[
+        bool, Meta(description="Send them. Needs the extra `otel` of this package.")
+    ] = False
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="Address of the collector, such as `http://127.0.0.1:4318`; "
+            '"" for `$OTEL_EXPORTER_OTLP_ENDPOINT`, or `http://localhost:4318`.'
+        ),
+    ] = ""
+    sample_ratio: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of the requests that are traced, of those whose caller does not say "
+            "(`traceparent`).",
+        ),
+    ] = 1.0
+    service_name: Annotated[
+        str, Meta(description='"" for `$OTEL_SERVICE_NAME`, or `appliance`.')
+    ] = ""
+
+
+class Catalog(Section, kw_only=True):
+    """Where models are kept that are pulled while the appliance runs."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description="Folder of its own for them, relative to this file: `appliance pull` fills "
+            "it, `appliance rm` deletes from it. `auto` is `models` in `$STATE_DIRECTORY`, if "
+            'systemd gives one; "" for none.'
+        ),
+    ] = AUTO
+
+
+class Slo(Section, kw_only=True):
+    """The service level that a model's requests are promised."""
+
+    ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
+        default=Seconds(10), name="ttft"
+    )
+    tbt_seconds: Annotated[Seconds, Meta(description="Time between tokens.")] = msgspec.field(
+        default=Seconds(0.1), name="tbt"
+    )
+
+
+class BatchSlo(Slo, kw_only=True):
+    """The service level that batch requests (`service_tier: "flex"`) are promised."""
+
+    ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
+        default=Seconds(3600), name="ttft"
+    )
+    tbt_seconds: Annotated[Seconds, Meta(description="Time between tokens.")] = msgspec.field(
+        default=Seconds(2), name="tbt"
+    )
+
+
+class Pooler(Section, kw_only=True):
+    """What of vLLM's `PoolerConfig` is said of a model that embeds or scores."""
+
+    task: Annotated[
+        Literal["auto", "embed", "classify", "token_embed", "token_classify"],
+        Meta(
+            description="What a prompt is pooled to: one vector or set of classes, or those of "
+            "each token."
+        ),
+    ] = "auto"
+    pooling_type: Annotated[
+        Literal["auto", "LAST", "MEAN", "ALL"],
+        Meta(
+            description="From which tokens: `LAST` and `MEAN` give one vector, `ALL` one for each."
+        ),
+    ] = "auto"
+    use_activation: Annotated[
+        bool | Literal["auto"],
+        Meta(
+            description="Whether vectors get length 1, and classes probabilities, unless a request "
+            "says so; `auto`: as vLLM has it."
+        ),
+    ] = "auto"
+    dimensions: Annotated[
+        int, Meta(ge=0, description="Numbers that vectors are cut to; 0: they have all.")
+    ] = 0
+    enable_chunked_processing: Annotated[
+        bool,
+        Meta(
+            description="Whether a longer text than `max_context` is embedded in chunks, of whose "
+            "vectors the mean is taken."
+        ),
+    ] = False
+    max_embed_len: Annotated[
+        int, Meta(ge=0, description="Longest text so, in tokens; 0: `max_context`.")
+    ] = 0
+    logit_mean: Annotated[
+        float, Meta(description="Subtracted from the logits of classes, before the activation.")
+    ] = 0.0
+    logit_sigma: Annotated[float, Meta(gt=0, description="What they are divided by then.")] = 1.0
+
+    @property
+    def chosen(self) -> dict[str, PoolerValue]:
+        """What is said here, in vLLM's words."""
+        values = {key: getattr(self, key) for key in self.__struct_fields__}
+        usual = Pooler()
+        return {key: value for key, value in values.items() if value != getattr(usual, key)}
+
+
+class Model(Section, kw_only=True):
+    """A model of the catalogue; repeat the table for each."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$",
+            description="What clients call it: letters, digits and any of `._:/-`.",
+            examples=["llama-a"],
+        ),
+    ]
+    path: Annotated[
+        str,
+        Meta(
+            description="Checkpoint directory (config.json, *.safetensors, a tokenizer), "
+            "relative to this file.",
+            examples=["/srv/models/llama-a"],
+        ),
+    ]
+    max_context: Annotated[
+        int, Meta(ge=1, description="Longest prompt and answer together, tokens.", examples=[2048])
+    ]
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Meta(description="Type to compute in; `auto` is the stored one, bfloat16 for float32."),
+    ] = "auto"
+    task: Annotated[
+        AskedTask,
+        Meta(
+            description="What it is for: text that goes on (`generate`), vectors (`embed`), or how "
+            "well two texts match (`score`); `auto` is what its checkpoint says."
+        ),
+    ] = "auto"
+    slo: Annotated[Slo, Meta(description="Service level: `ttft` and `tbt`, both durations.")] = (
+        Slo()
+    )
+    batch_slo: Annotated[
+        BatchSlo, Meta(description='The same for batch requests (`service_tier: "flex"`).')
+    ] = BatchSlo()
+    max_batch: Annotated[
+        int, Meta(ge=1, description="Most requests that are decoded in one step.")
+    ] = 32
+    tool_parser: Annotated[
+        str,
+        Meta(
+            description="vLLM's parser of its tool calls, such as `hermes` or `llama3_json`; "
+            '"" if it has none: it cannot choose to call tools then.'
+        ),
+    ] = ""
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="vLLM's parser of its reasoning, such as `qwen3` or `deepseek_r1`; "
+            '"" if it does not reason: all that it writes is its answer then.'
+        ),
+    ] = ""
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_LOGPROBS,
+            description="Most log probabilities for each token that a request may ask for. "
+            "Many take much memory: 8 bytes and more for each of a token, also of a prompt's.",
+        ),
+    ] = 20
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(description="Write tokens as `token_id:N` in log probabilities, unasked."),
+    ] = False
+    pooler_config: Annotated[
+        Pooler,
+        Meta(
+            description="How prompts are pooled, if it embeds or scores: keys of vLLM's "
+            "`--pooler-config` (docs/embeddings.md). What is left out is as its checkpoint says."
+        ),
+    ] = Pooler()
+    max_queue: Annotated[
+        int, Meta(ge=1, description="Its requests in the appliance at once; one more gets 429.")
+    ] = 1024
+    pin: Annotated[
+        bool,
+        Meta(description="Keep its weights in the host cache, whoever else wants the room."),
+    ] = False
+    verify: Annotated[
+        bool,
+        Meta(
+            description="Check its files against the SHA256SUMS beside them when they are read, "
+            "and what `devices.images` has of it against its digests."
+        ),
+    ] = False
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="`false`: the table is not there. A drop-in takes a model from the "
+            "catalogue so."
+        ),
+    ] = True
+
+
+class Config(Section, kw_only=True):
+    """A whole configuration. `api.bind.host`, `devices.slabs` and the like are derived."""
+
+    api: Api = Api()
+    devices: Devices
+    policy: PolicyTable = PolicyTable()
+    journal: JournalFile = JournalFile()
+    batches: Batches = Batches()
+    log: Log = Log()
+    telemetry: Telemetry = Telemetry()
+    catalog: Catalog = Catalog()
+    models: Annotated[tuple[Model, ...], Meta(min_length=1)] = msgspec.field(name="model")
+
+
+# --- the schema as data --------------------------------------------------------------------------
+
+
+class SchemaField(msgspec.Struct, frozen=True, kw_only=True):
+    """A key of a table: `name` in Python, `key` in the file."""
+
+    name: str
+    key: str
+    type: Any
+    required: bool
+    default: Any
+    description: str
+    sample: Any
+
+
+def plain_type(kind: Any) -> Any:
+    """The type of a field without what the schema says about its values."""
+    return getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words that a field of a `Literal` type may have; none for other types."""
+    literal = plain_type(kind)
+    return literal.__args__ if getattr(literal, "__origin__", None) is Literal else ()
+
+
+def fields(kind: type[Section]) -> dict[str, SchemaField]:
+    """The keys of a table, as the file has them, in order."""
+    hints = get_type_hints(kind, include_extras=True)
+    found: dict[str, SchemaField] = {}
+    for info in msgspec.structs.fields(kind):
+        if (kind, info.name) == (PolicyTable, "parameters"):
+            continue
+        meta: Meta | None = next(iter(getattr(hints[info.name], "__metadata__", ())), None)
+        examples = (meta.examples if meta else None) or [info.default]
+        found[info.encode_name] = SchemaField(
+            name=info.name,
+            key=info.encode_name,
+            type=hints[info.name],
+            required=info.required,
+            default=info.default,
+            description=(meta.description if meta else None) or "",
+            sample=examples[0],
+        )
+    return found
+
+
+def schema() -> dict[str, tuple[type[Section], dict[str, SchemaField]]]:
+    """Every table of the file by its header, with its keys."""
+    return {
+        "[api]": (Api, fields(Api)),
+        "[devices]": (Devices, fields(Devices)),
+        "[policy]": (PolicyTable, fields(PolicyTable)),
+        "[journal]": (JournalFile, fields(JournalFile)),
+        "[batches]": (Batches, fields(Batches)),
+        "[log]": (Log, fields(Log)),
+        "[telemetry]": (Telemetry, fields(Telemetry)),
+        "[catalog]": (Catalog, fields(Catalog)),
+        "[[model]]": (Model, fields(Model)),
+    }

@@ -1,0 +1,159 @@
+"""What the models of a configuration take of its memory, in slabs, and whether that is there.
+
+Known of a model before its engine is built is what it takes at least: the engine rounds up, and
+may need a slab more. So what is refused here can never be served; what just fits may still be told
+otherwise by its engine (`Machine._why_never`), and fails then. A daemon that starts, one that
+reloads, and one that is given a model all come here, by `load_config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.catalog import CatalogEntry, read_checkpoint
+from appliance.config.problems import Report
+from appliance.config.schema import Config, Devices, Model
+from appliance.memory.kvpool import BLOCK_TOKENS, KvGeometry
+from appliance.units import human, no_less
+
+
+class Least(NamedTuple):
+    """Slabs that a model cannot do without in the pool of each rank."""
+
+    weights: int
+    kv: int
+    """Of one request of `max_context` tokens."""
+    tokens: int
+    """The longest request whose KV has room beside the weights, were `max_context` as large."""
+
+    @property
+    def slabs(self) -> int:
+        return self.weights + self.kv
+
+
+def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
+    """What the model takes of these devices at least: see above. KV is counted as the pool gives
+    it out, weights without what an engine pads, and evenly divided among ranks."""
+    share = _share(entry, devices.tensor_parallel)
+    weights = -(-share.weight_bytes // devices.slab_bytes)
+    geometry = _kv_geometry(share, devices)
+    blocks = -(-max_context // BLOCK_TOKENS)
+    groups = max(0, devices.slabs - weights) // geometry.group_slabs
+    return Least(
+        weights=weights,
+        kv=-(-blocks // geometry.group_blocks) * geometry.group_slabs,
+        tokens=groups * geometry.group_blocks * BLOCK_TOKENS,
+    )
+
+
+def read_model(model: Model, devices: Devices) -> CatalogEntry:
+    """The model's checkpoint, as these devices will serve it. Raises `CheckpointError`."""
+    path = Path(model.path)
+    return read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
+
+
+def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:
+    """Report models that have no room, in whole slabs, as memory is given out."""
+    devices, slab = config.devices, config.devices.slab_bytes
+    ranks = devices.tensor_parallel
+    if any(problem.key.startswith("devices.") for problem in report.problems):
+        return  # sizes mean nothing yet
+    pinned = 0
+    for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
+        if entry is None:
+            continue
+        need = least(entry, model.max_context, devices)
+        if need.slabs > devices.slabs:
+            runtime = devices.runtime_slabs * slab
+            beside = f" beside devices.runtime ({human(runtime)})" if runtime else ""
+            shorter = f", or max_context to {need.tokens} or less" if need.tokens else ""
+            report.add(
+                ("model", index),
+                f"{model.name} needs {human(need.weights * slab)} for its weights and "
+                f"{human(need.kv * slab)} for the KV cache of one request{_on_each(ranks)}, in "
+                f"slabs of {human(slab)}: "
+                f"more than devices.memory ({human(devices.memory_bytes)}) has{beside}",
+                f"set devices.memory to {no_less(need.slabs * slab + runtime)} or more, a "
+                f"smaller devices.slab{shorter}",
+            )
+        pinned += need.weights * ranks if model.pin else 0
+    longest = kv_floor_slabs(config, [entry for entry in entries if entry is not None])
+    needed = (pinned + longest) * slab
+    if needed > devices.host_cache_bytes:
+        held = f"the weights of pinned models ({human(pinned * slab)}) and " if pinned else ""
+        report.add(
+            ("devices", "host_cache"),
+            f"{human(devices.host_cache_bytes)} do not hold {held}the KV cache of one request "
+            f"({human(longest * slab)})",
+            f"set it to {no_less(needed)} or more" + (", or pin fewer models" if pinned else ""),
+        )
+
+
+def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:
+    """Slabs of the host tier that hold the KV cache of any one request at full length."""
+    devices = config.devices
+    slab, ranks = devices.slab_bytes, devices.tensor_parallel
+    contexts = {model.name: model.max_context for model in config.models}
+    return max(
+        (
+            _host_slabs(
+                -(-contexts[entry.name] // BLOCK_TOKENS),
+                _kv_geometry(_share(entry, ranks), devices).block_bytes * ranks,
+                slab,
+            )
+            for entry in entries
+        ),
+        default=0,
+    )
+
+
+def uncached(config: Config, entries: Iterable[CatalogEntry]) -> list[str]:
+    """Names of the models whose weights the host cache has no room for while all others' are in
+    it: some model is loaded from disk now and then."""
+    slab = config.devices.slab_bytes
+    entries = list(entries)
+    pinned = {model.name for model in config.models if model.pin}
+    room = config.devices.host_cache_bytes // slab - kv_floor_slabs(config, entries)
+    left_out = []
+    ranks = config.devices.tensor_parallel
+    for entry in sorted(entries, key=lambda entry: entry.name not in pinned):
+        slabs = -(-_share(entry, ranks).weight_bytes // slab) * ranks
+        if slabs <= room:
+            room -= slabs
+        else:
+            left_out.append(entry.name)
+    return left_out
+
+
+def _share(entry: CatalogEntry, ranks: int) -> CatalogEntry:
+    """What one of the ranks has of a model: at least so much, as small tensors are not divided."""
+    return dataclasses.replace(
+        entry,
+        kv_heads=-(-entry.kv_heads // ranks),
+        weight_bytes=-(-entry.weight_bytes // ranks),
+    )
+
+
+def _on_each(ranks: int) -> str:
+    return f", on each of {ranks} ranks" if ranks > 1 else ""
+
+
+def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:
+    """Slabs of the host tier that hold so many blocks: runs just long enough for one."""
+    run = -(-block_bytes // slab_bytes)
+    return -(-blocks // (run * slab_bytes // block_bytes)) * run
+
+
+def _kv_geometry(entry: CatalogEntry, devices: Devices) -> KvGeometry:
+    """On a GPU, where all layers of a block lie side by side, they count as one."""
+    layers = 1 if devices.cuda else entry.layers
+    return KvGeometry.plan(
+        layers=layers,
+        layer_block_bytes=entry.kv_bytes(BLOCK_TOKENS) // layers,
+        slab_bytes=devices.slab_bytes,
+        pool_slabs=1,
+        least_blocks=1,
+    )

@@ -1,0 +1,1 @@
+"""Metrics, traces, the request log, and the latency breakdown of requests."""

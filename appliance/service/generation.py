@@ -1,0 +1,131 @@
+"""One request on its way: what came of it so far, and where its output goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from appliance.engines.protocol import Produced, SequenceSpec
+from appliance.service.interface import GenerationFailed, RequestTimes, Sink, SubmitRequest
+from appliance.vocabulary import FinishReason, RequestId, Slo
+
+NO_SLO = Slo(ttft_seconds=math.inf, tbt_seconds=math.inf)
+
+
+class RequestStream:
+    """The daemon pushes, a sink takes. Implements `appliance.service.interface.Generation`.
+
+    It also keeps every token produced, so that the request can be continued on another worker.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_on_cancel",
+        "_on_reader",
+        "_reads",
+        "_sink",
+        "arrived",
+        "cancel_reason",
+        "excused",
+        "failure",
+        "first",
+        "held",
+        "id",
+        "late",
+        "newest",
+        "output",
+        "request",
+        "slo",
+        "taken",
+        "times",
+    )
+
+    def __init__(
+        self,
+        request: SubmitRequest,
+        arrived: float,
+        sink: Sink,
+        on_cancel: Callable[[RequestId], None],
+        on_reader: Callable[[RequestId, bool], None],
+        slo: Slo = NO_SLO,
+    ) -> None:
+        """`slo` is what the request was promised. `on_reader` hears whether the client reads."""
+        self.id = request.id
+        self.request = request
+        self.slo = slo
+        self.arrived = arrived
+        self.first: float | None = None
+        """When the first token came."""
+        self.newest = arrived
+        """When the last token came, or the request; later by what was excused since."""
+        self.late = 0
+        """Tokens that came after they were due."""
+        self.times: RequestTimes | None = None
+        """What its time went to; known when it is over."""
+        self.output: list[int] = []
+        self.cancel_reason = FinishReason.CANCELLED
+        self.held = False
+        """Whether its client ever stopped reading: only then something can be excused."""
+        self.excused = 0.0
+        """Seconds that it was held for its client: its tokens are due so much later."""
+        self.failure: GenerationFailed | None = None
+        """Why the appliance gave the request up, if it did."""
+        self.taken = False
+        """Whether `submit` has answered: a request that is refused at once has no sink."""
+        self._reads = True
+        self._ended = False
+        self._sink = sink
+        self._on_cancel = on_cancel
+        self._on_reader = on_reader
+
+    def cancel(self, reason: FinishReason) -> None:
+        if not self._ended:
+            self.cancel_reason = reason
+            self._on_cancel(self.id)
+
+    def reader(self, *, reads: bool) -> None:
+        if not self._ended and reads is not self._reads:
+            self._reads = reads
+            self.held = True
+            self._on_reader(self.id, reads)
+
+    def excuse(self, seconds: float) -> None:
+        """It was held for so long since its newest token, which is as if it had come later."""
+        self.excused += seconds
+        self.newest += seconds
+
+    def due(self) -> float:
+        """When its next token is due: token k at arrival + TTFT + k * TBT, and what is excused."""
+        began = self.arrived + self.excused
+        return began + self.slo.ttft_seconds + len(self.output) * self.slo.tbt_seconds
+
+    def decode_seconds(self) -> float:
+        """From the first token to the newest, without what is excused; 0 before the first."""
+        return 0.0 if self.first is None else self.newest - self.first - self.excused
+
+    def push(self, produced: Produced) -> None:
+        """A token came."""
+        if self._ended:
+            return
+        if produced.tokens:
+            self.output.append(produced.token)
+        self._sink.produced(produced)
+
+    def end(self, failure: GenerationFailed | None = None) -> None:
+        """Nothing more will come."""
+        if self._ended:
+            return
+        self.failure = failure
+        self._ended = True
+        if self.taken:
+            self._sink.ended(self.times, failure)
+
+    def sequence(self) -> SequenceSpec:
+        """All that a worker needs to start the request, or to go on with it."""
+        return SequenceSpec(
+            request=self.id,
+            model=self.request.model,
+            prompt=self.request.prompt,
+            output=tuple(self.output),
+            body=self.request.body,
+        )

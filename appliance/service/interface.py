@@ -1,0 +1,595 @@
+"""The seam between the HTTP API and the appliance: what the API asks, what it is answered.
+
+Everything here is called on the event loop and must return at once; only what is async waits:
+compiling guides, verifying, asking for slabs, finding and loading policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from appliance.engines.protocol import Produced, Verdict
+from appliance.policywords import PolicyChoice, PolicyReport
+from appliance.service.event_log import Notice
+from appliance.service.front_frames import FrontModel
+from appliance.vocabulary import (
+    FinishReason,
+    InstanceId,
+    ModelName,
+    RequestClass,
+    RequestId,
+    SlabMap,
+    Slo,
+    Task,
+    WaitReason,
+)
+
+
+class ModelNotFound(Exception):
+    """The catalogue has no model of this name."""
+
+    def __init__(self, model: ModelName) -> None:
+        super().__init__(f"model {model!r} does not exist")
+        self.model = model
+
+
+class ModelExists(Exception):
+    """The catalogue has a model of this name, or one that is still leaving."""
+
+    def __init__(self, model: ModelName, *, leaving: bool = False) -> None:
+        which = "still leaving: try again later" if leaving else "in the catalogue already"
+        super().__init__(f"a model {model!r} is {which}")
+        self.model = model
+
+
+class InstanceNotFound(Exception):
+    """There is no instance of this number."""
+
+    def __init__(self, number: InstanceId | str) -> None:
+        super().__init__(f"there is no instance {number}; `appliance ps` lists them")
+
+
+class SlabsUnanswered(Exception):
+    """Nobody says which slab of an instance is whose, now; the message says why."""
+
+
+class QueueFull(Exception):
+    """No room for another request now; trying again after `retry_after_seconds` makes sense."""
+
+    def __init__(self, retry_after_seconds: float) -> None:
+        super().__init__("the queue is full, try again later")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ModelQueueFull(Exception):
+    """One model has as many requests as it may have; others may have room. Trying again after
+    `retry_after_seconds` makes sense."""
+
+    def __init__(self, retry_after_seconds: float, model: ModelName) -> None:
+        super().__init__(f"the queue of {model} is full, try again later")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class GenerationFailed(Exception):
+    """The appliance gave a request up. `code` is a stable word, `status` the HTTP status for it.
+    Trying again makes sense after `retry_after_seconds`, if that is given."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        status: int = 500,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+        self.code = code
+        self.message = message
+        self.status = status
+
+
+def removed(model: ModelName) -> GenerationFailed:
+    """The model left the catalogue before it got to what was asked of it: from now on there is no
+    such model, and to ask again, as official clients do after a 409, would not help."""
+    return GenerationFailed("model_removed", f"{model} was removed", 404)
+
+
+def cancelled() -> GenerationFailed:
+    """What a client is told whose request an operator ended. 499 is what gRPC's CANCELLED becomes
+    over HTTP; clients do not try again as after a 5xx."""
+    return GenerationFailed("cancelled", "an operator cancelled the request", 499)
+
+
+class NothingPrevious(Exception):
+    """No other choice of policies came before the one that is active."""
+
+    def __init__(self) -> None:
+        super().__init__("there is no earlier choice of policies to go back to")
+
+
+class PolicyNotActive(Exception):
+    """A policy is not of those that decide."""
+
+    def __init__(self, policy: str, message: str) -> None:
+        super().__init__(message)
+        self.policy = policy
+
+
+class AskedSlo(msgspec.Struct, frozen=True, kw_only=True):
+    """The service level that a request asks for itself; what it leaves open is its model's."""
+
+    ttft_seconds: float | None = None
+    tbt_seconds: float | None = None
+
+    def over(self, promised: Slo) -> Slo:
+        ttft, tbt = self.ttft_seconds, self.tbt_seconds
+        return Slo(
+            ttft_seconds=promised.ttft_seconds if ttft is None else ttft,
+            tbt_seconds=promised.tbt_seconds if tbt is None else tbt,
+        )
+
+
+class RequestNotFound(Exception):
+    """No live request has this id: it ended, or never was."""
+
+    def __init__(self, request: RequestId) -> None:
+        super().__init__(f"no request {request!r} is live")
+        self.request = request
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request was asked, and the trace that it is part of: `parent` is the header
+    ``traceparent`` (W3C) as it came, "" without."""
+
+    path: str
+    parent: str = ""
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. `id` is unique and shows the id that the client is given."""
+
+    id: RequestId
+    model: ModelName
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Of output, at most; 0: the prompt is pooled and nothing follows."""
+    body: bytes
+    """What only front ends and engines read."""
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    slo: AskedSlo = AskedSlo()
+    key: str | None = None
+    """Name of the API key that asks."""
+    trace: Trace | None = None
+    """Told when requests are traced."""
+    together_tokens: int = 0
+    """Most tokens, prompts included, of all sequences that are asked for at once, if there are
+    several: they are taken together or not at all. Of prompts that are pooled, which come one after
+    another, only the first one says it."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a vector or a score is made of the prompt, and no text follows it."""
+        return self.max_tokens == 0
+
+
+class Stretch(NamedTuple):
+    """A phase of a request from one moment to another, of the daemon's clock."""
+
+    phase: str
+    began: float
+    ended: float
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the time of a request went to; the phases add up to the whole.
+
+    `load` is the part of its wait and of its prompt in which its weights came in, `preempted` what
+    passed between its turns.
+    """
+
+    queue_seconds: float = 0.0
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preempted_seconds: float = 0.0
+    preemptions: int = 0
+    """How often it stopped in mid-generation for another model or a prompt."""
+    instances: tuple[InstanceId, ...] = ()
+    """Where it was computed, in order."""
+    stretches: tuple[Stretch, ...] = ()
+    """The phases as they came, where that is kept: not all of a long life. A load lies within the
+    wait or the prompt that it is part of."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in the order of a request's life."""
+        return {
+            "queue": self.queue_seconds,
+            "load": self.load_seconds,
+            "prefill": self.prefill_seconds,
+            "decode": self.decode_seconds,
+            "preempted": self.preempted_seconds,
+        }
+
+
+class Sink(Protocol):
+    """Where the output of one request goes, as it comes. Its methods return at once, raise nothing
+    and call nothing of the `Service`."""
+
+    def produced(self, produced: Produced) -> None:
+        """A token came, or the outcome of a pooled prompt."""
+
+    def ended(self, times: RequestTimes | None, failure: Exception | None) -> None:
+        """Nothing more comes. With a `failure` the appliance gave the request up. `times` are None
+        for a request that was never computed."""
+
+
+class Generation(Protocol):
+    """One submitted request that is not over."""
+
+    @property
+    def id(self) -> RequestId: ...
+
+    def cancel(self, reason: FinishReason) -> None:
+        """No more tokens are wanted: the client left (`CANCELLED`) or a stop string came (`STOP`).
+
+        Idempotent, and without effect on a generation that ended. Its sink hears the end.
+        """
+
+    def reader(self, *, reads: bool) -> None:
+        """The client takes nothing of what came, or takes it again. What is not read makes room
+        for others. Idempotent, and without effect on a generation that ended."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A catalogued model as clients see it. `created` is a Unix time in seconds."""
+
+    id: ModelName
+    created: int
+    max_context_tokens: int
+    owned_by: str = "appliance"
+    tool_parser: str | None = None
+    """vLLM's parser of its tool calls; without one, a model cannot choose to call tools."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of its reasoning; without one, all that a model writes is its answer."""
+    state: str = "cold"
+    """Where it stands on the instance where it stands best: a residency, or ``failed``."""
+    architecture: str = ""
+    """As the checkpoint names it: ``LlamaForCausalLM``."""
+    dtype: str = ""
+    """What it is computed in: ``bfloat16``, say."""
+    weight_bytes: int = 0
+    task: Task = Task.GENERATE
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether requests make progress; when not, why, in words for the operator. `degraded` says
+    what is out of order beside that. Who has no key hears it, so it quotes nobody."""
+
+    ok: bool
+    reasons: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+
+
+class GpuActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What NVML tells of a GPU; a sensor that it has not is left out."""
+
+    gpu: int
+    """NVML's number."""
+    utilization: float | None = None
+    """Share of the time in which it computed, 0 to 1."""
+    power_watts: float | None = None
+    celsius: float | None = None
+    memory_used_bytes: int
+    memory_bytes: int
+
+
+class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance does now. `pool_bytes` by owner: weights:<model>, kv:<model>, free."""
+
+    instance: InstanceId
+    role: str
+    state: str
+    """``starting``, ``up``, ``lost`` or ``quarantined``."""
+    quarantine: str | None = None
+    """Why it is out of service, if it is."""
+    pid: int | None = None
+    model: ModelName | None = None
+    """The model that runs."""
+    pool_bytes: dict[str, int] = {}
+    pool_high_water_bytes: int = 0
+    runtime_bytes: int = 0
+    """Memory of a GPU beside the pool, for its context, its graphs and its kernels' own."""
+    prefetched: tuple[ModelName, ...] = ()
+    """Models whose weights came before they were asked for, and did not run since."""
+    computing_seconds: float = 0.0
+    """Of turns and prompts that are over, since the daemon started."""
+    switches: int = 0
+    """Since then."""
+    moved_bytes: dict[str, int] = {}
+    """Since then, by what moved: ``weights``, ``kv_in``, ``kv_out``."""
+    gpus: tuple[GpuActivity, ...] = ()
+
+
+class ModelTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be changed of a model while it is served. Requests that are live keep the promises
+    they were taken with; `max_queue` may be live at once, one more is `ModelQueueFull`."""
+
+    slo: Slo
+    batch_slo: Slo
+    max_queue: int
+    pinned: bool
+    """Whether its weights stay in the host cache, whoever else wants the room."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is, as its checkpoint says and as it is served. Sizes are of the whole model."""
+
+    architecture: str
+    """As the checkpoint names it: ``LlamaForCausalLM``."""
+    dtype: str
+    """What it is computed in: ``bfloat16``, say."""
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    """Of a prompt and its answer together."""
+    max_batch: int
+    """Requests that are decoded in one step, at most."""
+    path: str
+
+
+class LatePace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model delivered in the last minute. `attainment` is the share of tokens that came
+    before they were due: token k at arrival + TTFT + k times TBT. Other times to within 5 %."""
+
+    attainment: float | None = None
+    ttft_p50_seconds: float | None = None
+    ttft_p99_seconds: float | None = None
+    tbt_p50_seconds: float | None = None
+    tbt_p99_seconds: float | None = None
+
+
+class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model does now. `residency` by instance id (a string, as JSON wants it)."""
+
+    model: ModelName
+    state: str
+    failure: str | None = None
+    """Of one that failed: why, as its requests hear it."""
+    residency: dict[str, str] = {}
+    running: int = 0
+    waiting: int = 0
+    draining: bool = False
+    """Whether new requests are refused."""
+    wanted: bool = False
+    """Whether an operator wants it on a device, where it is not yet."""
+    output_tokens: int = 0
+    """Since the daemon started."""
+    lately: LatePace | None = None
+    """None if nothing came of it in the last minute."""
+    terms: ModelTerms | None = None
+    facts: ModelFacts | None = None
+
+
+class RequestActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """A live request. `phase` is where it is on its way: ``waiting`` (for the turn of its key),
+    ``unplaced``, ``queued``, ``prefilling``, ``ready`` (between turns) or ``running``; `reason`
+    says why it is not computed now."""
+
+    id: RequestId
+    model: ModelName
+    request_class: RequestClass
+    phase: str
+    age_seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    instance: InstanceId | None = None
+    kv: str = "none"
+    """Where its KV cache is: ``none``, ``device``, ``leaving``, ``host`` or ``arriving``."""
+    reason: WaitReason | None = None
+
+
+class KvShapeActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """KV of one shape in one tier. `fragmentation` is unused / peak (Aegaeon §7.3)."""
+
+    mapped_bytes: int
+    """Whole slabs."""
+    used_bytes: int
+    cold_bytes: int
+    """Prefix cache that nobody uses now."""
+    peak_bytes: int
+    fragmentation: float
+
+
+class KvTierActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """KV in one tier, of all instances together. `shapes` by the bytes of a block."""
+
+    fragmentation: float
+    shapes: dict[str, KvShapeActivity]
+
+
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``GET /api/status``."""
+
+    version: str
+    uptime_seconds: float
+    instances: tuple[InstanceActivity, ...]
+    models: tuple[ModelActivity, ...]
+    kv: dict[str, KvTierActivity] = {}
+    """By tier: ``device``, ``host``."""
+    host_bytes: dict[str, int] = {}
+    """The host cache by owner: weights:<model>, kv, free."""
+
+
+class SpanKind(StrEnum):
+    """What an instance takes time for."""
+
+    TURN = "turn"
+    PREFILL = "prefill"
+    BUILD = "build"
+    """An engine is made."""
+    FILL = "fill"
+    """Weights are read from disk into the host cache."""
+    LOAD = "load"
+    PREFETCH = "prefetch"
+    SWAP_IN = "swap_in"
+    SWAP_OUT = "swap_out"
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why something was ordered: the event it followed from, the question that was asked, and the
+    policy that answered. Without a question it follows from what is ordered with it."""
+
+    after: str
+    hook: str | None = None
+    policy: str | None = None
+    plan: tuple[tuple[ModelName, float], ...] = ()
+    """The turns that were to follow this one: models, and seconds."""
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A time in which an instance computed or moved something; without an end it still does. What
+    does not apply is left out."""
+
+    number: int
+    instance: InstanceId
+    kind: SpanKind
+    model: ModelName
+    began_unix_seconds: float
+    ended_unix_seconds: float | None = None
+    outcome: str | None = None
+    """Of a turn why it ended; else ``done``, ``deferred``, ``refused``, ``failed``, ``given up``,
+    ``lost``."""
+    requests: tuple[RequestId, ...] = ()
+    """That decode in a turn, or whose KV moves."""
+    prompts: tuple[RequestId, ...] = ()
+    quota_seconds: float | None = None
+    chunk_tokens: int = 0
+    kv_slabs: int = 0
+    """Slabs of KV that its model might have."""
+    steps: int = 0
+    moved_bytes: int = 0
+    decision: Decision | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``GET /api/snapshot``: everything at one time."""
+
+    unix_seconds: float
+    newest_event: int
+    """Number of the newest event that it accounts for."""
+    readiness: Readiness
+    status: Activity
+    requests: tuple[RequestActivity, ...]
+    spans: tuple[Span, ...] = ()
+    """What instances computed and moved lately, by number."""
+
+
+class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the weights on one instance's device are those of their master images, by model.
+
+    An instance that is down, or did not answer in time, has no verdicts.
+    """
+
+    instance: InstanceId
+    answered: bool
+    models: dict[ModelName, Verdict] = {}
+
+
+class Service(Protocol):
+    """The appliance, as far as the API needs it. The daemon implements it."""
+
+    def models(self) -> list[ModelCard]:
+        """All catalogued models, also cold ones, in the order of the catalogue."""
+
+    def model(self, name: ModelName) -> ModelCard:
+        """Raises `ModelNotFound`."""
+
+    def front_models(self) -> tuple[FrontModel, ...]:
+        """The models that may be asked for, as front ends need them."""
+
+    async def check_guide(self, name: ModelName, body: bytes) -> None:
+        """Have the guide of a request's body compiled wherever the model may run, before the
+        request is submitted.
+
+        Raises `ModelNotFound`, and `GuideRefused` if it cannot be compiled, or not in time.
+        """
+
+    def submit(self, request: SubmitRequest, sink: Sink) -> Generation:
+        """Take a request in. Raises `ModelNotFound`, `QueueFull`, `ModelQueueFull` and
+        `GenerationFailed`; the sink hears nothing then."""
+
+    def refuse_model(self, name: ModelName, reason: str) -> None:
+        """A front end cannot build the model's front half: its requests fail with this reason."""
+
+    def requests(self) -> list[RequestActivity]:
+        """All live requests, the oldest first."""
+
+    def request(self, request: RequestId) -> RequestActivity:
+        """Raises `RequestNotFound`."""
+
+    def cancel_request(self, request: RequestId) -> None:
+        """End a request for its client, who is told. Raises `RequestNotFound`."""
+
+    def model_activity(self, name: ModelName) -> ModelActivity:
+        """Raises `ModelNotFound`."""
+
+    def load_model(self, name: ModelName) -> None:
+        """Have its weights brought to a device as soon as there is room that nobody waits for.
+        Raises `ModelNotFound`, `GenerationFailed` for one that cannot be served."""
+
+    def evict_model(self, name: ModelName) -> None:
+        """Have it give back what it holds on devices; its requests are paused, and go on later.
+        Raises `ModelNotFound`."""
+
+    def drain_model(self, name: ModelName, draining: bool) -> None:
+        """Refuse new requests for it from now on, or take them again. Raises `ModelNotFound`."""
+
+    def quarantine_instance(self, number: InstanceId, reason: str) -> None:
+        """End its worker, and have others go on with what it had. Raises `InstanceNotFound`."""
+
+    def release_instance(self, number: InstanceId) -> None:
+        """Have it serve again. Raises `InstanceNotFound`."""
+
+    def readiness(self) -> Readiness: ...
+
+    def activity(self) -> Activity: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
+        """What happens behind the event of this number. None stands for what was missed: a
+        snapshot, taken then, accounts for it. Ends with the appliance."""
+
+    async def verify(self) -> list[InstanceVerification]:
+        """Have every instance compare its weights; ends when all have answered, or after a while.
+
+        Requests wait while their instance compares.
+        """
+
+    async def pool_map(self, number: InstanceId) -> SlabMap:
+        """Which slab of an instance is whose; requests do not wait meanwhile. Raises
+        `InstanceNotFound`, and `SlabsUnanswered` within a few seconds."""
+
+    def host_map(self) -> SlabMap:
+        """Which slab of the host tier is whose."""
+
+    def metrics(self) -> bytes:
+        """Prometheus text exposition."""
+
+    async def policies(self) -> PolicyReport: ...
+
+    async def set_policy(self, choice: PolicyChoice) -> None:
+        """Have other policies decide from now on; requests go on. Raises `PolicyChoiceError`."""
+
+    async def rollback_policy(self) -> None:
+        """Return to the choice before. Raises `NothingPrevious`, `PolicyChoiceError`."""
+
+    def enable_policy(self, policy: str) -> None:
+        """Have a policy asked again that failed too often. Raises `PolicyNotActive`."""

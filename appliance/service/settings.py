@@ -1,0 +1,108 @@
+"""The seam between the admin API and the configuration of a running daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from appliance.errors import Problem
+from appliance.pullsources import Tell
+from appliance.service.interface import ModelActivity
+from appliance.vocabulary import ModelName
+
+DEFAULT_CONTEXT_TOKENS: Final = 8192
+"""The context of a model that is added by somebody who says nothing of it, at most."""
+
+
+class NotSaved(Exception):
+    """A change that was to last cannot be written down; nothing was changed."""
+
+
+class FilesLeft(Exception):
+    """A model was removed, but its files could not be deleted."""
+
+    def __init__(self, model: ModelName, reason: str) -> None:
+        super().__init__(f"model {model!r} does not exist any more, but its files do: {reason}")
+
+
+class Removal(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``DELETE /api/models/NAME`` has begun: the model is gone when `live` requests have
+    ended, and its files then, if `files`."""
+
+    model: ModelName
+    live: int
+    files: bool
+
+
+class ConfigChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A key whose value on disk is not the one in force. Values are as a file has them; None for a
+    key, or a model, that is not there. Of a certificate that was renewed in its file they are the
+    beginnings of the file's SHA-256. `applies` is what it needs: ``reload`` or ``restart``."""
+
+    key: str
+    old: object
+    new: object
+    applies: str
+
+
+class ConfigInForce(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``GET /api/config``: the files it was read from, and what it says, with what was
+    applied since. What needs a restart is not in it."""
+
+    files: tuple[str, ...]
+    config: dict[str, object]
+
+
+class ConfigCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What a restart would read, against what is in force; with problems there are no changes."""
+
+    ok: bool
+    changes: tuple[ConfigChange, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+class ConfigReload(msgspec.Struct, frozen=True, kw_only=True):
+    """What was applied, and what still waits for a restart."""
+
+    applied: tuple[ConfigChange, ...]
+    restart: tuple[ConfigChange, ...]
+
+
+class Settings(Protocol):
+    """The configuration, as far as an admin may look at it and change it."""
+
+    def in_force(self) -> ConfigInForce: ...
+
+    async def check(self) -> ConfigCheck:
+        """Read the files as a restart would, and compare; changes nothing."""
+
+    async def reload(self) -> ConfigReload:
+        """Apply what can be applied while requests run. Raises `ConfigError`, `PolicyChoiceError`:
+        nothing is applied then."""
+
+    async def change_model(self, name: ModelName, keys: Mapping[str, object]) -> None:
+        """Give keys of a model's table other values, now and after a restart. Raises
+        `ModelNotFound`, `ConfigError`, `NotSaved`: nothing is changed then."""
+
+    async def add_model(self, keys: Mapping[str, object]) -> ModelName:
+        """Serve a model more, now and after a restart. `keys` are those of its table; without
+        `max_context` it is what the checkpoint can have, up to `DEFAULT_CONTEXT_TOKENS`. Its name.
+
+        Raises `ModelExists`, `ConfigError`, `NotSaved`: nothing is changed then."""
+
+    async def remove_model(self, name: ModelName, *, force: bool, files: bool) -> Removal:
+        """Serve a model no more, now and after a restart: its requests may end before, but with
+        `force`. With `files` its files are deleted then, if they lie in the folder of models and no
+        other model has them; meanwhile no other can be added that does.
+
+        Raises `ModelNotFound`, `ConfigError`, `NotSaved`: nothing is changed then."""
+
+    def removal(self, name: ModelName) -> ModelActivity | None:
+        """What there is of a model that the daemon has forgotten: it is leaving while its files are
+        deleted. Raises `FilesLeft` if they cannot be."""
+
+    async def pull_model(self, source: str, name: str, tell: Tell) -> ModelName:
+        """Fetch a model into the folder of models, and add it. `tell` is called in another thread.
+        Raises `PullError`, `CheckpointError`, and what `add_model` raises."""
