@@ -15,9 +15,9 @@ import msgspec
 
 from appliance.errors import IllegalTransition, LedgerError
 from appliance.memory.ledger import HostLedger
-from appliance.policies import load_stack
-from appliance.policystack import PolicyStack
-from appliance.policywords import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
+from appliance.policies.loader import load_stack
+from appliance.policies.report import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
 
@@ -39,7 +39,7 @@ class Setup(Word, frozen=True, kw_only=True):
         budget_seconds: float | None = None,
         observe: Callable[[str, float], None] | None = None,
     ) -> PolicyStack:
-        """Its policies, as `appliance.policies.load_stack` makes them. Raises what that raises."""
+        """Its policies, as `load_stack` makes them. Raises what that raises."""
         return load_stack(self.policy, budget_seconds=budget_seconds, observe=observe)
 
     def machine(self, stack: PolicyStack | None = None) -> Machine:

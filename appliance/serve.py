@@ -29,7 +29,10 @@ from appliance.config.checks import warnings
 from appliance.config.schema import Config
 from appliance.config.sizing import kv_floor_slabs, read_model, uncached
 from appliance.cpus import deal_cpus, show_cpus
-from appliance.daemon import Daemon, Limits
+from appliance.daemon.daemon import Daemon, Limits
+from appliance.daemon.lifecycle import GRACE_SECONDS, Lifetime, Server
+from appliance.daemon.reload import LiveConfig, tls_pair
+from appliance.daemon.served_model import served_model
 from appliance.errors import ApplianceError
 from appliance.gateway.acceptor import FrontEnds
 from appliance.gateway.admission import Admission
@@ -37,10 +40,7 @@ from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.gateway.supervisor import Supervisor
 from appliance.journal import Journal, Setup
 from appliance.keys import KeyRing
-from appliance.lifetime import GRACE_SECONDS, Lifetime, Server
-from appliance.liveconfig import LiveConfig, tls_pair
 from appliance.memory.imagefile import image_name, prepare_folder
-from appliance.servedmodels import served_model
 from appliance.service.front_frames import Handover
 from appliance.service.settings import Settings
 from appliance.systemd import Notifier, refuse_strangers, take_sockets

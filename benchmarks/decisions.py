@@ -35,9 +35,9 @@ from typing import cast
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.memory.ledger import HostLedger
-from appliance.policies import load_stack
-from appliance.policystack import PolicyStack
-from appliance.policywords import PolicyChoice
+from appliance.policies.loader import load_stack
+from appliance.policies.report import PolicyChoice
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import Policy
 from appliance.vocabulary import (

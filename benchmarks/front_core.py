@@ -22,11 +22,12 @@ from typing import Any, Final
 
 import pytest
 
-from appliance import wire
+from appliance import framing
 from appliance.api.auth import Access
 from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.service.front_frames import VERSION, Enter, Hello, Ready, Submit
+from appliance.worker import frames as wire
 from benchmarks.provenance import made_on_cpu
 from tests.unit.daemon_double import Box, Limits, setup_of, small
 from tests.unit.instance_double import Life
@@ -60,7 +61,7 @@ class Forwarding:
             self._ask(number, names[number % models])
 
     def _send(self, frame: Any) -> None:
-        self.sent_bytes += len(wire.encode(frame))
+        self.sent_bytes += len(framing.encode(frame))
 
     def _ask(self, number: int, model: str) -> None:
         name = f"chatcmpl-{number:032x}"
@@ -97,7 +98,7 @@ class Forwarding:
                     self.box.now += 0.001
                     for message in worker.work():
                         if isinstance(message, wire.Tokens):
-                            steps.append((number, wire.encode(message)))
+                            steps.append((number, framing.encode(message)))
                             tokens += len(message.produced)
                         else:
                             others.append((number, message))

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from appliance import gpus, wire
+from appliance import gpus
 from appliance.engines.protocol import SequenceSpec
 from appliance.memory.hosttier import HostTier
-from appliance.orders import Seat
+from appliance.worker import frames as wire
+from appliance.worker.rank_messages import Seat
 from benchmarks.provenance import made
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def pooled(
     slabs = FIT * (max(sizes) // SLAB + 1) + kv_slabs
     host_slabs = sum(size // SLAB + 2 for size in sizes) + len(paths) * kv_slabs
     host = HostTier.create(host_slabs * SLAB)
-    from appliance.worker import engines
+    from appliance.worker.engines import engines
 
     configuration = wire.Configure(
         version=wire.PROTOCOL_VERSION,

@@ -22,7 +22,7 @@ from typing import Any
 import pluggy
 
 from appliance.hookspecs import PROJECT, PolicySpec, hookimpl
-from appliance.policystack import PolicyStack
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.costmodel import CostModel
 from appliance.scheduling.questions import (
     GroupView,

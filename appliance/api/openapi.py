@@ -26,7 +26,7 @@ from appliance.api.jsonanswers import json_answer
 from appliance.api.keys import Keys, MadeKey, RevokedKey, ShownKey
 from appliance.api.watch import EVERY_SECONDS, LEAST_SECONDS, MOST_SECONDS
 from appliance.keys import NewKey
-from appliance.policywords import PolicyChoice, PolicyReport
+from appliance.policies.report import PolicyChoice, PolicyReport
 from appliance.service.interface import (
     Activity,
     InstanceActivity,

@@ -11,7 +11,7 @@ from litestar.response.base import ASGIResponse
 
 from appliance.api.bodies import parse
 from appliance.api.jsonanswers import json_answer
-from appliance.policywords import PolicyChoice
+from appliance.policies.report import PolicyChoice
 from appliance.service.interface import Service
 
 

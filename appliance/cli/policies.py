@@ -183,7 +183,7 @@ def _state(state: dict[str, Any]) -> str:
 def new(name: str, directory: Path) -> None:
     """Write a new policy NAME: a package that can be installed, and tests for it."""
     from appliance.cli.policy_template import write_policy
-    from appliance.policies import available
+    from appliance.policies.loader import available
 
     if name in available():
         raise click.UsageError(f"a policy {name!r} is installed already")

@@ -9,7 +9,6 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
-from appliance import policies
 from appliance.adminsocket import AdminSocketError, group_id
 from appliance.catalog import CatalogEntry
 from appliance.config.problems import Report
@@ -17,6 +16,7 @@ from appliance.config.schema import Api, Config, Devices, Model, PolicyTable, Te
 from appliance.config.sizing import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
 from appliance.keys import KeyFile
+from appliance.policies import loader as policies
 from appliance.purpose import PoolerRefused, check_pooler, check_task
 from appliance.service.front_paths import FRONT_PATHS
 from appliance.tlsfiles import problem_with

@@ -23,7 +23,7 @@ from msgspec import Meta
 from appliance.adminsocket import AUTO
 from appliance.hookspecs import HOOKS
 from appliance.logs import LogFormat, LogLevel
-from appliance.policywords import PolicyChoice
+from appliance.policies.report import PolicyChoice
 from appliance.purpose import AskedTask, PoolerValue
 from appliance.units import Address, Bytes, Memory, Seconds
 

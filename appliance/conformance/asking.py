@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from appliance import answers
 from appliance.conformance.scenes import Question
-from appliance.policyguard import hook_callers
+from appliance.policies import validation as answers
+from appliance.policies.guard import hook_callers
 
 SLOW_SECONDS = 1.0
 MAX_SLOW = 3

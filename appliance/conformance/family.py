@@ -12,7 +12,7 @@ from appliance.conformance.dice import Dice
 from appliance.conformance.scenes import SCENES, Question, Scene, play
 from appliance.hookspecs import HOOKS
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policystack import PolicyStack
+from appliance.policies.stack import PolicyStack
 
 MOST = 100
 """Questions of a kind that are kept of a scene."""

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import msgspec
 
-from appliance.answers import shown
 from appliance.conformance.asking import SLOW_SECONDS, Asker, Reply
 from appliance.conformance.family import asked
 from appliance.conformance.rerun import digest_elsewhere, importable, make
@@ -21,7 +20,8 @@ from appliance.conformance.scenes import SCENES, Played, Question, Scene, model_
 from appliance.conformance.trial import trial
 from appliance.errors import ApplianceError, PolicyError
 from appliance.hookspecs import API_VERSION, HOOKS
-from appliance.policyguard import BUDGET_SECONDS
+from appliance.policies.guard import BUDGET_SECONDS
+from appliance.policies.validation import shown
 from appliance.scheduling.questions import Costs
 from appliance.vocabulary import FinishReason, Word
 

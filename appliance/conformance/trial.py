@@ -8,7 +8,7 @@ from collections.abc import Callable
 from appliance.conformance.asking import Asker, Reply
 from appliance.conformance.scenes import Played, Question, Scene, play
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policystack import PolicyStack
+from appliance.policies.stack import PolicyStack
 
 
 def ignore(question: Question, reply: Reply) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from appliance import wire
+from appliance import framing
 from appliance.frontend.calls import Call
 from appliance.service import front_frames as frontwire
 from appliance.service.front_frames import (
@@ -109,7 +109,7 @@ class Core(asyncio.Protocol):
     def send(self, frame: Up) -> None:
         """Send a frame; lost if the core is gone."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.encode(frame))
+            self._transport.write(framing.encode(frame))
 
     # --- calls -----------------------------------------------------------------------------------
 

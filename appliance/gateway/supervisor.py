@@ -23,9 +23,8 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from appliance import wire
+from appliance import framing
 from appliance.api.errors import ApiError
-from appliance.processes import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
 from appliance.service.front_frames import (
     MAX_RECEIVED_BYTES,
     Down,
@@ -41,6 +40,7 @@ from appliance.service.front_frames import (
     Up,
     decoder_for_core,
 )
+from appliance.worker.process import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
 
 ZYGOTE: Final = (sys.executable, "-m", "appliance.frontend.zygote")
 OPERATORS_REMEMBERED: Final = 4096
@@ -136,7 +136,7 @@ class FrontEnd(asyncio.Protocol):
     def send(self, frame: Down) -> None:
         """Send a frame; lost if the front end is, as that is told."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.encode(frame))
+            self._transport.write(framing.encode(frame))
 
     def ping(self, patience: Patience) -> None:
         """Ask for a sign of life; kill what gave none for long."""

@@ -29,7 +29,7 @@ from appliance.lab.simulator import Run
 from appliance.lab.steptables import Measurements
 from appliance.lab.trial import Contender, Setting
 from appliance.lab.workload import Arrival
-from appliance.policywords import PolicyChoice, PolicyChosen
+from appliance.policies.report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Command,
     Event,

@@ -18,9 +18,9 @@ from appliance.lab.simulator import Run, simulate
 from appliance.lab.workload import Arrival
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import load_stack
-from appliance.policystack import PolicyStack
-from appliance.policywords import PolicyChoice, PolicyFault
+from appliance.policies.loader import load_stack
+from appliance.policies.report import PolicyChoice, PolicyFault
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.costmodel import CostModel
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import ModelName, ModelSpec, RequestId, Word

@@ -28,7 +28,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from appliance import wire
+from appliance import framing
 from appliance.purpose import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
@@ -364,7 +364,7 @@ LARGE_BYTES: Final = 1 << 20
 """A body of so many bytes keeps a front end busy: those that have such ones are few, so that others
 answer at once."""
 
-MOST_DETAIL_BYTES: Final = wire.MAX_FRAME_BYTES // 2
+MOST_DETAIL_BYTES: Final = framing.MAX_FRAME_BYTES // 2
 """Of all outputs of a frame together. One detail has no more, and a frame holds some bytes else."""
 
 UNFINISHED: Final = frozenset({"queued", "in_progress"})
@@ -393,11 +393,11 @@ class Forked(msgspec.Struct, frozen=True):
     number: int
 
 
-def decoder_for_front() -> wire.Decoder[Down]:
+def decoder_for_front() -> framing.Decoder[Down]:
     """For a front end."""
-    return wire.Decoder(msgspec.msgpack.Decoder(Down))
+    return framing.Decoder(msgspec.msgpack.Decoder(Down))
 
 
-def decoder_for_core() -> wire.Decoder[Up]:
+def decoder_for_core() -> framing.Decoder[Up]:
     """For the core."""
-    return wire.Decoder(msgspec.msgpack.Decoder(Up))
+    return framing.Decoder(msgspec.msgpack.Decoder(Up))

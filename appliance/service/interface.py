@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from appliance.engines.protocol import Produced, Verdict
-from appliance.policywords import PolicyChoice, PolicyReport
+from appliance.policies.report import PolicyChoice, PolicyReport
 from appliance.service.event_log import Notice
 from appliance.service.front_frames import FrontModel
 from appliance.vocabulary import (

@@ -33,7 +33,7 @@ from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import STOP_SECONDS, answered, free_port, running_daemon
 from appliance.demo.traffic import Chat, burst
-from appliance.policies import installed
+from appliance.policies.loader import installed
 from benchmarks.endurance.asks import EMBEDDER, with_tool_parser
 from benchmarks.endurance.run import Plan, Result, endure, judge
 from benchmarks.endurance.watch import Watch

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from appliance import wire
 from appliance.vocabulary import (
     BuildModel,
     LoadModel,
@@ -20,7 +19,9 @@ from appliance.vocabulary import (
     TurnEnd,
     TurnEnded,
 )
-from appliance.worker import Mailbox, Worker
+from appliance.worker import frames as wire
+from appliance.worker.mailbox import Mailbox
+from appliance.worker.worker import Worker
 from tests.engine.house import VOCAB, Baseline, House, Sampling, sequence, tokens
 
 MODELS = ["llama-mha", "qwen2-gqa", "qwen3-128", "llama-96"]

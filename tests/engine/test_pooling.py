@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from appliance import wire
 from appliance.catalog import read_checkpoint
 from appliance.engines.protocol import NO_TOKEN, Produced, SequenceSpec
 from appliance.vocabulary import FinishReason, PrefillDone, RunPrefill, RunTurn, Task
-from appliance.worker import Mailbox, Worker
+from appliance.worker import frames as wire
+from appliance.worker.mailbox import Mailbox
+from appliance.worker.worker import Worker
 from tests.engine.house import (
     VOCAB,
     House,

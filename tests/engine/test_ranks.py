@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from appliance import vocabulary, wire
+from appliance import framing, vocabulary
 from appliance.cpus import show_cpus
 from appliance.engines.protocol import SequenceSpec
 from appliance.engines.vllm.reference import Answer, Checkpoint, Prompt, Task
@@ -43,6 +43,7 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
+from appliance.worker import frames as wire
 from tests.engine.house import Sampling, body
 from tests.patience import PATIENCE_SECONDS
 
@@ -110,7 +111,7 @@ class Box:
         self.until(wire.Hello)
 
     def send(self, message: wire.Down) -> None:
-        self._connection.sendall(wire.encode(message))
+        self._connection.sendall(framing.encode(message))
 
     def until(self, *kinds: type[M]) -> M:
         """The next report of these kinds; tokens on the way are kept."""
@@ -213,7 +214,9 @@ class Box:
         return {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in found}
 
     def follower(self) -> int:
-        (pid,) = (pid for pid, line in self.children().items() if "appliance.follower" in line)
+        (pid,) = (
+            pid for pid, line in self.children().items() if "appliance.worker.follower" in line
+        )
         return pid
 
     def close(self) -> None:

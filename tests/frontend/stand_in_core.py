@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from appliance import wire
+from appliance import framing
 from appliance.service import front_frames as frontwire
 from appliance.service.front_frames import (
     Abort,
@@ -210,7 +210,7 @@ class StandInCore:
 
     def send(self, *frames: frontwire.Down) -> None:
         assert self._writer is not None
-        self._writer.write(b"".join(map(wire.encode, frames)))
+        self._writer.write(b"".join(map(framing.encode, frames)))
 
     def give_up(self, request: RequestId, *, status: int = 503, message: str = "given up") -> None:
         """Refuse a request that was admitted."""

@@ -30,15 +30,14 @@ from typing import Any, NoReturn, cast
 import msgspec
 import pytest
 
-from appliance import wire
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
-from appliance.daemon import Daemon, Limits
+from appliance.daemon.daemon import Daemon, Limits
+from appliance.daemon.lifecycle import Server
+from appliance.daemon.reload import LiveConfig
 from appliance.errors import KeysError
 from appliance.gateway.supervisor import Supervisor
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
-from appliance.lifetime import Server
-from appliance.liveconfig import LiveConfig
 from appliance.serve import make_gateway, make_server
 from appliance.service.event_log import Notice
 from appliance.service.front_frames import Down, Hello, Run, Up
@@ -51,6 +50,7 @@ from appliance.service.interface import (
 )
 from appliance.service.settings import NotSaved, Removal
 from appliance.vocabulary import ModelName, Release, SlabMap, Task
+from appliance.worker import frames as wire
 from tests.conftest import write_checkpoint
 from tests.unit import front_end_double
 from tests.unit.daemon_double import Box, WorkerDouble, setup_of, small

@@ -13,8 +13,8 @@ import pytest
 
 from appliance import journal
 from appliance.demo.traffic import Answer, Chat, send
-from appliance.policies import installed
-from appliance.policywords import PolicyChosen
+from appliance.policies.loader import installed
+from appliance.policies.report import PolicyChosen
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, start
 from tests.unit.strangers import install

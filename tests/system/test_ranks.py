@@ -92,7 +92,7 @@ def _follower(leader: int) -> int:
     (pid,) = (
         int(child)
         for child in children
-        if "appliance.follower" in Path(f"/proc/{child}/cmdline").read_text()
+        if "appliance.worker.follower" in Path(f"/proc/{child}/cmdline").read_text()
     )
     return pid
 

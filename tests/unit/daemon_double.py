@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance import wire
-from appliance.daemon import Daemon, Limits
+from appliance import framing
+from appliance.daemon.daemon import Daemon, Limits
+from appliance.daemon.served_model import ServedModel
 from appliance.engines.protocol import Produced
 from appliance.journal import Journal, Setup
-from appliance.policywords import PolicyChoice
-from appliance.served import ServedModel
+from appliance.policies.report import PolicyChoice
 from appliance.service.interface import AskedSlo, Generation, RequestTimes, SubmitRequest
 from appliance.vocabulary import (
     Direction,
@@ -34,6 +34,7 @@ from appliance.vocabulary import (
     SlabOwner,
     TokensProduced,
 )
+from appliance.worker import frames as wire
 from tests.unit.floor_double import SLAB, SLO, shape
 from tests.unit.instance_double import InstanceDouble, Life, ModelDouble, World
 
@@ -75,7 +76,7 @@ def setup_of(
 
 
 class WorkerDouble:
-    """Stands in for `appliance.processes.WorkerProcess`.
+    """Stands in for `appliance.worker.process.WorkerProcess`.
 
     An `InstanceDouble` carries the commands out when the test says so. It is stricter than a
     worker: a request has to be introduced before it is named, once, with the output so far, and
@@ -150,7 +151,7 @@ class WorkerDouble:
         """Hear a frame as it comes out at the other end; lost if the worker is dead."""
         if self.double is None:
             return
-        (heard,) = wire.decoder_of_commands().feed(wire.encode(message))
+        (heard,) = wire.decoder_of_commands().feed(framing.encode(message))
         self.sent.append(heard)
         match heard:
             case wire.AddSequence():
@@ -204,7 +205,7 @@ class WorkerDouble:
 
     def deliver(self, message: wire.Up) -> None:
         """Report something. What the daemon raises ends the keeper, as it does a real one's."""
-        (heard,) = wire.decoder_of_reports().feed(wire.encode(message))
+        (heard,) = wire.decoder_of_reports().feed(framing.encode(message))
         try:
             self._on_message(heard)
         except Exception as error:
@@ -300,7 +301,7 @@ class Box:
         self.failures: list[BaseException] = []
         self.clients: dict[str, Client] = {}
         """By the ids of their requests."""
-        monkeypatch.setattr("appliance.daemon.WorkerProcess", WorkerDouble)
+        monkeypatch.setattr("appliance.daemon.daemon.WorkerProcess", WorkerDouble)
         monkeypatch.setattr(WorkerDouble, "world", self.world, raising=False)
         self.daemon = Daemon(
             setup,

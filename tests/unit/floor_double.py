@@ -10,8 +10,8 @@ from typing import TypeVar, cast
 from appliance.hookspecs import ENTRY_POINTS
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policystack import PolicyStack
-from appliance.policywords import PolicyChoice, PolicyChosen
+from appliance.policies.report import PolicyChoice, PolicyChosen
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import FloorView, InstanceView, Policy
 from appliance.vocabulary import (

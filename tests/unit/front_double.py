@@ -12,7 +12,7 @@ import json
 import os
 from typing import Any, TypeVar
 
-from appliance import wire
+from appliance import framing
 from appliance.api.errors import ApiError
 from appliance.api.errorshapes import shape_of
 from appliance.gateway.sessions import Sessions
@@ -73,7 +73,7 @@ class FrontDouble:
 
     def say(self, frame: Up) -> None:
         """Over the wire, and so through its encoding."""
-        for heard in self._to_core.feed(wire.encode(frame)):
+        for heard in self._to_core.feed(framing.encode(frame)):
             self.session.received(heard)
 
     def enter(
@@ -146,7 +146,7 @@ class FrontDouble:
 
     def _take(self, frame: Down) -> None:
         assert not self.died, "a frame for a front end that is gone"
-        for heard in self._to_front.feed(wire.encode(frame)):
+        for heard in self._to_front.feed(framing.encode(frame)):
             self.sent.append(heard)
             match heard:
                 case Outputs():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance import wire
+from appliance import framing
 from appliance.frontend.zygote import serve_orders
 from appliance.gateway.requestlines import path_of
 from appliance.service import front_frames as frontwire
@@ -61,7 +61,7 @@ class Double:
         self.over = asyncio.Event()
 
     def send(self, frame: frontwire.Up) -> None:
-        self.frames.sendall(wire.encode(frame))
+        self.frames.sendall(framing.encode(frame))
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from appliance.api.app import create_app
 from appliance.cli.main import cli
 from appliance.config.loader import load_config
-from appliance.liveconfig import LiveConfig
+from appliance.daemon.reload import LiveConfig
 from appliance.service.event_log import NoticeKind
 from appliance.vocabulary import WaitCode
 from tests.patience import PATIENCE_SECONDS

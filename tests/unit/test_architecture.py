@@ -33,10 +33,10 @@ LIGHT = [
     "appliance.plugins.serverlessllm",
     "appliance.policies",
     "appliance.cli.policies",
-    "appliance.policywatch",
+    "appliance.daemon.policy_history",
     "appliance.scheduling.machine",
     "appliance.serve",
-    "appliance.wire",
+    "appliance.worker.frames",
     "appliance.worker",
     "tui",
 ]

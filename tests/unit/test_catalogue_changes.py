@@ -15,7 +15,7 @@ import ollama
 import pytest
 from click.testing import CliRunner
 
-from appliance import deletions, wire
+from appliance import deletions
 from appliance.api.app import create_app
 from appliance.api.auth import scope_of
 from appliance.api.catalogue import NewModel
@@ -23,12 +23,13 @@ from appliance.cli.main import cli
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
 from appliance.config.schema import Model, fields
+from appliance.daemon.reload import ADMIN_FILE, LiveConfig
 from appliance.journal import Journal, replay
 from appliance.keys import Scope
-from appliance.liveconfig import ADMIN_FILE, LiveConfig
 from appliance.pulling import pull
 from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
+from appliance.worker import frames as wire
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.instance_double import ModelDouble

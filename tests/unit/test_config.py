@@ -15,7 +15,7 @@ from appliance.config.schema import BatchSlo, Config, PolicyTable, Slo, fields
 from appliance.config.sizing import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
-from appliance.policywords import PolicyChoice
+from appliance.policies.report import PolicyChoice
 from appliance.units import Seconds
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance import wire
 from appliance.cpus import deal_cpus, packs, read_cpus, show_cpus
-from appliance.orders import Seat, seats
 from appliance.serve import front_end_count, kept_cpus, share_cpus
+from appliance.worker import frames as wire
+from appliance.worker.rank_messages import Seat, seats
 
 
 def test_lists_are_read() -> None:

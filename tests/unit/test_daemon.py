@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance import wire
-from appliance.daemon import Limits
+from appliance.daemon.daemon import Limits
 from appliance.engines.protocol import (
     NO_TOKEN,
     GuideRefused,
@@ -22,7 +21,7 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.journal import Journal, Setup, read, replay
-from appliance.policywords import Missed
+from appliance.policies.report import Missed
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
 from appliance.serve import share_cpus
 from appliance.service.event_log import NoticeKind
@@ -58,6 +57,7 @@ from appliance.vocabulary import (
     RunTurn,
     Task,
 )
+from appliance.worker import frames as wire
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import PID, Box, Client, box_maker, setup_of, small
 from tests.unit.instance_double import Life
@@ -1039,7 +1039,7 @@ async def test_a_worker_that_takes_too_long_has_no_answer(
     make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait has an end; what is answered later goes nowhere."""
-    monkeypatch.setattr("appliance.verification.ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr("appliance.daemon.verification.ANSWER_SECONDS", 0.0)
     box = make_box()
     box.start()
 
@@ -1121,7 +1121,7 @@ async def test_a_guide_that_nobody_answers_for_is_not_the_clients_fault(
     make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait has an end, after which it may be tried again; a later answer goes nowhere."""
-    monkeypatch.setattr("appliance.guiding.COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr("appliance.daemon.guide_checks.COMPILE_SECONDS", 0.0)
     box = make_box()
     box.start()
 
@@ -1182,7 +1182,7 @@ async def test_a_guide_that_nobody_is_left_to_compile(
     box.start()
 
     task = await preparing(box)
-    monkeypatch.setattr("appliance.guiding.COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr("appliance.daemon.guide_checks.COMPILE_SECONDS", 0.0)
     box.workers[0].die()
 
     with pytest.raises(GenerationFailed, match="no other was up") as caught:

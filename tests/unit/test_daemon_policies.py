@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from appliance.daemon import Limits
+from appliance.daemon.daemon import Limits
 from appliance.errors import PolicyChoiceError
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.journal import Setup, read, replay
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import installed
-from appliance.policystack import PolicyStack
-from appliance.policywords import (
+from appliance.policies.loader import installed
+from appliance.policies.report import (
     Happening,
     Missed,
     PolicyChoice,
     PolicyChosen,
     PolicyEnabled,
 )
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.questions import InstanceView, Placement, PlannedTurn, Refusal
 from appliance.service.interface import (

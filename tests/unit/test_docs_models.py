@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from appliance.api.app import create_app
 from appliance.cli.main import cli
 from appliance.config.loader import load_config
-from appliance.liveconfig import LiveConfig
+from appliance.daemon.reload import LiveConfig
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import served
 from tests.unit.test_admin_page import curl, prints

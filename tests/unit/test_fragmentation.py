@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.protocol import KvBytes
-from appliance.fragmentation import KvMeter, by_shape, fragmentation
+from appliance.worker.fragmentation import KvMeter, by_shape, fragmentation
 
 
 def test_cold_blocks_are_used_memory() -> None:

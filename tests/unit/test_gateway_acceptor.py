@@ -17,10 +17,10 @@ import uvloop
 
 from appliance.api.connections import Connection
 from appliance.api.errors import ApiError
+from appliance.daemon.lifecycle import Server
 from appliance.gateway import acceptor
 from appliance.gateway.acceptor import Acceptor, listen_at
 from appliance.gateway.requestlines import NOT_HTTP, PEEK_BYTES, body_bytes, path_of
-from appliance.lifetime import Server
 from appliance.service.front_frames import LARGE_BYTES, Handover
 from appliance.tlsfiles import LiveTls, Pair, read_pair
 from tests.patience import PATIENCE_SECONDS

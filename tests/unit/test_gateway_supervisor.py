@@ -24,9 +24,9 @@ from appliance.adminsocket import open_socket
 from appliance.api.connections import Connection
 from appliance.api.errors import ApiError
 from appliance.api.operators import OperatorProtocol
+from appliance.daemon.lifecycle import Server
 from appliance.frontend.zygote import check_threads
 from appliance.gateway.supervisor import Patience, Supervisor
-from appliance.lifetime import Server
 from appliance.service.front_frames import LARGE_BYTES, Down, Handover, Hello, Up
 from appliance.tlsfiles import LiveTls, Pair, read_pair
 from tests.patience import PATIENCE_SECONDS

@@ -10,8 +10,8 @@ import pytest
 
 from appliance.errors import LedgerError, PolicyError
 from appliance.journal import Entry, Journal, Setup, read, replay
-from appliance.policies import installed
-from appliance.policywords import PolicyChoice, PolicyChosen
+from appliance.policies.loader import installed
+from appliance.policies.report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Finish,
     FinishReason,

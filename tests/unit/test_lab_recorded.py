@@ -16,7 +16,7 @@ from appliance.lab.metrics import measure
 from appliance.lab.recorded import recording
 from appliance.lab.simulator import Run, simulate
 from appliance.lab.trial import play
-from appliance.policywords import PolicyChoice
+from appliance.policies.report import PolicyChoice
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec
 from tests.unit import lab_bench

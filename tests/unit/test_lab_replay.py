@@ -16,8 +16,8 @@ from appliance.cli.main import cli
 from appliance.journal import read
 from appliance.lab.recorded import recording
 from appliance.lab.trial import play
-from appliance.policies import installed
-from appliance.policywords import PolicyChosen
+from appliance.policies.loader import installed
+from appliance.policies.report import PolicyChosen
 from tests.unit.test_journal import record, record_swaps
 
 SCENARIO = """

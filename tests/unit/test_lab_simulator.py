@@ -20,9 +20,9 @@ from appliance.lab.trial import Contender, Setting, System, play
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies import load_stack
-from appliance.policystack import PolicyStack
-from appliance.policywords import PolicyChoice
+from appliance.policies.loader import load_stack
+from appliance.policies.report import PolicyChoice
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.questions import (
     BatchLimits,

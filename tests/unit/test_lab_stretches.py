@@ -63,7 +63,7 @@ class Prompt:
 
 @dataclass
 class Reference:
-    """A turn, one step after the other, as `appliance.worker.Worker._decode` does it."""
+    """A turn, one step after the other, as `appliance.worker.worker.Worker._decode` does it."""
 
     kv: list[int]
     left: list[int]

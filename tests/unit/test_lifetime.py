@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from appliance.api.connections import Connection
-from appliance.lifetime import Lifetime, Server
+from appliance.daemon.lifecycle import Lifetime, Server
 from appliance.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.notify_double import Manager, manager

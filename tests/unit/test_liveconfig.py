@@ -15,9 +15,9 @@ import pytest
 from appliance.api.app import create_app
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
+from appliance.daemon.reload import ADMIN_FILE, LiveConfig
 from appliance.errors import PolicyChoiceError
-from appliance.liveconfig import ADMIN_FILE, LiveConfig
-from appliance.policywords import PolicyChoice
+from appliance.policies.report import PolicyChoice
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import Call, commanded, unserved
 

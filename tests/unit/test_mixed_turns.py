@@ -7,7 +7,7 @@ import pytest
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.questions import BatchLimits, Phase
 from appliance.vocabulary import RunTurn
-from appliance.wire import AddSequence
+from appliance.worker.frames import AddSequence
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.floor_double import FloorDouble, policy_stack, shape
 from tests.unit.instance_double import ModelDouble

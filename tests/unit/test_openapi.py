@@ -17,8 +17,8 @@ from appliance.api.auth import Access
 from appliance.api.inference import ENDPOINTS, front_part
 from appliance.api.openapi import OPERATIONS, Operation, document
 from appliance.config.loader import load_config
+from appliance.daemon.reload import LiveConfig
 from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
-from appliance.liveconfig import LiveConfig
 from appliance.service.front_paths import is_front_path
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import unserved

@@ -12,9 +12,9 @@ import pytest
 
 from appliance.errors import PolicyChoiceError
 from appliance.hookspecs import API_VERSION, HOOKS
-from appliance.policies import FALLBACK, available, installed, load_stack
-from appliance.policystack import PolicyStack
-from appliance.policywords import InstalledPolicy, PolicyChoice
+from appliance.policies.loader import FALLBACK, available, installed, load_stack
+from appliance.policies.report import InstalledPolicy, PolicyChoice
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.questions import Phase
 from appliance.vocabulary import Role
 from tests.patience import PATIENCE_SECONDS
@@ -329,7 +329,7 @@ def test_policies_are_looked_for_by_one_at_a_time(monkeypatch: pytest.MonkeyPatc
             both.wait(timeout=0.2)
             met.append(True)
 
-    monkeypatch.setattr("appliance.policies.importlib.invalidate_caches", forget)
+    monkeypatch.setattr("appliance.policies.loader.importlib.invalidate_caches", forget)
     with ThreadPoolExecutor(2) as pool:
         found = [asked.result() for asked in [pool.submit(installed) for _ in range(2)]]
 

@@ -15,7 +15,7 @@ from appliance.plugins.serverlessllm import ServerlessLlm
 from appliance.plugins.serverlessllm_sjf import ServerlessLlmSjf
 from appliance.plugins.static import Static
 from appliance.plugins.utilization import Utilization
-from appliance.policies import PolicyStack
+from appliance.policies.loader import PolicyStack
 from appliance.vocabulary import RequestClass
 from tests.unit.floor_double import FloorDouble, Watchful, shape
 from tests.unit.instance_double import ModelDouble

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.plugins.prism import Prism, Weighting
 from appliance.plugins.taichi import Infeasible, Taichi
-from appliance.policies import PolicyStack
+from appliance.policies.loader import PolicyStack
 from appliance.vocabulary import FinishReason, MoveKv, RequestClass, RunTurn, Ticked
 from tests.unit.floor_double import FloorDouble, Watchful, shape
 from tests.unit.instance_double import ModelDouble

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from appliance.plugins.aegaeon import Aegaeon, queued_seconds, quotas
-from appliance.policies import PolicyStack
+from appliance.policies.loader import PolicyStack
 from appliance.scheduling.costmodel import CostModel
 from appliance.scheduling.questions import (
     BatchLimits,

@@ -26,7 +26,7 @@ from appliance.plugins.chiron import (
     throughput_pressure,
     waiting_seconds,
 )
-from appliance.policies import PolicyStack
+from appliance.policies.loader import PolicyStack
 from appliance.scheduling.questions import Fleet, InstanceView, Phase, PrefillChoice, TurnView
 from appliance.vocabulary import InstanceClass, Preempt, RequestClass, RunTurn, Ticked, TurnEnded
 from tests.unit.floor_double import FloorDouble, shape

@@ -9,8 +9,8 @@ import pytest
 from appliance.errors import PolicyError
 from appliance.plugins.serverlessllm import UNTIL_DONE_SECONDS, ServerlessLlm
 from appliance.plugins.serverlessllm_sjf import ServerlessLlmSjf
-from appliance.policies import load_stack
-from appliance.policywords import PolicyChoice
+from appliance.policies.loader import load_stack
+from appliance.policies.report import PolicyChoice
 from appliance.scheduling.questions import Phase, Placement, PlannedTurn, PrefillChoice
 from appliance.vocabulary import Role, RunPrefill
 from tests.unit.floor_double import FloorDouble, shape

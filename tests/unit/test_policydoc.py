@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from appliance import answers
 from appliance.cli.docs import hooks as policydoc
 from appliance.cli.docs.hook_examples import Examples
 from appliance.cli.docs.hooks import HookDoc, generate, hook_docs
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PolicySpec
+from appliance.policies import validation as answers
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -10,8 +10,8 @@ import pytest
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policystack import PolicyStack
-from appliance.policywords import Missed
+from appliance.policies.report import Missed
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.questions import Phase, PlannedTurn
 from tests.unit.policy_views import FixedCosts, batch_view, group_view, instance_view
 

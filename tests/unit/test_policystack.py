@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance import policystack
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policystack import PolicyStack
-from appliance.policytally import RECENT, Tally
-from appliance.policywords import DecisionTally, Missed
+from appliance.policies import stack as policystack
+from appliance.policies.guard import RECENT, Tally
+from appliance.policies.report import DecisionTally, Missed
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.questions import (
     BatchLimits,
     Fleet,

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance import processes, wire
+from appliance import framing
 from appliance.memory import mapping
-from appliance.processes import WorkerProcess
+from appliance.worker import frames as wire
+from appliance.worker import process as processes
+from appliance.worker.process import WorkerProcess
 from tests.patience import PATIENCE_SECONDS
 
 HELLO = wire.Hello(3, 42, 20)
@@ -36,7 +38,7 @@ daemon = socket.socket(fileno=int(sys.argv[3]))
 configuration = daemon.recv(65536)
 {body}
 """
-GREET = f"daemon.sendall({wire.encode(HELLO)!r})\n"
+GREET = f"daemon.sendall({framing.encode(HELLO)!r})\n"
 WAIT_FOR_ONE_MORE = "daemon.recv(65536)\n"
 IGNORE_EVERYTHING = "while daemon.recv(65536):\n    pass\n"
 
@@ -133,7 +135,9 @@ async def test_a_worker_that_dies_is_started_again(keep: Callable[[str], Keeper]
 async def test_models_come_and_go_with_the_worker(keep: Callable[[str], Keeper]) -> None:
     """One that lives is told of a new one; those that come after it know what there is then."""
     echo = "import base64\nsys.stderr.write('')\n"
-    keeper = keep(f"{echo}{GREET}daemon.sendall(daemon.recv(65536) and {wire.encode(HELLO)!r})\n")
+    keeper = keep(
+        f"{echo}{GREET}daemon.sendall(daemon.recv(65536) and {framing.encode(HELLO)!r})\n"
+    )
     models = [wire.WorkerModel(name, f"/{name}", "auto", 64, 8) for name in "ab"]
     keeper.process.start()
     await keeper.until(lambda: len(keeper.messages) == 1)

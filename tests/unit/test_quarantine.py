@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
+from appliance.daemon.quarantine import MOST_STILLBORN, STILLBORN_SECONDS
 from appliance.journal import replay
-from appliance.quarantine import MOST_STILLBORN, STILLBORN_SECONDS
 from appliance.service.interface import Generation, GenerationFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, box_maker

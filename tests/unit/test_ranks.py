@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from appliance import ranks, wire
+from appliance import framing
 from appliance.engines.protocol import (
     KvExhausted,
     KvUse,
@@ -20,13 +20,23 @@ from appliance.engines.protocol import (
     SequenceSpec,
 )
 from appliance.errors import CheckpointError
-from appliance.follower import Follower, WentAstray
 from appliance.memory.arena import PoolExhausted
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
-from appliance.orders import Add, BuildEngine, Order, Seat, Step, SwapIn, decoder_of_orders
-from appliance.ranks import Followers, RankFailed, ReplicatedEngine, replicated
 from appliance.vocabulary import KvShape
+from appliance.worker import frames as wire
+from appliance.worker import tensor_parallel as ranks
+from appliance.worker.follower import Follower, WentAstray
+from appliance.worker.rank_messages import (
+    Add,
+    BuildEngine,
+    Order,
+    Seat,
+    Step,
+    SwapIn,
+    decoder_of_orders,
+)
+from appliance.worker.tensor_parallel import Followers, RankFailed, ReplicatedEngine, replicated
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.stream_double import StreamDouble
 
@@ -174,14 +184,14 @@ class Instance:
             double.swapper.check_integrity()
         assert [double.swapper.pending for double in self.doubles] == [0] * len(self.doubles)
 
-    def _follow(self, rank: int, connection: socket.socket, decoder: wire.Decoder[Any]) -> None:
+    def _follow(self, rank: int, connection: socket.socket, decoder: framing.Decoder[Any]) -> None:
         def build(model: wire.WorkerModel) -> Any:
             return self.builds[rank](model)
 
         def send(answer: Any) -> None:
             # The end of a load that nobody waits for may be told after that of the test.
             with contextlib.suppress(OSError):
-                connection.sendall(wire.encode(answer))
+                connection.sendall(framing.encode(answer))
 
         seat = Seat(rank, len(self.doubles), "0")
         follower = Follower(seat, build, self.doubles[rank].swapper, send)
@@ -739,7 +749,7 @@ def test_a_step_that_fails_on_the_leader(start: Start) -> None:
 def test_frames_that_cannot_be_read(start: Start) -> None:
     """A rank that is not understood is of no use."""
     instance = start()
-    instance.connections[0].sendall(wire.HEADER.pack(3) + b"abc")
+    instance.connections[0].sendall(framing.HEADER.pack(3) + b"abc")
 
     assert "rank 1 sent what cannot be read" in instance.reason()
 
@@ -750,7 +760,7 @@ def test_orders_may_arrive_in_pieces() -> None:
     decoder = decoder_of_orders()
     received: list[Any] = []
 
-    for byte in b"".join(map(wire.encode, orders)):
+    for byte in b"".join(map(framing.encode, orders)):
         received += decoder.feed(bytes([byte]))
 
     assert received == orders

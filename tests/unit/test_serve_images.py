@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance import wire
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import Recipe, make_checkpoints, write_config
 from appliance.serve import make_daemon
+from appliance.worker import frames as wire
 
 TINY = Recipe(
     name="tiny",
@@ -42,7 +42,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def note(configuration: wire.Configure, *others: object) -> None:
         folders.append(configuration.images)
 
-    monkeypatch.setattr("appliance.daemon.WorkerProcess", note)
+    monkeypatch.setattr("appliance.daemon.daemon.WorkerProcess", note)
     return folders
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from appliance import wire
 from appliance.api.app import create_app
+from appliance.daemon.slab_queries import ANSWER_SECONDS, SlabQuestions
 from appliance.service.interface import InstanceNotFound, SlabsUnanswered
-from appliance.slabquestions import ANSWER_SECONDS, SlabQuestions
 from appliance.vocabulary import SlabMap, SlabOwner
+from appliance.worker import frames as wire
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.serving import unserved
 
@@ -59,7 +59,7 @@ async def test_who_asks_late_has_time_of_its_own(
     box = make_box()
     box.start()
     with monkeypatch.context() as patched:
-        patched.setattr("appliance.slabquestions.ANSWER_SECONDS", 0.0)
+        patched.setattr("appliance.daemon.slab_queries.ANSWER_SECONDS", 0.0)
         with pytest.raises(SlabsUnanswered):
             await box.daemon.pool_map(0)
 
@@ -112,7 +112,7 @@ async def test_a_worker_that_does_not_tell_its_slabs(
     make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait has an end, and an answer over HTTP; the host tier's map needs no worker."""
-    monkeypatch.setattr("appliance.slabquestions.ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr("appliance.daemon.slab_queries.ANSWER_SECONDS", 0.0)
     box = make_box()
     box.start()
     async with unserved(create_app(box.daemon)) as client:

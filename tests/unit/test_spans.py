@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from appliance.observability.timeline import KEPT, Spans
-from appliance.policywords import PolicyChoice
+from appliance.policies.report import PolicyChoice
 from appliance.service.interface import Span, SpanKind
 from appliance.vocabulary import BuildModel, ModelFailed, RunPrefill
 from tests.unit.daemon_double import Box, box_maker

@@ -400,7 +400,7 @@ async def test_the_daemon_of_a_configuration(
     make_checkpoints(tmp_path, recipes=[RECIPES[0]])
     file = write_config(tmp_path, [RECIPES[0].name], host_cache="64MiB")
     file.write_text(f"{file.read_text()}\n[telemetry]\ntraces = {str(on).lower()}\n")
-    monkeypatch.setattr("appliance.daemon.WorkerProcess", WorkerDouble)
+    monkeypatch.setattr("appliance.daemon.daemon.WorkerProcess", WorkerDouble)
 
     daemon = make_daemon(load_config(file))
 

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
+from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.errors import ConfigError
-from appliance.liveconfig import LiveConfig, tls_pair
 from appliance.serve import make_server
 from appliance.tlsfiles import LiveTls
 from tests.patience import PATIENCE_SECONDS

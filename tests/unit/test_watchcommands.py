@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from appliance.api.app import create_app
 from appliance.cli.main import cli
-from appliance.policywords import PolicyChoice
+from appliance.policies.report import PolicyChoice
 from appliance.service.event_log import CAPACITY, NoticeKind
 from appliance.service.interface import Snapshot
 from appliance.vocabulary import ModelFailed

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance import wire
+from appliance import framing
 from appliance.vocabulary import (
     EvictModel,
     LoadModel,
@@ -17,12 +17,13 @@ from appliance.vocabulary import (
     Release,
     RequestCancelled,
 )
+from appliance.worker import frames as wire
 
 
 def in_64_bits(message: typing.Any) -> bool:
     """Whether every number of the message has a form in msgpack."""
     try:
-        wire.encode(message)
+        framing.encode(message)
     except OverflowError:
         return False
     return True
@@ -35,10 +36,10 @@ def messages_of(direction: object) -> st.SearchStrategy[list[typing.Any]]:
 
 
 def through(
-    decoder: wire.Decoder[typing.Any], sent: list[typing.Any], cuts: list[int]
+    decoder: framing.Decoder[typing.Any], sent: list[typing.Any], cuts: list[int]
 ) -> list[typing.Any]:
     """What comes out when the frames arrive in pieces of these sizes."""
-    data = b"".join(wire.encode(message) for message in sent)
+    data = b"".join(framing.encode(message) for message in sent)
     received = []
     for size in cuts:
         received += decoder.feed(data[:size])
@@ -71,7 +72,7 @@ def test_reports_arrive_as_they_were_sent(sent: list[wire.Up], cuts: list[int]) 
 def test_a_partial_frame_waits() -> None:
     """All bytes but the last of a frame give nothing; the last gives the message."""
     message = LoadModel(instance=0, model="a")
-    frame = wire.encode(message)
+    frame = framing.encode(message)
     decoder = wire.decoder_of_commands()
 
     assert decoder.feed(frame[:-1]) == []
@@ -81,10 +82,10 @@ def test_a_partial_frame_waits() -> None:
 def test_a_frame_too_long_is_refused() -> None:
     """A length beyond the limit is an error before anything of the frame is stored."""
     decoder = wire.decoder_of_commands()
-    assert decoder.feed(wire.HEADER.pack(wire.MAX_FRAME_BYTES)) == []
+    assert decoder.feed(framing.HEADER.pack(framing.MAX_FRAME_BYTES)) == []
 
     with pytest.raises(ValueError, match="exceeds"):
-        wire.decoder_of_commands().feed(wire.HEADER.pack(wire.MAX_FRAME_BYTES + 1))
+        wire.decoder_of_commands().feed(framing.HEADER.pack(framing.MAX_FRAME_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_frame_too_long_is_refused() -> None:
 def test_a_worker_takes_commands_only(message: typing.Any) -> None:
     """A report, or an event that no worker has business with, is no frame downwards."""
     with pytest.raises(msgspec.DecodeError):
-        wire.decoder_of_commands().feed(wire.encode(message))
+        wire.decoder_of_commands().feed(framing.encode(message))
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,10 @@ def test_a_worker_takes_commands_only(message: typing.Any) -> None:
 def test_the_daemon_takes_reports_only(message: typing.Any) -> None:
     """A command is no frame upwards."""
     with pytest.raises(msgspec.DecodeError):
-        wire.decoder_of_reports().feed(wire.encode(message))
+        wire.decoder_of_reports().feed(framing.encode(message))
 
 
 def test_garbage_is_refused() -> None:
     """Bytes that are no msgpack object are an error, not a message."""
     with pytest.raises(msgspec.DecodeError):
-        wire.decoder_of_reports().feed(wire.HEADER.pack(3) + b"\xc1\xc1\xc1")
+        wire.decoder_of_reports().feed(framing.HEADER.pack(3) + b"\xc1\xc1\xc1")

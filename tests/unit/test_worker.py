@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance import wire
+from appliance import framing
 from appliance.engines.protocol import (
     GuideRefused,
     KvBytes,
@@ -59,7 +59,10 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
-from appliance.worker import Mailbox, Worker, first_frames
+from appliance.worker import frames as wire
+from appliance.worker.__main__ import first_frames
+from appliance.worker.mailbox import Mailbox
+from appliance.worker.worker import Worker
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.memory_double import RecordingVmm
 from tests.unit.stream_double import StreamDouble
@@ -444,11 +447,11 @@ def test_frames_behind_the_first_are_kept() -> None:
             models=[],
         )
         more = wire.AddModel(wire.WorkerModel("b", "/b", "bfloat16", 256, 8))
-        ours.sendall(wire.encode(configuration) + wire.encode(more))
+        ours.sendall(framing.encode(configuration) + framing.encode(more))
 
         assert first_frames(theirs, wire.decoder_of_commands()) == (configuration, [more])
 
-        ours.sendall(wire.encode(more))
+        ours.sendall(framing.encode(more))
         with pytest.raises(SystemExit, match="expected a Configure"):
             first_frames(theirs, wire.decoder_of_commands())
 
@@ -1276,7 +1279,7 @@ def test_details_are_told_in_frames_that_are_not_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of a step's tokens, in their order; plain ones cost no frame."""
-    monkeypatch.setattr("appliance.worker.MOST_DETAIL_BYTES", 10)
+    monkeypatch.setattr("appliance.worker.worker.MOST_DETAIL_BYTES", 10)
     bench = Bench("a")
     sizes = (None, 6, 4, 1, 20, None, 3)
     produced = [
@@ -1343,7 +1346,7 @@ def test_a_map_that_cannot_be_drawn_is_not_the_last(
             raise outcome
         return outcome(*state)
 
-    monkeypatch.setattr("appliance.worker.pool_map", draw)
+    monkeypatch.setattr("appliance.worker.worker.pool_map", draw)
     bench.worker.tell_slabs()
     bench.mailbox.put(wire.TellSlabs())
     assert tried.wait(PATIENCE_SECONDS)

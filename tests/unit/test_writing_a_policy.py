@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_SECONDS
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "writing-a-policy.md").read_text(encoding="utf-8")
 
-LIST = """from appliance.policies import installed
+LIST = """from appliance.policies.loader import installed
 for policy in installed():
     print(policy.name, policy.distribution, policy.version, policy.error or policy.about)"""
 """What `appliance policy list` shows, without a daemon."""

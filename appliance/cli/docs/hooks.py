@@ -17,10 +17,11 @@ from functools import cache
 from itertools import pairwise
 from types import ModuleType
 
-from appliance import answers, plugins, vocabulary
+from appliance import plugins, vocabulary
 from appliance.cli.docs.hook_examples import Examples
 from appliance.errors import PolicyError
 from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PolicySpec
+from appliance.policies import validation as answers
 from appliance.scheduling import questions
 from appliance.vocabulary import Word
 
@@ -205,7 +206,8 @@ def _hook_section(doc: HookDoc) -> list[str]:
         "",
         f"**Conformance.** `appliance policy test` puts questions of `{doc.name}` that the machine"
         " asked, checks every answer with"
-        f" [`answers.{doc.name}`](../appliance/answers.py) and measures how long it took.",
+        f" [`validation.{doc.name}`](../appliance/policies/validation.py)"
+        " and measures how long it took.",
     ]
 
 

@@ -20,11 +20,22 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import appliance
-from appliance import health, wire
-from appliance.activities import InstanceActivities, ModelActivities, request_activity
-from appliance.gauges import Gauges
+from appliance.daemon import health
+from appliance.daemon.gauges import Gauges
+from appliance.daemon.guide_checks import GuideChecks, GuideUnanswered
+from appliance.daemon.policy_history import PolicyWatch
+from appliance.daemon.quarantine import Quarantine
+from appliance.daemon.served_model import ServedModel
+from appliance.daemon.slab_queries import SlabQuestions
+from appliance.daemon.status import (
+    InstanceActivities,
+    KvActivities,
+    ModelActivities,
+    host_bytes,
+    request_activity,
+)
+from appliance.daemon.verification import Verifications
 from appliance.gpuwatch import GpuWatch
-from appliance.guiding import GuideChecks, GuideUnanswered
 from appliance.journal import Journal, Setup
 from appliance.memory.hosttier import HostTier
 from appliance.memory.slabmaps import host_map
@@ -34,15 +45,11 @@ from appliance.observability.request_phases import Timekeeper
 from appliance.observability.slo_window import Pace
 from appliance.observability.switches import Switches
 from appliance.observability.timeline import HOOKS, MOST_PLANNED, Spans
-from appliance.policies import installed
-from appliance.policyguard import BUDGET_SECONDS
-from appliance.policystack import PolicyStack
-from appliance.policywatch import PolicyWatch
-from appliance.policywords import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
-from appliance.processes import WorkerProcess
-from appliance.quarantine import Quarantine
+from appliance.policies.guard import BUDGET_SECONDS
+from appliance.policies.loader import installed
+from appliance.policies.report import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
+from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
-from appliance.served import ServedModel
 from appliance.service.event_log import Feed, Notice, NoticeKind
 from appliance.service.front_frames import FrontModel
 from appliance.service.generation import RequestStream
@@ -69,9 +76,6 @@ from appliance.service.interface import (
     SubmitRequest,
     cancelled,
 )
-from appliance.shown import KvActivities, host_bytes
-from appliance.slabquestions import SlabQuestions
-from appliance.verification import Verifications
 from appliance.vocabulary import (
     Command,
     Direction,
@@ -108,6 +112,8 @@ from appliance.vocabulary import (
     TokenCount,
     TokensProduced,
 )
+from appliance.worker import frames as wire
+from appliance.worker.process import WorkerProcess
 
 if TYPE_CHECKING:
     from appliance.observability.tracing import Traces

@@ -1,7 +1,7 @@
 """A follower: the process of a rank that is not the leader of its tensor-parallel instance.
 
-Started by the leader as ``python -m appliance.follower SOCKET_FD HOST_FD``. It has one thread that
-works, and ends with its leader: the system kills it, or it finds the socket closed.
+Started by the leader as ``python -m appliance.worker.follower SOCKET_FD HOST_FD``. It has one
+thread that works, and ends with its leader: the system kills it, or it finds the socket closed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import singledispatchmethod
 
-from appliance import logs, wire
+from appliance import framing, logs
 from appliance.engines.protocol import Engine
 from appliance.errors import CheckpointError
 from appliance.memory.hosttier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
-from appliance.orders import (
+from appliance.vocabulary import ModelName, RequestId
+from appliance.worker.engines import PR_SET_PDEATHSIG, engines
+from appliance.worker.rank_messages import (
     READ_BYTES,
     REFUSALS,
     Add,
@@ -58,10 +60,8 @@ from appliance.orders import (
     decoder_of_orders,
     image_slabs,
 )
-from appliance.vocabulary import ModelName, RequestId
-from appliance.worker import PR_SET_PDEATHSIG, engines
 
-log = logging.getLogger("appliance.follower")
+log = logging.getLogger("appliance.worker")
 
 
 class WentAstray(RuntimeError):
@@ -238,7 +238,7 @@ def _follow(connection: socket.socket, host_fd: int) -> None:
 
     def send(answer: Answer) -> None:
         with sending, contextlib.suppress(ConnectionError):  # the leader is gone: so are we, soon
-            connection.sendall(wire.encode(answer))
+            connection.sendall(framing.encode(answer))
 
     follower = Follower(seat, build, swapper, send)
     for order in frames:

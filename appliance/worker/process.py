@@ -19,9 +19,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from appliance import wire
+from appliance import framing
 from appliance.memory import mapping
 from appliance.vocabulary import InstanceId
+from appliance.worker import frames as wire
 
 READ_BYTES = 1 << 18
 FIRST_PAUSE_SECONDS = 0.05
@@ -30,7 +31,7 @@ SHUTDOWN_SECONDS = 2.0
 LAST_SECONDS = 10.0
 """How long a killed worker may take to be gone; a driver in trouble may keep it for ever."""
 
-log = logging.getLogger("appliance.processes")
+log = logging.getLogger("appliance.worker")
 
 
 def pause_after(pause: float, *, worked: bool) -> float:
@@ -107,7 +108,7 @@ class WorkerProcess:
     def send(self, message: wire.Down) -> None:
         """Order something; lost without a trace if the worker is dead, as its death is told."""
         if self._writer is not None:
-            self._writer.write(wire.encode(message))
+            self._writer.write(framing.encode(message))
 
     async def stop(self) -> None:
         """End the worker, by force if it does not end by itself."""

@@ -8,17 +8,18 @@ with it, and what it says then is dropped. Three faults in a row, and it is aske
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from math import ceil
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import pluggy
 
-from appliance import answers
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PROJECT, PolicySpec
-from appliance.policytally import Tally
-from appliance.policywords import PolicyState
+from appliance.policies import validation as answers
+from appliance.policies.report import DecisionTally, PolicyState
 
 BUDGET_SECONDS = 0.05
 MAX_FAULTS_IN_A_ROW = 3
@@ -196,3 +197,38 @@ def hook_callers(name: str, policy: object) -> dict[str, pluggy.HookCaller]:
         raise PolicyError(f"policy {name}: {error}") from error
     callers = {hook: getattr(manager.hook, hook) for hook in HOOKS}
     return {hook: caller for hook, caller in callers.items() if caller.get_hookimpls()}
+
+
+RECENT: Final = 256
+"""Questions of which quantiles are told."""
+
+
+class Tally:
+    """Counts. A question costs O(1); the quantiles are sorted out when they are asked for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.faults = 0
+        self._seconds = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def took(self, seconds: float) -> None:
+        """A question was answered, or not in time, after so long."""
+        self._seconds += seconds
+        self._recent.append(seconds)
+
+    def told(self) -> DecisionTally:
+        recent = sorted(self._recent)
+        return DecisionTally(
+            calls=self.calls,
+            faults=self.faults,
+            seconds=self._seconds,
+            p50_seconds=_quantile(recent, 0.5),
+            p99_seconds=_quantile(recent, 0.99),
+            max_seconds=_quantile(recent, 1.0),
+        )
+
+
+def _quantile(ordered: list[float], share: float) -> float | None:
+    """The least one that so many are not above."""
+    return ordered[ceil(share * len(ordered)) - 1] if ordered else None

@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
-from appliance import wire
 from appliance.engines.protocol import Verdict
 from appliance.vocabulary import InstanceId, ModelName
+from appliance.worker import frames as wire
 
 ANSWER_SECONDS: Final = 30.0
 """How long a worker may take, its job under way included."""

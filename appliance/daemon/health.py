@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from appliance.processes import WorkerProcess
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import BuildJob, PrefillJob
 from appliance.service.interface import Readiness
+from appliance.worker.process import WorkerProcess
 
 WATCHDOG_PATIENCE: Final = 10
 """Times the progress deadline without any sign of a worker until the daemon counts as stuck."""

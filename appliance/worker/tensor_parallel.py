@@ -32,7 +32,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from appliance import wire
+from appliance import framing
 from appliance.engines.protocol import (
     Engine,
     KvBytes,
@@ -44,7 +44,9 @@ from appliance.engines.protocol import (
 from appliance.errors import CheckpointError
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
-from appliance.orders import (
+from appliance.vocabulary import RequestId
+from appliance.worker import frames as wire
+from appliance.worker.rank_messages import (
     READ_BYTES,
     REFUSALS,
     Add,
@@ -77,7 +79,6 @@ from appliance.orders import (
     image_slabs,
     seats,
 )
-from appliance.vocabulary import RequestId
 
 AGREEMENT_SECONDS: Final = 120.0
 """How long a rank may take to refuse what another refused; a load may be under way before it."""
@@ -86,7 +87,7 @@ WORST_FIRST: Final = (Verdict.DIFFERS, Verdict.NOT_LOADED, Verdict.NO_IMAGE, Ver
 
 T = TypeVar("T")
 
-log = logging.getLogger("appliance.ranks")
+log = logging.getLogger("appliance.worker")
 
 
 class RankFailed(Exception):
@@ -148,7 +149,7 @@ class Followers:
     def invite(self, configuration: wire.Configure, taken: Sequence[Seat]) -> None:
         """Tell every follower its seat; the first frame that it gets."""
         for connection, seat in zip(self._connections, taken, strict=True):
-            connection.sendall(wire.encode(Invitation(configuration, seat)))
+            connection.sendall(framing.encode(Invitation(configuration, seat)))
 
     def follow(self, call: Call, act: Callable[[], T]) -> T:
         """Have every rank do it, this one by `act`. Raises what `act` raises; of `REFUSALS`, once
@@ -235,7 +236,7 @@ class Followers:
             poll = _Poll(self._orders)
             if asked:
                 self._polls[poll.number] = poll
-            frame = wire.encode(Order(poll.number, call))
+            frame = framing.encode(Order(poll.number, call))
             for connection in self._connections:
                 connection.sendall(frame)
             return poll
@@ -268,7 +269,9 @@ class Followers:
             self._answered.notify_all()
         self._on_lost(reason)
 
-    def _listen(self, rank: int, connection: socket.socket, decoder: wire.Decoder[Answer]) -> None:
+    def _listen(
+        self, rank: int, connection: socket.socket, decoder: framing.Decoder[Answer]
+    ) -> None:
         try:
             while data := connection.recv(READ_BYTES):
                 for answer in decoder.feed(data):
@@ -331,7 +334,7 @@ def lead(configuration: wire.Configure, host_fd: int) -> tuple[Seat, Followers |
                     [
                         sys.executable,
                         "-m",
-                        "appliance.follower",
+                        "appliance.worker.follower",
                         str(theirs.fileno()),
                         str(host_fd),
                     ],

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from appliance.activities import InstanceActivities, ModelActivities
+from appliance.daemon.status import InstanceActivities, KvActivities, ModelActivities, kv_uses
 from appliance.gpuwatch import GpuWatch
 from appliance.observability.metrics import Metrics
-from appliance.processes import WorkerProcess
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.machine import Machine
-from appliance.shown import KvActivities, kv_uses
 from appliance.vocabulary import InstanceId, ModelName
+from appliance.worker.process import WorkerProcess
 
 
 class Gauges:

@@ -11,8 +11,7 @@ import msgspec
 
 from appliance.errors import PolicyError
 from appliance.observability.metrics import Metrics
-from appliance.policystack import PolicyStack
-from appliance.policywords import (
+from appliance.policies.report import (
     Happening,
     InstalledPolicy,
     PolicyChoice,
@@ -20,6 +19,7 @@ from appliance.policywords import (
     PolicyHappening,
     PolicyReport,
 )
+from appliance.policies.stack import PolicyStack
 from appliance.service.interface import NothingPrevious, PolicyNotActive
 
 MAX_PREVIOUS = 8

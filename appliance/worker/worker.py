@@ -9,36 +9,22 @@ the process, so that no worker outlives its daemon.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import os
-import queue
-import signal
-import socket
-import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, singledispatchmethod
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from appliance import logs, wire
+from appliance import framing
 from appliance.engines.protocol import Engine, GuideRefused, KvExhausted, Produced
 from appliance.errors import CheckpointError
-from appliance.fragmentation import KvMeter
 from appliance.memory.arena import Arena, PoolExhausted
-from appliance.memory.hosttier import HostTier
-from appliance.memory.images import ImageFolder
-from appliance.memory.imagewriter import ImageWriter
 from appliance.memory.slabmaps import pool_map
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
-from appliance.orders import Build, Seat
-from appliance.ranks import lead, replicated
 from appliance.vocabulary import (
     BuildModel,
     Command,
@@ -53,7 +39,6 @@ from appliance.vocabulary import (
     ModelLoaded,
     ModelName,
     MoveKv,
-    Preempt,
     PrefetchModel,
     PrefillDeferred,
     PrefillDone,
@@ -68,15 +53,13 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
+from appliance.worker import frames as wire
+from appliance.worker.fragmentation import KvMeter
+from appliance.worker.mailbox import Mailbox, Wake
+from appliance.worker.rank_messages import Build
 
-if TYPE_CHECKING:
-    from appliance.engines.vllm.device import Device
-
-PR_SET_PDEATHSIG = 1
-READ_BYTES = 1 << 16
-SWITCH_SECONDS = 0.0005
 GUIDE_THREADS = 4
-MOST_DETAIL_BYTES = wire.MAX_FRAME_BYTES // 2
+MOST_DETAIL_BYTES = framing.MAX_FRAME_BYTES // 2
 """Of a frame's tokens together. One token's alone are fewer, and a frame holds some bytes more."""
 
 Send = Callable[[Sequence[wire.Up]], None]
@@ -84,65 +67,6 @@ Send = Callable[[Sequence[wire.Up]], None]
 T = TypeVar("T")
 
 log = logging.getLogger("appliance.worker")
-
-
-class Wake:
-    """In the mailbox: a transfer ended, there is something to reap."""
-
-
-class Mailbox:
-    """Frames from the daemon, sorted by when they take effect."""
-
-    def __init__(self) -> None:
-        self.commands: queue.SimpleQueue[wire.Down | Wake] = queue.SimpleQueue()
-        self.guides: queue.SimpleQueue[wire.PrepareGuide] = queue.SimpleQueue()
-        """For another thread than the one that computes."""
-        self.slabs_asked = threading.Event()
-        """Likewise; set again or not, it is one question."""
-        self._lock = threading.Lock()
-        self._releases: list[Release] = []
-        self._ahead: set[str] = set()
-        self._preempted = 0
-
-    def wake(self) -> None:
-        """Have the worker look around, if it waits for a command. Called from any thread."""
-        self.commands.put(Wake())
-
-    def put(self, message: wire.Down) -> None:
-        if isinstance(message, Release):
-            with self._lock:
-                self._releases.append(message)
-                self._ahead.add(message.request)
-            self.commands.put(message)
-        elif isinstance(message, Preempt):
-            self._preempted = max(self._preempted, message.turn)
-        elif isinstance(message, wire.PrepareGuide):
-            self.guides.put(message)
-        elif isinstance(message, wire.TellSlabs):
-            self.slabs_asked.set()
-        else:
-            self.commands.put(message)
-
-    def preempted(self, turn: int) -> bool:
-        """Whether this turn (or a later one) was preempted."""
-        return turn <= self._preempted
-
-    def released(self, request: str) -> bool:
-        """Whether a release of this request waits further down the queue."""
-        return request in self._ahead
-
-    def reached(self, release: Release) -> None:
-        """The release was met in the queue: what follows may concern the request anew."""
-        with self._lock:
-            self._ahead.discard(release.request)
-
-    def take_releases(self) -> list[Release]:
-        """The releases that came since the last call."""
-        if not self._releases:
-            return []
-        with self._lock:
-            releases, self._releases = self._releases, []
-        return releases
 
 
 @dataclass(slots=True)
@@ -706,168 +630,3 @@ class Worker:
                 self._kv_meter.peak_bytes,
             )
         )
-
-
-def _read(connection: socket.socket, decoder: wire.Decoder[wire.Down], mailbox: Mailbox) -> None:
-    """Frames to the mailbox until the daemon is gone, or is not understood; the process ends then:
-    a worker that cannot hear is of no use."""
-    try:
-        while data := connection.recv(READ_BYTES):
-            for message in decoder.feed(data):
-                mailbox.put(message)
-    except ConnectionError:
-        pass  # the daemon is gone in a hurry
-    except Exception:
-        log.exception("the daemon sent what cannot be read")
-        os._exit(1)
-    os._exit(0)
-
-
-def first_frames(
-    connection: socket.socket, decoder: wire.Decoder[wire.Down]
-) -> tuple[wire.Configure, list[wire.Down]]:
-    """What the worker is, and what came with that."""
-    messages: list[wire.Down] = []
-    while not messages:
-        data = connection.recv(READ_BYTES)
-        if not data:
-            raise SystemExit(0)
-        messages = decoder.feed(data)
-    configuration, *more = messages
-    if not isinstance(configuration, wire.Configure):
-        raise SystemExit(f"expected a Configure frame first, got {messages!r}")
-    if configuration.version != wire.PROTOCOL_VERSION:
-        raise SystemExit(f"daemon speaks version {configuration.version} of the wire protocol")
-    return configuration, more
-
-
-def main(arguments: list[str]) -> None:
-    """Run a worker over inherited descriptors: the socket, then the host tier."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(arguments[0]))
-    decoder = wire.decoder_of_commands()
-    configuration, more = first_frames(connection, decoder)
-    logs.join("warning", instance=configuration.instance)
-    # At every engine vLLM warns of what is chosen here on purpose; its errors are news.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)
-    host = HostTier.attach(int(arguments[1]), configuration.host_bytes)
-    mailbox = Mailbox()
-    for message in more:
-        mailbox.put(message)
-    seat, followers = lead(configuration, host.fd)
-    build, arena, swapper = engines(configuration, host, seat)
-    swapper.on_end = mailbox.wake
-    if followers is not None:
-        build = replicated(build, followers, swapper)
-    sending = threading.Lock()
-
-    def send(messages: Sequence[wire.Up]) -> None:
-        with sending:
-            connection.sendall(b"".join(map(wire.encode, messages)))
-
-    reader = threading.Thread(target=_read, args=(connection, decoder, mailbox), daemon=True)
-    send([wire.Hello(configuration.instance, os.getpid(), configuration.slabs)])
-    reader.start()
-    # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
-    # The same goes for a worker that failed: its books are void, the daemon starts another.
-    try:
-        worker = Worker(configuration, arena, swapper, mailbox, build, send)
-        worker.prepare_guides()
-        worker.tell_slabs()
-        worker.run()
-    except Exception:
-        log.exception("worker failed")
-        os._exit(1)
-    os._exit(0)
-
-
-def engines(
-    configuration: wire.Configure, host: HostTier, seat: Seat
-) -> tuple[Build, Arena, Swapper]:
-    """The executor of this machine, for one rank. vLLM is imported here and nowhere before.
-
-    Of several ranks, each waits here for the others.
-    """
-    if configuration.device != "cpu":
-        return _engines_on_gpu(configuration, host, seat)
-    from appliance.engines.vllm.environment import prepare_environment
-    from appliance.memory.vmm_host import HostVmm
-
-    # Before the process is bound to its processors: copies may use all that it was given.
-    arena = Arena(HostVmm(configuration.slabs, configuration.slab_bytes))
-    swapper = Swapper(arena.vmm.stream)
-    # A thread that copies needs the interpreter for a moment after every piece, and would wait for
-    # the longest time that the main thread may keep it: ten times that of copying a piece.
-    sys.setswitchinterval(SWITCH_SECONDS)
-    prepare_environment(seat.cpus)
-    from appliance.engines.vllm.device import HostDevice
-    from appliance.engines.vllm.executor import join_group
-
-    if seat.ranks > 1:
-        join_group(seat.rank, seat.ranks, seat.store, crowded=seat.crowded)
-    images = None
-    if configuration.images:
-        images = ImageFolder(Path(configuration.images), seat.rank, ImageWriter(host))
-    return _builder(host, arena, swapper, HostDevice(), seat.ranks, images), arena, swapper
-
-
-def _engines_on_gpu(
-    configuration: wire.Configure, host: HostTier, seat: Seat
-) -> tuple[Build, Arena, Swapper]:
-    """The same on a GPU. Its pool holds what models take besides weights and KV, too."""
-    from appliance.engines.vllm.environment import prepare_environment
-    from appliance.memory.vmm_cuda import CudaVmm
-
-    if seat.ranks > 1:
-        raise ValueError("groups of GPUs are not driven by this version")
-    # Before the driver is loaded: it asks the environment which GPU is ours.
-    prepare_environment(seat.cpus, configuration.device)
-    slabs = configuration.slabs + configuration.runtime_slabs
-    vmm = CudaVmm(0, slabs, configuration.slab_bytes)
-    vmm.register(host.address(0, host.nbytes), host.nbytes)
-    arena = Arena(vmm)
-    swapper = Swapper(vmm.stream)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    from appliance.engines.vllm.device_cuda import CudaDevice
-
-    device = CudaDevice(vmm, arena, configuration.runtime_slabs)
-    return _builder(host, arena, swapper, device, seat.ranks), arena, swapper
-
-
-def _builder(
-    host: HostTier,
-    arena: Arena,
-    swapper: Swapper,
-    device: Device,
-    ranks: int,
-    images: ImageFolder | None = None,
-) -> Build:
-    from appliance.engines.vllm.engine import VllmEngine
-
-    def build(model: wire.WorkerModel) -> Engine:
-        return VllmEngine.build(
-            model.name,
-            model.path,
-            dtype=model.dtype,
-            max_context=model.max_context,
-            max_batch=model.max_batch,
-            arena=arena,
-            host=host,
-            swapper=swapper,
-            verify=model.verify,
-            ranks=ranks,
-            device=device,
-            images=images,
-            task=model.task,
-            reasoning_parser=model.reasoning_parser,
-            max_logprobs=model.max_logprobs,
-            pooler_config=model.pooler_config,
-        )
-
-    return build
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -18,9 +18,9 @@ import msgspec
 
 from appliance.errors import ChoiceProblem, PolicyChoiceError, PolicyError, nearest
 from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PROJECT
-from appliance.policyguard import BUDGET_SECONDS, GuardedPolicy
-from appliance.policystack import PolicyStack
-from appliance.policywords import InstalledPolicy, PolicyChoice
+from appliance.policies.guard import BUDGET_SECONDS, GuardedPolicy
+from appliance.policies.report import InstalledPolicy, PolicyChoice
+from appliance.policies.stack import PolicyStack
 from appliance.vocabulary import RequestId
 
 FALLBACK = "aegaeon"

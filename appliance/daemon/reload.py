@@ -29,12 +29,11 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Config, Model, PolicyTable, Section, fields
 from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import KeyPath, dotted
-from appliance.daemon import Daemon
+from appliance.daemon.daemon import Daemon
+from appliance.daemon.served_model import ServedModel, served_model, terms_of
 from appliance.errors import CheckpointError, ConfigError, Problem, PullError
 from appliance.pulling import folder_name, pull
 from appliance.pullsources import Tell, find_source
-from appliance.served import ServedModel
-from appliance.servedmodels import served_model, terms_of
 from appliance.service.event_log import NoticeKind
 from appliance.service.interface import ModelActivity, ModelExists
 from appliance.service.settings import (

@@ -1,7 +1,7 @@
 """What the ranks of a tensor-parallel instance say to each other, and how they share what it has.
 
 Rank 0, the *leader*, sends orders over a socket pair, in `wire`'s frames; the others, its
-*followers*, answer those that it waits for. See `appliance.ranks`.
+*followers*, answer those that it waits for. See `appliance.worker.tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from appliance import wire
+from appliance import framing
 from appliance.cpus import deal_cpus, read_cpus, show_cpus
 from appliance.engines.protocol import Engine, KvExhausted, Produced, SequenceSpec, Verdict
 from appliance.memory.arena import PoolExhausted
 from appliance.vocabulary import KvShape, ModelName, RequestId
+from appliance.worker import frames as wire
 
 READ_BYTES: Final = 1 << 16
 
@@ -206,14 +207,14 @@ Downward: TypeAlias = Invitation | Order
 Answer: TypeAlias = Built | Done | Compared | Refused | Failed
 
 
-def decoder_of_orders() -> wire.Decoder[Downward]:
+def decoder_of_orders() -> framing.Decoder[Downward]:
     """For a follower."""
-    return wire.Decoder(msgspec.msgpack.Decoder(Downward))
+    return framing.Decoder(msgspec.msgpack.Decoder(Downward))
 
 
-def decoder_of_answers() -> wire.Decoder[Answer]:
+def decoder_of_answers() -> framing.Decoder[Answer]:
     """For the leader."""
-    return wire.Decoder(msgspec.msgpack.Decoder(Answer))
+    return framing.Decoder(msgspec.msgpack.Decoder(Answer))
 
 
 # --- what each rank has of a whole ---------------------------------------------------------------

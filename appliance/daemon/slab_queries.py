@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from appliance import wire
 from appliance.service.interface import SlabsUnanswered
 from appliance.vocabulary import InstanceId, SlabMap
+from appliance.worker import frames as wire
 
 ANSWER_SECONDS: Final = 2.0
 """A worker takes milliseconds, unless its interpreter is held up."""

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from appliance import wire
 from appliance.engines.protocol import GuideRefused
 from appliance.vocabulary import InstanceId, ModelName
+from appliance.worker import frames as wire
 
 COMPILE_SECONDS: Final = 60.0
 """How long a guide may take, the model's tokenizer and the guides before it included; and how long

@@ -31,7 +31,7 @@ log = logging.getLogger("appliance.serve")
 
 
 class Served(Protocol):
-    """The daemon, as far as its life goes. `appliance.daemon.Daemon` is one."""
+    """The daemon, as far as its life goes. `appliance.daemon.daemon.Daemon` is one."""
 
     def start(self) -> None: ...
 

@@ -14,10 +14,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from appliance import answers
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS
-from appliance.policyguard import (
+from appliance.policies import validation as answers
+from appliance.policies.guard import (
     BUDGET_SECONDS,
     Busy,
     Check,
@@ -26,7 +26,7 @@ from appliance.policyguard import (
     Overran,
     Views,
 )
-from appliance.policywords import Missed, PolicyFault, PolicyState
+from appliance.policies.report import Missed, PolicyFault, PolicyState
 from appliance.scheduling.questions import (
     Admitted,
     BatchLimits,

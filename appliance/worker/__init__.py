@@ -1,0 +1,1 @@
+"""Worker processes, one for each rank of an instance, and their frames to and from the daemon."""

@@ -1,0 +1,104 @@
+"""A worker's process: reads what it is, makes its engines, and works until the daemon is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+
+from appliance import framing, logs
+from appliance.memory.hosttier import HostTier
+from appliance.worker import frames as wire
+from appliance.worker.engines import PR_SET_PDEATHSIG, engines
+from appliance.worker.mailbox import Mailbox
+from appliance.worker.tensor_parallel import lead, replicated
+from appliance.worker.worker import Worker
+
+READ_BYTES = 1 << 16
+
+log = logging.getLogger("appliance.worker")
+
+
+def _read(connection: socket.socket, decoder: framing.Decoder[wire.Down], mailbox: Mailbox) -> None:
+    """Frames to the mailbox until the daemon is gone, or is not understood; the process ends then:
+    a worker that cannot hear is of no use."""
+    try:
+        while data := connection.recv(READ_BYTES):
+            for message in decoder.feed(data):
+                mailbox.put(message)
+    except ConnectionError:
+        pass  # the daemon is gone in a hurry
+    except Exception:
+        log.exception("the daemon sent what cannot be read")
+        os._exit(1)
+    os._exit(0)
+
+
+def first_frames(
+    connection: socket.socket, decoder: framing.Decoder[wire.Down]
+) -> tuple[wire.Configure, list[wire.Down]]:
+    """What the worker is, and what came with that."""
+    messages: list[wire.Down] = []
+    while not messages:
+        data = connection.recv(READ_BYTES)
+        if not data:
+            raise SystemExit(0)
+        messages = decoder.feed(data)
+    configuration, *more = messages
+    if not isinstance(configuration, wire.Configure):
+        raise SystemExit(f"expected a Configure frame first, got {messages!r}")
+    if configuration.version != wire.PROTOCOL_VERSION:
+        raise SystemExit(f"daemon speaks version {configuration.version} of the wire protocol")
+    return configuration, more
+
+
+def main(arguments: list[str]) -> None:
+    """Run a worker over inherited descriptors: the socket, then the host tier."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(arguments[0]))
+    decoder = wire.decoder_of_commands()
+    configuration, more = first_frames(connection, decoder)
+    logs.join("warning", instance=configuration.instance)
+    # At every engine vLLM warns of what is chosen here on purpose; its errors are news.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+    host = HostTier.attach(int(arguments[1]), configuration.host_bytes)
+    mailbox = Mailbox()
+    for message in more:
+        mailbox.put(message)
+    seat, followers = lead(configuration, host.fd)
+    build, arena, swapper = engines(configuration, host, seat)
+    swapper.on_end = mailbox.wake
+    if followers is not None:
+        build = replicated(build, followers, swapper)
+    sending = threading.Lock()
+
+    def send(messages: Sequence[wire.Up]) -> None:
+        with sending:
+            connection.sendall(b"".join(map(framing.encode, messages)))
+
+    reader = threading.Thread(target=_read, args=(connection, decoder, mailbox), daemon=True)
+    send([wire.Hello(configuration.instance, os.getpid(), configuration.slabs)])
+    reader.start()
+    # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
+    # The same goes for a worker that failed: its books are void, the daemon starts another.
+    try:
+        worker = Worker(configuration, arena, swapper, mailbox, build, send)
+        worker.prepare_guides()
+        worker.tell_slabs()
+        worker.run()
+    except Exception:
+        log.exception("worker failed")
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,108 @@
+"""The engines of a worker, on the memory of the CPU or of a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.engines.protocol import Engine
+from appliance.memory.arena import Arena
+from appliance.memory.hosttier import HostTier
+from appliance.memory.images import ImageFolder
+from appliance.memory.imagewriter import ImageWriter
+from appliance.memory.swapper import Swapper
+from appliance.worker import frames as wire
+from appliance.worker.rank_messages import Build, Seat
+
+if TYPE_CHECKING:
+    from appliance.engines.vllm.device import Device
+
+PR_SET_PDEATHSIG = 1
+SWITCH_SECONDS = 0.0005
+
+
+def engines(
+    configuration: wire.Configure, host: HostTier, seat: Seat
+) -> tuple[Build, Arena, Swapper]:
+    """The executor of this machine, for one rank. vLLM is imported here and nowhere before.
+
+    Of several ranks, each waits here for the others.
+    """
+    if configuration.device != "cpu":
+        return _engines_on_gpu(configuration, host, seat)
+    from appliance.engines.vllm.environment import prepare_environment
+    from appliance.memory.vmm_host import HostVmm
+
+    # Before the process is bound to its processors: copies may use all that it was given.
+    arena = Arena(HostVmm(configuration.slabs, configuration.slab_bytes))
+    swapper = Swapper(arena.vmm.stream)
+    # A thread that copies needs the interpreter for a moment after every piece, and would wait for
+    # the longest time that the main thread may keep it: ten times that of copying a piece.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    prepare_environment(seat.cpus)
+    from appliance.engines.vllm.device import HostDevice
+    from appliance.engines.vllm.executor import join_group
+
+    if seat.ranks > 1:
+        join_group(seat.rank, seat.ranks, seat.store, crowded=seat.crowded)
+    images = None
+    if configuration.images:
+        images = ImageFolder(Path(configuration.images), seat.rank, ImageWriter(host))
+    return _builder(host, arena, swapper, HostDevice(), seat.ranks, images), arena, swapper
+
+
+def _engines_on_gpu(
+    configuration: wire.Configure, host: HostTier, seat: Seat
+) -> tuple[Build, Arena, Swapper]:
+    """The same on a GPU. Its pool holds what models take besides weights and KV, too."""
+    from appliance.engines.vllm.environment import prepare_environment
+    from appliance.memory.vmm_cuda import CudaVmm
+
+    if seat.ranks > 1:
+        raise ValueError("groups of GPUs are not driven by this version")
+    # Before the driver is loaded: it asks the environment which GPU is ours.
+    prepare_environment(seat.cpus, configuration.device)
+    slabs = configuration.slabs + configuration.runtime_slabs
+    vmm = CudaVmm(0, slabs, configuration.slab_bytes)
+    vmm.register(host.address(0, host.nbytes), host.nbytes)
+    arena = Arena(vmm)
+    swapper = Swapper(vmm.stream)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    from appliance.engines.vllm.device_cuda import CudaDevice
+
+    device = CudaDevice(vmm, arena, configuration.runtime_slabs)
+    return _builder(host, arena, swapper, device, seat.ranks), arena, swapper
+
+
+def _builder(
+    host: HostTier,
+    arena: Arena,
+    swapper: Swapper,
+    device: Device,
+    ranks: int,
+    images: ImageFolder | None = None,
+) -> Build:
+    from appliance.engines.vllm.engine import VllmEngine
+
+    def build(model: wire.WorkerModel) -> Engine:
+        return VllmEngine.build(
+            model.name,
+            model.path,
+            dtype=model.dtype,
+            max_context=model.max_context,
+            max_batch=model.max_batch,
+            arena=arena,
+            host=host,
+            swapper=swapper,
+            verify=model.verify,
+            ranks=ranks,
+            device=device,
+            images=images,
+            task=model.task,
+            reasoning_parser=model.reasoning_parser,
+            max_logprobs=model.max_logprobs,
+            pooler_config=model.pooler_config,
+        )
+
+    return build
