@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 import httpx
 
-from appliance.adminsocket import UNIX, running_socket
+from appliance.platform.admin_socket import UNIX, running_socket
 
 DEFAULT_URL = "http://127.0.0.1:11500"
 CONNECT_SECONDS = 5.0

@@ -5,6 +5,7 @@
     +-- CheckpointError      a checkpoint directory cannot be served
     +-- PullError            a model cannot be fetched: where it is, or what is there
     +-- KeysError            a file of API keys cannot be used, or a change of it cannot be made
+    |   +-- KeyExists, KeyNotFound, KeyFieldError
     +-- PolicyError          a policy cannot be loaded
     |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
     +-- LedgerError          the books of a memory tier do not balance: a defect, never a shortage
@@ -109,3 +110,38 @@ def alternatives(words: Iterable[object]) -> str:
     """ "a, b or c"."""
     *rest, last = [str(word) for word in words]
     return f"{', '.join(rest)} or {last}" if rest else last
+
+
+class NotSaved(Exception):
+    """A change that was to last cannot be written down; nothing was changed."""
+
+
+class FilesLeft(Exception):
+    """A model was removed, but its files could not be deleted."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"model {model!r} does not exist any more, but its files do: {reason}")
+
+
+class KeyExists(KeysError):
+    """There is a key of this name already."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a key {name!r} already")
+
+
+class KeyNotFound(KeysError):
+    """There is no key of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no key {name!r}")
+
+
+class KeyFieldError(KeysError):
+    """No key can be as it is wanted: what is wrong with one of its fields, and how it would be
+    right."""
+
+    def __init__(self, field: str, wrong: str) -> None:
+        super().__init__(f"{field}: {wrong}")
+        self.field = field
+        self.wrong = wrong

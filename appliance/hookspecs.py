@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import pluggy
 
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     Costs,
@@ -42,7 +42,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class PolicySpec:
-    """Every hook, and when it is asked. Views and answers: `appliance.scheduling.questions`."""
+    """Every hook, and when it is asked. Views and answers: `appliance.scheduling.policy_api`."""
 
     @hookspec(firstresult=True)
     def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement] | None:

@@ -16,9 +16,9 @@ import msgspec
 from appliance.errors import IllegalTransition, LedgerError
 from appliance.memory.ledger import HostLedger
 from appliance.policies.loader import load_stack
-from appliance.policies.report import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
+from appliance.service.policy_report import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
 
 

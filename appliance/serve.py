@@ -17,34 +17,34 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
-from appliance import logs
-from appliance.adminsocket import AUTO, AdminSocketError, admin_path, open_socket
+from appliance.access.admission import Admission
+from appliance.access.auth import Access
+from appliance.access.keys import KeyRing
 from appliance.api.app import create_app
-from appliance.api.auth import Access
-from appliance.api.batchrunner import BatchRunner, BatchSettings
-from appliance.api.connections import Connection
-from appliance.api.cors import Cors
-from appliance.api.operators import protocol_for
+from appliance.api.batch.runner import BatchRunner, BatchSettings
+from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
 from appliance.config.schema import Config
 from appliance.config.sizing import kv_floor_slabs, read_model, uncached
-from appliance.cpus import deal_cpus, show_cpus
 from appliance.daemon.daemon import Daemon, Limits
 from appliance.daemon.lifecycle import GRACE_SECONDS, Lifetime, Server
 from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.daemon.served_model import served_model
 from appliance.errors import ApplianceError
 from appliance.gateway.acceptor import FrontEnds
-from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.gateway.supervisor import Supervisor
+from appliance.http.connections import Connection
+from appliance.http.cors import Cors
 from appliance.journal import Journal, Setup
-from appliance.keys import KeyRing
-from appliance.memory.imagefile import image_name, prepare_folder
+from appliance.memory.weight_cache.image_file import image_name, prepare_folder
+from appliance.platform import logs
+from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, open_socket
+from appliance.platform.cpus import deal_cpus, show_cpus
+from appliance.platform.systemd import Notifier, refuse_strangers, take_sockets
+from appliance.platform.tls import LiveTls
 from appliance.service.front_frames import Handover
 from appliance.service.settings import Settings
-from appliance.systemd import Notifier, refuse_strangers, take_sockets
-from appliance.tlsfiles import LiveTls
 
 if TYPE_CHECKING:
     from appliance.observability.tracing import Traces

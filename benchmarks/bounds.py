@@ -3,9 +3,9 @@
     python -m benchmarks.bounds [--json FILE]
 
 For every table of `benchmarks/papers/` with a search: the first load of its axis at which even the
-least work that could do (`appliance.lab.bound`) does not fit the box, if what may be late is not
-done at all; the loads that were found for `appliance` and for the best of the others. Tables of
-traces are left out.
+least work that could do (`lab.experiments.lower_bound`) does not fit the box, if what may be late
+is not done at all; the loads that were found for `appliance` and for the best of the others.
+Tables of traces are left out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import argparse
 import json
 from pathlib import Path
 
-from appliance.lab import scenario
-from appliance.lab.bound import least_busy_share
+from appliance.lab.experiments import scenario
+from appliance.lab.experiments.lower_bound import least_busy_share
 from benchmarks.papers_report import knee
 from benchmarks.papers_tables import RESULTS, TABLES, Cells, Figure, PaperTable, names, read
 from benchmarks.provenance import made

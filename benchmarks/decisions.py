@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.memory.ledger import HostLedger
 from appliance.policies.loader import load_stack
-from appliance.policies.report import PolicyChoice
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.questions import Policy
+from appliance.scheduling.policy_api import Policy
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import (
     AnyCommand,
     BuildModel,

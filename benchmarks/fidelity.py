@@ -46,10 +46,10 @@ from appliance.client import event_lines_async
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.lab.metrics import expand, measure
-from appliance.lab.recorded import recording
-from appliance.lab.simulator import Run
-from appliance.lab.trial import play
+from appliance.lab.experiments.metrics import expand, measure
+from appliance.lab.experiments.run import play
+from appliance.lab.replay.journal_workload import recording
+from appliance.lab.sim.simulator import Run
 from benchmarks.provenance import made_on_cpu
 
 POLICIES: Final = ("appliance", "aegaeon", "serverlessllm")

@@ -23,8 +23,8 @@ from typing import Any, Final
 import pytest
 
 from appliance import framing
-from appliance.api.auth import Access
-from appliance.gateway.admission import Admission
+from appliance.access.admission import Admission
+from appliance.access.auth import Access
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.service.front_frames import VERSION, Enter, Hello, Ready, Submit
 from appliance.worker import frames as wire

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from appliance import gpus
 from appliance.engines.protocol import SequenceSpec
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
+from appliance.platform import gpus
 from appliance.worker import frames as wire
 from appliance.worker.rank_messages import Seat
 from benchmarks.provenance import made
@@ -128,7 +128,7 @@ def alone(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     prepare_environment("auto", "cuda:0")
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    from appliance.memory.kvpool import BLOCK_TOKENS
+    from appliance.memory.kv_pool import BLOCK_TOKENS
 
     llm = LLM(
         str(path),
@@ -326,7 +326,7 @@ def graphs(models: list[Any]) -> list[int]:
 
 def ceilings(host: HostTier, arena: Any) -> dict[str, float]:
     """Host to device, page-locked, in one copy of at most 256 MiB."""
-    from appliance.memory.cuda_driver import call
+    from appliance.memory.cuda.driver import call
 
     slabs = min(128, arena.free, host.nbytes // SLAB)
     region = arena.reserve("ceiling", slabs)

@@ -23,11 +23,11 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.memory.arena import Arena, Region
-from appliance.memory.cuda_driver import call
-from appliance.memory.hosttier import HostTier
+from appliance.memory.cuda.driver import call
+from appliance.memory.cuda.vmm import CudaVmm
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferKind
-from appliance.memory.vmm_cuda import CudaVmm
 from benchmarks.provenance import made
 
 MIB: Final = 1 << 20

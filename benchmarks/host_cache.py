@@ -32,12 +32,12 @@ from unittest.mock import patch
 from appliance.demo.checkpoints import Recipe, make_checkpoints
 from appliance.engines.vllm import prepare_environment
 from appliance.memory.arena import Arena
-from appliance.memory.hosttier import HostTier
-from appliance.memory.imagefile import prepare_folder
-from appliance.memory.images import ImageFolder
-from appliance.memory.imagewriter import ImageWriter
+from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.vmm_host import HostVmm
+from appliance.memory.weight_cache.image_file import prepare_folder
+from appliance.memory.weight_cache.image_writer import ImageWriter
+from appliance.memory.weight_cache.images import ImageFolder
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ def halve(path: Path) -> Path:
 def measure(paths: dict[str, list[Path]], rounds: int, folder: Path) -> dict[str, object]:
     import torch
 
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     sizes = {dtype: sum(file.stat().st_size for file in files(paths[dtype])) for dtype in DTYPES}
     # Packed, there is a little more.

@@ -35,9 +35,9 @@ from typing import Any
 
 import httpx
 
+from appliance.access.keys import Key, KeyFile, Scope, digest
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port
-from appliance.keys import Key, KeyFile, Scope, digest
 from benchmarks.provenance import made_on_cpu
 
 ATTACKED, ASKED = "llama-a", "qwen3-a"

@@ -21,9 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from appliance.lab.experiments.metrics import measure
+from appliance.lab.experiments.run import Contender, Setting, play
 from appliance.lab.hardware import Box, gpu, profile
-from appliance.lab.metrics import measure
-from appliance.lab.trial import Contender, Setting, play
 from appliance.lab.workload import Lengths, drawn
 from appliance.vocabulary import ModelSpec, Slo
 

@@ -11,7 +11,7 @@ DATA is a directory with the tables named below. Written are, in `benchmarks/sce
     lengths/sharegpt_2048.csv   ShareGPT with histories, below 2048 tokens in all
 
 and printed are the ``[[profiles]]`` of models that were not measured whole: kernels measured one by
-one and added up (the ``*_steps_derived`` tables), fitted as `appliance.lab.fitting` does.
+one and added up (the ``*_steps_derived`` tables), fitted as `lab.calibration.least_squares` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from appliance.lab.fitting import fit
+from appliance.lab.calibration.least_squares import fit
 
 HERE = Path(__file__).parent / "scenarios"
 PAIRS = 4000

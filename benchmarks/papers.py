@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from appliance.lab.contest import Arena, Match
-from appliance.lab.sweep import Search, search
+from appliance.lab.experiments.comparison import Arena, Match
+from appliance.lab.experiments.sweep import Search, search
 from benchmarks import papers_computed, papers_report
 from benchmarks.papers_tables import (
     RESULTS,

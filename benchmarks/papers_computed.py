@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from appliance.lab.fitting import r_squared
+from appliance.lab.calibration.least_squares import r_squared
 from appliance.lab.workload import Lengths, drawn
 from appliance.plugins.chiron import waiting_seconds
 

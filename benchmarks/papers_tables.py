@@ -19,8 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from appliance.errors import LabError
-from appliance.lab import hardware, scenario
-from appliance.lab.report import mean
+from appliance.lab import hardware
+from appliance.lab.experiments import scenario
+from appliance.lab.experiments.report import mean
 
 HERE = Path(__file__).parent
 TABLES = HERE / "papers"

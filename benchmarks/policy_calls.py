@@ -23,8 +23,8 @@ import pluggy
 
 from appliance.hookspecs import PROJECT, PolicySpec, hookimpl
 from appliance.policies.stack import PolicyStack
-from appliance.scheduling.costmodel import CostModel
-from appliance.scheduling.questions import (
+from appliance.scheduling.cost_model import CostModel
+from appliance.scheduling.policy_api import (
     GroupView,
     InstanceView,
     Phase,

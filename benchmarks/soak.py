@@ -40,7 +40,7 @@ from appliance.demo.checkpoints import EOS_ID, Recipe, make_checkpoints
 from appliance.engines.protocol import KvExhausted, Produced, SequenceSpec
 from appliance.engines.vllm import prepare_environment
 from appliance.memory.arena import POISON, Arena, PoolExhausted
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.ledger import HostLedger
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled

@@ -41,7 +41,7 @@ from appliance.engines.protocol import SequenceSpec
 from appliance.engines.vllm import prepare_environment
 from appliance.memory import mapping
 from appliance.memory.arena import Arena, Region
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.vmm_host import HostVmm
 

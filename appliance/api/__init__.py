@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's dialect in front of an `appliance.service.interface.Service`."""
+"""The HTTP API of the core: admin, batches, health, metrics, and the OpenAPI document."""

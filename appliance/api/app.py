@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from litestar import Litestar
 
-from appliance.api.auth import Access, Authentication
-from appliance.api.batches import batch_routes
-from appliance.api.batchrunner import BatchRunner
-from appliance.api.catalogue import catalogue_routes
-from appliance.api.config import config_routes, log_routes
-from appliance.api.errorshapes import EXCEPTION_HANDLERS
-from appliance.api.events import event_routes
-from appliance.api.files import file_routes
-from appliance.api.gate import gated
-from appliance.api.instances import instance_routes
-from appliance.api.keys import key_routes
-from appliance.api.messagebatches import message_batch_routes
-from appliance.api.modellist import model_routes
-from appliance.api.models import model_admin_routes
-from appliance.api.ollama import ollama_catalogue_routes
-from appliance.api.openapi import openapi_routes
-from appliance.api.options import Options
-from appliance.api.policies import policy_routes
+from appliance.access.admission import Admission
+from appliance.access.auth import Access, Authentication
+from appliance.api.admin.catalog import catalogue_routes
+from appliance.api.admin.config import config_routes, log_routes
+from appliance.api.admin.events import event_routes
+from appliance.api.admin.instances import instance_routes
+from appliance.api.admin.keys import key_routes
+from appliance.api.admin.models import model_admin_routes
+from appliance.api.admin.policies import policy_routes
+from appliance.api.admin.requests import request_routes
+from appliance.api.admin.watch import watch_routes
+from appliance.api.batch.files import file_routes
+from appliance.api.batch.message_routes import message_batch_routes
+from appliance.api.batch.routes import batch_routes
+from appliance.api.batch.runner import BatchRunner
+from appliance.api.key_view import gated
+from appliance.api.model_list import model_routes
+from appliance.api.ollama.catalog import ollama_catalogue_routes
+from appliance.api.openapi.document import openapi_routes
+from appliance.api.openapi.options import Options
 from appliance.api.probes import operator_routes
-from appliance.api.requestids import name_answer
-from appliance.api.requests import request_routes
 from appliance.api.responses import response_routes
-from appliance.api.watch import watch_routes
-from appliance.gateway.admission import Admission
 from appliance.gateway.responses import StoredResponses
+from appliance.http.error_formats import EXCEPTION_HANDLERS
+from appliance.http.request_ids import name_answer
 from appliance.service.interface import Service
 from appliance.service.settings import Settings
 

@@ -7,7 +7,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
 import appliance
-from appliance.api.jsonanswers import json_answer
+from appliance.http.json import json_answer
 from appliance.service.interface import Service
 
 

@@ -11,12 +11,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
-from appliance.api.auth import current
-from appliance.api.errors import ApiError, BadRequest
-from appliance.api.events import KEEP_ALIVE, Watch
-from appliance.api.jsonanswers import json_answer
-from appliance.api.paging import query_of
+from appliance.access.auth import current
+from appliance.api.admin.events import KEEP_ALIVE, Watch
 from appliance.gateway.responses import StoredResponse, StoredResponses
+from appliance.http.errors import ApiError, BadRequest
+from appliance.http.json import json_answer
+from appliance.http.paging import query_of
 
 
 class _Deleted(msgspec.Struct):

@@ -21,9 +21,8 @@ from typing import Final, NamedTuple
 import httpx
 import msgspec
 
-from appliance.adminsocket import UNIX, admin_path
-from appliance.catalog import CatalogEntry
-from appliance.checksums import SUMS, read_sums
+from appliance.checkpoints.checkpoint import CatalogEntry
+from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, Devices, Model
@@ -31,8 +30,9 @@ from appliance.config.sizing import read_model, uncached
 from appliance.engines.protocol import Verdict
 from appliance.errors import CheckpointError, ConfigError, Problem
 from appliance.memory import mapping
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.vmm_host import HostVmm
+from appliance.platform.admin_socket import UNIX, admin_path
 from appliance.units import human
 
 SHMEM_HUGE: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"

@@ -11,20 +11,12 @@ from typing import Any
 import click
 import msgspec
 
+from appliance.access.keys import Key, KeyFile, NewKey, Scope, lifetime_seconds, make_key
 from appliance.cli.options import config_option
 from appliance.cli.output import json_option, print_json, print_table
 from appliance.client import fail
 from appliance.config.loader import load_config
-from appliance.errors import ConfigError, KeysError
-from appliance.keys import (
-    Key,
-    KeyFieldError,
-    KeyFile,
-    NewKey,
-    Scope,
-    lifetime_seconds,
-    make_key,
-)
+from appliance.errors import ConfigError, KeyFieldError, KeysError
 from appliance.vocabulary import RequestClass
 
 

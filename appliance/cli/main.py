@@ -313,7 +313,7 @@ class LabGroup(click.Group):
         return self._loaded().get_command(ctx, cmd_name)
 
     def _loaded(self) -> click.Group:
-        from appliance.lab.command import lab
+        from appliance.lab.cli import lab
 
         return lab
 

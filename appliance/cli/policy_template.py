@@ -85,7 +85,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import Admitted, InstanceView, PlannedTurn
+from appliance.scheduling.policy_api import Admitted, InstanceView, PlannedTurn
 
 
 class $kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

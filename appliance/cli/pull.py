@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
+from appliance.checkpoints.pull import pull as fetch
+from appliance.checkpoints.sources import Progress, Tell, find_source
 from appliance.client import (
     ANSWER_SECONDS,
     call,
@@ -27,8 +29,6 @@ from appliance.client import (
 )
 from appliance.config.schema import Model, choices, fields
 from appliance.errors import CheckpointError, PullError
-from appliance.pulling import pull as fetch
-from appliance.pullsources import Progress, Tell, find_source
 from appliance.service.settings import DEFAULT_CONTEXT_TOKENS
 from appliance.units import human
 

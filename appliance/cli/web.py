@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from appliance.client import check_address, fail, own_key
-from appliance.tlsfiles import problem_with
+from appliance.platform.tls import problem_with
 from appliance.units import Address
 
 DEFAULT_BIND = "127.0.0.1:11501"

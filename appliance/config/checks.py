@@ -9,17 +9,17 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
-from appliance.adminsocket import AdminSocketError, group_id
-from appliance.catalog import CatalogEntry
+from appliance.access.keys import KeyFile
+from appliance.checkpoints.checkpoint import CatalogEntry
+from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.problems import Report
 from appliance.config.schema import Api, Config, Devices, Model, PolicyTable, Telemetry
 from appliance.config.sizing import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
-from appliance.keys import KeyFile
+from appliance.platform.admin_socket import AdminSocketError, group_id
+from appliance.platform.tls import problem_with
 from appliance.policies import loader as policies
-from appliance.purpose import PoolerRefused, check_pooler, check_task
 from appliance.service.front_paths import FRONT_PATHS
-from appliance.tlsfiles import problem_with
 from appliance.units import human
 
 PAGE_BYTES: Final = 4096

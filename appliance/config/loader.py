@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from appliance.adminsocket import AUTO
 from appliance.config.checks import check
 from appliance.config.layers import read_layers
 from appliance.config.problems import Report
@@ -28,7 +27,8 @@ from appliance.config.schema import (
 )
 from appliance.config.toml_lines import KeyPath, dotted
 from appliance.errors import ConfigError, alternatives, nearest
-from appliance.gpus import Gpu, GpusUnknown, list_gpus
+from appliance.platform.admin_socket import AUTO
+from appliance.platform.gpus import Gpu, GpusUnknown, list_gpus
 from appliance.units import human, toml
 
 S = TypeVar("S", bound=Section)

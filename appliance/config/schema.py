@@ -20,11 +20,11 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from appliance.adminsocket import AUTO
+from appliance.checkpoints.task import AskedTask, PoolerValue
 from appliance.hookspecs import HOOKS
-from appliance.logs import LogFormat, LogLevel
-from appliance.policies.report import PolicyChoice
-from appliance.purpose import AskedTask, PoolerValue
+from appliance.platform.admin_socket import AUTO
+from appliance.platform.logs import LogFormat, LogLevel
+from appliance.service.policy_report import PolicyChoice
 from appliance.units import Address, Bytes, Memory, Seconds
 
 Scalar: TypeAlias = str | int | float | bool

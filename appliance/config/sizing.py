@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from appliance.catalog import CatalogEntry, read_checkpoint
+from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
 from appliance.config.problems import Report
 from appliance.config.schema import Config, Devices, Model
-from appliance.memory.kvpool import BLOCK_TOKENS, KvGeometry
+from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
 from appliance.units import human, no_less
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     DecodingView,

@@ -22,7 +22,7 @@ from appliance.errors import ApplianceError, PolicyError
 from appliance.hookspecs import API_VERSION, HOOKS
 from appliance.policies.guard import BUDGET_SECONDS
 from appliance.policies.validation import shown
-from appliance.scheduling.questions import Costs
+from appliance.scheduling.policy_api import Costs
 from appliance.vocabulary import FinishReason, Word
 
 MACHINE_SECONDS = BUDGET_SECONDS / 10

@@ -13,8 +13,8 @@ import msgspec
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PolicySpec
 from appliance.lab.hardware import Box, gpu, profile
-from appliance.lab.recorder import Life
-from appliance.lab.simulator import simulate
+from appliance.lab.sim.recorder import Life
+from appliance.lab.sim.simulator import simulate
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import HostLedger
 from appliance.scheduling.machine import Machine
@@ -77,7 +77,7 @@ ARGUMENTS = {hook: tuple(signature(getattr(PolicySpec, hook)).parameters)[1:] fo
 
 
 class Interposed:
-    """Hands every question to one function. Implements `appliance.scheduling.questions.Policy`
+    """Hands every question to one function. Implements `appliance.scheduling.policy_api.Policy`
     as far as the function does."""
 
     def __init__(self, answer: Callable[[Question], object]) -> None:

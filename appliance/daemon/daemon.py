@@ -35,19 +35,18 @@ from appliance.daemon.status import (
     request_activity,
 )
 from appliance.daemon.verification import Verifications
-from appliance.gpuwatch import GpuWatch
 from appliance.journal import Journal, Setup
-from appliance.memory.hosttier import HostTier
-from appliance.memory.slabmaps import host_map
+from appliance.memory.host_tier import HostTier
+from appliance.memory.slab_maps import host_map
 from appliance.observability.metrics import Metrics
 from appliance.observability.request_log import log_request
 from appliance.observability.request_phases import Timekeeper
 from appliance.observability.slo_window import Pace
 from appliance.observability.switches import Switches
 from appliance.observability.timeline import HOOKS, MOST_PLANNED, Spans
+from appliance.platform.gpu_monitor import GpuWatch
 from appliance.policies.guard import BUDGET_SECONDS
 from appliance.policies.loader import installed
-from appliance.policies.report import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.service.event_log import Feed, Notice, NoticeKind
@@ -76,6 +75,7 @@ from appliance.service.interface import (
     SubmitRequest,
     cancelled,
 )
+from appliance.service.policy_report import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
 from appliance.vocabulary import (
     Command,
     Direction,

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from appliance.daemon.status import InstanceActivities, KvActivities, ModelActivities, kv_uses
-from appliance.gpuwatch import GpuWatch
 from appliance.observability.metrics import Metrics
+from appliance.platform.gpu_monitor import GpuWatch
 from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.machine import Machine
 from appliance.vocabulary import InstanceId, ModelName

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import uvicorn
 
-from appliance.api.connections import Connection
 from appliance.errors import ApplianceError
 from appliance.gateway.acceptor import Acceptor, FrontEnds, listen_at
-from appliance.systemd import Notifier
+from appliance.http.connections import Connection
+from appliance.platform.systemd import Notifier
 
 STATUS_SECONDS = 5.0
 """How often the service manager is told how things stand, if it wants no more often."""

@@ -11,7 +11,9 @@ import msgspec
 
 from appliance.errors import PolicyError
 from appliance.observability.metrics import Metrics
-from appliance.policies.report import (
+from appliance.policies.stack import PolicyStack
+from appliance.service.interface import NothingPrevious, PolicyNotActive
+from appliance.service.policy_report import (
     Happening,
     InstalledPolicy,
     PolicyChoice,
@@ -19,8 +21,6 @@ from appliance.policies.report import (
     PolicyHappening,
     PolicyReport,
 )
-from appliance.policies.stack import PolicyStack
-from appliance.service.interface import NothingPrevious, PolicyNotActive
 
 MAX_PREVIOUS = 8
 MAX_HAPPENINGS = 100

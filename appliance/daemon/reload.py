@@ -22,8 +22,10 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from appliance import deletions, logs
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints import delete as deletions
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.pull import folder_name, pull
+from appliance.checkpoints.sources import Tell, find_source
 from appliance.config.layers import directory, read_layers
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, Model, PolicyTable, Section, fields
@@ -31,9 +33,9 @@ from appliance.config.sizing import kv_floor_slabs, read_model
 from appliance.config.toml_lines import KeyPath, dotted
 from appliance.daemon.daemon import Daemon
 from appliance.daemon.served_model import ServedModel, served_model, terms_of
-from appliance.errors import CheckpointError, ConfigError, Problem, PullError
-from appliance.pulling import folder_name, pull
-from appliance.pullsources import Tell, find_source
+from appliance.errors import CheckpointError, ConfigError, FilesLeft, NotSaved, Problem, PullError
+from appliance.platform import logs
+from appliance.platform.tls import LiveTls, Pair, TlsProblem, read_pair
 from appliance.service.event_log import NoticeKind
 from appliance.service.interface import ModelActivity, ModelExists
 from appliance.service.settings import (
@@ -42,11 +44,8 @@ from appliance.service.settings import (
     ConfigCheck,
     ConfigInForce,
     ConfigReload,
-    FilesLeft,
-    NotSaved,
     Removal,
 )
-from appliance.tlsfiles import LiveTls, Pair, TlsProblem, read_pair
 from appliance.units import Address, Bytes, Seconds, human, toml
 from appliance.vocabulary import ModelName
 

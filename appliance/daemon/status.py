@@ -8,15 +8,15 @@ from itertools import chain
 
 from appliance.daemon.served_model import ServedModel
 from appliance.engines.protocol import KvBytes
-from appliance.gpuwatch import GpuReading, GpuWatch
 from appliance.memory.ledger import HostLedger
 from appliance.observability.slo_window import Pace
 from appliance.observability.switches import Switches
 from appliance.observability.timeline import Spans
+from appliance.platform.gpu_monitor import GpuReading, GpuWatch
 from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.reasons import wait_reason
 from appliance.scheduling.state import InstanceState
+from appliance.scheduling.wait_reasons import wait_reason
 from appliance.service.interface import (
     GpuActivity,
     InstanceActivity,

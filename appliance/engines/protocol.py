@@ -1,7 +1,7 @@
 """What a worker asks of an engine: the seam behind which vLLM (or another executor) stands.
 
 Owners of memory: a worker has one `appliance.memory.arena.Arena` (the device pool of its instance)
-and one `appliance.memory.hosttier.HostTier` (the box's shared host memory). An engine reserves
+and one `appliance.memory.host_tier.HostTier` (the box's shared host memory). An engine reserves
 address ranges in the arena once, when it is built, and from then on only maps, unmaps and copies.
 
 An engine is driven from one thread. What it copies goes on in other threads (or streams), as a

@@ -11,8 +11,8 @@ import logging
 import os
 import socket
 
-from appliance import logs
 from appliance.frontend.process import main
+from appliance.platform import logs
 
 
 def _arguments() -> argparse.Namespace:

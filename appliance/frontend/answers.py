@@ -9,10 +9,10 @@ from typing import Any, Final, TypeAlias
 
 from litestar.types import Message, Scope, Send
 
-from appliance.api.errors import ApiError
-from appliance.api.errorshapes import shape_of
-from appliance.api.requestids import request_id
 from appliance.frontend.calls import Call
+from appliance.http.error_formats import shape_of
+from appliance.http.errors import ApiError
+from appliance.http.request_ids import request_id
 from appliance.service.front_frames import Refused
 
 COMMENT: Final = b": keep-alive\n\n"

@@ -28,17 +28,17 @@ from vllm.entrypoints.scale_out.render.api_router import router as render_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
 
-from appliance.api.errors import ApiError
-from appliance.api.requestids import request_id
 from appliance.frontend.answers import Answer, Headers
 from appliance.frontend.calls import Call, current
 from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
 from appliance.frontend.fields import IGNORED_HEADER, check
-from appliance.frontend.input_tokens import router as input_tokens_router
-from appliance.frontend.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
-from appliance.frontend.stored import recall
-from appliance.frontend.vllmerrors import VllmErrors
+from appliance.frontend.serving.input_tokens import router as input_tokens_router
+from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
+from appliance.frontend.serving.stored import recall
+from appliance.frontend.serving.vllm_errors import VllmErrors
+from appliance.http.errors import ApiError
+from appliance.http.request_ids import request_id
 from appliance.service.front_frames import (
     DECIDING_HEADERS,
     LARGE_BYTES,

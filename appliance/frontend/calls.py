@@ -40,7 +40,7 @@ class Call:
         self.background: set[asyncio.Task[None]] = set()
         """Work that goes on after the answer; the call is over when it is done."""
         self.stored: dict[str, dict[str, Any]] = {}
-        """What vLLM keeps of responses, by kind and by id (`appliance.frontend.stored`)."""
+        """What vLLM keeps of responses, by kind and by id (`appliance.frontend.serving.stored`)."""
         self.streams = False
         """Whether its answer is a stream that has begun to be made."""
         self.given_up = asyncio.Event()

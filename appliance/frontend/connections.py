@@ -16,8 +16,8 @@ import msgspec
 import uvicorn
 from uvicorn.server import ServerState
 
-from appliance.api.connections import Connection
-from appliance.api.errors import ApiError
+from appliance.http.connections import Connection
+from appliance.http.errors import ApiError
 from appliance.service.front_frames import MAX_RECEIVED_BYTES, Handover, StreamBegun
 from appliance.service.front_paths import is_front_path, without_root
 

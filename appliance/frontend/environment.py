@@ -36,7 +36,7 @@ def prepare_environment() -> None:
         "TORCHDYNAMO_DISABLE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
-        "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # the core's: appliance.frontend.stored
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # the core's: appliance.frontend.serving.stored
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # what the workers run
         "HF_HUB_OFFLINE": "1",
@@ -52,9 +52,9 @@ def import_vllm() -> None:
     platforms._current_platform = CpuPlatform()
 
     from appliance.frontend.app import vllm_application
-    from appliance.frontend.engine_client import replace_engine
-    from appliance.frontend.published import publish_responses
-    from appliance.frontend.seams import check_seams
+    from appliance.frontend.serving.engine_client import replace_engine
+    from appliance.frontend.serving.published import publish_responses
+    from appliance.frontend.serving.seams import check_seams
 
     check_seams()
     replace_engine()

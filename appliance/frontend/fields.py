@@ -21,11 +21,12 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from appliance.api.errors import BadRequest
 from appliance.errors import nearest
-from appliance.frontend import input_tokens, rewrites
+from appliance.frontend import rewrites
 from appliance.frontend.ollama.requests import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody
 from appliance.frontend.rewrites import Body
+from appliance.frontend.serving import input_tokens
+from appliance.http.errors import BadRequest
 
 IGNORED_HEADER: Final = "x-appliance-ignored"
 MAX_NAMES: Final = 20

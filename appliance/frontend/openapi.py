@@ -2,7 +2,7 @@
 
 The core describes itself and imports no vLLM, so this part is written to a file:
 
-    python -m appliance.frontend.openapi > appliance/api/inference.json
+    python -m appliance.frontend.openapi > appliance/api/openapi/inference.json
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from appliance.api.apiexamples import EXAMPLES
+from appliance.api.openapi.examples import EXAMPLES
 from appliance.frontend.app import INVOCATIONS, TOKENIZER_INFO, vllm_application
 from appliance.frontend.fields import ollama_bodies, routes, table
 from appliance.service.front_paths import is_front_path

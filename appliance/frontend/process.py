@@ -13,15 +13,15 @@ import signal
 import socket
 from typing import TYPE_CHECKING
 
-from appliance.api.cors import Cors
 from appliance.frontend.core import Core
 from appliance.frontend.environment import import_vllm, prepare_environment
+from appliance.http.cors import Cors
 from appliance.service import front_frames as frontwire
 from appliance.service.front_frames import Ping, Pong, Ready
 
 if TYPE_CHECKING:
     from appliance.frontend.app import FrontEnd
-    from appliance.frontend.batchruns import BatchRuns
+    from appliance.frontend.batch_runs import BatchRuns
     from appliance.frontend.connections import Connections
 
 log = logging.getLogger("appliance.frontend")
@@ -53,11 +53,11 @@ async def _serve(frames: socket.socket, handover: socket.socket) -> int:
         return 1
     import_vllm()  # before Ready pings are not expected: the loop may stand still
     from appliance.frontend.app import FrontEnd
-    from appliance.frontend.batchruns import BatchRuns
+    from appliance.frontend.batch_runs import BatchRuns
     from appliance.frontend.connections import Connections
-    from appliance.frontend.engine_client import is_refusal
-    from appliance.frontend.model_fronts import ModelFronts
     from appliance.frontend.ollama.routes import ollama_application
+    from appliance.frontend.serving.engine_client import is_refusal
+    from appliance.frontend.serving.model_fronts import ModelFronts
 
     for handler in logging.getLogger().handlers:
         handler.addFilter(lambda record: not is_refusal(record))

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, TypeVar, get_args
 import msgspec
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-from appliance.api.errors import BadRequest
+from appliance.http.errors import BadRequest
 
 Value = TypeVar("Value")
 _LEAST_BUDGET: Final = 1024

@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from appliance import logs
+from appliance.platform import logs
 from appliance.service.front_frames import Fork, Forked
 
 ORDER_BYTES: Final = 1024

@@ -19,10 +19,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from appliance.api.connections import HEAD_SECONDS, UNSENT_BYTES, Connection
-from appliance.api.errors import ApiError
-from appliance.gateway.requestlines import PEEK_BYTES, body_bytes, path_of
+from appliance.gateway.request_lines import PEEK_BYTES, body_bytes, path_of
 from appliance.gateway.tls import PumpSide, TlsBeginning
+from appliance.http.connections import HEAD_SECONDS, UNSENT_BYTES, Connection
+from appliance.http.errors import ApiError
 from appliance.service.front_frames import LARGE_BYTES, Handover
 from appliance.service.front_paths import is_front_path, without_root
 

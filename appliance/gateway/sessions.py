@@ -16,13 +16,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from appliance.api.auth import Access, Asking, Caller
-from appliance.api.errors import ApiError, as_api_error
-from appliance.api.timing import server_timing
+from appliance.access.admission import Admission
+from appliance.access.auth import Access, Asking, Caller
+from appliance.access.keys import Scope
 from appliance.engines.protocol import Produced
-from appliance.gateway.admission import Admission
 from appliance.gateway.responses import StoredResponse, StoredResponses
-from appliance.keys import Scope
+from appliance.http.errors import ApiError, as_api_error
+from appliance.http.server_timing import server_timing
 from appliance.service.front_frames import (
     MAX_STORED_BYTES,
     MOST_DETAIL_BYTES,

@@ -24,7 +24,7 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from appliance import framing
-from appliance.api.errors import ApiError
+from appliance.http.errors import ApiError
 from appliance.service.front_frames import (
     MAX_RECEIVED_BYTES,
     Down,

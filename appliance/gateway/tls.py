@@ -7,7 +7,7 @@ from asyncio import BaseTransport, Transport
 from collections.abc import Callable
 from typing import Final, cast
 
-from appliance.gateway.requestlines import PEEK_BYTES, body_bytes, path_of
+from appliance.gateway.request_lines import PEEK_BYTES, body_bytes, path_of
 
 LAST_SECONDS: Final = 60.0
 """How long a client may take for what a front end had answered when it closed."""

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.errors import LabError
-from appliance.scheduling.costmodel import StepTimes
+from appliance.scheduling.cost_model import StepTimes
 from appliance.vocabulary import KvShape, Word
 
 EFFICIENCY = 0.625

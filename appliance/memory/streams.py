@@ -1,7 +1,7 @@
 """Streams: copies that go on beside compute, in order within a stream, after others across streams.
 
 The interface is the same for host memory (a thread with a queue) and for a GPU (driver streams and
-events). Which transfer has to come after which is decided above (`appliance.memory.transferrules`).
+events). Which transfer has to come after which is decided above (`appliance.memory.hazards`).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from appliance.memory.hazards import TransferBook
 from appliance.memory.streams import Copy, Stream
-from appliance.memory.transferrules import TransferBook
 from appliance.memory.transfers import Transfer, TransferKind
 
 Then = Callable[[Transfer], None]

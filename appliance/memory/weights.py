@@ -24,7 +24,7 @@ from typing import Final
 
 from appliance.memory import mapping
 from appliance.memory.arena import Arena, Region
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import PIECE_BYTES, Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferKind

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from appliance.gpuwatch import GpuReading
 from appliance.observability.registry import Registry
+from appliance.platform.gpu_monitor import GpuReading
 
 
 class GpuMetrics:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     BatchView,

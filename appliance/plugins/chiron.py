@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import Count, Positive, quotas
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     BatchView,

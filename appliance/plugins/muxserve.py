@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.static import Fixed, Share
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     FloorView,
     InstanceView,
     Placement,

@@ -15,7 +15,7 @@ from msgspec import Meta
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.serverlessllm import at_the_end, everywhere, in_place
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchLimits,
     FloorView,
     InstanceView,

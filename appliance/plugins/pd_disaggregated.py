@@ -15,7 +15,7 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import Positive, partitions
 from appliance.plugins.pd_aggregated import waiting_tokens
 from appliance.plugins.serverlessllm import at_the_end, lone_turn
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     FloorView,
     InstanceView,
     Placement,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import queued_seconds
 from appliance.plugins.serverlessllm import ServerlessLlm, open_group
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     Costs,
     InstanceView,

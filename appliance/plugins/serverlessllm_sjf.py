@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.serverlessllm import ServerlessLlm, least_loaded
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     Costs,
     GroupView,

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.serverlessllm import ServerlessLlm
-from appliance.scheduling.questions import FloorView, ModelView, Placement
+from appliance.scheduling.policy_api import FloorView, ModelView, Placement
 from appliance.vocabulary import ModelName, Role, Word
 
 Share = Annotated[float, Meta(ge=0, lt=1)]

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.serverlessllm import lone_turn
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchLimits,
     Costs,
     DecodingView,

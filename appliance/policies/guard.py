@@ -19,7 +19,7 @@ import pluggy
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PROJECT, PolicySpec
 from appliance.policies import validation as answers
-from appliance.policies.report import DecisionTally, PolicyState
+from appliance.service.policy_report import DecisionTally, PolicyState
 
 BUDGET_SECONDS = 0.05
 MAX_FAULTS_IN_A_ROW = 3

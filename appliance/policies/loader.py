@@ -19,8 +19,8 @@ import msgspec
 from appliance.errors import ChoiceProblem, PolicyChoiceError, PolicyError, nearest
 from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PROJECT
 from appliance.policies.guard import BUDGET_SECONDS, GuardedPolicy
-from appliance.policies.report import InstalledPolicy, PolicyChoice
 from appliance.policies.stack import PolicyStack
+from appliance.service.policy_report import InstalledPolicy, PolicyChoice
 from appliance.vocabulary import RequestId
 
 FALLBACK = "aegaeon"

@@ -26,8 +26,7 @@ from appliance.policies.guard import (
     Overran,
     Views,
 )
-from appliance.policies.report import Missed, PolicyFault, PolicyState
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     Costs,
@@ -43,11 +42,12 @@ from appliance.scheduling.questions import (
     Refusal,
     RequestView,
 )
+from appliance.service.policy_report import Missed, PolicyFault, PolicyState
 from appliance.vocabulary import InstanceId, ModelName
 
 
 class PolicyStack:
-    """Policies in the order they are asked. Implements `appliance.scheduling.questions.Policy`.
+    """Policies in the order they are asked. Implements `appliance.scheduling.policy_api.Policy`.
 
     Deterministic, as long as its policies are and none is asked apart.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard, TypeVar
 
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchLimits,
     DecodingView,
     Fleet,

@@ -16,13 +16,12 @@ from functools import singledispatchmethod
 import msgspec
 
 from appliance.memory.ledger import HostLedger
-from appliance.scheduling.costmodel import CostModel
+from appliance.scheduling.cluster import Floor
+from appliance.scheduling.cost_model import CostModel
 from appliance.scheduling.demand import Demands
-from appliance.scheduling.foreman import Foreman
+from appliance.scheduling.dispatcher import Foreman
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
-from appliance.scheduling.masters import Masters
-from appliance.scheduling.placement import Floor
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     PlannedTurn,
     Policy,
     PrefillChoice,
@@ -38,6 +37,7 @@ from appliance.scheduling.state import (
     RequestState,
     TurnJob,
 )
+from appliance.scheduling.weight_cache import Masters
 from appliance.vocabulary import (
     Command,
     Direction,

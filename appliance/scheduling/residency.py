@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from appliance.scheduling.lifecycle import Engine, KvPlace
-from appliance.scheduling.masters import Masters
 from appliance.scheduling.state import EngineState, InstanceState, RequestState
+from appliance.scheduling.weight_cache import Masters
 from appliance.vocabulary import (
     Command,
     Direction,

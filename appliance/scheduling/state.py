@@ -18,7 +18,7 @@ from appliance.scheduling.lifecycle import (
     Stage,
     move,
 )
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchView,
     Costs,
     DecodingView,

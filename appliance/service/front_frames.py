@@ -29,7 +29,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance import framing
-from appliance.purpose import PoolerValue, pools_tokens
+from appliance.checkpoints.task import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
 VERSION: Final = 1

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from appliance.engines.protocol import Produced, Verdict
-from appliance.policies.report import PolicyChoice, PolicyReport
 from appliance.service.event_log import Notice
 from appliance.service.front_frames import FrontModel
+from appliance.service.policy_report import PolicyChoice, PolicyReport
 from appliance.vocabulary import (
     FinishReason,
     InstanceId,

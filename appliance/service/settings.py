@@ -7,24 +7,13 @@ from typing import Final, Protocol
 
 import msgspec
 
+from appliance.checkpoints.sources import Tell
 from appliance.errors import Problem
-from appliance.pullsources import Tell
 from appliance.service.interface import ModelActivity
 from appliance.vocabulary import ModelName
 
 DEFAULT_CONTEXT_TOKENS: Final = 8192
 """The context of a model that is added by somebody who says nothing of it, at most."""
-
-
-class NotSaved(Exception):
-    """A change that was to last cannot be written down; nothing was changed."""
-
-
-class FilesLeft(Exception):
-    """A model was removed, but its files could not be deleted."""
-
-    def __init__(self, model: ModelName, reason: str) -> None:
-        super().__init__(f"model {model!r} does not exist any more, but its files do: {reason}")
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,9 @@ import threading
 import warnings
 from collections.abc import Sequence
 
-from appliance import framing, logs
-from appliance.memory.hosttier import HostTier
+from appliance import framing
+from appliance.memory.host_tier import HostTier
+from appliance.platform import logs
 from appliance.worker import frames as wire
 from appliance.worker.engines import PR_SET_PDEATHSIG, engines
 from appliance.worker.mailbox import Mailbox

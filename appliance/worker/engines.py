@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from appliance.engines.protocol import Engine
 from appliance.memory.arena import Arena
-from appliance.memory.hosttier import HostTier
-from appliance.memory.images import ImageFolder
-from appliance.memory.imagewriter import ImageWriter
+from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
+from appliance.memory.weight_cache.image_writer import ImageWriter
+from appliance.memory.weight_cache.images import ImageFolder
 from appliance.worker import frames as wire
 from appliance.worker.rank_messages import Build, Seat
 
@@ -57,7 +57,7 @@ def _engines_on_gpu(
 ) -> tuple[Build, Arena, Swapper]:
     """The same on a GPU. Its pool holds what models take besides weights and KV, too."""
     from appliance.engines.vllm.environment import prepare_environment
-    from appliance.memory.vmm_cuda import CudaVmm
+    from appliance.memory.cuda.vmm import CudaVmm
 
     if seat.ranks > 1:
         raise ValueError("groups of GPUs are not driven by this version")

@@ -18,12 +18,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import singledispatchmethod
 
-from appliance import framing, logs
+from appliance import framing
 from appliance.engines.protocol import Engine
 from appliance.errors import CheckpointError
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
+from appliance.platform import logs
 from appliance.vocabulary import ModelName, RequestId
 from appliance.worker.engines import PR_SET_PDEATHSIG, engines
 from appliance.worker.rank_messages import (

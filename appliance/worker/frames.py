@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance import vocabulary as v
+from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import KvBytes, Produced, SequenceSpec, Verdict
 from appliance.framing import Decoder
-from appliance.purpose import PoolerValue
 from appliance.vocabulary import SlabMap
 
 PROTOCOL_VERSION: Final = 4

@@ -13,9 +13,9 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance import framing
-from appliance.cpus import deal_cpus, read_cpus, show_cpus
 from appliance.engines.protocol import Engine, KvExhausted, Produced, SequenceSpec, Verdict
 from appliance.memory.arena import PoolExhausted
+from appliance.platform.cpus import deal_cpus, read_cpus, show_cpus
 from appliance.vocabulary import KvShape, ModelName, RequestId
 from appliance.worker import frames as wire
 

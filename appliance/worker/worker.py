@@ -22,7 +22,7 @@ from appliance import framing
 from appliance.engines.protocol import Engine, GuideRefused, KvExhausted, Produced
 from appliance.errors import CheckpointError
 from appliance.memory.arena import Arena, PoolExhausted
-from appliance.memory.slabmaps import pool_map
+from appliance.memory.slab_maps import pool_map
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.vocabulary import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.vmm import Vmm
 
 WINDOW_BYTES = 64 << 20

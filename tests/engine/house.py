@@ -187,7 +187,7 @@ class House:
 
 def make_house() -> House:
     from appliance.memory.arena import Arena
-    from appliance.memory.hosttier import HostTier
+    from appliance.memory.host_tier import HostTier
     from appliance.memory.swapper import Swapper
     from appliance.memory.vmm_host import HostVmm
 

@@ -120,7 +120,7 @@ def test_what_memory_held_before_does_not_matter(
     house: House, plain_vllm: Baseline, model: str
 ) -> None:
     """Attention reads blocks to their end: bytes of others there must not reach an output."""
-    from appliance.engines.vllm.tensors import bytes_at
+    from appliance.engines.vllm.weights.tensors import bytes_at
 
     dirt = house.arena.reserve("dirt", house.arena.slabs)
     dirt.map(range(dirt.slots))

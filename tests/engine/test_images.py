@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from appliance.memory.images import ImageFolder
-from appliance.memory.imagewriter import ImageWriter
+from appliance.memory.weight_cache.image_writer import ImageWriter
+from appliance.memory.weight_cache.images import ImageFolder
 from tests.engine.house import MODELS, Baseline, House, Sampling, make_house, sequence, tokens
 from tests.engine.test_loading import fused, save, toy
 
@@ -109,7 +109,7 @@ def test_a_second_start_reads_what_the_first_packed(
 ) -> None:
     """Into the host tier, or straight to the device; with the tokens of plain vLLM, and without
     making a single piece from the checkpoint."""
-    from appliance.engines.vllm.loading import CheckpointImage
+    from appliance.engines.vllm.weights.loading import CheckpointImage
 
     def refuse(*_: object) -> None:
         raise AssertionError("the weights were packed again")
@@ -183,10 +183,10 @@ def test_weights_without_a_master_image_survive_it_too(
 
 def test_what_decides_the_bytes_is_in_the_key(tmp_path: Path) -> None:
     """Files, types, recipes, and checksums where they are looked at; a new build alone is not."""
-    from appliance.engines.vllm import parameters
-    from appliance.engines.vllm.loading import made_from
-    from appliance.engines.vllm.recipe import Recording
-    from appliance.memory.safetensors import read_header
+    from appliance.checkpoints.safetensors import read_header
+    from appliance.engines.vllm.weights import parameters
+    from appliance.engines.vllm.weights.loading import made_from
+    from appliance.engines.vllm.weights.recipe import Recording
 
     file = tmp_path / "model.safetensors"
     save(file, {"even": (7, 5), "odd": (7, 5)}, "float32")

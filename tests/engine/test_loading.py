@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.safetensors import read_header
 from appliance.config.schema import Devices
 from appliance.config.sizing import least
 from appliance.engines.protocol import Produced
 from appliance.errors import CheckpointError
 from appliance.memory import mapping
-from appliance.memory.hosttier import HostTier
-from appliance.memory.pieces import process_cpus
-from appliance.memory.safetensors import read_header
+from appliance.memory.host_tier import HostTier
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
+from appliance.memory.weight_cache.pipeline import process_cpus
 from appliance.memory.weights import Image
 from appliance.units import Bytes, Memory
 from tests.engine.house import MODELS, SLAB, House, Sampling, make_house, sequence
@@ -111,9 +111,9 @@ def written(
     path: Path, model: Any, after: Callable[[Any], None] = lambda model: None
 ) -> tuple[Any, bytes]:
     """The layout that a toy gets, and its image, made from the file; `after` follows loading."""
-    from appliance.engines.vllm import parameters
-    from appliance.engines.vllm.loading import CheckpointImage
-    from appliance.engines.vllm.recipe import Recording
+    from appliance.engines.vllm.weights import parameters
+    from appliance.engines.vllm.weights.loading import CheckpointImage
+    from appliance.engines.vllm.weights.recipe import Recording
 
     files = [read_header(path)]
     recording = Recording(files)
@@ -158,7 +158,7 @@ def test_a_recipe_writes_what_the_loader_would(
     """Fused, narrowed, transposed, padded, broadcast, interleaved, converted: the same bytes."""
     import torch
 
-    from appliance.engines.vllm import loading
+    from appliance.engines.vllm.weights import loading
 
     monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(loading, "READ_BYTES", piece_bytes)
@@ -277,7 +277,7 @@ def test_what_is_not_copying_is_refused(
     tmp_path: Path, load: Callable[..., None], reason: str
 ) -> None:
     """The error names the tensor or the parameter, and the operation."""
-    from appliance.engines.vllm.recipe import UnsupportedCheckpoint
+    from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
 
     save(tmp_path / "model.safetensors", {"stored": (8, 4)}, "float32")
     with pytest.raises(UnsupportedCheckpoint, match=reason):
@@ -310,7 +310,7 @@ def test_a_parameter_changed_after_loading_is_refused(
     tmp_path: Path, after: Callable[[Any], None], reason: str
 ) -> None:
     """Its recipe would be that of another one: vLLM computes with some weights of some models."""
-    from appliance.engines.vllm.recipe import UnsupportedCheckpoint
+    from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
 
     def load(model: Any, name: str, tensor: Any) -> None:
         model.w.data.copy_(tensor)
@@ -351,7 +351,7 @@ def expected_image(engine: Any, path: str, dtype: str) -> dict[str, bytes]:
     import torch
     from safetensors.torch import load_file
 
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     stored = load_file(Path(path) / "model.safetensors")
@@ -472,8 +472,8 @@ def test_experts_pack_alike_alone_and_together(dtype: str) -> None:
     import torch
     import vllm._custom_ops
 
-    from appliance.engines.vllm.experts import ExpertPacking
-    from appliance.engines.vllm.tensors import bytes_at
+    from appliance.engines.vllm.weights.experts import ExpertPacking
+    from appliance.engines.vllm.weights.tensors import bytes_at
 
     weight = torch.randn(5, 64, 128).to(getattr(torch, dtype))
     whole = vllm._custom_ops.cpu_prepack_moe_weight(weight, "vec").view(torch.uint8).flatten()
@@ -487,7 +487,7 @@ def test_experts_pack_alike_alone_and_together(dtype: str) -> None:
 
 def test_a_build_reads_headers_only(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one tensor is read, neither by us nor by vLLM, before the weights are stored."""
-    from appliance.memory.safetensors import WeightFile
+    from appliance.checkpoints.safetensors import WeightFile
 
     reads: list[int] = []
     read_into = WeightFile.read_into

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from appliance.cpus import packs
 from appliance.memory.arena import Arena
 from appliance.memory.vmm_host import HostVmm
+from appliance.platform.cpus import packs
 from tests.engine.house import SLAB, Baseline, House, Sampling, make_house, sequence, tokens
 
 # The last one is no multiple of oneDNN's blocks: its packed bytes are more than its own.
@@ -22,8 +22,8 @@ def pack(weight: Any) -> tuple[Any, Any]:
     """A copy of a weight's packed bytes, made piece by piece, and how they lie."""
     import torch
 
-    from appliance.engines.vllm import packed
-    from appliance.engines.vllm.tensors import bytes_at
+    from appliance.engines.vllm.weights import packed
+    from appliance.engines.vllm.weights.tensors import bytes_at
 
     packing = packed.plan(tuple(weight.shape), weight.dtype)
     pieces: list[Any] = []
@@ -43,8 +43,8 @@ def test_products_come_from_our_memory(shape: tuple[int, int], dtype: str) -> No
     import torch
     import vllm._custom_ops
 
-    from appliance.engines.vllm import packed
-    from appliance.engines.vllm.tensors import bytes_at
+    from appliance.engines.vllm.weights import packed
+    from appliance.engines.vllm.weights.tensors import bytes_at
 
     typed = getattr(torch, dtype)
     if not packed.supports(typed):
@@ -78,7 +78,7 @@ def test_packings_tell_layouts_apart() -> None:
     """Equal for weights that are read alike, whatever they hold, so that images can be shared."""
     import torch
 
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     first, other = packed.plan((64, 32), torch.float32), packed.plan((32, 64), torch.float32)
     packed.plan.cache_clear()
@@ -94,7 +94,7 @@ def test_pieces_are_the_whole(shape: tuple[int, int], dtype: str) -> None:
     """Packed some rows at a time, every bit is where oneDNN puts it when it packs all of them."""
     import torch
 
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     typed = getattr(torch, dtype)
     if not packed.supports(typed):
@@ -116,7 +116,7 @@ def test_an_order_that_is_not_rows_is_packed_whole(monkeypatch: pytest.MonkeyPat
     """Should oneDNN once put the blocks of rows in another order, none is packed alone."""
     import torch
 
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     packed.plan.cache_clear()
     monkeypatch.setattr(packed, "BLOCK_ROWS", 8)
@@ -131,7 +131,7 @@ def test_an_order_that_is_not_rows_is_packed_whole(monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def fresh_seam() -> Iterator[None]:
     """What is remembered of torch's library is found out again, before and after."""
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     packed._library.cache_clear()
     yield
@@ -144,8 +144,8 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its version, by what it lacks, and by a copy where a view was asked for."""
     import torch
 
-    from appliance.engines.vllm import packed
     from appliance.engines.vllm.seams import SeamMoved
+    from appliance.engines.vllm.weights import packed
 
     data, packing = pack(torch.ones(64, 64))
     with monkeypatch.context() as patched:
@@ -169,7 +169,7 @@ def test_the_number_of_threads_changes_no_byte(shape: tuple[int, int]) -> None:
     """Packed bytes and how they lie are the same for whoever packs, whatever its processors."""
     import torch
 
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     # Not through torch: where vLLM has bound its threads, it lets nobody set their number.
@@ -195,7 +195,7 @@ def test_every_linear_layer_is_packed(house: House) -> None:
     """All layers that vLLM packs, and the head, tied or not; the embedding keeps its rows."""
     from vllm.model_executor.layers.linear import LinearBase
 
-    from appliance.engines.vllm.packed import PackedLinear, supports
+    from appliance.engines.vllm.weights.packed import PackedLinear, supports
 
     engines = [e for e in house.engines.values() if supports(e._runner.dtype)]
     assert engines
@@ -219,7 +219,7 @@ def test_what_is_packed_is_known_without_an_engine(dtype: str) -> None:
     """A tied head is counted twice where `packs` is certain, and it never is in vain."""
     import torch
 
-    from appliance.engines.vllm import packed
+    from appliance.engines.vllm.weights import packed
 
     assert not packs(dtype) or packed.supports(getattr(torch, dtype))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.engines.protocol import NO_TOKEN, Produced, SequenceSpec
 from appliance.vocabulary import FinishReason, PrefillDone, RunPrefill, RunTurn, Task
 from appliance.worker import frames as wire

@@ -37,7 +37,7 @@ class PoisonVmm(HostVmm):
 @pytest.fixture(scope="module")
 def _poisoned(checkpoints: dict[str, str]) -> House:
     from appliance.memory.arena import Arena
-    from appliance.memory.hosttier import HostTier
+    from appliance.memory.host_tier import HostTier
     from appliance.memory.swapper import Swapper
 
     arena = Arena(PoisonVmm(POOL_SLABS, SLAB))

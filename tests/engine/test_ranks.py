@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 from appliance import framing, vocabulary
-from appliance.cpus import show_cpus
 from appliance.engines.protocol import SequenceSpec
 from appliance.engines.vllm.reference import Answer, Checkpoint, Prompt, Task
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
+from appliance.platform.cpus import show_cpus
 from appliance.vocabulary import (
     BuildModel,
     Direction,

@@ -68,8 +68,8 @@ def test_private_weights_are_found(house: House) -> None:
     """A layer that kept a copy of its weights would be noticed when they are stored."""
     import torch
 
-    from appliance.engines.vllm.packed import PackedLinear
-    from appliance.engines.vllm.parameters import PrivateWeights, check_moved
+    from appliance.engines.vllm.weights.packed import PackedLinear
+    from appliance.engines.vllm.weights.parameters import PrivateWeights, check_moved
 
     engine = house.engines["llama-mha"]
     model = engine._runner.get_model()

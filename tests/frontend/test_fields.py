@@ -14,9 +14,9 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from vllm.exceptions import VLLMValidationError
 
-from appliance.api.errors import BadRequest
 from appliance.frontend import fields
 from appliance.frontend.fields import Checked, check, request_models, table
+from appliance.http.errors import BadRequest
 from appliance.service.front_paths import is_front_path
 
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -9,8 +9,8 @@ import vllm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from appliance.frontend import seams
-from appliance.frontend.engine_client import EngineClient, NotAvailable
+from appliance.frontend.serving import seams
+from appliance.frontend.serving.engine_client import EngineClient, NotAvailable
 
 
 def test_this_vllm_is_the_one() -> None:

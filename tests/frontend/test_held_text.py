@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser.abstract_parser import Parser
 from vllm.parser.parser_manager import ParserManager
 
-from appliance.frontend.held_text import with_held_text
+from appliance.frontend.serving.held_text import with_held_text
 from appliance.vocabulary import FinishReason
 from tests.frontend.conftest import model_at
 from tests.frontend.stand_in_core import StandInCore, front_end

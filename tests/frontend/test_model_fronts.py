@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.frontend.model_fronts import arguments, configuration
+from appliance.frontend.serving.model_fronts import arguments, configuration
 from tests.frontend.conftest import model_at
 
 

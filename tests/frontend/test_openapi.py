@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from pydantic import TypeAdapter
 
-from appliance.api.apiexamples import EXAMPLES
+from appliance.api.openapi.examples import EXAMPLES
 from appliance.frontend.app import meant
 from appliance.frontend.fields import check, ollama_bodies, request_models
 from appliance.frontend.openapi import generated
@@ -21,7 +21,7 @@ _POSTED = {("post", path) for path in FRONT_PATHS}
 
 def test_the_file_is_up_to_date() -> None:
     """If this fails: `make generate`."""
-    written = resources.files("appliance.api").joinpath("inference.json").read_bytes()
+    written = resources.files("appliance.api.openapi").joinpath("inference.json").read_bytes()
 
     assert written == generated()
 

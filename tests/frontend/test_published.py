@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from openai.types.responses import ResponseReasoningItem
 
-from appliance.frontend.published import publish_responses
+from appliance.frontend.serving.published import publish_responses
 from appliance.service.front_frames import KeepResponse
 from appliance.vocabulary import FinishReason
 from tests.frontend.stand_in_core import StandInCore

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from appliance.frontend.vllmerrors import VllmErrors
+from appliance.frontend.serving.vllm_errors import VllmErrors
 
 OPENAIS = {"error": {"message": "no", "type": "Bad Request", "param": "body.x", "code": 400}}
 VLLMS = {"type": "error", "error": {"type": "BadRequestError", "message": "no"}}

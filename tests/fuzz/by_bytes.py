@@ -27,8 +27,8 @@ from typing import Final, NamedTuple
 
 import httpx
 
+from appliance.access.keys import Scope
 from appliance.api.app import create_app
-from appliance.keys import Scope
 from tests.fuzz import mutations
 from tests.fuzz.corpus import BATCH, FILE, FORM, UPLOAD, Seed, seeds
 from tests.fuzz.running import Target, running

@@ -30,14 +30,14 @@ from typing import Any, NoReturn, cast
 import msgspec
 import pytest
 
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.daemon.daemon import Daemon, Limits
 from appliance.daemon.lifecycle import Server
 from appliance.daemon.reload import LiveConfig
-from appliance.errors import KeysError
+from appliance.errors import KeysError, NotSaved
 from appliance.gateway.supervisor import Supervisor
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.serve import make_gateway, make_server
 from appliance.service.event_log import Notice
 from appliance.service.front_frames import Down, Hello, Run, Up
@@ -48,7 +48,7 @@ from appliance.service.interface import (
     Sink,
     SubmitRequest,
 )
-from appliance.service.settings import NotSaved, Removal
+from appliance.service.settings import Removal
 from appliance.vocabulary import ModelName, Release, SlabMap, Task
 from appliance.worker import frames as wire
 from tests.conftest import write_checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from appliance.memory.vmm_cuda import CudaVmm
+from appliance.memory.cuda.vmm import CudaVmm
 from tests.conformance.bench import Bench
 
 SLAB = 2 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.memory.cuda_driver import CudaError
-from appliance.memory.hosttier import HostTier
-from appliance.memory.vmm_cuda import CudaVmm
+from appliance.memory.cuda.driver import CudaError
+from appliance.memory.cuda.vmm import CudaVmm
+from appliance.memory.host_tier import HostTier
 from tests.conformance.bench import Bench
 from tests.conformance.streams import StreamConformance, floor
 from tests.conformance.swapping import SwapConformance

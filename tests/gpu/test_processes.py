@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from tests.gpu.conftest import DEVICE, SLAB
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +19,10 @@ TIER = 64 * SLAB
 
 COMMON = """
 import sys, time
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferKind
-from appliance.memory.vmm_cuda import CudaVmm
+from appliance.memory.cuda.vmm import CudaVmm
 SLAB, TIER = 2 << 20, 128 << 20
 tier = HostTier.attach(int(sys.argv[1]), TIER)
 vmm = CudaVmm(int(sys.argv[2]), 64, SLAB)
@@ -88,9 +88,9 @@ def start(program: str, tier: HostTier) -> subprocess.Popen[str]:
 
 def test_decode_waits_for_another_process_s_prefill() -> None:
     """A stream comes after a transfer of another process, by its event alone."""
+    from appliance.memory.cuda.vmm import CudaVmm
     from appliance.memory.streams import Copy
     from appliance.memory.transfers import Transfer, TransferKind
-    from appliance.memory.vmm_cuda import CudaVmm
 
     tier = HostTier.create(TIER)
     vmm = CudaVmm(DEVICE, 1, SLAB)

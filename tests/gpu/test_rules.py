@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from appliance.kernels.arrays import device_bytes
-from appliance.memory.hosttier import HostTier
+from appliance.memory.cuda.vmm import CudaVmm
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferKind
-from appliance.memory.vmm_cuda import CudaVmm
 from tests.gpu.conftest import DEVICE, SLAB
 
 DELAY_SECONDS = 0.2

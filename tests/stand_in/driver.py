@@ -87,7 +87,7 @@ def stand_in() -> StandIn:
         )
         driver = StandIn(ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL))
         # While the file is there: the stand-in opens itself to look its own functions up.
-        from appliance.memory.cuda_driver import call
+        from appliance.memory.cuda.driver import call
 
         driver.reset()
         call("cuDeviceGet", 0)

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import write_config

@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.access.keys import Key, KeyFile, Scope, digest
 from appliance.client import event_lines_async
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
-from appliance.keys import Key, KeyFile, Scope, digest
 from tests.patience import PATIENCE_SECONDS
 
 MODEL = "llama-a"

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from appliance import journal
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
 from appliance.config.sizing import kv_floor_slabs
 from appliance.demo.checkpoints import RECIPES, write_config

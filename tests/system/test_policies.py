@@ -14,7 +14,7 @@ import pytest
 from appliance import journal
 from appliance.demo.traffic import Answer, Chat, send
 from appliance.policies.loader import installed
-from appliance.policies.report import PolicyChosen
+from appliance.service.policy_report import PolicyChosen
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, start
 from tests.unit.strangers import install

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance import journal
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.demo.traffic import Answer, Chat, send
 from appliance.vocabulary import PrefillDone
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start

@@ -17,8 +17,8 @@ from appliance.daemon.daemon import Daemon, Limits
 from appliance.daemon.served_model import ServedModel
 from appliance.engines.protocol import Produced
 from appliance.journal import Journal, Setup
-from appliance.policies.report import PolicyChoice
 from appliance.service.interface import AskedSlo, Generation, RequestTimes, SubmitRequest
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import (
     Direction,
     Event,

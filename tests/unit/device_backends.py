@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.memory.vmm_cuda import CudaVmm
+from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.vmm_host import HostVmm
 from tests.conformance.bench import Bench
 from tests.stand_in.driver import StandIn, stand_in

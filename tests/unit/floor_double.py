@@ -10,10 +10,10 @@ from typing import TypeVar, cast
 from appliance.hookspecs import ENTRY_POINTS
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies.report import PolicyChoice, PolicyChosen
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.questions import FloorView, InstanceView, Policy
+from appliance.scheduling.policy_api import FloorView, InstanceView, Policy
+from appliance.service.policy_report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Command,
     Event,

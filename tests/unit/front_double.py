@@ -13,9 +13,9 @@ import os
 from typing import Any, TypeVar
 
 from appliance import framing
-from appliance.api.errors import ApiError
-from appliance.api.errorshapes import shape_of
 from appliance.gateway.sessions import Sessions
+from appliance.http.error_formats import shape_of
+from appliance.http.errors import ApiError
 from appliance.service.front_frames import (
     DECIDING_HEADERS,
     VERSION,

@@ -20,7 +20,7 @@ import msgspec
 
 from appliance import framing
 from appliance.frontend.zygote import serve_orders
-from appliance.gateway.requestlines import path_of
+from appliance.gateway.request_lines import path_of
 from appliance.service import front_frames as frontwire
 from appliance.service.front_frames import (
     Drain,

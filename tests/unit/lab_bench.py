@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from appliance.lab.agenda import Agenda
-from appliance.lab.deviation import EXACT, Deviation
+from appliance.lab.experiments.metrics import expand
 from appliance.lab.hardware import Box, Gpu, ModelProfile
-from appliance.lab.instance import SimulatedInstance
-from appliance.lab.metrics import expand
-from appliance.lab.recorder import Life, Recorder
-from appliance.lab.wiring import Wiring
+from appliance.lab.noise import EXACT, Deviation
+from appliance.lab.sim.event_queue import Agenda
+from appliance.lab.sim.instance import SimulatedInstance
+from appliance.lab.sim.recorder import Life, Recorder
+from appliance.lab.sim.topology import Wiring
 from appliance.vocabulary import (
     BuildModel,
     Command,

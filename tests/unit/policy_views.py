@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchView,
     DecodingView,
     FloorView,

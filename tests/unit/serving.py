@@ -15,8 +15,8 @@ import uvicorn
 from click.testing import CliRunner, Result
 from litestar import Litestar
 
-from appliance.api.connections import Connection
 from appliance.cli.main import cli
+from appliance.http.connections import Connection
 
 Call = Callable[..., Awaitable[Result]]
 

@@ -12,7 +12,7 @@ HEAD = """\
 import math, time
 import msgspec
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import *
+from appliance.scheduling.policy_api import *
 
 class Stranger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: float = 0.5

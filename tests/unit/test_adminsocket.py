@@ -18,8 +18,16 @@ import httpx
 import pytest
 import uvicorn
 
-from appliance import adminsocket
-from appliance.adminsocket import (
+from appliance.access.auth import Access
+from appliance.access.keys import KeyRing
+from appliance.api import operator_socket as operators
+from appliance.api.app import create_app
+from appliance.client import call, default_url
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
+from appliance.errors import KeysError
+from appliance.platform import admin_socket as adminsocket
+from appliance.platform.admin_socket import (
     AdminSocketError,
     Peer,
     admin_path,
@@ -28,14 +36,6 @@ from appliance.adminsocket import (
     peer_of,
     running_socket,
 )
-from appliance.api import operators
-from appliance.api.app import create_app
-from appliance.api.auth import Access
-from appliance.client import call, default_url
-from appliance.config.loader import load_config
-from appliance.config.schema import Config
-from appliance.errors import KeysError
-from appliance.keys import KeyRing
 from appliance.serve import AdminServer, Server, beside, make_admin_server, make_server
 
 from .fake_service import FakeService

@@ -16,16 +16,17 @@ import openai
 import pytest
 from litestar import Litestar
 
-from appliance.api import batchrequests, batchrunner
+from appliance.access.admission import Admission
+from appliance.access.auth import Access
 from appliance.api.app import create_app
-from appliance.api.auth import Access
-from appliance.api.batchrunner import BatchRunner, BatchSettings
+from appliance.api.batch import executor as batchrequests
+from appliance.api.batch import runner as batchrunner
+from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.batches import files
 from appliance.batches.log import BatchLog
 from appliance.batches.records import CancelAsked, Created, LineDone, Record
 from appliance.batches.results import Results, answered
 from appliance.batches.scribe import Scribe
-from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.observability.batch_metrics import BatchMetrics
 from appliance.observability.registry import Registry

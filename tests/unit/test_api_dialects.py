@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.api.errors import ApiError
-from appliance.api.errorshapes import shape_of
+from appliance.http.error_formats import shape_of
+from appliance.http.errors import ApiError
 
 from .fake_service import FakeService
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.access.admission import Admission
+from appliance.access.auth import Access, scope_of
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.api.app import create_app
-from appliance.api.auth import Access, scope_of
-from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontSettings, Sessions
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.service.front_frames import Refused
 from appliance.service.interface import Activity, InstanceActivity, ModelActivity, RequestActivity
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.access.keys import KeyFile, Scope
 from appliance.api.app import create_app
-from appliance.keys import KeyFile, Scope
 from appliance.vocabulary import RequestClass
 
 from .fake_service import FakeService

@@ -13,10 +13,10 @@ import pytest
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 from anthropic.types.messages.batch_create_params import Request
 
-from appliance.api import batchrunner
+from appliance.access.keys import KeyFile
 from appliance.api.app import create_app
+from appliance.api.batch import runner as batchrunner
 from appliance.batches.log import BatchLog
-from appliance.keys import KeyFile
 from appliance.vocabulary import FinishReason, RequestClass
 
 from .fake_service import FakeGeneration, FakeService

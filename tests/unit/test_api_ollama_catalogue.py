@@ -12,8 +12,8 @@ import ollama
 import pytest
 from litestar import Litestar
 
-from appliance.api.errorshapes import EXCEPTION_HANDLERS
-from appliance.api.ollama import ollama_catalogue_routes
+from appliance.api.ollama.catalog import ollama_catalogue_routes
+from appliance.http.error_formats import EXCEPTION_HANDLERS
 from appliance.service.interface import (
     Activity,
     ModelActivity,

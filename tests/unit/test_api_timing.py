@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.api.timing import server_timing
+from appliance.http.server_timing import server_timing
 from appliance.service.interface import RequestTimes
 
 

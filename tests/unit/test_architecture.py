@@ -19,7 +19,7 @@ ENGINES = ("torch", "vllm", "transformers")
 
 LIGHT = [
     "appliance.api.app",
-    "appliance.catalog",
+    "appliance.checkpoints.checkpoint",
     "appliance.cli.main",
     "appliance.config.loader",
     "appliance.conformance",
@@ -27,8 +27,8 @@ LIGHT = [
     "appliance.demo.checkpoints",
     "appliance.gateway.sessions",
     "appliance.journal",
-    "appliance.lab.command",
-    "appliance.lab.metrics",
+    "appliance.lab.cli",
+    "appliance.lab.experiments.metrics",
     "appliance.plugins.aegaeon",
     "appliance.plugins.serverlessllm",
     "appliance.policies",

@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.api.auth import NOBODY, Access, Caller
+from appliance.access.admission import Admission
+from appliance.access.auth import NOBODY, Access, Caller
+from appliance.access.keys import Key, KeyFile, KeyRing, digest
 from appliance.engines.protocol import Produced
-from appliance.gateway.admission import Admission
-from appliance.keys import Key, KeyFile, KeyRing, digest
 from appliance.service.interface import GenerationFailed, QueueFull, RequestTimes, SubmitRequest
 from appliance.vocabulary import FinishReason, RequestClass
 

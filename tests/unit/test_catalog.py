@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from appliance.catalog import read_checkpoint, tensor_bytes
+from appliance.checkpoints.checkpoint import read_checkpoint, tensor_bytes
+from appliance.checkpoints.safetensors import read_header
 from appliance.errors import CheckpointError
-from appliance.memory.safetensors import read_header
 
 MIB = 1 << 20
 Make = Callable[..., Path]

@@ -15,18 +15,18 @@ import ollama
 import pytest
 from click.testing import CliRunner
 
-from appliance import deletions
+from appliance.access.auth import scope_of
+from appliance.access.keys import Scope
+from appliance.api.admin.catalog import NewModel
 from appliance.api.app import create_app
-from appliance.api.auth import scope_of
-from appliance.api.catalogue import NewModel
+from appliance.checkpoints import delete as deletions
+from appliance.checkpoints.pull import pull
 from appliance.cli.main import cli
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
 from appliance.config.schema import Model, fields
 from appliance.daemon.reload import ADMIN_FILE, LiveConfig
 from appliance.journal import Journal, replay
-from appliance.keys import Scope
-from appliance.pulling import pull
 from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
 from appliance.worker import frames as wire
@@ -599,7 +599,7 @@ async def test_a_fresh_model_in_the_place_of_one_that_is_to_go(
         raise OSError("the disk is on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr("appliance.deletions.shutil.rmtree", fail)
+        patch.setattr("appliance.checkpoints.delete.shutil.rmtree", fail)
         await settings.finish_deletions()
     assert [left.name for left in folder.parent.iterdir()] == [".old.gone"]
     folder.mkdir()
@@ -687,7 +687,9 @@ async def test_files_that_cannot_be_deleted_are_told(
     """The command fails; what can be told before is, and nothing is changed then."""
     folder = await shared(client, path, box)
     with monkeypatch.context() as patch:
-        patch.setattr("appliance.deletions.os.access", lambda path, mode: path != folder.parent)
+        patch.setattr(
+            "appliance.checkpoints.delete.os.access", lambda path, mode: path != folder.parent
+        )
         refused = await call("rm", "one", "--yes")
     assert (refused.exit_code, "cannot be written" in refused.stderr) == (1, True), refused.output
     assert "one" in served_names(path)
@@ -695,7 +697,7 @@ async def test_files_that_cannot_be_deleted_are_told(
     def fail(path: Path) -> None:
         raise OSError("the disk is on fire")
 
-    monkeypatch.setattr("appliance.deletions.shutil.rmtree", fail)
+    monkeypatch.setattr("appliance.checkpoints.delete.shutil.rmtree", fail)
     failed = await call("rm", "one", "--yes")
 
     assert (failed.exit_code, "the disk is on fire" in failed.stderr) == (1, True), failed.output

@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
 from appliance.demo import checkpoints
 from appliance.demo.checkpoints import RECIPES, checkpoint_digest, make_checkpoints, write_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.checksums import read_sums
+from appliance.checkpoints.checksums import read_sums
 from appliance.errors import CheckpointError
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from appliance.access.keys import Key, KeyFile, digest
 from appliance.errors import KeysError
-from appliance.keys import Key, KeyFile, digest
 from appliance.observability.tracing import Traces
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, box_maker

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.cli.docs import config as configdoc
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
@@ -15,7 +15,7 @@ from appliance.config.schema import BatchSlo, Config, PolicyTable, Slo, fields
 from appliance.config.sizing import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
-from appliance.policies.report import PolicyChoice
+from appliance.service.policy_report import PolicyChoice
 from appliance.units import Seconds
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.config.sizing import least
@@ -69,7 +69,7 @@ def sized(path: Path, tensors: Mapping[str, int]) -> Path:
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that packs weights of every type."""
-    monkeypatch.setattr("appliance.catalog.packs", lambda dtype: True)
+    monkeypatch.setattr("appliance.checkpoints.checkpoint.packs", lambda dtype: True)
 
 
 def test_the_remedies_help(tmp_path: Path, fake_checkpoint: Make) -> None:

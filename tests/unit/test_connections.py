@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from appliance.api.connections import Connection
+from appliance.http.connections import Connection
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.serving import served
 

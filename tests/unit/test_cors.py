@@ -6,9 +6,9 @@ import httpx
 import pytest
 from litestar import Litestar, get, post
 
-from appliance.api.cors import Cors, origin_allowed
-from appliance.api.errors import ApiError
-from appliance.api.errorshapes import EXCEPTION_HANDLERS
+from appliance.http.cors import Cors, origin_allowed
+from appliance.http.error_formats import EXCEPTION_HANDLERS
+from appliance.http.errors import ApiError
 
 PREFLIGHT = {
     "access-control-request-method": "POST",

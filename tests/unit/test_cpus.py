@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cpus import deal_cpus, packs, read_cpus, show_cpus
+from appliance.platform.cpus import deal_cpus, packs, read_cpus, show_cpus
 from appliance.serve import front_end_count, kept_cpus, share_cpus
 from appliance.worker import frames as wire
 from appliance.worker.rank_messages import Seat, seats

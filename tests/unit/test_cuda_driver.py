@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.memory.cuda_driver import CudaContext, CudaError, call
+from appliance.memory.cuda.driver import CudaContext, CudaError, call
 from tests.patience import PATIENCE_SECONDS
 from tests.stand_in.driver import StandIn
 from tests.unit.device_backends import driver
@@ -72,7 +72,7 @@ def test_a_machine_without_a_driver(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_text("in the place of one that may be installed")
     program = (
         "import sys\n"
-        "import appliance.memory.vmm_cuda as vmm\n"
+        "import appliance.memory.cuda.vmm as vmm\n"
         "print('cuda' in sys.modules)\n"
         "try:\n    vmm.CudaVmm(0, 1, 1 << 21)\n"
         "except OSError as error:\n    print(error)\n"

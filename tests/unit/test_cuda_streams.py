@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.memory.cuda_driver import CudaContext, CudaError, call
-from appliance.memory.hosttier import HostTier
+from appliance.memory.cuda.driver import CudaContext, CudaError, call
+from appliance.memory.cuda.streams import AHEAD_PIECES, CudaStream
+from appliance.memory.cuda.vmm import CudaVmm
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
-from appliance.memory.streams_cuda import AHEAD_PIECES, CudaStream
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
-from appliance.memory.vmm_cuda import CudaVmm
 from tests.conformance.streams import Gate
 from tests.patience import PATIENCE_SECONDS
 from tests.stand_in.driver import StandIn

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.memory.arena import Arena, PoolExhausted
-from appliance.memory.cuda_driver import CudaError
-from appliance.memory.hosttier import HostTier
-from appliance.memory.vmm_cuda import CudaVmm
+from appliance.memory.cuda.driver import CudaError
+from appliance.memory.cuda.vmm import CudaVmm
+from appliance.memory.host_tier import HostTier
 from tests.stand_in.driver import StandIn
 from tests.unit.device_backends import SLAB, driver
 

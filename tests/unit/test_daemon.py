@@ -21,7 +21,6 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.journal import Journal, Setup, read, replay
-from appliance.policies.report import Missed
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
 from appliance.serve import share_cpus
 from appliance.service.event_log import NoticeKind
@@ -38,6 +37,7 @@ from appliance.service.interface import (
     QueueFull,
     SubmitRequest,
 )
+from appliance.service.policy_report import Missed
 from appliance.vocabulary import (
     Command,
     Direction,

@@ -16,21 +16,21 @@ from appliance.hookspecs import HOOKS, hookimpl
 from appliance.journal import Setup, read, replay
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.loader import installed
-from appliance.policies.report import (
-    Happening,
-    Missed,
-    PolicyChoice,
-    PolicyChosen,
-    PolicyEnabled,
-)
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.lifecycle import Stage
-from appliance.scheduling.questions import InstanceView, Placement, PlannedTurn, Refusal
+from appliance.scheduling.policy_api import InstanceView, Placement, PlannedTurn, Refusal
 from appliance.service.interface import (
     Generation,
     GenerationFailed,
     NothingPrevious,
     PolicyNotActive,
+)
+from appliance.service.policy_report import (
+    Happening,
+    Missed,
+    PolicyChoice,
+    PolicyChosen,
+    PolicyEnabled,
 )
 from appliance.vocabulary import Role, RunPrefill, RunTurn
 from tests.unit.daemon_double import Box, box_maker

@@ -18,7 +18,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from appliance.api.openapi import document
+from appliance.api.openapi.document import document
 from appliance.cli.main import cli
 from tests.conftest import write_checkpoint
 from tests.fuzz.running import ROOT, running

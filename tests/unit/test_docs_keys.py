@@ -12,9 +12,9 @@ from pathlib import Path
 
 import uvicorn
 
-from appliance.adminsocket import open_socket
-from appliance.api.operators import OperatorProtocol
+from appliance.api.operator_socket import OperatorProtocol
 from appliance.config.loader import load_config
+from appliance.platform.admin_socket import open_socket
 from appliance.serve import AdminServer, Server, beside, make_gateway, make_server
 from tests.patience import PATIENCE_SECONDS
 

@@ -20,7 +20,7 @@ from appliance.cli.doctor import SHMEM_HUGE, Finding, Level, Machine, Package, e
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.memory import mapping
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 
 Make = Callable[..., Path]
 

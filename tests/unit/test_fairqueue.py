@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.fairqueue import FairQueue
+from appliance.access.fair_queue import FairQueue
 
 KEYS = "abc"
 COSTS = st.integers(1, 50)

@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.api.auth import Access, Caller, LimitMet
+from appliance.access.admission import Admission
+from appliance.access.auth import Access, Caller, LimitMet
+from appliance.access.keys import Key
+from appliance.access.rate_limits import Meter
 from appliance.engines.protocol import Produced
-from appliance.gateway.admission import Admission
-from appliance.keys import Key
-from appliance.ratelimits import Meter
 from appliance.service.interface import QueueFull, RequestTimes, Sink, SubmitRequest
 from appliance.vocabulary import FinishReason
 

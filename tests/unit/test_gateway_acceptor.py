@@ -15,14 +15,14 @@ import pytest
 import uvicorn
 import uvloop
 
-from appliance.api.connections import Connection
-from appliance.api.errors import ApiError
 from appliance.daemon.lifecycle import Server
 from appliance.gateway import acceptor
 from appliance.gateway.acceptor import Acceptor, listen_at
-from appliance.gateway.requestlines import NOT_HTTP, PEEK_BYTES, body_bytes, path_of
+from appliance.gateway.request_lines import NOT_HTTP, PEEK_BYTES, body_bytes, path_of
+from appliance.http.connections import Connection
+from appliance.http.errors import ApiError
+from appliance.platform.tls import LiveTls, Pair, read_pair
 from appliance.service.front_frames import LARGE_BYTES, Handover
-from appliance.tlsfiles import LiveTls, Pair, read_pair
 from tests.patience import PATIENCE_SECONDS
 
 from .certificates import certify

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from appliance.api.auth import Access
+from appliance.access.admission import Admission
+from appliance.access.auth import Access
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.gateway import sessions as gateway
-from appliance.gateway.admission import Admission
 from appliance.gateway.sessions import FrontEndLost, FrontSettings, NoFrontEnd, Sessions
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.service.front_frames import (
     Catalogue,
     Entered,

@@ -20,15 +20,15 @@ import pytest
 import uvicorn
 import uvloop
 
-from appliance.adminsocket import open_socket
-from appliance.api.connections import Connection
-from appliance.api.errors import ApiError
-from appliance.api.operators import OperatorProtocol
+from appliance.api.operator_socket import OperatorProtocol
 from appliance.daemon.lifecycle import Server
 from appliance.frontend.zygote import check_threads
 from appliance.gateway.supervisor import Patience, Supervisor
+from appliance.http.connections import Connection
+from appliance.http.errors import ApiError
+from appliance.platform.admin_socket import open_socket
+from appliance.platform.tls import LiveTls, Pair, read_pair
 from appliance.service.front_frames import LARGE_BYTES, Down, Handover, Hello, Up
-from appliance.tlsfiles import LiveTls, Pair, read_pair
 from tests.patience import PATIENCE_SECONDS
 
 from . import front_end_double

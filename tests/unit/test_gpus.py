@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.config.sizing import kv_floor_slabs
 from appliance.errors import ConfigError
-from appliance.gpus import Gpu, GpusUnknown, driver_version, list_gpus
+from appliance.platform.gpus import Gpu, GpusUnknown, driver_version, list_gpus
 from tests.unit.pretend_nvml import install
 
 GIB = 1 << 30

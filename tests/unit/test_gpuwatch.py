@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from appliance.api.watch import state_of
-from appliance.gpuwatch import XIDS_OF_PROGRAMS, GpuReading, GpuWatch
+from appliance.api.admin.watch import state_of
 from appliance.observability.metrics import Metrics
+from appliance.platform.gpu_monitor import XIDS_OF_PROGRAMS, GpuReading, GpuWatch
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import box_maker
 from tests.unit.pretend_nvml import PretendNvml, install
@@ -140,7 +140,7 @@ def test_a_gpu_that_is_lost_fails(
 def test_the_others_are_watched_when_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML's wait fails for all of them then: their errors are heard, and their sensors read, as
     soon as it waits without the one that is lost."""
-    monkeypatch.setattr("appliance.gpuwatch.RETRY_SECONDS", 2 * PATIENCE_SECONDS)
+    monkeypatch.setattr("appliance.platform.gpu_monitor.RETRY_SECONDS", 2 * PATIENCE_SECONDS)
     nvml = install(monkeypatch, [8 * GIB, 8 * GIB])
     told: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
@@ -164,7 +164,7 @@ def test_a_driver_that_breaks_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing old is shown meanwhile, and the watch goes on when NVML does."""
-    monkeypatch.setattr("appliance.gpuwatch.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("appliance.platform.gpu_monitor.RETRY_SECONDS", 0.01)
     nvml = install(monkeypatch, [8 * GIB])
 
     with watching(nvml, 0) as watch:

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from appliance.memory.ledger import HostLedger
-from appliance.scheduling.masters import Masters
+from appliance.scheduling.weight_cache import Masters
 from appliance.vocabulary import ModelSpec, Slo
 
 SLAB = 100

@@ -11,7 +11,7 @@ import pytest
 from appliance.errors import LedgerError, PolicyError
 from appliance.journal import Entry, Journal, Setup, read, replay
 from appliance.policies.loader import installed
-from appliance.policies.report import PolicyChoice, PolicyChosen
+from appliance.service.policy_report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Finish,
     FinishReason,

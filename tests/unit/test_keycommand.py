@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope
 from appliance.cli.main import cli
-from appliance.keys import Key, KeyFile, KeyRing, Scope
 from appliance.vocabulary import RequestClass
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance import keys as keys_module
+from appliance.access import keys as keys_module
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest, new_secret
 from appliance.errors import KeysError
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest, new_secret
 from appliance.vocabulary import RequestClass
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from appliance.lab.bound import least_busy_share, most_at_once
-from appliance.lab.metrics import measure
-from appliance.lab.trial import Contender, Setting, play
+from appliance.lab.experiments.lower_bound import least_busy_share, most_at_once
+from appliance.lab.experiments.metrics import measure
+from appliance.lab.experiments.run import Contender, Setting, play
 from appliance.lab.workload import Arrival
 from appliance.vocabulary import Slo
 from tests.unit import lab_bench

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from appliance.cli.main import cli
 from appliance.errors import LabError
 from appliance.lab import hardware
-from appliance.lab.steptables import read_tables
+from appliance.lab.calibration.step_tables import read_tables
 from tests.unit.test_lab_recorded import write as write_journal
 
 MODELS = "model,layers,hidden,kv_bytes_per_token_16bit,params_computed\nTiny-1B,16,2048,32768,{}\n"

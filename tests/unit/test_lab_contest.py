@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from appliance.errors import LabError
-from appliance.lab.contest import Arena, Match, Outcome, played
-from appliance.lab.metrics import QUANTILES
-from appliance.lab.report import Report, table
+from appliance.lab.experiments.comparison import Arena, Match, Outcome, played
+from appliance.lab.experiments.metrics import QUANTILES
+from appliance.lab.experiments.report import Report, table
 
 SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
 QUICK = {"duration": "20s", "warmup": "2s"}

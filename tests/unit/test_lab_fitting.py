@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from appliance.lab.fitting import (
+from appliance.lab.calibration.least_squares import (
     Floats,
     Prompts,
     Steps,

@@ -7,8 +7,8 @@ import statistics
 import pytest
 
 from appliance.errors import LabError
-from appliance.lab.deviation import Deviation, Pace
-from appliance.lab.instance import SimulatedInstance
+from appliance.lab.noise import Deviation, Pace
+from appliance.lab.sim.instance import SimulatedInstance
 from appliance.vocabulary import (
     Direction,
     EvictModel,

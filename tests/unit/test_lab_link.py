@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.lab.agenda import Agenda, Rank
-from appliance.lab.link import Link, Root, Transfer
-from appliance.lab.wiring import Wiring
+from appliance.lab.sim.event_queue import Agenda, Rank
+from appliance.lab.sim.link import Link, Root, Transfer
+from appliance.lab.sim.topology import Wiring
 from tests.unit.lab_bench import SLAB, box
 
 

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.lab.metrics import expand, fragmentation_by_shape, measure, seconds_covered
-from appliance.lab.recorder import Life, Recorder
-from appliance.lab.samples import KvUse, Sample
-from appliance.lab.simulator import Run
-from appliance.lab.stretches import elapsed
+from appliance.lab.experiments.metrics import (
+    expand,
+    fragmentation_by_shape,
+    measure,
+    seconds_covered,
+)
+from appliance.lab.sim.closed_form import elapsed
+from appliance.lab.sim.recorder import Life, Recorder
+from appliance.lab.sim.samples import KvUse, Sample
+from appliance.lab.sim.simulator import Run
 from appliance.vocabulary import RequestClass, Slo
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from appliance.lab.overheads import Overheads
+from appliance.lab.replay.overheads import Overheads
 from appliance.vocabulary import (
     Command,
     Direction,

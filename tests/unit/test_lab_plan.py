@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.cli.main import cli
-from appliance.lab.plan import fewest
+from appliance.lab.experiments.capacity import fewest
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from appliance.errors import LabError
 from appliance.journal import Entry, Journal, Setup
-from appliance.lab.deviation import Deviation
+from appliance.lab.experiments.metrics import measure
+from appliance.lab.experiments.run import play
 from appliance.lab.hardware import Box
-from appliance.lab.metrics import measure
-from appliance.lab.recorded import recording
-from appliance.lab.simulator import Run, simulate
-from appliance.lab.trial import play
-from appliance.policies.report import PolicyChoice
+from appliance.lab.noise import Deviation
+from appliance.lab.replay.journal_workload import recording
+from appliance.lab.sim.simulator import Run, simulate
 from appliance.scheduling.machine import Machine
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec
 from tests.unit import lab_bench
 from tests.unit.lab_bench import SLAB, SLO

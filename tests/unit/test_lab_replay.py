@@ -14,10 +14,10 @@ from click.testing import CliRunner, Result
 
 from appliance.cli.main import cli
 from appliance.journal import read
-from appliance.lab.recorded import recording
-from appliance.lab.trial import play
+from appliance.lab.experiments.run import play
+from appliance.lab.replay.journal_workload import recording
 from appliance.policies.loader import installed
-from appliance.policies.report import PolicyChosen
+from appliance.service.policy_report import PolicyChosen
 from tests.unit.test_journal import record, record_swaps
 
 SCENARIO = """

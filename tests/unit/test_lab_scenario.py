@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from appliance.errors import LabError
-from appliance.lab import scenario
-from appliance.lab.deviation import EXACT, Deviation
-from appliance.lab.hardware import profile
-from appliance.lab.scenario import (
+from appliance.lab.experiments import scenario
+from appliance.lab.experiments.run import SAME_MECHANISM
+from appliance.lab.experiments.scenario import (
     Arrivals,
     Deviates,
     GivenProfile,
@@ -25,7 +24,8 @@ from appliance.lab.scenario import (
     Scenario,
     SystemTable,
 )
-from appliance.lab.trial import SAME_MECHANISM
+from appliance.lab.hardware import profile
+from appliance.lab.noise import EXACT, Deviation
 from appliance.vocabulary import RequestClass, Slo
 
 ROOT = Path(__file__).parents[2]

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from appliance.errors import LabError
 from appliance.hookspecs import hookimpl
+from appliance.lab.experiments.metrics import measure
+from appliance.lab.experiments.run import Contender, Setting, System, play
 from appliance.lab.hardware import Box, gpu, profile
-from appliance.lab.metrics import measure
-from appliance.lab.simulator import Run, simulate
-from appliance.lab.trial import Contender, Setting, System, play
+from appliance.lab.sim.simulator import Run, simulate
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.loader import load_stack
-from appliance.policies.report import PolicyChoice
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchLimits,
     FloorView,
     InstanceView,
@@ -33,6 +32,7 @@ from appliance.scheduling.questions import (
     Refusal,
     RequestView,
 )
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Command, Event, ModelLoaded, ModelSpec, RequestArrived, Ticked
 from tests.unit import lab_bench
 from tests.unit.lab_bench import SLAB, SLO

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import LabError
-from appliance.lab.stretches import elapsed, steps_in_room, steps_until
+from appliance.lab.sim.closed_form import elapsed, steps_in_room, steps_until
 from appliance.vocabulary import (
     Direction,
     Preempt,

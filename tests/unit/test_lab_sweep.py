@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.lab.sweep import search
+from appliance.lab.experiments.sweep import search
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import uvicorn
 
-from appliance.api.connections import Connection
 from appliance.daemon.lifecycle import Lifetime, Server
-from appliance.systemd import Notifier
+from appliance.http.connections import Connection
+from appliance.platform.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.notify_double import Manager, manager
 

@@ -17,7 +17,7 @@ from appliance.config.layers import directory
 from appliance.config.loader import load_config
 from appliance.daemon.reload import ADMIN_FILE, LiveConfig
 from appliance.errors import PolicyChoiceError
-from appliance.policies.report import PolicyChoice
+from appliance.service.policy_report import PolicyChoice
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import Call, commanded, unserved
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance import logs
 from appliance.engines.protocol import Produced
-from appliance.logs import ConsoleFormatter, JsonFormatter
 from appliance.observability.request_log import log_request
+from appliance.platform import logs
+from appliance.platform.logs import ConsoleFormatter, JsonFormatter
 from appliance.service.generation import RequestStream
 from appliance.service.interface import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.vocabulary import FinishReason

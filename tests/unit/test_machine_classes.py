@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import Fleet, FloorView, InstanceView, Placement, PrefillChoice
+from appliance.scheduling.policy_api import Fleet, FloorView, InstanceView, Placement, PrefillChoice
 from appliance.vocabulary import RequestClass, RunPrefill, RunTurn, Ticked
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import BatchLimits
+from appliance.scheduling.policy_api import BatchLimits
 from appliance.vocabulary import RunPrefill, RunTurn
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

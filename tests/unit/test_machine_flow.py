@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.scheduling.lifecycle import KvPlace
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     DecodingView,
     Fleet,
     InstanceView,

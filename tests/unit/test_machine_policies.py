@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchLimits,
     InstanceView,
     Phase,

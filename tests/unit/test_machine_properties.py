@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.machine import MAX_BUILD_LOSSES
-from appliance.scheduling.reasons import wait_reason
+from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,
     ModelChanged,

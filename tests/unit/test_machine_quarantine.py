@@ -9,7 +9,7 @@ import pytest
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.machine import MAX_BUILD_LOSSES, MAX_REQUEST_LOSSES
-from appliance.scheduling.reasons import wait_reason
+from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,
     Command,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
-from appliance.scheduling.questions import BatchLimits, Phase, PrefillChoice
-from appliance.scheduling.reasons import wait_reason
+from appliance.scheduling.policy_api import BatchLimits, Phase, PrefillChoice
+from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     Direction,
     Finish,

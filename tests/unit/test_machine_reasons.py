@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
-from appliance.scheduling.reasons import wait_reason
 from appliance.scheduling.state import BuildJob, PrefillJob
+from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import RunTurn, WaitCode, WaitReason
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.checkpoints.safetensors import WeightFile
 from appliance.errors import CheckpointError
-from appliance.memory import images
-from appliance.memory.hosttier import HostTier
-from appliance.memory.imagefile import (
+from appliance.memory.host_tier import HostTier
+from appliance.memory.transfers import Transfer, TransferCancelled, TransferKind
+from appliance.memory.weight_cache import images
+from appliance.memory.weight_cache.image_file import (
     PAGE_BYTES,
     UNIT_BYTES,
     Head,
@@ -28,10 +30,8 @@ from appliance.memory.imagefile import (
     image_name,
     prepare_folder,
 )
-from appliance.memory.images import ImageFolder, KeptImage
-from appliance.memory.imagewriter import ImageWriter, Job, write_image
-from appliance.memory.safetensors import WeightFile
-from appliance.memory.transfers import Transfer, TransferCancelled, TransferKind
+from appliance.memory.weight_cache.image_writer import ImageWriter, Job, write_image
+from appliance.memory.weight_cache.images import ImageFolder, KeptImage
 from appliance.memory.weights import Image, StoredTensor, WeightLayout
 
 SLAB = 64 << 10

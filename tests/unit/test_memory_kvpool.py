@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from appliance.memory.arena import Arena, PoolExhausted
-from appliance.memory.kvpool import KvGeometry, KvPool
+from appliance.memory.kv_pool import KvGeometry, KvPool
 from tests.unit.memory_double import RecordingVmm
 
 geometries = st.builds(

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from appliance.memory import mapping
 from appliance.memory.arena import POISON, Arena, PoolExhausted, Region
-from appliance.memory.transferrules import Order, TransferBook
+from appliance.memory.hazards import Order, TransferBook
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_host import HostVmm
 from tests.unit.test_ledger import DeviceBooks, HostBooks

@@ -6,9 +6,9 @@ import ctypes
 
 import pytest
 
-from appliance.memory.cuda_driver import CudaError
-from appliance.memory.scrap_cuda import Scrap
-from appliance.memory.vmm_cuda import CudaVmm
+from appliance.memory.cuda.driver import CudaError
+from appliance.memory.cuda.scratch import Scrap
+from appliance.memory.cuda.vmm import CudaVmm
 from tests.stand_in.driver import StandIn
 from tests.unit.device_backends import SLAB, driver
 

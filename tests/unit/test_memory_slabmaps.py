@@ -8,7 +8,7 @@ import pytest
 
 from appliance.memory.arena import Arena
 from appliance.memory.ledger import HostLedger
-from appliance.memory.slabmaps import host_map, pool_map
+from appliance.memory.slab_maps import host_map, pool_map
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import TransferKind

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from appliance.memory.arena import Arena
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.mapping import view
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed

@@ -17,10 +17,10 @@ import pytest
 
 from appliance.memory import mapping
 from appliance.memory.arena import Arena
-from appliance.memory.hosttier import HostTier
+from appliance.memory.hazards import Order, TransferBook
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
-from appliance.memory.transferrules import Order, TransferBook
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_host import HostVmm
 from tests.patience import PATIENCE_SECONDS
@@ -362,7 +362,7 @@ def test_random_transfers_end_as_if_done_one_by_one(seed: int) -> None:
 
 HOLDER = """
 import mmap, os, sys, threading
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import TransferKind

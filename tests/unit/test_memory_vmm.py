@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.memory import hosttier, mapping
-from appliance.memory.hosttier import HostTier
+from appliance.memory import host_tier as hosttier
+from appliance.memory import mapping
+from appliance.memory.host_tier import HostTier
 from appliance.memory.vmm_host import HostVmm
 from tests.patience import PATIENCE_SECONDS
 
@@ -222,7 +223,7 @@ def test_a_limit_that_forbids_locking_is_told_with_its_remedy() -> None:
     """The pages are there all the same."""
     program = (
         "import ctypes, os, resource\n"
-        "from appliance.memory.hosttier import HostTier\n"
+        "from appliance.memory.host_tier import HostTier\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))\n"
         "if os.geteuid() == 0: os.setresuid(65534, 65534, 65534)\n"  # gives CAP_IPC_LOCK up
         "tier = HostTier.create(4 << 20)\n"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from appliance.errors import CheckpointError
 from appliance.memory import mapping, streams
 from appliance.memory.arena import Arena, PoolExhausted
-from appliance.memory.hosttier import HostTier
+from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Stream
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import BatchLimits, Phase
+from appliance.scheduling.policy_api import BatchLimits, Phase
 from appliance.vocabulary import RunTurn
 from appliance.worker.frames import AddSequence
 from tests.unit.daemon_double import Box, setup_of, small

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
-from appliance.api.errors import as_api_error
+from appliance.http.errors import as_api_error
 from appliance.journal import Journal, read, replay
 from appliance.service.interface import GenerationFailed, ModelQueueFull, ModelTerms
 from appliance.vocabulary import (

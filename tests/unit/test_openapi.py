@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from litestar import Litestar
 
+from appliance.access.auth import Access
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.api.app import create_app
-from appliance.api.auth import Access
-from appliance.api.inference import ENDPOINTS, front_part
-from appliance.api.openapi import OPERATIONS, Operation, document
+from appliance.api.openapi.document import OPERATIONS, Operation, document
+from appliance.api.openapi.endpoints import ENDPOINTS, front_part
 from appliance.config.loader import load_config
 from appliance.daemon.reload import LiveConfig
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.service.front_paths import is_front_path
 from tests.unit.daemon_double import Box, setup_of, small
 from tests.unit.serving import unserved

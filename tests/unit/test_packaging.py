@@ -22,7 +22,7 @@ from appliance.cli.docs.manpages import command_page, configuration_page, write_
 from appliance.cli.main import cli
 from appliance.config.layers import directory
 from appliance.config.schema import Api, schema
-from appliance.systemd import Notifier
+from appliance.platform.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.commandtree import commands, groups
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from appliance.errors import LabError
-from appliance.lab import scenario
-from appliance.lab.contest import Arena
+from appliance.lab.experiments import scenario
+from appliance.lab.experiments.comparison import Arena
 from benchmarks import papers, papers_report, papers_tables
 from benchmarks.papers_tables import (
     NOTABLE,

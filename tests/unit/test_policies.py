@@ -13,9 +13,9 @@ import pytest
 from appliance.errors import PolicyChoiceError
 from appliance.hookspecs import API_VERSION, HOOKS
 from appliance.policies.loader import FALLBACK, available, installed, load_stack
-from appliance.policies.report import InstalledPolicy, PolicyChoice
 from appliance.policies.stack import PolicyStack
-from appliance.scheduling.questions import Phase
+from appliance.scheduling.policy_api import Phase
+from appliance.service.policy_report import InstalledPolicy, PolicyChoice
 from appliance.vocabulary import Role
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.policy_views import (

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from appliance.plugins.aegaeon import Aegaeon, queued_seconds, quotas
 from appliance.policies.loader import PolicyStack
-from appliance.scheduling.costmodel import CostModel
-from appliance.scheduling.questions import (
+from appliance.scheduling.cost_model import CostModel
+from appliance.scheduling.policy_api import (
     BatchLimits,
     Fleet,
     Phase,

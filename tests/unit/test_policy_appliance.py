@@ -7,7 +7,7 @@ import math
 import pytest
 
 from appliance.plugins.appliance import Appliance
-from appliance.scheduling.questions import InstanceView, Phase, PrefillChoice
+from appliance.scheduling.policy_api import InstanceView, Phase, PrefillChoice
 from appliance.vocabulary import PrefetchModel, RequestClass, Role
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

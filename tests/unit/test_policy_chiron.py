@@ -27,7 +27,7 @@ from appliance.plugins.chiron import (
     waiting_seconds,
 )
 from appliance.policies.loader import PolicyStack
-from appliance.scheduling.questions import Fleet, InstanceView, Phase, PrefillChoice, TurnView
+from appliance.scheduling.policy_api import Fleet, InstanceView, Phase, PrefillChoice, TurnView
 from appliance.vocabulary import InstanceClass, Preempt, RequestClass, RunTurn, Ticked, TurnEnded
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

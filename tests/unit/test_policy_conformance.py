@@ -17,7 +17,7 @@ from appliance.conformance.scenes import SCENES, Played, Question, Scene
 from appliance.conformance.trial import trial
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Costs,
     FloorView,
     InstanceView,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from appliance.plugins.muxserve import MuxServe
-from appliance.scheduling.questions import PlannedTurn, Refusal
+from appliance.scheduling.policy_api import PlannedTurn, Refusal
 from appliance.vocabulary import EvictModel, RunTurn
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

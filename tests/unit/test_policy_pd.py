@@ -6,7 +6,7 @@ import pytest
 
 from appliance.plugins.pd_aggregated import PdAggregated
 from appliance.plugins.pd_disaggregated import PdDisaggregated
-from appliance.scheduling.questions import Phase, Placement, PlannedTurn, PrefillChoice
+from appliance.scheduling.policy_api import Phase, Placement, PlannedTurn, PrefillChoice
 from appliance.vocabulary import Direction, MoveKv, Role, RunPrefill, RunTurn
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

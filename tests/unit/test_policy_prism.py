@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.plugins.prism import Gpu, Load, Prism, kvpr, moore_hodgson, place_greedily
-from appliance.scheduling.questions import InstanceView, Migration, Phase, PlannedTurn
+from appliance.scheduling.policy_api import InstanceView, Migration, Phase, PlannedTurn
 from tests.unit.policy_views import (
     GIB,
     FixedCosts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from appliance.plugins.qlm import Qlm
-from appliance.scheduling.questions import PrefillChoice
+from appliance.scheduling.policy_api import PrefillChoice
 from appliance.vocabulary import RunTurn
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

@@ -10,8 +10,8 @@ from appliance.errors import PolicyError
 from appliance.plugins.serverlessllm import UNTIL_DONE_SECONDS, ServerlessLlm
 from appliance.plugins.serverlessllm_sjf import ServerlessLlmSjf
 from appliance.policies.loader import load_stack
-from appliance.policies.report import PolicyChoice
-from appliance.scheduling.questions import Phase, Placement, PlannedTurn, PrefillChoice
+from appliance.scheduling.policy_api import Phase, Placement, PlannedTurn, PrefillChoice
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Role, RunPrefill
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.plugins.static import Static, partition
-from appliance.scheduling.questions import FloorView
+from appliance.scheduling.policy_api import FloorView
 from tests.unit.policy_views import GIB, floor_view, instance_view, model_view
 
 GB = 10**9

@@ -22,7 +22,7 @@ from appliance.plugins.taichi import (
     search_sliders,
     slider_grid,
 )
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     DecodingView,
     InstanceView,
     Migration,

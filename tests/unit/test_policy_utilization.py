@@ -7,7 +7,7 @@ import pytest
 
 from appliance.plugins.serverlessllm import ServerlessLlm
 from appliance.plugins.utilization import Utilization, utilization
-from appliance.scheduling.questions import InstanceView, Migration, PrefillChoice
+from appliance.scheduling.policy_api import InstanceView, Migration, PrefillChoice
 from appliance.vocabulary import Direction, InstanceClass, MoveKv
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

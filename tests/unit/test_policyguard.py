@@ -10,9 +10,9 @@ import pytest
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.aegaeon import Aegaeon
-from appliance.policies.report import Missed
 from appliance.policies.stack import PolicyStack
-from appliance.scheduling.questions import Phase, PlannedTurn
+from appliance.scheduling.policy_api import Phase, PlannedTurn
+from appliance.service.policy_report import Missed
 from tests.unit.policy_views import FixedCosts, batch_view, group_view, instance_view
 
 SHORT = 0.002

@@ -14,9 +14,8 @@ from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies import stack as policystack
 from appliance.policies.guard import RECENT, Tally
-from appliance.policies.report import DecisionTally, Missed
 from appliance.policies.stack import PolicyStack
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     BatchLimits,
     Fleet,
     FloorView,
@@ -28,6 +27,7 @@ from appliance.scheduling.questions import (
     PrefillChoice,
     Refusal,
 )
+from appliance.service.policy_report import DecisionTally, Missed
 from appliance.vocabulary import Role
 from tests.unit.policy_views import (
     FixedCosts,

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from appliance.checkpoints.pull import pull
+from appliance.checkpoints.safetensors import verify_sums
+from appliance.checkpoints.sources import Progress, find_source
 from appliance.cli.main import cli
 from appliance.errors import CheckpointError, PullError
-from appliance.memory.safetensors import verify_sums
-from appliance.pulling import pull
-from appliance.pullsources import Progress, find_source
 
 Make = Callable[..., Path]
 FILES = {"config.json", "model.safetensors", "tokenizer.json"}
@@ -286,7 +286,7 @@ def test_every_member_counts(
     source: Path, folder: Path, told: list[Progress], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Directories, too: listing them takes time and memory."""
-    monkeypatch.setattr("appliance.pullsources.MAX_FILES", 5)
+    monkeypatch.setattr("appliance.checkpoints.sources.MAX_FILES", 5)
     path = packed(source, kind)
     if kind == ".zip":
         with zipfile.ZipFile(path, "a") as archive:
@@ -443,7 +443,7 @@ def test_what_does_not_fit_is_not_begun(
 ) -> None:
     """An archive cannot fill the disk."""
     monkeypatch.setattr(
-        "appliance.pulling.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)
+        "appliance.checkpoints.pull.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)
     )
 
     with pytest.raises(PullError, match="are free on"):

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.task import (
+    AskedTask,
+    PoolerRefused,
+    PoolerValue,
+    check_pooler,
+    check_task,
+)
 from appliance.config.loader import load_config
 from appliance.errors import CheckpointError, ConfigError
-from appliance.purpose import AskedTask, PoolerRefused, PoolerValue, check_pooler, check_task
 from appliance.vocabulary import Task
 
 Make = Callable[..., Path]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.keys import Key
-from appliance.ratelimits import Bucket, Meter, Refusal
+from appliance.access.keys import Key
+from appliance.access.rate_limits import Bucket, Meter, Refusal
 
 
 def key(**limits: Any) -> Key:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from appliance.checkpoints.safetensors import WeightFile, read_header, verify_sums, weight_files
 from appliance.errors import CheckpointError
-from appliance.memory.safetensors import WeightFile, read_header, verify_sums, weight_files
 
 
 @pytest.fixture

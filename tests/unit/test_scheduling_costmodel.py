@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.scheduling.costmodel import (
+from appliance.scheduling.cost_model import (
     FIRST_GUESS,
     FIRST_GUESS_LOAD_BYTES_PER_SECOND,
     SMOOTHING,

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from appliance.scheduling.demand import OUTPUT_SMOOTHING, WINDOW_SECONDS, Demands
-from appliance.scheduling.questions import FloorView, Placement
+from appliance.scheduling.policy_api import FloorView, Placement
 from appliance.vocabulary import RequestSpec, Slo
 from tests.unit.floor_double import FloorDouble, shape
 from tests.unit.instance_double import ModelDouble

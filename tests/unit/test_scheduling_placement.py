@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.scheduling.placement import deal
-from appliance.scheduling.questions import Fleet
+from appliance.scheduling.cluster import deal
+from appliance.scheduling.policy_api import Fleet
 from appliance.vocabulary import InstanceClass
 from tests.unit.policy_views import request_view
 

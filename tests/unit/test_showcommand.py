@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from appliance.api.app import create_app
-from appliance.catalog import read_checkpoint
+from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.service.interface import ModelActivity, ModelFacts, ModelNotFound, ModelTerms
 from appliance.vocabulary import Slo
 from tests.unit.fake_service import FakeService

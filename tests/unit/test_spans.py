@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from appliance.observability.timeline import KEPT, Spans
-from appliance.policies.report import PolicyChoice
 from appliance.service.interface import Span, SpanKind
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import BuildModel, ModelFailed, RunPrefill
 from tests.unit.daemon_double import Box, box_maker
 from tests.unit.floor_double import SLAB

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.access.admission import Admission
+from appliance.access.auth import Access
+from appliance.access.keys import Key, KeyFile, KeyRing, digest
 from appliance.api.app import create_app
-from appliance.api.auth import Access
-from appliance.gateway.admission import Admission
 from appliance.gateway.responses import EACH_BYTES, StoredResponses
 from appliance.gateway.sessions import FrontSettings, Sessions
-from appliance.keys import Key, KeyFile, KeyRing, digest
 from appliance.service.front_frames import (
     MAX_STORED_BYTES,
     FindResponse,

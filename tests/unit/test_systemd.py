@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from appliance.systemd import Notifier, SocketsRefused, refuse_strangers, take_sockets
+from appliance.platform.systemd import Notifier, SocketsRefused, refuse_strangers, take_sockets
 from tests.activation import start_activated
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.notify_double import manager
 
 TAKE = """
 import os
-from appliance.systemd import SocketsRefused, take_sockets
+from appliance.platform.systemd import SocketsRefused, take_sockets
 try:
     taken = take_sockets(os.environ)
 except SocketsRefused as error:

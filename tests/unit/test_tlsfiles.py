@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from appliance.config.loader import load_config
 from appliance.errors import ConfigError
+from appliance.platform.tls import LiveTls, Pair, problem_with, read_pair
 from appliance.serve import make_server
-from appliance.tlsfiles import LiveTls, Pair, problem_with, read_pair
 from tests.patience import PATIENCE_SECONDS
 
 from .certificates import certify

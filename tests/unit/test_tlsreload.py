@@ -19,8 +19,8 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.errors import ConfigError
+from appliance.platform.tls import LiveTls
 from appliance.serve import make_server
-from appliance.tlsfiles import LiveTls
 from tests.patience import PATIENCE_SECONDS
 
 from .certificates import certify

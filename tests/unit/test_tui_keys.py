@@ -12,8 +12,8 @@ import pytest
 from rich.color import Color
 from textual.widgets import Input, Static
 
-from appliance.api.keys import Keys
-from appliance.keys import NewKey
+from appliance.access.keys import NewKey
+from appliance.api.admin.keys import Keys
 from tests.unit.tui_bench import (
     NOW,
     Told,

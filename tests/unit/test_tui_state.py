@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.mergepatch import Document, difference
+from appliance.api.admin.watch import Document, difference
 from tests.unit.tui_bench import NOW, delta, lost, notice, state, tree
 from tui.series import MOST_SAMPLES, Counter
 from tui.state import MOST_NOTICES, MOST_SPANS, State

@@ -13,9 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.api.admin.watch import (
+    LONGEST_SILENCE_SECONDS,
+    MOST_SECONDS,
+    Document,
+    difference,
+    state_of,
+    without_nulls,
+)
 from appliance.api.app import create_app
-from appliance.api.watch import LONGEST_SILENCE_SECONDS, MOST_SECONDS, state_of
-from appliance.mergepatch import Document, difference, without_nulls
 from appliance.service.event_log import CAPACITY
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import Box, setup_of, small
@@ -209,7 +215,7 @@ async def test_silence_is_short_however_seldom_there_are_changes(
     box: Box, monkeypatch: pytest.MonkeyPatch, keep_alive: float, longest: float
 ) -> None:
     """A comment ends it, long before changes are due, and longer ones are configured in vain."""
-    monkeypatch.setattr("appliance.api.watch.LONGEST_SILENCE_SECONDS", longest)
+    monkeypatch.setattr("appliance.api.admin.watch.LONGEST_SILENCE_SECONDS", longest)
     async with (
         asyncio.timeout(PATIENCE_SECONDS),
         served(create_app(box.daemon, keep_alive_seconds=keep_alive)) as port,

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 
 from appliance.api.app import create_app
 from appliance.cli.main import cli
-from appliance.policies.report import PolicyChoice
 from appliance.service.event_log import CAPACITY, NoticeKind
 from appliance.service.interface import Snapshot
+from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import ModelFailed
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.daemon_double import PID, Box, setup_of, small

@@ -22,10 +22,10 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
+from appliance.access.auth import Access
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
 from appliance.api.app import create_app
-from appliance.api.auth import Access
 from appliance.cli.main import cli
-from appliance.keys import Key, KeyFile, KeyRing, Scope, digest
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.certificates import certify
 from tests.unit.daemon_double import Box, box_maker

@@ -24,7 +24,7 @@ from appliance.engines.protocol import (
 )
 from appliance.errors import CheckpointError
 from appliance.memory.arena import Arena, PoolExhausted
-from appliance.memory.slabmaps import pool_map
+from appliance.memory.slab_maps import pool_map
 from appliance.memory.swapper import Swapper, Then
 from appliance.memory.transfers import Transfer, TransferFailed, TransferKind
 from appliance.vocabulary import (

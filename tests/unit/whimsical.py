@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     DecodingView,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from appliance.hookspecs import hookimpl
-from appliance.scheduling.questions import (
+from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     Costs,

@@ -22,7 +22,7 @@ from appliance.cli.docs.hook_examples import Examples
 from appliance.errors import PolicyError
 from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PolicySpec
 from appliance.policies import validation as answers
-from appliance.scheduling import questions
+from appliance.scheduling import policy_api as questions
 from appliance.vocabulary import Word
 
 LONGEST_EXAMPLE = 8
@@ -56,7 +56,7 @@ is asked, at last the built-in, and the fault is reported with the policy's name
 """
 
 _WORDS = """\
-They are in `appliance.scheduling.questions`, some in `appliance.vocabulary`. All are frozen."""
+They are in `appliance.scheduling.policy_api`, some in `appliance.vocabulary`. All are frozen."""
 
 
 class Shipped(Word, frozen=True):

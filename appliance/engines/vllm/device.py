@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from appliance.engines.vllm import tensors
+from appliance.engines.vllm.weights import tensors
 from appliance.memory.transfers import Transfer
 
 

@@ -28,11 +28,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from appliance.engines.vllm.seams import SeamMoved
 from appliance.memory.arena import Arena, PoolExhausted, Region
-from appliance.memory.cuda_driver import call, driver
+from appliance.memory.cuda.driver import call, driver
+from appliance.memory.cuda.scratch import Scrap
+from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.runtime import RuntimeMemory
-from appliance.memory.scrap_cuda import Scrap
 from appliance.memory.transfers import Transfer
-from appliance.memory.vmm_cuda import CudaVmm
 
 PLACEHOLDER_BYTES: Final = 1 << 20
 """Parameters of at least so many bytes never get memory of torch's; smaller ones get it shortly."""

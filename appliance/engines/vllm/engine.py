@@ -41,6 +41,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from appliance.checkpoints.safetensors import read_header, weight_files
+from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import (
     NO_TOKEN,
     KvBytes,
@@ -50,12 +52,10 @@ from appliance.engines.protocol import (
     SequenceSpec,
     Verdict,
 )
-from appliance.engines.vllm import parameters
 from appliance.engines.vllm.device import Device, HostDevice
 from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides
-from appliance.engines.vllm.loading import CheckpointImage, made_from
 from appliance.engines.vllm.messages import (
     MAX_OUTPUT_BYTES,
     decode_request,
@@ -69,23 +69,23 @@ from appliance.engines.vllm.pooling import (
     pool_in_chunks,
 )
 from appliance.engines.vllm.reasoning import ThinkingBudgets, parser_of
-from appliance.engines.vllm.recipe import LOAD_FORMAT, Recording, recording
 from appliance.engines.vllm.sampling import seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
-from appliance.engines.vllm.tensors import bytes_at
+from appliance.engines.vllm.weights import parameters
+from appliance.engines.vllm.weights.loading import CheckpointImage, made_from
+from appliance.engines.vllm.weights.recipe import LOAD_FORMAT, Recording, recording
+from appliance.engines.vllm.weights.tensors import bytes_at
 from appliance.kernels.reference import fingerprint
 from appliance.memory.arena import Arena, PoolExhausted, Region
-from appliance.memory.hosttier import HostTier
-from appliance.memory.images import ImageFolder, KeptImage, Shelf
-from appliance.memory.kvpool import BLOCK_TOKENS
-from appliance.memory.pieces import process_cpus
-from appliance.memory.safetensors import read_header, weight_files
+from appliance.memory.host_tier import HostTier
+from appliance.memory.kv_pool import BLOCK_TOKENS
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferKind
+from appliance.memory.weight_cache.images import ImageFolder, KeptImage, Shelf
+from appliance.memory.weight_cache.pipeline import process_cpus
 from appliance.memory.weights import DeviceWeights
-from appliance.purpose import PoolerValue
 from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId, Task
 
 BATCHED_TOKENS: Final = 2048

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from appliance.cpus import read_cpus
+from appliance.platform.cpus import read_cpus
 
 
 def prepare_environment(threads_bind: str, device: str = "cpu") -> None:

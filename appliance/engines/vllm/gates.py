@@ -18,8 +18,8 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engines.vllm.device import Device
-from appliance.engines.vllm.parameters import layer_of
 from appliance.engines.vllm.seams import SeamMoved
+from appliance.engines.vllm.weights.parameters import layer_of
 from appliance.memory.transfers import Transfer
 from appliance.memory.weights import DeviceWeights
 

@@ -14,7 +14,7 @@ import torch
 
 from appliance.engines.vllm.device import Device
 from appliance.memory.arena import Arena, Region
-from appliance.memory.kvpool import KvGeometry, KvPool
+from appliance.memory.kv_pool import KvGeometry, KvPool
 
 
 class KvPlacement:

@@ -23,8 +23,8 @@ from vllm.model_executor.layers.pooler.special import DispatchPooler
 from vllm.tasks import SupportedTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
+from appliance.checkpoints.task import POOLING_TASKS, PoolerValue, is_rewarder, pools_tokens
 from appliance.engines.vllm.messages import MAX_OUTPUT_BYTES
-from appliance.purpose import POOLING_TASKS, PoolerValue, is_rewarder, pools_tokens
 from appliance.vocabulary import Task
 
 MAX_DIMENSIONS: Final = 1 << 16

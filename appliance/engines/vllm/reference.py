@@ -12,8 +12,8 @@ import sys
 
 import msgspec
 
-from appliance.cpus import deal_cpus, show_cpus
 from appliance.engines.vllm.environment import prepare_environment
+from appliance.platform.cpus import deal_cpus, show_cpus
 
 
 class Prompt(msgspec.Struct):

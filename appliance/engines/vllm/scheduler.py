@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from appliance.engines.vllm.placement import current_placement
-from appliance.memory.kvpool import BLOCK_TOKENS, KvPool
+from appliance.memory.kv_pool import BLOCK_TOKENS, KvPool
 
 
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]

@@ -9,8 +9,8 @@ import pydantic
 from litestar.exceptions import HTTPException
 from vllm.entrypoints.serve import create_error_response
 
-from appliance.api.errors import ApiError
-from appliance.frontend.model_fronts import FrontNotBuilt, UnknownModel
+from appliance.frontend.serving.model_fronts import FrontNotBuilt, UnknownModel
+from appliance.http.errors import ApiError
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,7 @@ from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError
 
-from appliance.api.sending import AS_IT_COMES, Streamed, unless_hung_up
 from appliance.frontend import calls
-from appliance.frontend.model_fronts import ModelFront, ModelFronts, UnknownModel
 from appliance.frontend.ollama.errors import TOO_LONG, OllamaError, as_ollama_error
 from appliance.frontend.ollama.fitting import continued, is_too_long, shortened
 from appliance.frontend.ollama.replies import Endpoint, Reply, events, understood
@@ -32,6 +30,8 @@ from appliance.frontend.ollama.requests import (
     GenerateBody,
     decoded,
 )
+from appliance.frontend.serving.model_fronts import ModelFront, ModelFronts, UnknownModel
+from appliance.http.streaming import AS_IT_COMES, Streamed, unless_hung_up
 from appliance.service.front_frames import FrontModel
 from appliance.vocabulary import Task
 

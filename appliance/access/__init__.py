@@ -1,0 +1,1 @@
+"""Who may do how much: API keys, rate limits, fair turns, admission."""

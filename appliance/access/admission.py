@@ -1,0 +1,372 @@
+"""Which requests of a key begin: its models, its tokens, and its turn when there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from appliance.access.auth import Access, Caller, Forbidden, LimitMet, Used
+from appliance.access.fair_queue import FairQueue
+from appliance.access.keys import Key
+from appliance.access.rate_limits import Meter, Refusal
+from appliance.engines.protocol import Produced
+from appliance.http.errors import BadRequest
+from appliance.observability.key_metrics import WAITING
+from appliance.service.interface import (
+    Generation,
+    ModelNotFound,
+    QueueFull,
+    RequestActivity,
+    RequestTimes,
+    Service,
+    Sink,
+    SubmitRequest,
+    cancelled,
+    removed,
+)
+from appliance.vocabulary import FinishReason, RequestClass, RequestId, WaitCode, WaitReason
+
+MAX_WAITING: Final = 64
+MAX_WAIT_SECONDS: Final = 300.0
+
+_MOST_WAITING: Final = 4096
+"""Sequences that wait at most, of all keys together: each holds its prompt and a connection."""
+
+_RETRY_SECONDS: Final = 0.05
+"""The next one is also tried without being told that there is room: others use the appliance."""
+
+_FULL_SECONDS: Final = 1.0
+"""After how long a key makes sense to try again that has too many waiting."""
+
+
+class Admission:
+    """Takes requests of callers into the service.
+
+    Of each key `max_waiting` sequences wait while there is no room for them, each for
+    `max_wait_seconds` at most; the keys take turns. Without keys a request that has no room is
+    refused at once.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        access: Access,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_wait_seconds: float = MAX_WAIT_SECONDS,
+    ) -> None:
+        self._service = service
+        self._clock = access.clock
+        self._metrics = access.metrics
+        self._queue: FairQueue[_Metered] = FairQueue(max_waiting)
+        self._max_wait_seconds = max_wait_seconds
+        self._retry: asyncio.TimerHandle | None = None
+        self._soon = False
+        """Whether it will be looked at once more whose turn it is."""
+
+    def submit(self, request: SubmitRequest, caller: Caller, sink: Sink) -> Generation:
+        """Take a request in, or let it wait for its turn.
+
+        Raises what the service raises, `Forbidden`, `LimitMet` and `BadRequest`; the sink hears
+        nothing then. What goes wrong after a wait is told to the sink.
+        """
+        meter = caller.meter
+        if meter is None:
+            return self._service.submit(msgspec.structs.replace(request, slo=caller.slo), sink)
+        if not caller.allows(request.model):
+            raise ModelNotFound(request.model)
+        request = _as_allowed(request, caller, meter.key)
+        reserved = self._reserve(meter, request)
+        metered = _Metered(self, request, sink, reserved, meter, caller.bill)
+        try:
+            self._admit(metered, waits=caller.waits)
+        except BaseException:
+            meter.settle(reserved, 0, self._clock())
+            raise
+        if caller.bill is None:
+            self._metrics.taken(meter.key.name)
+        return metered
+
+    # --- what an operator is shown ---------------------------------------------------------------
+
+    def waiting(self) -> list[RequestActivity]:
+        """Those that wait for their turn."""
+        return [self._shown(metered) for metered in self._queue]
+
+    def waiting_one(self, request: RequestId) -> RequestActivity | None:
+        """One of them, if it is."""
+        metered = self._find(request)
+        return None if metered is None else self._shown(metered)
+
+    def turn_away(self, request: RequestId) -> bool:
+        """Cancel a request that waits, which its client is told; False if it does not."""
+        metered = self._find(request)
+        if metered is not None:
+            self._turn_away(metered, cancelled())
+        return metered is not None
+
+    def keys_waiting(self) -> Iterator[str]:
+        """The names of their keys, one for each that waits."""
+        return (metered.name for metered in self._queue)
+
+    def _find(self, request: RequestId) -> _Metered | None:
+        return next((metered for metered in self._queue if metered.id == request), None)
+
+    def _shown(self, metered: _Metered) -> RequestActivity:
+        request = metered.request
+        before = len(self._queue) - 1
+        others = f", and {before} others wait with it" if before else ""
+        return RequestActivity(
+            id=request.id,
+            model=request.model,
+            request_class=request.request_class,
+            phase="waiting",
+            age_seconds=self._clock() - metered.arrived,
+            prompt_tokens=len(request.prompt),
+            output_tokens=0,
+            max_tokens=request.max_tokens,
+            reason=WaitReason(
+                code=WaitCode.TURN,
+                message=f"the appliance is full{others}; the keys take turns",
+            ),
+        )
+
+    # --- what a key may ------------------------------------------------------------------------
+
+    def _reserve(self, meter: Meter, request: SubmitRequest) -> float:
+        bucket = meter.tokens
+        if bucket is not None and request.together_tokens > bucket.per_minute:
+            if request.pooled:
+                raise BadRequest(
+                    f"all texts together come to {request.together_tokens} tokens, but the API key "
+                    f"has {bucket.per_minute} per minute; send fewer or shorter ones",
+                    code="token_limit_exceeded",
+                )
+            raise BadRequest(
+                f"n: all answers together may come to {request.together_tokens} tokens, but the "
+                f"API key has {bucket.per_minute} per minute; ask for fewer or shorter ones",
+                "n",
+                "token_limit_exceeded",
+            )
+        tokens = len(request.prompt) + request.max_tokens
+        together = request.together_tokens if request.pooled else 0
+        reserved = meter.reserve(tokens, self._clock(), of_tokens=together)
+        if isinstance(reserved, Refusal):
+            self._metrics.refused(meter.key.name, reserved.limit)
+            raise LimitMet(reserved)
+        return reserved
+
+    # --- whose turn it is ------------------------------------------------------------------------
+
+    def _admit(self, metered: _Metered, *, waits: bool) -> None:
+        """Let a sequence begin, after those that wait. Raises `QueueFull` for one that would have
+        to wait and does not."""
+        if not waits:
+            if self._queue:
+                raise QueueFull(_FULL_SECONDS)
+            metered.begin(self._service.submit(metered.request, metered))
+            return
+        if self._queue:
+            self._wait(metered)
+            self._look_soon()
+            return
+        try:
+            metered.begin(self._service.submit(metered.request, metered))
+        except QueueFull:
+            self._wait(metered)
+            self._try_again_later()
+
+    def _wait(self, metered: _Metered) -> None:
+        """Let a sequence wait for its turn. Raises `QueueFull` if too many do."""
+        if len(self._queue) >= _MOST_WAITING or not self._queue.push(metered.key, metered):
+            self._metrics.refused(metered.name, WAITING)
+            raise QueueFull(_FULL_SECONDS)
+        metered.alarm = asyncio.get_running_loop().call_later(
+            self._max_wait_seconds, self._too_late, metered
+        )
+
+    def _too_late(self, metered: _Metered) -> None:
+        """It has waited as long as a request may."""
+        self._metrics.refused(metered.name, WAITING)
+        self._turn_away(metered, QueueFull(_FULL_SECONDS))
+
+    def _turn_away(self, metered: _Metered, error: Exception) -> None:
+        """A sequence that waits is told that it will not begin."""
+        self._queue.remove(metered.key, metered)
+        metered.never_begins(error)
+
+    def _next(self) -> None:
+        """There may be room: let those begin whose turn it is."""
+        self._soon = False
+        while (first := self._queue.peek()) is not None:
+            key, metered = first
+            try:
+                begun: Generation | Exception = self._service.submit(metered.request, metered)
+            except QueueFull:
+                self._try_again_later()
+                return
+            except ModelNotFound as error:  # there was one when it came
+                begun = removed(error.model)
+            except Exception as error:
+                begun = error
+            self._queue.pop(key, len(metered.request.prompt))
+            if isinstance(begun, Exception):
+                metered.never_begins(begun)
+            else:
+                metered.begin(begun)
+
+    def _look_soon(self) -> None:
+        """Not at once: the end of a request comes in the midst of what the service does."""
+        if self._queue and not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _try_again_later(self) -> None:
+        if self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(_RETRY_SECONDS, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._next()
+
+    def charge(self, key: str, tokens: int) -> None:
+        """A key was served so many tokens."""
+        self._queue.charge(key, tokens)
+
+    def leave(self, metered: _Metered) -> None:
+        """A sequence does not want to wait any more."""
+        self._queue.remove(metered.key, metered)
+
+    def ended(self, metered: _Metered, prompt: int, output: int) -> None:
+        """A sequence is over that came to so many tokens of prompt and of output."""
+        metered.meter.settle(metered.reserved, prompt + output, self._clock())
+        if metered.bill is None:
+            self._metrics.ended(metered.name, prompt, output)
+        elif metered.begun:
+            metered.bill.append(Used(prompt, output))
+        self._look_soon()
+
+    def now(self) -> float:
+        return self._clock()
+
+
+class _Metered:
+    """A sequence of a key, which may have to wait before it begins. Implements `Generation` for
+    its client, and `Sink` for the service."""
+
+    __slots__ = (
+        "_admission",
+        "_inner",
+        "_over",
+        "_produced",
+        "_sink",
+        "_waited_seconds",
+        "alarm",
+        "arrived",
+        "bill",
+        "key",
+        "meter",
+        "name",
+        "request",
+        "reserved",
+    )
+
+    def __init__(
+        self,
+        admission: Admission,
+        request: SubmitRequest,
+        sink: Sink,
+        reserved: float,
+        meter: Meter,
+        bill: list[Used] | None,
+    ) -> None:
+        self.request = request
+        self.bill = bill
+        self.reserved = reserved
+        self.meter = meter
+        self.key = meter.key.sha256
+        self.name = meter.key.name
+        self.arrived = admission.now()
+        self.alarm: asyncio.TimerHandle | None = None
+        """Ends its wait, if it waits."""
+        self._admission = admission
+        self._sink = sink
+        self._inner: Generation | None = None
+        self._produced = 0
+        self._over = False
+        self._waited_seconds = 0.0
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def begun(self) -> bool:
+        """Whether the appliance took it in."""
+        return self._inner is not None
+
+    def begin(self, inner: Generation) -> None:
+        """It has its turn."""
+        self._inner = inner
+        self._waited_seconds = self._admission.now() - self.arrived
+        self._stop_alarm()
+
+    def never_begins(self, error: Exception | None) -> None:
+        """It was to wait, and does not any more."""
+        self._stop_alarm()
+        self.ended(None, error)
+
+    # --- for its client --------------------------------------------------------------------------
+
+    def cancel(self, reason: FinishReason) -> None:
+        if self._over:
+            return
+        if self._inner is not None:
+            self._inner.cancel(reason)
+        else:
+            self._admission.leave(self)
+            self.never_begins(None)
+
+    def reader(self, *, reads: bool) -> None:
+        if self._inner is not None:
+            self._inner.reader(reads=reads)
+
+    # --- for the service -------------------------------------------------------------------------
+
+    def produced(self, produced: Produced) -> None:
+        tokens = produced.tokens
+        self._produced += tokens
+        self._admission.charge(self.key, tokens)
+        self._sink.produced(produced)
+
+    def ended(self, times: RequestTimes | None, failure: Exception | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        if times is not None:  # the wait for its turn is time in the queue
+            queued = times.queue_seconds + self._waited_seconds
+            times = msgspec.structs.replace(times, queue_seconds=queued)
+        prompt = len(self.request.prompt) if self.begun else 0
+        self._admission.ended(self, prompt, self._produced)
+        self._sink.ended(times, failure)
+
+    def _stop_alarm(self) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
+            self.alarm = None
+
+
+def _as_allowed(request: SubmitRequest, caller: Caller, key: Key) -> SubmitRequest:
+    """The request with what its key decides. Raises `Forbidden`."""
+    request_class = request.request_class
+    if request_class not in key.classes:
+        if request_class is RequestClass.BATCH:
+            raise Forbidden("service_tier: the API key has no batch work", "service_tier")
+        request_class = RequestClass.BATCH  # a key for nothing but batch work
+    return msgspec.structs.replace(
+        request, request_class=request_class, slo=caller.slo, key=key.name
+    )

@@ -1,0 +1,362 @@
+"""API keys: what each allows, kept as hashes in a file that is read again when it changes.
+
+A key is 256 random bits, shown once. The file holds its SHA-256: nobody finds a preimage of that by
+trying, so a slow password hash would protect nothing and cost every request time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from appliance.errors import KeyExists, KeyFieldError, KeyNotFound, KeysError
+from appliance.vocabulary import ModelName, RequestClass
+
+PREFIX: Final = "sk-"
+MAX_KEYS: Final = 10_000
+MAX_FILE_BYTES: Final = 16 << 20
+LOCK_TRIES: Final = 100
+"""How often somebody looks whether the file may be changed: for five seconds in all."""
+
+_LOCK_PAUSE_SECONDS: Final = 0.05
+_SECRET_BYTES: Final = 32
+_MAX_SECRET_CHARACTERS: Final = 256
+"""What is longer is no key of ours; it is not even hashed."""
+_MODE: Final = 0o600
+_VERSION: Final = 1
+_ROOT: Final = 0
+
+log = logging.getLogger(__name__)
+
+_LIFETIME: Final = re.compile(r"([0-9]{1,6})([mhd])")
+_LIFETIME_SECONDS: Final = {"m": 60, "h": 3600, "d": 86_400}
+
+_Limit = Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class Scope(StrEnum):
+    """What a key opens: generating and listing models, or everything that an operator asks."""
+
+    INFER = "infer"
+    ADMIN = "admin"
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key and what it allows. Times are Unix seconds; a limit that is None does not bind."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """Of the secret, in hexadecimal digits."""
+    created_seconds: float
+    expires_seconds: float | None = None
+    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = (Scope.INFER,)
+    models: tuple[ModelName, ...] = ()
+    """Empty: every model."""
+    classes: Annotated[tuple[RequestClass, ...], Meta(min_length=1)] = tuple(RequestClass)
+    slo: bool = False
+    """Whether a request may name a service level of its own."""
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrency: _Limit | None = None
+
+    def expired(self, now: float) -> bool:
+        """Whether it is over at the Unix time `now`."""
+        return self.expires_seconds is not None and now >= self.expires_seconds
+
+    def allows(self, model: ModelName) -> bool:
+        return not self.models or model in self.models
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key as it is wanted; what is left out is as `Key` has it."""
+
+    name: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"})]
+    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = (Scope.INFER,)
+    models: tuple[ModelName, ...] = ()
+    """Empty: every model."""
+    classes: Annotated[tuple[RequestClass, ...], Meta(min_length=1)] = tuple(RequestClass)
+    slo: bool = False
+    expires: Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,6}[mhd]$"})] | None = None
+    """After so long: ``30d``, ``12h``, ``90m``; never if it is left out."""
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrency: _Limit | None = None
+
+
+def lifetime_seconds(text: str) -> float:
+    """What ``30d``, ``12h`` or ``90m`` comes to. Raises `ValueError` with what is expected."""
+    match = _LIFETIME.fullmatch(text)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text[:40]!r} is not a duration, such as 30d, 12h or 90m")
+    return float(int(match[1]) * _LIFETIME_SECONDS[match[2]])
+
+
+def make_key(wanted: NewKey, now: float) -> tuple[Key, str]:
+    """A key made at the Unix time `now`, which is in no file yet, and its secret, which will be in
+    none. Raises `KeyFieldError`."""
+    secret = new_secret()
+    try:
+        expires = None if wanted.expires is None else now + lifetime_seconds(wanted.expires)
+    except ValueError as error:
+        raise KeyFieldError("expires", str(error)) from error
+    fields = {
+        **{name: getattr(wanted, name) for name in wanted.__struct_fields__ if name != "expires"},
+        "scopes": tuple(dict.fromkeys(wanted.scopes)),
+        "models": tuple(dict.fromkeys(wanted.models)),
+        "classes": tuple(dict.fromkeys(wanted.classes)),
+        "sha256": digest(secret),
+        "created_seconds": now,
+        "expires_seconds": expires,
+    }
+    try:
+        return msgspec.convert(fields, Key), secret
+    except msgspec.ValidationError as error:
+        rule = "begins with a letter or a digit, and has at most 64 of them and of ._@-"
+        raise KeyFieldError("name", rule) from error
+
+
+class _Keys(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    version: int = _VERSION
+    keys: list[Key] = []
+
+
+def new_secret() -> str:
+    """What a client is to present: 256 random bits."""
+    return PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def digest(secret: str) -> str:
+    """The hash of a secret as the file has it."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class KeyFile:
+    """The keys of an appliance on disk: mode 0600, replaced whole, changed by one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def shared(self) -> bool:
+        """Whether somebody gave others than its owner access to it."""
+        try:
+            return bool(self.path.stat().st_mode & 0o077)
+        except OSError:
+            return False
+
+    def read(self) -> tuple[Key, ...]:
+        """All keys, also expired ones; none if there is no file. Raises `KeysError`."""
+        try:
+            with self.path.open("rb") as stream:
+                data = stream.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise KeysError(f"{self.path}: is larger than {MAX_FILE_BYTES} bytes")
+            found = msgspec.json.decode(data, type=_Keys)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise KeysError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise KeysError(f"{self.path}: is no file of keys: {error}") from error
+        if found.version != _VERSION:
+            raise KeysError(f"{self.path}: is of version {found.version}, not {_VERSION}")
+        self._check(found.keys)
+        return tuple(found.keys)
+
+    def add(self, key: Key) -> None:
+        """Raises `KeyExists`, or `KeysError` if there are too many or the file cannot be
+        written."""
+        with self._locked():
+            keys = self.read()
+            if any(other.name == key.name for other in keys):
+                raise KeyExists(key.name)
+            self._write([*keys, key])
+
+    def remove(self, name: str) -> Key:
+        """The key that was removed. Raises `KeyNotFound`, or `KeysError` if the file cannot be
+        written."""
+        with self._locked():
+            keys = self.read()
+            for key in keys:
+                if key.name == name:
+                    self._write([other for other in keys if other is not key])
+                    return key
+        raise KeyNotFound(name)
+
+    def _check(self, keys: Sequence[Key]) -> None:
+        if len(keys) > MAX_KEYS:
+            raise KeysError(f"{self.path}: more than {MAX_KEYS} keys")
+        names: set[str] = set()
+        for key in keys:
+            if key.name in names:
+                raise KeysError(f"{self.path}: has more than one key {key.name!r}")
+            names.add(key.name)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Others who change the file wait for some seconds. This one is replaced, so the lock is on
+        another."""
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        try:
+            descriptor = _open_lock(lock)
+        except OSError as error:
+            raise KeysError(f"{lock}: cannot be written: {error.strerror}") from error
+        try:
+            self._take(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _take(self, lock: int) -> None:
+        """Raises `KeysError` if somebody else has it for too long."""
+        for left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if not left:
+                    raise KeysError(f"{self.path}: somebody else changes it; try again") from error
+                time.sleep(_LOCK_PAUSE_SECONDS)
+            else:
+                return
+
+    def _write(self, keys: list[Key]) -> None:
+        self._check(keys)
+        data = msgspec.json.format(msgspec.json.encode(_Keys(keys=keys)), indent=2)
+        if len(data) > MAX_FILE_BYTES:  # nobody could read it
+            raise KeysError(
+                f"{self.path}: would be larger than {MAX_FILE_BYTES} bytes: "
+                "name fewer models, or revoke keys that nobody needs"
+            )
+        temporary = None
+        try:
+            # A new file of mode 0600, never one that somebody else put there.
+            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            temporary = Path(name)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(data)
+                _hand_over(stream.fileno(), self.path if self.path.exists() else self.path.parent)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(self.path)
+        except OSError as error:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+            raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
+        try:
+            _sync(self.path.parent)
+        except OSError as error:  # who asked must not be told that nothing was changed
+            log.warning("%s: may be lost in a power cut: %s", self.path, error.strerror)
+
+
+def _open_lock(lock: Path) -> int:
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(lock, flags, _MODE)
+    try:
+        found = os.fstat(descriptor)
+        # Also one that root left before. What has another name may be anybody's file.
+        if stat.S_ISREG(found.st_mode) and found.st_uid == _ROOT and found.st_nlink == 1:
+            _hand_over(descriptor, lock.parent)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _hand_over(made: int, owned: Path) -> None:
+    """If root made a file, give it to the owner of another: the daemon may be somebody else, and
+    has to read keys and to change them."""
+    if os.geteuid() == _ROOT:
+        owner = owned.stat()
+        os.fchown(made, owner.st_uid, owner.st_gid)
+
+
+def _sync(directory: Path) -> None:
+    """A replaced file survives a power cut once its directory is written."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class KeyRing:
+    """The keys that a running appliance accepts. What the file says holds from the next request on;
+    one that cannot be read changes nothing, one that is gone takes all keys with it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `KeysError` if there is a file that cannot be read."""
+        self.file = KeyFile(path)
+        self._seen = self._look()
+        self._refused: object = None
+        """What the file was when it could not be read, so that it is said once."""
+        self._keys = self._by_digest()
+        self._listeners: list[Callable[[Mapping[str, Key]], None]] = []
+
+    def on_change(self, listener: Callable[[Mapping[str, Key]], None]) -> None:
+        """Have `listener` called with all keys by their hashes when they have changed."""
+        self._listeners.append(listener)
+
+    def all(self) -> tuple[Key, ...]:
+        """The keys in the order of the file, also expired ones."""
+        self._refresh()
+        return tuple(self._keys.values())
+
+    def find(self, secret: str, now: float) -> Key | None:
+        """The key that `secret` is, if it is one and the Unix time `now` is before its end."""
+        self._refresh()
+        if len(secret) > _MAX_SECRET_CHARACTERS:
+            return None
+        presented = digest(secret)
+        key = self._keys.get(presented)
+        if key is None or not hmac.compare_digest(presented, key.sha256) or key.expired(now):
+            return None
+        return key
+
+    def known(self, sha256: str, now: float) -> Key | None:
+        """The key of this hash, if there is one and the Unix time `now` is before its end. Nobody
+        has shown that they have it."""
+        self._refresh()
+        key = self._keys.get(sha256)
+        return None if key is None or key.expired(now) else key
+
+    def _refresh(self) -> None:
+        seen = self._look()
+        if seen == self._seen:
+            return
+        try:
+            self._keys = self._by_digest()
+        except KeysError as error:  # looked at again with the next request: it may be mended
+            if seen != self._refused:
+                log.error("the keys stay as they were: %s", error)
+            self._refused = seen
+            return
+        self._seen = seen
+        log.info("%d keys are known", len(self._keys))
+        for listener in self._listeners:
+            listener(self._keys)
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            found = self.file.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+    def _by_digest(self) -> dict[str, Key]:
+        return {key.sha256: key for key in self.file.read()}

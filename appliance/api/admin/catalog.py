@@ -1,0 +1,61 @@
+"""The endpoints of an admin who adds models to the catalogue, and removes them, for good."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from litestar import Request, delete, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath, FromQuery
+from litestar.response.base import ASGIResponse
+
+from appliance.api.admin.config import Promise
+from appliance.http.bodies import parse
+from appliance.http.json import json_answer
+from appliance.service.interface import Service
+from appliance.service.settings import Settings
+
+_Unset = msgspec.UnsetType
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The body of ``POST /api/models``: a table ``[[model]]``. Paths are the daemon's."""
+
+    name: str
+    path: str
+    max_context: _Count | _Unset = msgspec.UNSET
+    """What the checkpoint can have, up to 8192, if it is left out."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] | _Unset = msgspec.UNSET
+    slo: Promise | _Unset = msgspec.UNSET
+    batch_slo: Promise | _Unset = msgspec.UNSET
+    max_batch: _Count | _Unset = msgspec.UNSET
+    tool_parser: str | _Unset = msgspec.UNSET
+    reasoning_parser: str | _Unset = msgspec.UNSET
+    max_logprobs: int | _Unset = msgspec.UNSET
+    return_tokens_as_token_ids: bool | _Unset = msgspec.UNSET
+    pooler_config: dict[str, str | int | float | bool] | _Unset = msgspec.UNSET
+    task: str | _Unset = msgspec.UNSET
+    max_queue: _Count | _Unset = msgspec.UNSET
+    pin: bool | _Unset = msgspec.UNSET
+    verify: bool | _Unset = msgspec.UNSET
+
+
+def catalogue_routes(service: Service, settings: Settings) -> list[HTTPRouteHandler]:
+    """A model is added when it is answered; it may be some time until one is gone."""
+
+    @post("/api/models", status_code=200, operation_id="addModel")
+    async def add(request: Request[Any, Any, Any]) -> ASGIResponse:
+        model = parse(await request.body(), NewModel)
+        name = await settings.add_model(msgspec.to_builtins(model))
+        return json_answer(service.model_activity(name))
+
+    @delete("/api/models/{name:path}", status_code=200, operation_id="removeModel")
+    async def remove(
+        name: FromPath[str], force: FromQuery[bool] = False, files: FromQuery[bool] = False
+    ) -> ASGIResponse:
+        removal = await settings.remove_model(name.removeprefix("/"), force=force, files=files)
+        return json_answer(removal)
+
+    return [add, remove]

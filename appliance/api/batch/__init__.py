@@ -1,0 +1,1 @@
+"""Batches and files, in the dialects of OpenAI and Anthropic."""

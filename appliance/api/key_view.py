@@ -1,0 +1,108 @@
+"""The appliance as one key sees it over HTTP: its models, and also the requests that wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from appliance.access.admission import Admission
+from appliance.access.auth import Access, current
+from appliance.access.keys import Key
+from appliance.service.interface import (
+    Activity,
+    InstanceActivity,
+    ModelCard,
+    ModelNotFound,
+    RequestActivity,
+    Service,
+    Snapshot,
+)
+from appliance.vocabulary import ModelName, RequestId
+
+
+def gated(service: Service, access: Access, admission: Admission) -> Service:
+    """`service` as the caller of the request that is answered may see it
+    (`appliance.access.auth.current`)."""
+    return cast(Service, _Gate(service, access, admission))
+
+
+class _Gate:
+    """Answers itself what depends on the caller; everything else is the service's own."""
+
+    def __init__(self, service: Service, access: Access, admission: Admission) -> None:
+        self._service = service
+        self._access = access
+        self._admission = admission
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+    def models(self) -> list[ModelCard]:
+        caller = current.get()
+        return [card for card in self._service.models() if caller.allows(card.id)]
+
+    def model(self, name: ModelName) -> ModelCard:
+        if not current.get().allows(name):
+            raise ModelNotFound(name)
+        return self._service.model(name)
+
+    def activity(self) -> Activity:
+        """Without what tells of models that the key does not know."""
+        key, activity = current.get().key, self._service.activity()
+        if key is None or not key.models:
+            return activity
+        return msgspec.structs.replace(
+            activity,
+            models=tuple(model for model in activity.models if key.allows(model.model)),
+            instances=tuple(_shown(instance, key) for instance in activity.instances),
+            host_bytes=_known(activity.host_bytes, key),
+        )
+
+    def requests(self) -> list[RequestActivity]:
+        """Also those that wait for their turn."""
+        return self._with_waiting(self._service.requests())
+
+    def _with_waiting(self, live: Sequence[RequestActivity]) -> list[RequestActivity]:
+        both = [*live, *self._admission.waiting()]
+        return sorted(both, key=lambda one: one.age_seconds, reverse=True)
+
+    def request(self, request: RequestId) -> RequestActivity:
+        return self._admission.waiting_one(request) or self._service.request(request)
+
+    def cancel_request(self, request: RequestId) -> None:
+        if not self._admission.turn_away(request):
+            self._service.cancel_request(request)
+
+    def snapshot(self) -> Snapshot:
+        snapshot = self._service.snapshot()
+        requests = tuple(self._with_waiting(snapshot.requests))
+        return msgspec.structs.replace(snapshot, requests=requests)
+
+    def metrics(self) -> bytes:
+        metrics = self._access.metrics
+        metrics.waiting(Counter(self._admission.keys_waiting()))
+        keys = metrics.registry.exposition() if self._access.has_keys else b""
+        return self._service.metrics() + keys
+
+
+def _shown(instance: InstanceActivity, key: Key) -> InstanceActivity:
+    """An instance, without the models that the key does not know."""
+    runs = instance.model is not None and key.allows(instance.model)
+    return msgspec.structs.replace(
+        instance,
+        model=instance.model if runs else None,
+        pool_bytes=_known(instance.pool_bytes, key),
+        prefetched=tuple(model for model in instance.prefetched if key.allows(model)),
+    )
+
+
+def _known(sizes: Mapping[str, int], key: Key) -> dict[str, int]:
+    """Sizes by owner, of nobody and of the models that the key knows."""
+    return {
+        owner: size
+        for owner, size in sizes.items()
+        if not (model := owner.partition(":")[2]) or key.allows(model)
+    }

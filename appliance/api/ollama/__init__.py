@@ -1,0 +1,1 @@
+"""Ollama's endpoints that list, show, fetch and delete models."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: what they hold, what they are for, how they come and go."""

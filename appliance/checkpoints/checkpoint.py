@@ -1,0 +1,175 @@
+"""What a checkpoint directory holds, read from headers alone: sizes, shapes and limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
+from appliance.checkpoints.task import AskedTask, read_architecture, read_task
+from appliance.errors import CheckpointError
+from appliance.platform.cpus import packs
+from appliance.vocabulary import Task
+
+BYTES_PER_ELEMENT: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The types a model can be computed in."""
+
+_CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""Stored types that are converted to the type computed in; the others stay as they are."""
+
+_HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
+"""What checkpoints call the output head."""
+_LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
+_LEFT_OUT: Final = re.compile(
+    r"(^|[._])mtp[._]|\.rotary_(pos_emb\.inv_freq|emb\.(inv_freq|cos_cached|sin_cached))$"
+)
+"""Tensors that engines have no use for: layers that guess further tokens, which follow the others
+or are called so, and what is computed from config.json."""
+
+_TOKENIZERS: Final = (
+    "tokenizer.json",
+    "tokenizer.model*",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files of which vLLM makes a tokenizer, without code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogEntry:
+    """A model as its checkpoint describes it. Sizes are bytes in `dtype`, for the whole model."""
+
+    name: str
+    path: Path
+    architecture: str
+    dtype: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    weight_bytes: int
+    """Where it is served, at least: an engine pads. See `read_checkpoint`."""
+    parameters: int
+    """Elements of all tensors, as they are stored."""
+    created: int
+    """When the weights were written (Unix seconds)."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers, each with its own, as config.json has it."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Keys and values of `tokens` tokens, without what blocks and slabs round up."""
+        return tokens * self.kv_bytes_per_token
+
+
+def read_checkpoint(
+    name: str, path: Path, dtype: str = "auto", task: AskedTask = "auto", *, cuda: bool = False
+) -> CatalogEntry:
+    """Describe the checkpoint in `path` as it will be served: on GPUs, if `cuda`, else on the CPU.
+
+    `dtype` "auto" is the stored type, but bfloat16 for float32. The weights are without tensors
+    that an engine leaves out, such as the output head of a model that embeds or scores. A head
+    that is tied to the embedding is the embedding, whether the files have it or not, but where the
+    CPU packs weights: rows for one, packed for the other.
+
+    Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
+    missing or damaged, or says something that cannot be served.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+    config = _read_config(path / "config.json")
+    if not any(next(path.glob(name), None) for name in _TOKENIZERS):
+        raise CheckpointError(
+            f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
+        )
+    headers = [read_header(file) for file in weight_files(path)]
+    resolved = _resolve_dtype(config, dtype, path)
+    heads = _integer(config, "num_attention_heads", path)
+    hidden = _integer(config, "hidden_size", path)
+    vocabulary = _integer(config, "vocab_size", path)
+    layers = _integer(config, "num_hidden_layers", path)
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
+    heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
+    weight_bytes = tensor_bytes(kept, resolved)
+    generates, tied = read_task(path, task) is Task.GENERATE, config.get("tie_word_embeddings")
+    if tied or not generates:
+        weight_bytes -= tensor_bytes(heads_stored, resolved)
+    if tied and generates and not cuda and packs(resolved):
+        weight_bytes += vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
+    return CatalogEntry(
+        name=name,
+        path=path,
+        architecture=read_architecture(config, path),
+        dtype=resolved,
+        layers=layers,
+        heads=heads,
+        kv_heads=_integer(config, "num_key_value_heads", path, default=heads),
+        head_dim=_integer(config, "head_dim", path, default=hidden // heads),
+        max_positions=_integer(config, "max_position_embeddings", path),
+        weight_bytes=weight_bytes,
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        created=max(header.mtime_ns for header in headers) // 10**9,
+    )
+
+
+def _is_left_out(tensor: TensorEntry, layers: int) -> bool:
+    layer = _LAYER.match(tensor.name)
+    return bool(_LEFT_OUT.search(tensor.name)) or (layer is not None and int(layer[1]) >= layers)
+
+
+def tensor_bytes(tensors: Iterable[TensorEntry], dtype: str) -> int:
+    """Bytes that tensors take once floats are converted to `dtype`."""
+    return sum(
+        math.prod(tensor.shape) * BYTES_PER_ELEMENT[dtype]
+        if tensor.dtype in _CONVERTED
+        else tensor.nbytes
+        for tensor in tensors
+    )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} has no config.json") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    # Models with several modalities keep the language model's numbers one level down.
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _resolve_dtype(config: dict[str, Any], wanted: str, path: Path) -> str:
+    if wanted != "auto":
+        dtype = wanted
+    else:
+        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        # What vLLM makes of "auto": weights stored in full are served in half the bytes.
+        dtype = "bfloat16" if stored == "float32" else str(stored)
+    if dtype not in BYTES_PER_ELEMENT:
+        known = ", ".join(BYTES_PER_ELEMENT)
+        raise CheckpointError(f"{path} cannot be served as {dtype}; there are {known}")
+    return dtype
+
+
+def _integer(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{path / 'config.json'}: {key} must be a positive integer")
+    return value

@@ -1,0 +1,249 @@
+"""Loading: from a checkpoint's files to an image of the weights, as a recipe says.
+
+The image is cut in pieces, which several threads make in the order in which they lie in it:
+
+    as stored             read to its place
+    another type, strided read to a buffer, converted, copied to its place
+    packed                either of the two to a buffer, packed, copied to its place
+
+Files are read, not mapped: one that becomes shorter is an error then, and not the end of the
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+import vllm
+
+from appliance.checkpoints.checksums import SUMS
+from appliance.checkpoints.safetensors import WeightFile, io_errors, verify_sums
+from appliance.engines.vllm.weights import packed
+from appliance.engines.vllm.weights.experts import ExpertPacking
+from appliance.engines.vllm.weights.packed import Packing
+from appliance.engines.vllm.weights.recipe import Ingredients, Origin, Write
+from appliance.memory import mapping
+from appliance.memory.transfers import Transfer
+from appliance.memory.weight_cache.pipeline import make_pieces
+from appliance.memory.weights import Image, WeightLayout
+
+PIECE_BYTES: Final = 4 << 20
+"""About what is converted at a time: it should stay in a cache."""
+READ_BYTES: Final = 16 << 20
+"""About what is read to its place at a time: every call has its price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` bytes of the image, at `offset`: `elements` of `dtype`, or what they are packed to.
+
+    `writes` start at the piece's own first element.
+    """
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    elements: int
+    writes: tuple[Write, ...]
+    packing: Packing | ExpertPacking | None
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether it can be read straight to its place."""
+        return self.packing is None and all(_is_read(write, self.dtype) for write in self.writes)
+
+
+class CheckpointImage:
+    """Writes the image of one engine from its checkpoint: an `appliance.memory.weights.Write`."""
+
+    def __init__(
+        self,
+        files: Sequence[WeightFile],
+        layout: WeightLayout,
+        ingredients: Mapping[str, Ingredients],
+        packings: Mapping[str, Packing],
+        *,
+        cpus: Collection[int],
+        verify: bool,
+    ) -> None:
+        """`verify`: the first time, compare the files with the checksums beside them, if any."""
+        self._files = tuple(files)
+        self._cpus = cpus
+        self._unverified: list[Path] = [files[0].path.parent] if verify else []
+        self._pieces = [
+            piece
+            for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+            for piece in _pieces(ingredients[tensor.name], packings.get(tensor.name), offset)
+        ]
+
+    @property
+    def packs(self) -> bool:
+        """Whether any weights are packed; all others can be read about as fast from anywhere."""
+        return any(piece.packing is not None for piece in self._pieces)
+
+    def __call__(self, transfer: Transfer, image: Image) -> None:
+        """Write the image; the transfer lands piece by piece, in order.
+
+        Raises `CheckpointError` for files that cannot be read, or are not what they were, and
+        `TransferCancelled`. No thread touches the image any more then.
+        """
+        while self._unverified:
+            verify_sums(self._unverified[-1])
+            self._unverified.pop()
+        with ExitStack() as stack:
+            descriptors = [stack.enter_context(file.open()) for file in self._files]
+
+            def bench() -> _Bench:
+                packed.compute_alone()
+                return _Bench(self._files, descriptors, image)
+
+            make_pieces(self._pieces, transfer, bench, self._cpus)
+
+
+class _Bench:
+    """What one thread works with: descriptors of the files, the image, and its buffers."""
+
+    def __init__(
+        self, files: Sequence[WeightFile], descriptors: Sequence[int], image: Image
+    ) -> None:
+        self._files = files
+        self._descriptors = descriptors
+        self._image = image
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def announce(self, piece: Piece) -> None:
+        """Have the system read ahead."""
+        for write in piece.writes:
+            if isinstance(write.origin, Origin):
+                number, offset, dtype = write.origin
+                fd = self._descriptors[number]
+                self._files[number].read_ahead(fd, offset, write.span * dtype.itemsize)
+
+    def make(self, piece: Piece) -> None:
+        if piece.as_stored:
+            for write in piece.writes:
+                start = piece.offset + write.start * piece.dtype.itemsize
+                self._read(write, self._image.views(start, write.elements * piece.dtype.itemsize))
+            return
+        plain = self._buffer("plain", piece.elements * piece.dtype.itemsize).view(piece.dtype)
+        for write in piece.writes:
+            self._assemble(write, plain)
+        if piece.packing is None:
+            self._image.put(piece.offset, plain.data_ptr(), piece.nbytes)
+            return
+        end = piece.offset
+
+        def place(address: int, nbytes: int) -> None:
+            nonlocal end
+            self._image.put(end, address, nbytes)
+            end += nbytes
+
+        rows, each = plain.view(-1, *piece.packing.shape[1:]), piece.packing.piece_rows
+        for first in range(0, len(rows), each):
+            piece.packing.pack(rows[first : first + each], place)
+        assert end == piece.offset + piece.nbytes, f"{end} is not the end of {piece}"
+
+    def _assemble(self, write: Write, plain: torch.Tensor) -> None:
+        """Do one write of a piece in a buffer."""
+        if _is_read(write, plain.dtype):
+            address = plain.data_ptr() + write.start * plain.element_size()
+            self._read(write, [mapping.view(address, write.elements * plain.element_size())])
+            return
+        sizes = [axis.size for axis in write.axes]
+        target = plain.as_strided(sizes, [axis.target for axis in write.axes], write.start)
+        if not isinstance(write.origin, Origin):
+            target.fill_(write.origin)
+            return
+        raw = self._buffer("raw", write.span * write.origin.dtype.itemsize)
+        self._read(write, [mapping.view(raw.data_ptr(), raw.nbytes)])
+        source = raw.view(write.origin.dtype)
+        target.copy_(source.as_strided(sizes, [axis.source for axis in write.axes], 0))
+
+    def _read(self, write: Write, views: list[memoryview]) -> None:
+        assert isinstance(write.origin, Origin), "a fill reads nothing"
+        file = write.origin.file
+        self._files[file].read_into(self._descriptors[file], views, write.origin.offset)
+
+    def _buffer(self, use: str, nbytes: int) -> torch.Tensor:
+        """So many bytes to work in, the same for every piece."""
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[use] = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes]
+
+
+def made_from(
+    files: Sequence[WeightFile],
+    layout: WeightLayout,
+    ingredients: Mapping[str, Ingredients],
+    *,
+    verify: bool,
+) -> dict[str, object]:
+    """Whatever decides the bytes of an image, in JSON's types: equal for equal images.
+
+    With `verify`, also the checksums beside the files. Raises `CheckpointError` if these cannot be
+    read.
+    """
+    recipe = hashlib.sha256()
+    for tensor in layout.tensors:
+        recipe.update(repr((tensor.name, ingredients[tensor.name])).encode())
+    sums = files[0].path.with_name(SUMS)
+    checked = ""
+    if verify:
+        with io_errors(sums), contextlib.suppress(FileNotFoundError):
+            checked = hashlib.sha256(sums.read_bytes()).hexdigest()
+    return {
+        "files": [[str(file.path), file.nbytes, file.mtime_ns, file.inode] for file in files],
+        "sums": checked,
+        "layout": layout.digest,
+        "recipe": recipe.hexdigest(),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "vllm": vllm.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _is_read(write: Write, dtype: torch.dtype) -> bool:
+    """Whether a write takes neighbouring bytes as they are."""
+    return write.plain and isinstance(write.origin, Origin) and write.origin.dtype == dtype
+
+
+def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[Piece]:
+    """Cut a tensor whose image begins at `offset` by rows, if its writes can be cut there."""
+    packing = linear or made_of.packing
+    row = math.prod(made_of.shape[1:])
+    rows, row_bytes = made_of.elements // row, row * made_of.dtype.itemsize
+    if packing is None:
+        as_stored = all(_is_read(write, made_of.dtype) for write in made_of.writes)
+        wanted = READ_BYTES if as_stored else PIECE_BYTES
+        nbytes, each = rows * row_bytes, max(1, wanted // row_bytes)
+        step = each * row_bytes
+    else:
+        nbytes, each, step = packing.nbytes, packing.piece_rows, packing.piece_bytes
+    inner_bounds = range(each * row, made_of.elements, each * row)
+    if any(
+        (bound - write.start) % write.unit
+        for bound in inner_bounds
+        for write in made_of.writes
+        if write.start < bound < write.start + write.elements
+    ):
+        each, step = rows, nbytes
+    for number, first in enumerate(range(0, made_of.elements, each * row)):
+        elements = min(each * row, made_of.elements - first)
+        cuts = (write.cut(first, first + elements) for write in made_of.writes)
+        yield Piece(
+            offset=offset + number * step,
+            nbytes=min(step, nbytes - number * step),
+            dtype=made_of.dtype,
+            elements=elements,
+            writes=tuple(replace(cut, start=cut.start - first) for cut in cuts if cut is not None),
+            packing=packing,
+        )

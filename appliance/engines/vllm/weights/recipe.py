@@ -1,0 +1,406 @@
+"""Recipes: which bytes of a checkpoint's files make which bytes of a model's parameters.
+
+vLLM knows how q, k and v become one matrix, which rows a rank keeps, and what is padded. So it is
+asked once, when an engine is built: it loads placeholders that have the shapes of the checkpoint's
+tensors but no data, and every copy into a parameter is written down instead of being done. Narrowed
+and transposed placeholders are views that say where they lie in their tensor:
+
+    file                          placeholder (meta)                parameter (untouched memory)
+    q_proj [4096, 4096] @ 1024    .narrow(0, 2048, 2048)  copy_ ->  qkv.narrow(0, 0, 2048)
+
+    Write(origin=(file, 1024 + 2048 * 4096 * 2), axes=((8388608, 1, 1),), start=0)
+
+What computes with a placeholder, or with a parameter, cannot be written down, and is an error that
+names it. Afterwards a fill is nothing but reads (`appliance.engines.vllm.weights.loading`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from appliance.checkpoints.safetensors import TensorEntry, WeightFile
+from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
+from appliance.errors import CheckpointError
+
+LOAD_FORMAT: Final = "appliance"
+
+_DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class UnsupportedCheckpoint(CheckpointError):
+    """The checkpoint does not turn into the model's parameters by copying alone."""
+
+
+class Origin(NamedTuple):
+    """Where elements come from: `offset` bytes from the start of file number `file`."""
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+
+
+class Axis(NamedTuple):
+    """One dimension of a copy: how many elements, and the strides on both sides, in elements."""
+
+    size: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One strided copy (or fill, if the origin is a number) into a parameter's storage.
+
+    `start` is the first element written; `axes` go from the outermost in the storage inwards.
+    """
+
+    origin: Origin | float
+    axes: tuple[Axis, ...]
+    start: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the elements written are neighbours."""
+        inner = 1
+        for axis in reversed(self.axes):
+            if axis.target != inner:
+                return False
+            inner *= axis.size
+        return True
+
+    @property
+    def plain(self) -> bool:
+        """Whether they are neighbours in the file, too, in the same order."""
+        return not self.axes or (len(self.axes) == 1 and self.axes[0][1:] == (1, 1))
+
+    @property
+    def span(self) -> int:
+        """Elements of the file from the first to behind the last one read."""
+        return sum((axis.size - 1) * axis.source for axis in self.axes) + 1
+
+    @property
+    def unit(self) -> int:
+        """The write can be cut behind every multiple of so many elements written.
+
+        Not within a transposed matrix: every part of it comes from all over the file.
+        """
+        if not self.axes or not self.dense:
+            return self.elements
+        outer, *inner = self.axes
+        in_order = isinstance(self.origin, float) or all(a.source <= outer.source for a in inner)
+        return outer.target if in_order else self.elements
+
+    def cut(self, start: int, stop: int) -> Write | None:
+        """What it writes from element `start` to before `stop`, if anything.
+
+        Both are multiples of `unit` from its own start, or outside of it.
+        """
+        first, last = max(start, self.start), min(stop, self.start + self.elements)
+        if first >= last:
+            return None
+        if last - first == self.elements:
+            return self
+        outer, *inner = self.axes
+        skipped, size = (first - self.start) // outer.target, (last - first) // outer.target
+        origin = self.origin
+        if isinstance(origin, Origin):
+            moved = skipped * outer.source * origin.dtype.itemsize
+            origin = origin._replace(offset=origin.offset + moved)
+        return Write(origin, (outer._replace(size=size), *inner), first)
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredients:
+    """Everything that makes up the storage of one parameter: `elements` of `dtype`, packed
+    afterwards if there is a packing."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    writes: tuple[Write, ...]
+    packing: ExpertPacking | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Recording:
+    """What vLLM did with the placeholders of `files`; filled by the loader of one build."""
+
+    def __init__(self, files: Sequence[WeightFile]) -> None:
+        self.files = tuple(files)
+        self.recorder = _Recorder()
+
+    def load(self, model: torch.nn.Module) -> None:
+        """Have vLLM load placeholders into the model, whose parameters stay untouched.
+
+        Raises `UnsupportedCheckpoint`, and what vLLM raises for a tensor that the model has no
+        place for.
+        """
+        if getattr(model, "secondary_weights", ()):
+            raise UnsupportedCheckpoint(f"{type(model).__name__} wants weights from elsewhere, too")
+        for name, parameter in model.named_parameters():
+            self.recorder.know(name, parameter)
+        with self.recorder:
+            try:
+                model.load_weights(self.recorder.placeholders(self.files))  # type: ignore[operator]
+            except AssertionError as error:
+                raise UnsupportedCheckpoint(
+                    f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
+                ) from error
+
+    def ingredients(self, model: torch.nn.Module) -> Mapping[str, Ingredients]:
+        """By the name of each parameter that holds anything, aliases included.
+
+        Raises `UnsupportedCheckpoint` when a parameter is not what was loaded, or when an element
+        of one was not written, or twice.
+        """
+        return {
+            name: self._ingredients(name, parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.numel()
+        }
+
+    def _ingredients(self, name: str, parameter: torch.nn.Parameter) -> Ingredients:
+        key = _key(parameter)
+        key, packing = self.recorder.packings.get(key, (key, None))
+        if key not in self.recorder.names:
+            raise UnsupportedCheckpoint(
+                f"vLLM rearranges {name} after loading it; such models are not supported"
+            )
+        writes = tuple(self.recorder.writes.get(key, ()))
+        elements = parameter.untyped_storage().nbytes() // parameter.element_size()
+        _check_coverage(name, elements, writes)
+        whole = parameter.is_contiguous() and parameter.numel() == elements
+        shape = tuple(parameter.shape) if whole else (elements,)
+        return Ingredients(parameter.dtype, shape, writes, packing)
+
+
+_current: ContextVar[Recording] = ContextVar("recording")
+
+
+@contextmanager
+def recording(files: Sequence[WeightFile]) -> Iterator[Recording]:
+    """The engine built in this context reads no weights: its recipe is recorded instead."""
+    made = Recording(files)
+    token = _current.set(made)
+    try:
+        yield made
+    finally:
+        _current.reset(token)
+
+
+@register_model_loader(LOAD_FORMAT)
+class RecordingLoader(BaseModelLoader):  # type: ignore[misc]
+    """What vLLM calls to load weights. Only within `recording`; raises `LookupError` outside."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """The files are there."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with ExitStack() as self._watched:
+            model: torch.nn.Module = super().load_model(*args, **kwargs)
+            return model
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        # vLLM would compare a head with the embedding to tie them again. There are no numbers yet.
+        model_config.word_embeddings_untied_by_checkpoint = False
+        recorded = _current.get()
+        recorded.load(model)
+        # What vLLM does with the weights from here on is no copy from the checkpoint any more.
+        self._watched.enter_context(recorded.recorder)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of torch; lets views pass, writes copies down, refuses the rest.
+
+    Storages are known by their identity. Those that matter are kept, so that no other comes to have
+    the same one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[int, str] = {}
+        self.writes: dict[int, list[Write]] = {}
+        self.packings: dict[int, tuple[int, ExpertPacking]] = {}
+        """Of parameters that hold another one's elements, packed: that one, and how."""
+        self.current = "nothing"
+        self._origins: dict[int, tuple[str, Origin]] = {}
+        self._kept: list[torch.UntypedStorage] = []
+
+    def know(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Nothing but copies may be written to this parameter from now on."""
+        self._kept.append(parameter.untyped_storage())
+        self.names.setdefault(_key(parameter), name)
+
+    def placeholders(self, files: Iterable[WeightFile]) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, file in enumerate(files):
+            for entry in file.tensors:
+                self.current = f"{entry.name} {list(entry.shape)} of {file.path}"
+                yield entry.name, self._placeholder(number, entry)
+
+    def _placeholder(self, number: int, entry: TensorEntry) -> torch.Tensor:
+        if entry.dtype not in _DTYPES:
+            raise UnsupportedCheckpoint(f"{self.current} is of type {entry.dtype}")
+        dtype = _DTYPES[entry.dtype]
+        placeholder = torch.empty(entry.shape, dtype=dtype, device="meta")
+        self._kept.append(placeholder.untyped_storage())
+        self._origins[_key(placeholder)] = (entry.name, Origin(number, entry.offset, dtype))
+        return placeholder
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            return self._copy(args[0], args[1])
+        if func is torch.ops.aten.clone.default and _key(args[0]) in self._origins:
+            # Of what nobody writes to, a view is as good. Pooling models are loaded from clones.
+            return torch.ops.aten.alias.default(args[0])
+        if func.name() == f"_C::{PREPACK}":
+            return self._pack(*args)
+        if func in _FILLS and _key(args[0]) in self.names:
+            value = float(args[1]) if len(args) > 1 else 0.0
+            self._note(args[0], torch.empty((), device="meta").expand(args[0].shape), value)
+            return args[0]
+        if not _is_view(func) and func not in _LIKE:
+            for tensor in tree_iter((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self._refuse(func, tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        known = self._origins.get(_key(source))
+        if known is None:
+            if _same(target, source):
+                return target
+            self._refuse("a copy", target)
+            self._refuse("a copy", source)
+            return target.copy_(source)
+        name, origin = known
+        if _key(target) not in self.names:
+            raise UnsupportedCheckpoint(f"vLLM keeps {name} outside of the model's parameters")
+        first = origin.offset + int(source.storage_offset()) * source.element_size()
+        origin = origin._replace(offset=first, dtype=source.dtype)
+        self._note(target, source.expand(target.shape), origin)
+        return target
+
+    def _note(self, target: torch.Tensor, source: torch.Tensor, origin: Origin | float) -> None:
+        axes = _axes(target.shape, source.stride(), target.stride())
+        if target.numel():
+            write = Write(origin, axes, int(target.storage_offset()))
+            self.writes.setdefault(_key(target), []).append(write)
+
+    def _pack(self, weight: torch.Tensor, output: torch.Tensor, isa: str) -> None:
+        if _key(weight) not in self.names or not weight.is_contiguous():
+            raise UnsupportedCheckpoint("vLLM packs experts that are no parameter of their own")
+        self._kept.append(output.untyped_storage())
+        packing = ExpertPacking(tuple(weight.shape), weight.dtype, isa)
+        self.packings[_key(output)] = (_key(weight), packing)
+
+    def _refuse(self, func: object, tensor: torch.Tensor) -> None:
+        """Raise if the tensor is a placeholder or a parameter: neither holds anything yet."""
+        key = _key(tensor)
+        if key in self._origins:
+            name = self._origins[key][0]
+            raise UnsupportedCheckpoint(f"vLLM computes {func} with {name} while loading it")
+        if key in self.names:
+            raise UnsupportedCheckpoint(
+                f"vLLM computes {func} with the parameter {self.names[key]} while loading"
+            )
+
+
+_FILLS: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_LIKE: Final = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
+"""These take a tensor for its shape and type alone."""
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements, so that copying one to the other does nothing."""
+    return _key(one) == _key(other) and (
+        (one.storage_offset(), one.shape, one.stride(), one.dtype)
+        == (other.storage_offset(), other.shape, other.stride(), other.dtype)
+    )
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation only looks at its first argument's memory in another way."""
+    returned = func._schema.returns
+    return bool(returned) and all(
+        value.alias_info is not None and not value.alias_info.is_write for value in returned
+    )
+
+
+def _axes(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> tuple[Axis, ...]:
+    """Dimensions from the outermost in the target inwards; what lies alike on both sides merged."""
+    axes: list[Axis] = []
+    dimensions = [Axis(*axis) for axis in zip(shape, source, target, strict=True) if axis[0] != 1]
+    for axis in sorted(dimensions, key=lambda axis: axis.target):
+        inner = axes[-1] if axes else None
+        if (
+            inner is not None
+            and axis.source == inner.source * inner.size
+            and axis.target == inner.target * inner.size
+        ):
+            axes[-1] = inner._replace(size=inner.size * axis.size)
+        else:
+            axes.append(axis)
+    return tuple(reversed(axes))
+
+
+def _check_coverage(name: str, elements: int, writes: Sequence[Write]) -> None:
+    """Raise `UnsupportedCheckpoint` unless every element is written once."""
+    if not writes:
+        raise UnsupportedCheckpoint(f"the checkpoint has no tensor for {name}")
+    if not _tile(elements, writes):
+        raise UnsupportedCheckpoint(
+            f"the checkpoint's tensors for {name} do not write each of its elements once"
+        )
+
+
+def _tile(elements: int, writes: Sequence[Write]) -> bool:
+    """Whether the writes cover so many elements without gap or overlap."""
+    if all(write.dense for write in writes):
+        end = 0
+        for write in sorted(writes, key=lambda write: write.start):
+            if write.start != end:
+                return False
+            end += write.elements
+        return end == elements
+    times = np.zeros(elements, np.uint8)
+    for write in writes:
+        shape = [axis.size for axis in write.axes]
+        strides = [axis.target for axis in write.axes]
+        np.lib.stride_tricks.as_strided(times[write.start :], shape, strides)[...] += 1
+    return bool((times == 1).all())

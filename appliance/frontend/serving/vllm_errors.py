@@ -1,0 +1,78 @@
+"""vLLM's errors, in the words of this configuration and in the shape of their dialect.
+
+vLLM names the flags of ``vllm serve`` as a remedy, where a model's table has keys. Below
+``/v1/messages`` it answers a body that cannot be validated in OpenAI's shape, and other errors with
+types that Anthropic does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from litestar.types import Message, Scope, Send
+
+from appliance.http.error_formats import anthropic_error
+from appliance.http.errors import ApiError
+from appliance.http.request_ids import request_id
+
+ANTHROPIC: Final = "/v1/messages"
+_KEYS: Final = (
+    (b"--enable-auto-tool-choice and --tool-call-parser", b"tool_parser"),
+    (b"--tool-call-parser", b"tool_parser"),
+    (b"--reasoning-parser", b"reasoning_parser"),
+)
+"""Flags of ``vllm serve``, and the keys of a model's table that stand for them."""
+_JSON: Final = b"application/json"
+
+
+class _Told(msgspec.Struct):
+    message: str
+
+
+class _Error(msgspec.Struct):
+    """Either shape."""
+
+    error: _Told
+
+
+class VllmErrors:
+    """What `send` is for vLLM's application: an error is held until it is whole."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._head: Any = None
+        self._parts: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        """Take a message of vLLM's answer."""
+        if message["type"] == "http.response.start":
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            if message["status"] >= 400 and kind.startswith(_JSON):
+                self._head = message
+                return
+        if self._head is None or message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        self._parts.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        body = self._reshaped(b"".join(self._parts))
+        headers = [pair for pair in self._head["headers"] if pair[0] != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        head: Any = {**self._head, "headers": headers}
+        await self._send(head)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _reshaped(self, body: bytes) -> bytes:
+        for flag, key in _KEYS:
+            body = body.replace(flag, key)
+        if not self._scope["path"].startswith(ANTHROPIC):
+            return body
+        try:
+            told = msgspec.json.decode(body, type=_Error).error.message
+        except msgspec.DecodeError:
+            return body
+        error = ApiError(self._head["status"], told)
+        return anthropic_error(error, request_id(self._scope))

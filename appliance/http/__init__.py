@@ -1,0 +1,1 @@
+"""HTTP that the core and front ends share: connections, errors, CORS, request ids."""

@@ -1,0 +1,1 @@
+"""Cost models from measured steps."""

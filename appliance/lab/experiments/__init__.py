@@ -1,0 +1,1 @@
+"""Scenarios, comparisons of policies, sweeps and capacity plans."""

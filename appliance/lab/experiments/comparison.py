@@ -1,0 +1,121 @@
+"""A contest: every policy on every seed of a scenario, over as many processes as there are cores.
+
+What a match comes to depends on its scenario, policy and seed alone, whichever process plays it and
+in whatever order.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from appliance.errors import ApplianceError, LabError
+from appliance.lab.experiments import scenario
+from appliance.lab.experiments.metrics import Curves, curves, fragmentation_by_shape, measure
+from appliance.lab.experiments.run import SAME_MECHANISM, System, Trial, play
+from appliance.lab.sim.extrapolation import Beyond
+from appliance.vocabulary import Word
+
+
+class Match(Word, frozen=True, kw_only=True):
+    """A policy on a seed of a scenario file that is read with these changes."""
+
+    path: str
+    policy: str
+    seed: int
+    changes: Mapping[str, str] = {}
+    curves: bool = False
+    """Whether there will be plots."""
+
+
+class Outcome(Word, frozen=True, kw_only=True):
+    """What came of a match."""
+
+    policy: str
+    seed: int
+    metrics: Mapping[str, float]
+    """Of `metrics.Metrics`, rounded; NaN where there was nothing to measure."""
+    faults: int = 0
+    """Questions that the policy could not answer."""
+    fault: str = ""
+    """The first of them."""
+    system: System = SAME_MECHANISM
+    fragmentation: Mapping[str, Mapping[str, float]] = {}
+    """Of KV by tier and shape (bytes of a block)."""
+    host_kv_peak_bytes: int = 0
+    """Of the host tier, under swapped KV at its peak."""
+    beyond: Mapping[str, Beyond] = {}
+    """By profile: what was asked of it that it was not fitted to."""
+    curves: Curves | None = None
+
+
+def played(match: Match) -> Outcome:
+    """Play it. Raises `LabError` for a scenario or a policy that cannot be used."""
+    path = Path(match.path)
+    chosen = scenario.read(path, match.changes)
+    contender = chosen.contender(match.policy)
+    trial = play(chosen.setting(match.seed, path.parent), contender)
+    found = outcome(
+        match.policy, match.seed, trial, chosen.warmup_seconds, with_curves=match.curves
+    )
+    return msgspec.structs.replace(found, system=contender.system)
+
+
+def outcome(
+    policy: str, seed: int, trial: Trial, warmup_seconds: float, *, with_curves: bool
+) -> Outcome:
+    """The figures of a trial."""
+    first = trial.faults[0] if trial.faults else None
+    return Outcome(
+        policy=policy,
+        seed=seed,
+        metrics=measure(trial.run, warmup_seconds).rounded(),
+        faults=len(trial.faults),
+        fault="" if first is None else f"{first.hook}: {first.reason}",
+        fragmentation=fragmentation_by_shape(trial.run, warmup_seconds),
+        host_kv_peak_bytes=trial.host_kv_peak_bytes,
+        beyond=trial.run.recorder.reach.beyond(),
+        curves=curves(trial.run, warmup_seconds) if with_curves else None,
+    )
+
+
+class Arena:
+    """Processes that play matches; a context manager that ends them. One job plays them here."""
+
+    def __init__(self, jobs: int) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        if jobs > 1:
+            # A new interpreter each: nothing of this one can leak into a result.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(jobs, mp_context=context)
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def play(self, matches: Sequence[Match], done: Callable[[], None]) -> list[Outcome]:
+        """The outcomes in the order of the matches; `done` is called after each. Raises `LabError`
+        for the first that cannot be played."""
+        outcomes: list[Outcome] = []
+        answers = map(_tried, matches) if self._pool is None else self._pool.map(_tried, matches)
+        for match, answer in zip(matches, answers, strict=True):
+            if isinstance(answer, str):
+                raise LabError(f"{match.policy}, seed {match.seed}: {answer}")
+            outcomes.append(answer)
+            done()
+        return outcomes
+
+
+def _tried(match: Match) -> Outcome | str:
+    """Errors go between processes as what they say."""
+    try:
+        return played(match)
+    except ApplianceError as error:
+        return str(error)

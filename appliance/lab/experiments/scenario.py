@@ -1,0 +1,449 @@
+"""A scenario: a TOML file with hardware, models, requests, promises and the policies to compare.
+
+The tables and keys are the structs below, one for each table; `docs/lab.md` lists them. A file is
+read strictly: a key that is not here, or a value of another kind, is an error with its line. Paths
+are relative to the file.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from appliance.config.toml_lines import KeyPath, LineMap, dotted
+from appliance.errors import LabError
+from appliance.lab.experiments.run import Contender, Setting, System
+from appliance.lab.hardware import Box, Gpu, ModelProfile, gpu, profile
+from appliance.lab.noise import EXACT, Deviation
+from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
+from appliance.units import Bytes, Seconds
+from appliance.vocabulary import ModelName, ModelSpec, RequestClass, Slo
+
+Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class Hardware(Section, frozen=True, kw_only=True):
+    """``[hardware]``: `count` GPUs of the built-in table, `tp` of them to an instance."""
+
+    gpu: str
+    count: Count
+    tp: Count = 1
+    host_cache: Bytes
+    vram: Bytes | None = None
+    """Of a GPU; the table's if it is not given."""
+    pcie_gbps: Positive | None = None
+    """In each direction, 10^9 bytes a second; the table's if it is not given."""
+    efficiency: Share | None = None
+    """Share of that which a copy reaches."""
+    gpus_per_root: Count = 1
+    """GPUs that share a root of the PCIe tree, and with it"""
+    root_gbps: Positive | None = None
+    """so many 10^9 bytes a second in each direction; as much as one GPU has if it is not given."""
+    disk_gbps: Positive | None = None
+    memory_share: Share = 0.9
+    """Of a GPU's memory, what weights and KV get."""
+    slab: Bytes = Bytes(64 << 20)
+    block_tokens: Count = 16
+
+    def box(self) -> Box:
+        """Raises `LabError` for what is not in the table."""
+        if self.count % self.tp:
+            raise LabError(f"hardware.count: {self.count} GPUs are no instances of {self.tp}")
+        if self.gpus_per_root % self.tp and self.tp % self.gpus_per_root:
+            raise LabError(
+                f"hardware.gpus_per_root: instances of {self.tp} GPUs are cut by roots of"
+                f" {self.gpus_per_root}"
+            )
+        return Box(
+            gpu=self._gpu(),
+            instances=self.count // self.tp,
+            tp=self.tp,
+            gpus_per_root=self.gpus_per_root,
+            root_pcie_bytes_per_second=self.root_gbps and self.root_gbps * 1e9,
+            host_bytes=self.host_cache,
+            pool_share=self.memory_share,
+            slab_bytes=self.slab,
+            block_tokens=self.block_tokens,
+        )
+
+    def _gpu(self) -> Gpu:
+        known = gpu(self.gpu)
+        changed = {
+            "vram_bytes": self.vram,
+            "pcie_bytes_per_second": self.pcie_gbps and self.pcie_gbps * 1e9,
+            "efficiency": self.efficiency,
+            "disk_bytes_per_second": self.disk_gbps and self.disk_gbps * 1e9,
+        }
+        return msgspec.structs.replace(known, **{k: v for k, v in changed.items() if v})
+
+
+class Promise(Section, frozen=True, kw_only=True):
+    """An SLO: ``slo = { ttft = "10s", tbt = "100ms" }``."""
+
+    ttft: Seconds
+    tbt: Seconds
+
+
+class Promises(Promise, frozen=True, kw_only=True):
+    """``[slo]``: of every model that has none of its own. `scale` multiplies all there are."""
+
+    batch: Promise | None = None
+    """Of requests of the class batch."""
+    scale: Positive = 1.0
+    ttft_scale: Positive = 1.0
+    tbt_scale: Positive = 1.0
+    """One half of every promise, besides."""
+
+    def slo(self, promise: Promise | None) -> Slo:
+        """What is promised; of a model, or class, that has none of its own this."""
+        own = promise or self
+        return Slo(
+            ttft_seconds=own.ttft * self.scale * self.ttft_scale,
+            tbt_seconds=own.tbt * self.scale * self.tbt_scale,
+        )
+
+
+class Models(Section, frozen=True, kw_only=True):
+    """``[[models]]``: `count` models, with the profiles of `mix` in turn.
+
+    They are called by `names`, else ``m000``, ``m001`` … through all tables.
+    """
+
+    mix: Annotated[tuple[str, ...], Meta(min_length=1)]
+    count: Count | None = None
+    """One for each of `mix` if it is not given."""
+    names: tuple[ModelName, ...] = ()
+    context: Count
+    """Tokens of prompt and output together."""
+    max_batch: Count = 256
+    rate: Annotated[float, Meta(ge=0)] | None = None
+    """Requests a second of each; that of ``[arrivals]`` if it is not given."""
+    lengths: str | None = None
+    """Of their requests; those of ``[arrivals]`` if it is not given."""
+    batch_rate: Annotated[float, Meta(ge=0)] = 0.0
+    """Requests of class batch a second of each, a Poisson process."""
+    batch_backlog: Annotated[int, Meta(ge=0)] = 0
+    """Requests of class batch of each that come at once,"""
+    batch_at: Seconds | None = None
+    """at this time; when the warm-up is over if it is not given."""
+    slo: Promise | None = None
+    pinned: bool = False
+
+
+class RatePhase(Section, frozen=True, kw_only=True):
+    """``phases = [{ at = "60s", scale = 3.0 }, …]``: from then on so many times the rate."""
+
+    at: Seconds
+    scale: Annotated[float, Meta(ge=0)]
+
+
+class Arrivals(Section, frozen=True, kw_only=True):
+    """``[arrivals]``: requests drawn at a rate with lengths from a file, or a trace."""
+
+    trace: str | None = None
+    """Columns ``arrival_s,model,prompt_tokens,output_tokens[,class]``."""
+    rate: Positive | None = None
+    """Requests a second of each model."""
+    cv: Positive = 1.0
+    """Coefficient of variation of the gaps (Gamma distributed; 1 is a Poisson process)."""
+    phases: tuple[RatePhase, ...] = ()
+    """Of the rate of interactive requests, in the order of time."""
+    lengths: str | None = None
+    """Columns ``prompt_tokens,output_tokens``; pairs are drawn evenly."""
+    prompt_mean: Positive | None = None
+    output_mean: Positive | None = None
+    """Lengths are scaled to these means; then to these scales."""
+    prompt_scale: Positive = 1.0
+    output_scale: Positive = 1.0
+    rate_scale: Positive = 1.0
+    """So many times the rate, or the trace so many times as fast."""
+    max_tokens: Count | None = None
+    """What clients allow; without, all that the context has room for."""
+
+
+class SystemTable(Section, frozen=True, kw_only=True):
+    """``system = { activation = "2.5s", efficiency = 0.3, prefetch = false }``."""
+
+    activation: Seconds | None = None
+    """For which an instance stands still at every switch, after the copy."""
+    efficiency: Share | None = None
+    """Of copies; the hardware's if it is not given."""
+    prefetch: bool = True
+
+    def system(self) -> System:
+        return System(
+            activation_seconds=float(self.activation or 0.0),
+            efficiency=self.efficiency,
+            prefetch=self.prefetch,
+        )
+
+
+class PolicyTable(Section, frozen=True, kw_only=True):
+    """``[policies.NAME]``: policies to compare, composed as in ``[policy]`` of the appliance."""
+
+    use: tuple[str, ...] = ()
+    """Asked in this order; the installed one of that name if it is not given."""
+    decisions: Mapping[str, str] = {}
+    """Policies by the name of a hook, asked before."""
+    parameters: Mapping[str, Mapping[str, Any]] = {}
+    """By policy."""
+    system: SystemTable = SystemTable()
+    """What switching costs in the policy's own system; without, the same mechanism for all."""
+
+
+class Deviates(Section, frozen=True, kw_only=True):
+    """``[deviation]``: how far the truth is from what policies expect (1 is not at all)."""
+
+    prefill: Positive = 1.0
+    step: Positive = 1.0
+    link: Positive = 1.0
+    noise: Annotated[float, Meta(ge=0)] = 0.0
+    """Coefficient of variation of each prompt's and each turn's time."""
+
+
+class GivenProfile(ModelProfile, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[[profiles]]``: a model that the built-in table does not have on this hardware."""
+
+
+class Scenario(Section, frozen=True, kw_only=True):
+    """The whole file."""
+
+    title: str
+    about: str = ""
+    duration: Seconds
+    warmup: Seconds | None = None
+    """Requests that arrive before it is over are served, but not counted."""
+    seeds: Annotated[tuple[int, ...], Meta(min_length=1)] = (1,)
+    hardware: Hardware
+    slo: Promises
+    models: Annotated[tuple[Models, ...], Meta(min_length=1)]
+    arrivals: Arrivals
+    policies: Mapping[str, PolicyTable] = {}
+    deviation: Deviates = Deviates()
+    profiles: tuple[GivenProfile, ...] = ()
+
+    @property
+    def warmup_seconds(self) -> float:
+        return float(self.warmup or 0.0)
+
+    def contender(self, name: str) -> Contender:
+        """The policy of this name: a table of the scenario, else an installed one as it ships."""
+        table = self.policies.get(name, PolicyTable())
+        return Contender(
+            name,
+            table.use or (name,),
+            table.parameters,
+            table.decisions,
+            system=table.system.system(),
+        )
+
+    def setting(self, seed: int, directory: Path) -> Setting:
+        """All of a trial but the policy. Raises `LabError` for what cannot be found or made."""
+        if self.warmup_seconds >= self.duration:
+            raise LabError(f"warmup: nothing is left of {self.duration:g} s to measure")
+        box = self.hardware.box()
+        given = {profile.name: profile for profile in self.profiles}
+        specs: list[ModelSpec] = []
+        profiles: dict[ModelName, ModelProfile] = {}
+        streams: list[list[Arrival]] = []
+        for group in self.models:
+            names = self._names(group, len(specs))
+            for index, name in enumerate(names):
+                kind = group.mix[index % len(group.mix)]
+                found = given.get(kind) or profile(kind, self.hardware.gpu, self.hardware.tp)
+                if found.tp != self.hardware.tp:
+                    raise LabError(f"profiles: {kind} is of {found.tp} GPUs, not {box.tp}")
+                profiles[name] = found
+                specs.append(self._spec(group, name, found))
+            streams += self._drawn(group, names, seed, directory)
+        if len(profiles) < len(specs):
+            raise LabError("models.names: a name is there twice")
+        if self.arrivals.trace is not None:
+            streams.append(self._traced(profiles, directory))
+        return Setting(
+            models=specs,
+            box=box,
+            profiles=profiles,
+            arrivals=[self._as_asked(arrival) for arrival in _merged(streams)],
+            seconds=float(self.duration),
+            deviation=self._deviation(seed),
+        )
+
+    def _names(self, group: Models, before: int) -> Sequence[ModelName]:
+        count = group.count or len(group.names) or len(group.mix)
+        if group.names and len(group.names) != count:
+            raise LabError(f"models.names: {len(group.names)} names for {count} models")
+        return group.names or [f"m{before + index:03}" for index in range(count)]
+
+    def _spec(self, group: Models, name: ModelName, found: ModelProfile) -> ModelSpec:
+        return ModelSpec(
+            name=name,
+            weight_bytes=found.weight_bytes,
+            max_context_tokens=group.context,
+            max_batch=group.max_batch,
+            slo=self.slo.slo(group.slo),
+            pinned=group.pinned,
+        )
+
+    def _drawn(
+        self, group: Models, names: Sequence[ModelName], seed: int, directory: Path
+    ) -> list[list[Arrival]]:
+        """Interactive and batch requests that a rate or a number is given for."""
+        asked = self.arrivals
+        rate = asked.rate if group.rate is None else group.rate
+        if asked.trace is not None:
+            rate = None
+        if group.batch_rate or group.batch_backlog:
+            rate = rate or 0.0
+        elif asked.trace is not None:
+            return []
+        if rate is None:
+            raise LabError("arrivals: give a trace, or a rate and lengths")
+        lengths = self._lengths(group, directory)
+        phases = [(float(phase.at), phase.scale) for phase in asked.phases]
+        if phases != sorted(phases):
+            raise LabError("arrivals.phases: give them in the order of time")
+        rates, batch_rates = (
+            dict.fromkeys(names, per_model * asked.rate_scale)
+            for per_model in (rate, group.batch_rate)
+        )
+        end, at = float(self.duration), self.warmup_seconds
+        if group.batch_at is not None:
+            at = float(group.batch_at)
+        return [
+            drawn(rates, lengths, end, seed, asked.cv, phases=phases),
+            drawn(batch_rates, lengths, end, seed, request_class=RequestClass.BATCH),
+            backlog(names, group.batch_backlog if at < end else 0, lengths, at, seed),
+        ]
+
+    def _lengths(self, group: Models, directory: Path) -> Lengths:
+        asked = self.arrivals
+        if group.lengths is not None:
+            lengths = Lengths.read(_found(directory, group.lengths, "models.lengths"))
+        elif asked.lengths is not None:
+            lengths = Lengths.read(_found(directory, asked.lengths, "arrivals.lengths"))
+        else:
+            raise LabError("arrivals: give a trace, or a rate and lengths")
+        lengths = lengths.with_means(asked.prompt_mean, asked.output_mean)
+        return lengths.scaled(asked.prompt_scale, asked.output_scale).within(group.context)
+
+    def _traced(self, known: Mapping[ModelName, object], directory: Path) -> list[Arrival]:
+        asked = self.arrivals
+        if asked.rate is not None or asked.lengths is not None or asked.phases:
+            raise LabError("arrivals: give a trace, or a rate and lengths, not both")
+        path = _found(directory, asked.trace or "", "arrivals.trace")
+        arrivals = read_trace(path, asked.rate_scale)
+        strange = sorted({arrival.model for arrival in arrivals}.difference(known))
+        if strange:
+            raise LabError(f"{path}: no model {', '.join(strange)} in the scenario")
+        return [
+            msgspec.structs.replace(
+                arrival,
+                prompt_tokens=max(1, round(arrival.prompt_tokens * asked.prompt_scale)),
+                output_tokens=max(1, round(arrival.output_tokens * asked.output_scale)),
+            )
+            for arrival in arrivals
+            if arrival.seconds < self.duration
+        ]
+
+    def _as_asked(self, arrival: Arrival) -> Arrival:
+        slo = None
+        if arrival.request_class is RequestClass.BATCH and self.slo.batch is not None:
+            slo = self.slo.slo(self.slo.batch)
+        if slo is None and self.arrivals.max_tokens is None:
+            return arrival
+        return msgspec.structs.replace(arrival, slo=slo, max_tokens=self.arrivals.max_tokens)
+
+    def _deviation(self, seed: int) -> Deviation:
+        deviates = self.deviation
+        if deviates == Deviates():
+            return EXACT
+        return Deviation(
+            prefill_factor=deviates.prefill,
+            step_factor=deviates.step,
+            link_factor=deviates.link,
+            noise=deviates.noise,
+            seed=seed,
+        )
+
+
+def read(path: Path, changes: Mapping[str, str] | None = None) -> Scenario:
+    """The scenario of a file, with `changes`: values as TOML by dotted key (``hardware.count``,
+    ``models.0.count``). Raises `LabError` naming file, line and key of what is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise LabError(f"{path}: {error}") from None
+    for key, value in (changes or {}).items():
+        _change(document, key, value)
+    try:
+        return msgspec.convert(document, Scenario, dec_hook=_read_unit)
+    except msgspec.ValidationError as error:
+        reason, place = _where(str(error))
+        line = LineMap(text).line(place)
+        raise LabError(f"{path}:{line}: {dotted(place) or 'the file'}: {reason}") from None
+
+
+def _change(document: dict[str, Any], key: str, text: str) -> None:
+    """Set what a dotted key names; tables that are missing are made."""
+    *path, last = key.split(".")
+    table: Any = document
+    try:
+        for part in path:
+            table = table[int(part)] if isinstance(table, list) else table.setdefault(part, {})
+        if isinstance(table, list):
+            table[int(last)] = _value(text)
+        else:
+            table[last] = _value(text)
+    except (ValueError, IndexError, TypeError, AttributeError):
+        raise LabError(f"--set {key}: there is no such key") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string
+
+
+def _read_unit(kind: type, value: object) -> object:
+    return kind.read(value)  # type: ignore[attr-defined]
+
+
+_PLACE = re.compile(r"(?P<reason>.*?)(?: - at `\$(?P<path>.*)`)?", re.DOTALL)
+
+
+def _where(message: str) -> tuple[str, KeyPath]:
+    """The reason of a validation error, and the key at fault."""
+    match = _PLACE.fullmatch(message)
+    assert match is not None, "everything matches"
+    parts: list[str | int] = []
+    for field, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", match["path"] or ""):
+        parts.append(field or (int(index) if index.isdigit() else index))
+    reason = match["reason"]
+    return reason[:1].lower() + reason[1:], tuple(parts)
+
+
+def _found(directory: Path, name: str, key: str) -> Path:
+    path = directory / name
+    if not path.is_file():
+        raise LabError(f"{key}: there is no file {path}")
+    return path
+
+
+def _merged(streams: Sequence[Sequence[Arrival]]) -> Iterator[Arrival]:
+    return heapq.merge(*streams, key=lambda arrival: (arrival.seconds, arrival.model))

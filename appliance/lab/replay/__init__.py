@@ -1,0 +1,1 @@
+"""Journals of real daemons as workloads."""

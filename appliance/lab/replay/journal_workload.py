@@ -1,0 +1,443 @@
+"""A journal of a real daemon as a workload: its requests, its box, and how fast that was.
+
+What the journal does not say is taken as: a request that had not ended has the tokens it had got; a
+client that left would have left after as many tokens from any policy; the vector of a prompt that
+was embedded is a token; layers are loaded as evenly as in a model of `LAYERS` layers. Step times
+are fitted to the journal's own turns and prompts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatchmethod
+from pathlib import Path
+
+import msgspec
+
+from appliance.errors import LabError
+from appliance.journal import Setup, read
+from appliance.lab.calibration.least_squares import fit_prefill, fit_steps
+from appliance.lab.calibration.step_tables import Measurements
+from appliance.lab.experiments.run import Contender, Setting
+from appliance.lab.hardware import Box, Gpu, ModelProfile
+from appliance.lab.noise import Deviation
+from appliance.lab.replay.overheads import ColdPrompt, Overheads
+from appliance.lab.sim.recorder import Life, Recorder, Span, Switch
+from appliance.lab.sim.simulator import Run
+from appliance.lab.workload import Arrival
+from appliance.service.policy_report import PolicyChoice, PolicyChosen
+from appliance.vocabulary import (
+    Command,
+    Event,
+    EvictModel,
+    Finish,
+    InstanceId,
+    InstanceLost,
+    InstanceUp,
+    ModelAdded,
+    ModelBuilt,
+    ModelLoaded,
+    ModelName,
+    PrefillDone,
+    Reject,
+    RequestArrived,
+    RequestId,
+    RunPrefill,
+    RunTurn,
+    TokensProduced,
+    TurnEnded,
+)
+
+LAYERS = 16
+"""Of a model whose layers nobody counted; only how late a prompt is behind its load hangs on it."""
+
+FEW = 3
+"""Observations of a model from which its times are scaled to its own."""
+
+UNUSUAL = 10.0
+"""So many times what was expected: the machine stood still meanwhile."""
+
+ENOUGH = 8
+"""Observations from which a model's times are fitted to its own; with fewer, to those of all."""
+
+GUESS = {
+    "prefill_base_seconds": 0.0,
+    "prefill_seconds_per_token": 0.0005,
+    "prefill_seconds_per_token2": 0.0,
+    "step_base_seconds": 0.005,
+    "step_seconds_per_kv_token": 0.0,
+    "step_seconds_per_sequence": 0.0,
+}
+"""The times of a model of which nothing was seen."""
+
+UNKNOWN_BYTES_PER_SECOND = 5e9
+"""The rate of a link on which nothing was ever loaded."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The requests and the box of a journal, and what really happened."""
+
+    setting: Setting
+    happened: Run
+    contender: Contender
+    """The policies that decided then, each from when it was chosen."""
+    measured: Mapping[ModelName, Measurements]
+    """Its prompts and turns, as rows to fit times to."""
+
+
+def recording(path: Path, learns: Callable[[float], bool] | None = None) -> Recording:
+    """Read a journal. How long anything takes is learned from all of it, or from what was over at
+    times at which `learns`, of the seconds since the first request, is true. Raises `LabError` if
+    there is nothing in it to replay."""
+    try:
+        setup, entries = read(path)
+        reader = _Reader(setup, learns)
+        for entry in entries:
+            reader.hear(entry.now, entry.event, entry.commands)
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise LabError(f"{path}: {error}") from None
+    if not reader.recorder.lives:
+        raise LabError(f"{path}: there are no requests in it")
+    return Recording(
+        setting=reader.setting(),
+        happened=reader.run(),
+        measured=reader.measured,
+        contender=replace(
+            _contender(setup.policy),
+            successors=[(seconds, _contender(choice)) for seconds, choice in reader.swaps],
+        ),
+    )
+
+
+def _contender(choice: PolicyChoice) -> Contender:
+    return Contender("+".join(choice.use), choice.use, choice.parameters, choice.decisions)
+
+
+@dataclass
+class _Job:
+    """What an instance was last told to compute."""
+
+    command: RunPrefill | RunTurn
+    ordered: float
+    warm: bool
+    kv_tokens: int
+    produced: int = 0
+
+
+def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> ModelProfile:
+    """The profile by which everything seen of the model would have taken as long as it did; `turns`
+    are the steps of each turn. A fit by relative error is below the mean of noisy times, and one to
+    other models' is anywhere."""
+    prompts = _ratio(
+        (seconds, profile.prefill_seconds(round(tokens))) for tokens, _, _, seconds in seen.prompts
+    )
+    steps = _ratio(
+        (count * seconds, count * profile.step_seconds(requests, kv_tokens))
+        for count, (requests, kv_tokens, seconds) in zip(turns, seen.steps, strict=True)
+    )
+    changes = {}
+    for name in profile.__struct_fields__:
+        if "_seconds" in name:
+            scale = prompts if name.startswith("prefill_") else steps
+            changes[name] = scale * getattr(profile, name)
+    return msgspec.structs.replace(profile, **changes)
+
+
+def _ratios(seen: Measurements, profile: ModelProfile) -> list[float]:
+    """Seconds over those expected, of all prompts and turns."""
+    prompts = [
+        seconds / profile.prefill_seconds(round(tokens)) for tokens, _, _, seconds in seen.prompts
+    ]
+    turns = [
+        seconds / profile.step_seconds(requests, kv_tokens)
+        for requests, kv_tokens, seconds in seen.steps
+    ]
+    return prompts + turns
+
+
+def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """Of the sums of what was and what was expected, without those where the machine stood still;
+    1 if there are too few."""
+    usual = [(was, expected) for was, expected in pairs if was < UNUSUAL * expected]
+    if len(usual) < FEW:
+        return 1.0
+    return math.fsum(was for was, _ in usual) / math.fsum(expected for _, expected in usual)
+
+
+class _Reader:
+    """Hears the journal, entry by entry. The clock starts with the first request."""
+
+    def __init__(self, setup: Setup, learns: Callable[[float], bool] | None) -> None:
+        self._setup = setup
+        self._models = {model.name: model for model in setup.models}
+        """All that there ever were."""
+        self._learns_at = learns
+        self._overheads = Overheads()
+        self.recorder = Recorder()
+        self.swaps: list[tuple[float, PolicyChoice]] = []
+        """When policies were changed while it ran, and to which."""
+        self._lives: dict[RequestId, Life] = {}
+        self._began: float | None = None
+        self._now = 0.0
+        self._events = 0
+        self._slabs = 0
+        self._built: dict[ModelName, ModelBuilt] = {}
+        self._loaded: set[tuple[InstanceId, ModelName]] = set()
+        self._jobs: dict[InstanceId, _Job] = {}
+        self._current: dict[InstanceId, ModelName] = {}
+        self.measured: defaultdict[ModelName, Measurements] = defaultdict(Measurements)
+        self._turns: defaultdict[ModelName, list[int]] = defaultdict(list)
+        """Steps of each turn in them."""
+
+    def hear(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if self._began is None and isinstance(event, RequestArrived):
+            self._began = now
+        self._now = now - (now if self._began is None else self._began)
+        self._events += 1
+        self._overheads.hear(self._now, event, commands, learns=self._learns)
+        self._on(event)
+        for command in commands:
+            self._note(command)
+
+    @property
+    def _learns(self) -> bool:
+        return self._learns_at is None or self._learns_at(self._now)
+
+    @singledispatchmethod
+    def _on(self, event: Event) -> None:
+        """Other events say nothing that the lab wants to know."""
+
+    @_on.register
+    def _(self, event: RequestArrived) -> None:
+        spec = event.request
+        life = Life(
+            number=len(self.recorder.lives),
+            id=spec.id,
+            model=spec.model,
+            request_class=spec.request_class,
+            slo=spec.slo,
+            arrived=self._now,
+            prompt_tokens=spec.prompt_tokens,
+            output_tokens=0,
+            max_tokens=max(1, spec.max_tokens),
+        )
+        self.recorder.lives.append(life)
+        self._lives[spec.id] = life
+
+    @_on.register
+    def _(self, event: PolicyChosen) -> None:
+        self.swaps.append((self._now, event.choice))
+
+    @_on.register
+    def _(self, event: ModelAdded) -> None:
+        self._models[event.model.name] = event.model
+
+    @_on.register
+    def _(self, event: InstanceUp) -> None:
+        self._slabs = max(self._slabs, event.slabs)
+
+    @_on.register
+    def _(self, event: InstanceLost) -> None:
+        self._loaded = {(i, m) for i, m in self._loaded if i != event.instance}
+        self._jobs.pop(event.instance, None)
+
+    @_on.register
+    def _(self, event: ModelBuilt) -> None:
+        self._built.setdefault(event.model, event)
+
+    @_on.register
+    def _(self, event: ModelLoaded) -> None:
+        self._loaded.add((event.instance, event.model))
+        self.recorder.loads += 1
+        self.recorder.prefetches += event.prefetched
+
+    @_on.register
+    def _(self, event: TokensProduced) -> None:
+        job = self._jobs.get(event.instance)
+        for token in event.tokens:
+            count = max(1, token.count)
+            life = self._lives.get(token.request)
+            if life is not None:
+                self.recorder.produced(life, self._now, 0.0, 0.0, count)
+                life.output_tokens = life.produced
+            if job is not None:
+                job.produced += count
+
+    @_on.register
+    def _(self, event: PrefillDone) -> None:
+        job = self._jobs.get(event.instance)
+        life = self._lives.get(event.request)
+        if job is None or isinstance(job.command, RunTurn):
+            return
+        if life is not None and job.warm and event.seconds > 0 and self._learns:
+            tokens = life.kv_tokens
+            row = (tokens, tokens * tokens, 1.0, event.seconds)
+            self.measured[event.model].prompts.append(row)
+        self._computed(event.instance, event.model, job, event.seconds, 0)
+
+    @_on.register
+    def _(self, event: TurnEnded) -> None:
+        job = self._jobs.get(event.instance)
+        if job is None or isinstance(job.command, RunPrefill) or not event.steps:
+            return
+        if not job.command.prompts and event.seconds > 0 and self._learns:
+            # As it was in the middle of the turn.
+            kv_tokens = job.kv_tokens + job.produced / 2
+            batch = job.produced / event.steps
+            row = (batch, kv_tokens, event.seconds / event.steps)
+            self.measured[event.model].steps.append(row)
+            self._turns[event.model].append(event.steps)
+        self._computed(event.instance, event.model, job, event.seconds, event.steps)
+
+    def _computed(
+        self, instance: InstanceId, model: ModelName, job: _Job, seconds: float, steps: int
+    ) -> None:
+        if self._began is None:
+            return
+        command = job.command
+        batch = len(command.requests) if isinstance(command, RunTurn) else 0
+        prompts = len(command.prompts) if isinstance(command, RunTurn) else 1
+        span = Span(instance, model, self._now - seconds, self._now, batch, steps, prompts)
+        self.recorder.computed(span, seconds)
+
+    def _note(self, command: Command) -> None:
+        match command:
+            case EvictModel():
+                self._loaded.discard((command.instance, command.model))
+            case RunPrefill():
+                self._begin(command, (command.request,))
+            case RunTurn():
+                self._begin(command, command.requests)
+            case Finish() | Reject():
+                life = self._lives.pop(command.request, None)
+                if life is not None:
+                    life.outcome = command.reason if isinstance(command, Finish) else command.code
+                    life.ended = self._now
+
+    def _begin(self, command: RunPrefill | RunTurn, requests: Iterable[RequestId]) -> None:
+        instance, model = command.instance, command.model
+        lives = [self._lives[name] for name in requests if name in self._lives]
+        self._jobs[instance] = _Job(
+            command,
+            self._now,
+            warm=(instance, model) in self._loaded,
+            kv_tokens=sum(life.prompt_tokens + life.produced for life in lives),
+        )
+        if self._current.get(instance) != model:
+            self._current[instance] = model
+            self.recorder.switches.append(Switch(instance, model, self._now, math.nan))
+
+    def run(self) -> Run:
+        """What happened."""
+        return Run(
+            recorder=self.recorder,
+            until=self._now,
+            instances=self._setup.instances,
+            events=self._events,
+            preemptions=0,
+        )
+
+    def setting(self) -> Setting:
+        """The same requests on the same box."""
+        setup = self._setup
+        served = [model for model in self._models.values() if model.name in self._built]
+        if not served:
+            raise LabError("no engine was built in the journal: nothing says how large models are")
+        built = self._built[served[0].name]
+        tp = max(1, built.host_slabs // built.weight_slabs)
+        rate = self._overheads.load_bytes_per_second() or UNKNOWN_BYTES_PER_SECOND
+        box = Box(
+            gpu=Gpu(
+                name="recorded",
+                vram_bytes=self._slabs * setup.slab_bytes,
+                pcie_bytes_per_second=rate / tp,
+                efficiency=1.0,
+                mapping_seconds=self._overheads.mapping_seconds(),
+            ),
+            instances=setup.instances,
+            tp=tp,
+            host_bytes=setup.host_bytes,
+            pool_share=1.0,
+            slab_bytes=setup.slab_bytes,
+            order_seconds=self._overheads.order_seconds(),
+            block_tokens=built.kv.block_tokens,
+        )
+        names = {model.name for model in served}
+        profiles = {name: self._profile(self._built[name], tp) for name in sorted(names)}
+        return Setting(
+            models=served,
+            box=self._with_interference(box, profiles),
+            profiles=profiles,
+            arrivals=[
+                Arrival(
+                    seconds=life.arrived,
+                    model=life.model,
+                    prompt_tokens=life.prompt_tokens,
+                    output_tokens=max(1, life.output_tokens),
+                    request_class=life.request_class,
+                    max_tokens=life.max_tokens,
+                    slo=life.slo,
+                )
+                for life in self.recorder.lives
+                if life.model in names
+            ],
+            seconds=self._now,
+            kv_floor_slabs=setup.kv_floor_slabs,
+            deviation=Deviation(noise=self._noise(profiles)),
+            informed=False,
+        )
+
+    def _noise(self, profiles: Mapping[ModelName, ModelProfile]) -> float:
+        """Coefficient of variation of what prompts and turns took, over what they should have."""
+        ratios = []
+        for name, seen in self.measured.items():
+            if name in profiles:
+                ratios += _ratios(seen, profiles[name])
+        usual = [ratio for ratio in ratios if ratio < UNUSUAL]
+        return statistics.pstdev(usual) if len(usual) >= ENOUGH else 0.0
+
+    def _with_interference(self, box: Box, profiles: Mapping[ModelName, ModelProfile]) -> Box:
+        tokens = {life.id: life.prompt_tokens for life in self.recorder.lives}
+
+        def expected_seconds(prompt: ColdPrompt) -> float:
+            profile = profiles[prompt.model]
+            load = profile.shard_bytes / box.gpu.link_bytes_per_second
+            compute = profile.prefill_seconds(tokens[prompt.request])
+            return max(compute, load + compute / profile.layers)
+
+        seconds = self._overheads.interference_seconds(expected_seconds)
+        return msgspec.structs.replace(box, interference_seconds=seconds)
+
+    def _profile(self, built: ModelBuilt, tp: int) -> ModelProfile:
+        own, everyones = self.measured[built.model], _together(self.measured.values())
+        prompts = own if len(own.prompts) >= ENOUGH else everyones
+        steps = own if len(own.steps) >= ENOUGH else everyones
+        times = dict(GUESS)
+        if len(prompts.prompts) >= ENOUGH:
+            times |= fit_prefill(prompts.prompt_columns()).coefficients
+        if len(steps.steps) >= ENOUGH:
+            times |= fit_steps(steps.step_columns()).coefficients
+        sizes = {
+            "name": built.model,
+            "weight_bytes": built.weight_slabs * self._setup.slab_bytes * tp,
+            "layers": LAYERS,
+            "hidden": 0,
+            "kv_bytes_per_token": built.kv.block_bytes // built.kv.block_tokens,
+            "tp": tp,
+            "shape": built.kv,
+        }
+        profile = msgspec.convert(sizes | times, ModelProfile)
+        return _scaled(profile, own, self._turns[built.model])
+
+
+def _together(all_models: Iterable[Measurements]) -> Measurements:
+    together = Measurements()
+    for some in list(all_models):
+        together.prompts += some.prompts
+        together.steps += some.steps
+    return together

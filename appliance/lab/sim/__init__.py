@@ -1,0 +1,1 @@
+"""The simulation: instances, links and memory on a virtual clock."""

@@ -1,0 +1,53 @@
+"""What a simulated instance holds of a model: its weights, and its share of the pool for KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from appliance.lab.hardware import ModelProfile
+from appliance.lab.sim.link import Link, Transfer
+from appliance.vocabulary import KvShape, RequestId
+
+
+@dataclass(slots=True)
+class Load:
+    """Weights on their way."""
+
+    link: Link
+    lane: str
+    transfer: Transfer
+    prefetched: bool
+
+
+@dataclass(slots=True)
+class Engine:
+    """One model: what it holds of the pool."""
+
+    profile: ModelProfile
+    shape: KvShape
+    weight_slabs: int
+    in_host: bool | None = None
+    """Whether it loads from the host tier; None before it was told."""
+    mapped: bool = False
+    load: Load | None = None
+    blocks: dict[RequestId, int] = field(default_factory=dict)
+    used: int = 0
+    """Blocks of requests."""
+    leaving: int = 0
+    """Blocks that are being copied out."""
+    arriving: int = 0
+    """Moves inwards under way."""
+
+    def slabs(self, more_blocks: int = 0) -> int:
+        """Slabs of KV that are mapped, with so many blocks more."""
+        return self.shape.slabs(self.used + self.leaving + more_blocks)
+
+    def hold(self, request: RequestId, blocks: int) -> None:
+        self.used += blocks - self.blocks.get(request, 0)
+        self.blocks[request] = blocks
+
+    def drop(self, request: RequestId) -> int:
+        """The request's blocks are not its own any more; how many there were."""
+        blocks = self.blocks.pop(request, 0)
+        self.used -= blocks
+        return blocks

@@ -1,0 +1,599 @@
+"""An instance on the virtual clock: carries commands out in order, as a worker does.
+
+    work():   the next command of the queue, unless a job is under way or it has to wait
+    beside:   loads, and KV on its way out or in (`appliance.lab.sim.instance_memory`)
+    waits:    a load, a prompt or a swap inwards for slabs that KV on its way out still holds;
+              a turn for its model's weights and KV; a prompt for its model's weights layer by layer
+
+What it tells is exact: blocks, slabs and bytes are counted as a worker's pool counts them. A
+command that asks for what cannot be raises `LabError`.
+
+Simplified: building takes no time, nor does the first fill of a master image (the box is ready when
+the run begins); there is no prefix cache; during a turn, KV that grows within its cap does not wait
+for slabs that other models' KV on its way out still holds; a transfer that ends during a turn is
+noticed at once, not at the next step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import compress
+from operator import not_
+
+from appliance.errors import LabError
+from appliance.lab.hardware import Box, ModelProfile
+from appliance.lab.noise import EXACT, Deviation, Pace
+from appliance.lab.sim.closed_form import elapsed, steps_in_room, steps_until
+from appliance.lab.sim.event_queue import Agenda, Rank
+from appliance.lab.sim.instance_memory import Holdings
+from appliance.lab.sim.jobs import Activation, Mapped, Prefill, Prompt, Turn
+from appliance.lab.sim.recorder import Life, Recorder, Span, Switch
+from appliance.lab.sim.topology import Wiring
+from appliance.vocabulary import (
+    BuildModel,
+    Command,
+    Direction,
+    Event,
+    EvictModel,
+    FinishReason,
+    InstanceId,
+    InstanceUp,
+    KvMoved,
+    LoadModel,
+    ModelBuilt,
+    ModelLoaded,
+    ModelName,
+    MoveKv,
+    Preempt,
+    PrefetchModel,
+    PrefillDeferred,
+    PrefillDone,
+    Release,
+    RequestId,
+    RunPrefill,
+    RunTurn,
+    StoreWeights,
+    TokenCount,
+    TokensProduced,
+    TrimKv,
+    TurnEnd,
+    TurnEnded,
+    WeightsStored,
+)
+
+MAX_STEPS = sys.maxsize
+"""Of a turn that decodes nobody: its prompts end it."""
+
+Report = Callable[[Event], None]
+
+
+class SimulatedInstance:
+    """`order` takes a command, `work` goes on; `report` hears what happened.
+
+    `lives` are the truths about the requests that have not ended, shared by all instances.
+    """
+
+    def __init__(
+        self,
+        number: InstanceId,
+        box: Box,
+        profiles: Mapping[ModelName, ModelProfile],
+        lives: Mapping[RequestId, Life],
+        agenda: Agenda,
+        recorder: Recorder,
+        wiring: Wiring,
+        report: Report,
+        deviation: Deviation = EXACT,
+    ) -> None:
+        self.number = number
+        self._box = box
+        self._lives = lives
+        self._agenda = agenda
+        self._recorder = recorder
+        self._report = report
+        self._pace = Pace(deviation, number)
+        self.holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
+        self._engines = self.holdings.engines
+        self._queue: deque[Command] = deque()
+        self._job: Prefill | Turn | Activation | Mapped | StoreWeights | None = None
+        self._mapping_seconds = box.gpu.mapping_seconds
+        self._unnoticed: list[Event] = []
+        """Transfers that ended while a prompt was computed: a worker notices after it."""
+        self._gone: set[RequestId] = set()
+        """Released, and not heard of again."""
+        self._preempted = 0
+        self._current: ModelName | None = None
+        self._active: ModelName | None = None
+        """Whose engine was activated last."""
+        self._ready_since = 0.0
+        """Since when nothing is computed, or was asked for."""
+
+    def start(self) -> None:
+        """The worker connects."""
+        self._report(InstanceUp(instance=self.number, slabs=self._box.slabs))
+
+    def order(self, command: Command) -> None:
+        """Take a command; `Preempt` and `Release` take effect at the next step."""
+        match command:
+            case Preempt():
+                self._preempted = max(self._preempted, command.turn)
+                if isinstance(self._job, Turn) and self._is_preempted(self._job):
+                    self._preempt(self._job)
+            case Release():
+                self._release(command)
+            case _:
+                self._hear_of(command)
+                if self._job is None and not self._queue:
+                    self._ready_since = self._agenda.now
+                self._queue.append(command)
+
+    def work(self) -> None:
+        """Carry out what can be carried out now."""
+        while self._job is None and self._queue:
+            command = self._queue.popleft()
+            if not self._carry_out(command):
+                self._queue.appendleft(command)
+                return
+
+    def _hear_of(self, command: Command) -> None:
+        """A command of a request that was released once is of its new life."""
+        if not self._gone:
+            return
+        if isinstance(command, RunPrefill):
+            self._gone.discard(command.request)
+        elif isinstance(command, RunTurn):
+            self._gone.difference_update(command.prompts)
+        elif isinstance(command, MoveKv) and command.direction is Direction.IN:
+            self._gone.difference_update(move.request for move in command.moves)
+
+    def _release(self, command: Release) -> None:
+        self._gone.add(command.request)
+        turn = self._job
+        if isinstance(turn, Turn) and turn.computes(command.request):
+            self._cut(turn)  # it leaves at the next step, with its blocks
+        elif command.model in self._engines:
+            self._engines[command.model].drop(command.request)
+
+    def _carry_out(self, command: Command) -> bool:
+        """Begin with a command; False if it has to wait for a transfer to end."""
+        match command:
+            case RunTurn() | RunPrefill() if self._lacks_activation(command.model):
+                return self._activate(command.model)
+            case RunTurn():
+                return self._begin_turn(command)
+            case RunPrefill():
+                return self._begin_prefill(command)
+            case MoveKv(direction=Direction.OUT):
+                return self.holdings.move_out(command)
+            case MoveKv():
+                return self.holdings.move_in(command, self._known)
+            case TrimKv():
+                return True  # nothing is kept that nobody uses
+            case LoadModel() | PrefetchModel():
+                return self._load(command)
+            case EvictModel():
+                return self._evict(command)
+            case StoreWeights():
+                return self._store(command)
+            case BuildModel():
+                return self._build(command)
+        raise LabError(f"not a command for an instance: {command!r}")
+
+    # --- engines ---------------------------------------------------------------------------------
+
+    def _build(self, command: BuildModel) -> bool:
+        engine = self.holdings.build(command.model)
+        self._report(
+            ModelBuilt(
+                instance=self.number,
+                model=command.model,
+                weight_slabs=engine.weight_slabs,
+                kv=engine.shape,
+                host_slabs=engine.profile.host_slabs(self._box.slab_bytes),
+            )
+        )
+        return True
+
+    def _store(self, command: StoreWeights) -> bool:
+        engine = self._engines[command.model]
+        if engine.mapped:
+            raise LabError(f"{command.model} is told of another image while it is loaded")
+        first, engine.in_host = engine.in_host is None, bool(command.host_offsets)
+        if not command.fill or first:
+            self._stored(command)
+            return True
+        self._job = command
+        self.holdings.fill(command.model, lambda: self._end_fill(command))
+        return True
+
+    def _end_fill(self, command: StoreWeights) -> None:
+        self._job = None
+        self._stored(command)
+        self.work()
+
+    def _stored(self, command: StoreWeights) -> None:
+        self._report(WeightsStored(instance=self.number, model=command.model))
+
+    def _lacks_activation(self, model: ModelName) -> bool:
+        """Whether the system has to start the model's engine, now that its weights are ordered."""
+        starts = self._box.activation_seconds > 0 and model != self._active
+        return starts and self._engines[model].mapped
+
+    def _activate(self, model: ModelName) -> bool:
+        """Stand still once the weights are there; whoever asked for the engine is asked again."""
+        if self._engines[model].load is None:
+            self._job = Activation(model)
+            end = self._agenda.now + self._box.activation_seconds
+            self._agenda.at(end, Rank.JOB, lambda: self._end_activation(model))
+        return False
+
+    def _end_activation(self, model: ModelName) -> None:
+        self._job, self._active = None, model
+        self.work()
+
+    def _load(self, command: LoadModel | PrefetchModel) -> bool:
+        """Map the slabs and have the weights come."""
+        load = partial(
+            self.holdings.load, command.model, prefetched=isinstance(command, PrefetchModel)
+        )
+        if not self._mapping_seconds:
+            return load()
+        if not self.holdings.has_room_for(command.model):
+            return False
+
+        def end() -> None:
+            self._job = None
+            load()
+            self.work()
+
+        self._job = Mapped(command.model)
+        self._agenda.at(self._agenda.now + self._mapping_seconds, Rank.JOB, end)
+        return True
+
+    def _evict(self, command: EvictModel) -> bool:
+        self.holdings.evict(command.model)
+        if self._active == command.model:
+            self._active = None
+        return True
+
+    # --- transfers -------------------------------------------------------------------------------
+
+    def _notice(self, event: ModelLoaded | KvMoved) -> None:
+        """A transfer is over: who waits may go on. While a prompt is computed, nobody looks."""
+        job = self._job
+        if isinstance(job, Prefill):
+            if isinstance(event, ModelLoaded) and event.model == job.command.model:
+                self._complete_weights(job)
+            self._unnoticed.append(event)
+            return
+        self._report(event)
+        if isinstance(job, Turn) and job.waits_since is not None:
+            job.done_seconds += self._agenda.now - job.waits_since
+            job.waits_since = None
+            self._next_stretch(job)
+        self.work()
+
+    def _complete_weights(self, job: Prefill) -> None:
+        """The weights of the last layer came last: that layer is still to be computed."""
+        layers = self._engines[job.command.model].profile.layers
+        job.not_before = self._agenda.now + job.seconds / layers
+        if job.lacks_weights:
+            self._agenda.at(job.not_before, Rank.JOB, lambda: self._end_prefill(job))
+
+    def _known(self, request: RequestId) -> Life | None:
+        """The request, unless it ended or was released."""
+        life = self._lives.get(request)
+        if life is None or not life.remaining_tokens or request in self._gone:
+            return None
+        return life
+
+    # --- jobs ------------------------------------------------------------------------------------
+
+    def _begin_prefill(self, command: RunPrefill) -> bool:
+        engine, life = self._engines[command.model], self._known(command.request)
+        if life is None:
+            self._prompt_done(command.model, command.request, 0.0)
+            return True
+        if not engine.mapped:
+            raise LabError(f"a prompt for {command.model} without its weights")
+        tokens = life.prompt_tokens + life.produced
+        blocks = engine.shape.blocks(tokens)
+        if not self.holdings.can_grow(command.model, blocks, command.kv_slabs):
+            if self.holdings.moves_out:
+                return False
+            self._defer(command.model, life.id)
+            return True
+        engine.hold(life.id, blocks)
+        seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
+        if engine.load is not None:
+            seconds += self._box.interference_seconds
+        job = self._job = Prefill(command, life, self._agenda.now, seconds)
+        self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
+        return True
+
+    def _compute_ended(self, job: Prefill) -> None:
+        """Every layer could be computed by now, if its weights were there in time."""
+        engine = self._engines[job.command.model]
+        if engine.load is not None:
+            job.lacks_weights = True
+        elif self._agenda.now < job.not_before:
+            self._agenda.at(job.not_before, Rank.JOB, lambda: self._end_prefill(job))
+        else:
+            self._end_prefill(job)
+
+    def _end_prefill(self, job: Prefill) -> None:
+        command, life, now = job.command, job.life, self._agenda.now
+        engine = self._engines[command.model]
+        self._note_switch(command.model, now - self._ready_since - job.seconds)
+        self._recorder.computed(
+            Span(self.number, command.model, job.began, now, 0, 0, 1), job.seconds
+        )
+        self._recorder.reach.prompt(engine.profile, life.kv_tokens + 1, job.seconds)
+        self._job, self._ready_since = None, now
+        if command.request in self._gone:
+            engine.drop(life.id)
+        else:
+            self._recorder.produced(life, now, 0.0, 0.0, 1)
+            self._tell_tokens(command.model, [self._count_of(life, 1)])
+            if not life.remaining_tokens:
+                engine.drop(life.id)
+        # Its own load is told of before it, whatever else ended meanwhile after it.
+        noticed, self._unnoticed = self._unnoticed, []
+        own = [isinstance(e, ModelLoaded) and e.model == life.model for e in noticed]
+        for event in compress(noticed, own):
+            self._report(event)
+        self._prompt_done(command.model, command.request, now - job.began)
+        for event in compress(noticed, map(not_, own)):
+            self._report(event)
+        self.work()
+
+    def _prompt_done(self, model: ModelName, request: RequestId, seconds: float) -> None:
+        self._report(
+            PrefillDone(
+                instance=self.number,
+                model=model,
+                request=request,
+                kv_slabs=self._engines[model].slabs(),
+                seconds=seconds,
+            )
+        )
+
+    def _defer(self, model: ModelName, request: RequestId) -> None:
+        self._report(
+            PrefillDeferred(
+                instance=self.number,
+                model=model,
+                request=request,
+                kv_slabs=self._engines[model].slabs(),
+            )
+        )
+
+    def _begin_turn(self, command: RunTurn) -> bool:
+        engine = self._engines[command.model]
+        if not engine.mapped:
+            raise LabError(f"a turn of {command.model} without its weights")
+        if engine.load is not None or engine.arriving:
+            return False
+        now = self._agenda.now
+        batch = [life for name in command.requests if (life := self._known(name)) is not None]
+        for life in batch:
+            if engine.blocks.get(life.id) != engine.shape.blocks(life.kv_tokens):
+                raise LabError(f"a turn for {life.id}, whose KV is elsewhere")
+        waiting = deque(command.prompts)
+        while waiting and self._known(waiting[0]) is None:
+            self._prompt_done(command.model, waiting.popleft(), 0.0)
+        if waiting and self.holdings.moves_out and not self._fits_prompt(command, waiting[0]):
+            return False
+        self._note_switch(command.model, now - self._ready_since)
+        turn = Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
+        self._job = turn
+        self._next_stretch(turn)
+        return True
+
+    def _fits_prompt(self, command: RunTurn, request: RequestId) -> bool:
+        life, shape = self._lives[request], self._engines[command.model].shape
+        blocks = shape.blocks(life.prompt_tokens + life.produced)
+        return self.holdings.can_grow(command.model, blocks, command.kv_slabs)
+
+    def _begin_prompts(self, turn: Turn) -> None:
+        """Have prompts begin while those that have leave room in the next chunk."""
+        command, engine = turn.command, self._engines[turn.command.model]
+        while turn.waiting and sum([p.left for p in turn.prompts]) < command.chunk_tokens:
+            request = turn.waiting.popleft()
+            life = self._known(request)
+            if life is None:
+                self._prompt_done(command.model, request, 0.0)
+            elif not self._fits_prompt(command, request):
+                self._defer(command.model, request)
+            else:
+                tokens = life.prompt_tokens + life.produced
+                engine.hold(request, engine.shape.blocks(tokens))
+                self._recorder.reach.prompt(engine.profile, tokens, 0.0)
+                turn.prompts.append(Prompt(life, tokens, self._agenda.now))
+
+    def _next_stretch(self, turn: Turn) -> None:
+        """Plan steps until somebody finishes, a prompt is done, the quota is over or the slabs are
+        full."""
+        command = turn.command
+        if turn.end is None and not self._is_preempted(turn):
+            self._begin_prompts(turn)
+        room = self._room(turn) if turn.batch else MAX_STEPS
+        if not room and (turn.prompts or turn.end is None):
+            if self._engines[command.model].leaving:
+                turn.waits_since = self._agenda.now
+                return
+            if not turn.done_steps:
+                raise LabError(f"turn {command.turn} has no room for a step")
+            # The prompts hold all the blocks that they need.
+            turn.end, turn.batch, room = TurnEnd.KV_FULL, [], MAX_STEPS
+        if not turn.prompts and (turn.end is not None or not turn.batch):
+            self._end_turn(turn, turn.end or TurnEnd.DRAINED)
+            return
+        self._time_steps(turn)
+        if any(turn.computes(request) for request in self._gone):
+            turn.steps = 1  # it leaves with this one
+        elif turn.prompts:
+            turn.steps = min(room, max(1, turn.prompts[0].left // command.chunk_tokens))
+        elif self._is_preempted(turn):
+            turn.steps = 1
+        else:
+            left = command.quota_seconds - turn.done_seconds
+            turn.steps = min(room, steps_until(left, turn.first, turn.growth))
+        self._plan_end(turn)
+
+    def _time_steps(self, turn: Turn) -> None:
+        """How long the next step takes, and by how much more those after it."""
+        profile = self._engines[turn.command.model].profile
+        batch, kv_tokens = len(turn.batch), sum(life.kv_tokens for life in turn.batch)
+        if turn.prompts:
+            chunk = [(tokens, prompt.done) for prompt, tokens in turn.next_chunk()]
+            first = profile.mixed_step_seconds(batch, kv_tokens, chunk)
+            growth = profile.step_growth_seconds(batch, turn.command.chunk_tokens)
+        else:
+            first = profile.step_seconds(batch, kv_tokens)
+            growth = profile.step_growth_seconds(batch)
+        turn.start, turn.kv_tokens = self._agenda.now, kv_tokens
+        turn.first, turn.growth = first * turn.factor, growth * turn.factor
+
+    def _room(self, turn: Turn) -> int:
+        """Steps until the first request finishes, or until the slabs of the turn are full."""
+        engine = self._engines[turn.command.model]
+        shape = engine.shape
+        cap_blocks = turn.command.kv_slabs // shape.group_slabs * shape.group_blocks
+        held = sum(engine.blocks[life.id] for life in turn.batch)
+        return steps_in_room(
+            [life.kv_tokens for life in turn.batch],
+            shape.block_tokens,
+            cap_blocks - (engine.used - held) - engine.leaving,
+            min(life.remaining_tokens for life in turn.batch),
+        )
+
+    def _plan_end(self, turn: Turn) -> None:
+        if turn.entry is not None:
+            turn.entry.call_off()
+        end = turn.start + elapsed(turn.first, turn.growth, turn.steps)
+        end = max(end, self._agenda.now)  # the last bit of a sum may be lost
+        turn.entry = self._agenda.at(end, Rank.JOB, lambda: self._end_stretch(turn))
+
+    def _preempt(self, turn: Turn) -> None:
+        """Have the turn end with this step; prompts that have begun are computed to their end."""
+        if not turn.prompts:
+            self._cut(turn)
+        elif 0 < self._step_of(turn) < turn.steps:
+            turn.end = turn.end or TurnEnd.PREEMPTED
+
+    def _cut(self, turn: Turn) -> None:
+        """Have the stretch end with the step that is being computed."""
+        steps = self._step_of(turn)
+        if 0 < steps < turn.steps:
+            turn.steps = steps
+            self._plan_end(turn)
+
+    def _step_of(self, turn: Turn) -> int:
+        """Which step of the stretch is being computed, from 1; 0 if none is."""
+        if turn.waits_since is not None:
+            return 0
+        return steps_until(self._agenda.now - turn.start, turn.first, turn.growth)
+
+    def _end_stretch(self, turn: Turn) -> None:
+        engine, command = self._engines[turn.command.model], turn.command
+        turn.entry = None
+        turn.done_steps += turn.steps
+        seconds = elapsed(turn.first, turn.growth, turn.steps)
+        turn.done_seconds += seconds
+        batch = len(turn.batch)
+        kv_tokens = turn.kv_tokens + batch * turn.steps
+        self._recorder.reach.steps(engine.profile, batch, kv_tokens, seconds)
+        for life in turn.batch:
+            self._recorder.produced(life, turn.start, turn.first, turn.growth, turn.steps)
+        computed = self._compute_prompts(turn) if turn.prompts else []
+        tokens = [self._count_of(life, turn.steps) for life in turn.batch]
+        tokens += [self._count_of(p.life, 1) for p in computed if p.life.id not in self._gone]
+        if tokens:
+            self._tell_tokens(command.model, tokens)
+        going_on = []
+        for life in turn.batch:
+            if life.remaining_tokens and life.id not in self._gone:
+                engine.hold(life.id, engine.shape.blocks(life.kv_tokens))
+                going_on.append(life)
+            else:
+                engine.drop(life.id)
+        turn.batch = going_on
+        for prompt in computed:
+            if prompt.life.id in self._gone or not prompt.life.remaining_tokens:
+                engine.drop(prompt.life.id)
+            self._prompt_done(command.model, prompt.life.id, self._agenda.now - prompt.began)
+        if turn.end is None and (turn.batch or turn.prompts or turn.waiting):
+            if self._is_preempted(turn):
+                turn.end = TurnEnd.PREEMPTED
+            elif turn.done_seconds >= command.quota_seconds and not (turn.prompts or turn.waiting):
+                turn.end = TurnEnd.QUOTA
+        self._next_stretch(turn)
+
+    def _compute_prompts(self, turn: Turn) -> list[Prompt]:
+        """Take the stretch's chunks off the prompts; those that are over, computed or released."""
+        ahead = turn.steps - 1
+        turn.prompts[0].done += ahead * turn.command.chunk_tokens
+        for prompt, tokens in turn.next_chunk():
+            prompt.done += tokens
+        over = [p for p in turn.prompts if not p.left or p.life.id in self._gone]
+        turn.prompts = [p for p in turn.prompts if p.left and p.life.id not in self._gone]
+        for prompt in over:
+            if prompt.life.id not in self._gone:
+                self._recorder.produced(prompt.life, self._agenda.now, 0.0, 0.0, 1)
+                turn.done_prompts += 1
+        return over
+
+    def _is_preempted(self, turn: Turn) -> bool:
+        return turn.command.turn <= self._preempted
+
+    def _end_turn(self, turn: Turn, reason: TurnEnd) -> None:
+        command = turn.command
+        self._job, self._ready_since = None, self._agenda.now
+        for request in turn.waiting:
+            self._defer(command.model, request)
+        if turn.done_steps:
+            span = Span(
+                self.number,
+                command.model,
+                turn.began,
+                self._agenda.now,
+                turn.largest,
+                turn.done_steps,
+                turn.done_prompts,
+            )
+            self._recorder.computed(span, turn.done_seconds)
+        self._report(
+            TurnEnded(
+                instance=self.number,
+                model=command.model,
+                turn=command.turn,
+                reason=reason,
+                steps=turn.done_steps,
+                seconds=turn.done_seconds,
+                kv_slabs=self._engines[command.model].slabs(),
+            )
+        )
+        self.work()
+
+    def _tell_tokens(self, model: ModelName, tokens: Sequence[TokenCount]) -> None:
+        self._report(TokensProduced(instance=self.number, model=model, tokens=tuple(tokens)))
+
+    def _count_of(self, life: Life, count: int) -> TokenCount:
+        """It got so many tokens, the last of which may have ended it."""
+        return TokenCount(request=life.id, count=count, finished=_finished(life))
+
+    def _note_switch(self, model: ModelName, waited: float) -> None:
+        if model != self._current:
+            at = self._agenda.now
+            self._recorder.switches.append(Switch(self.number, model, at, waited))
+            self._current = model
+
+
+def _finished(life: Life) -> FinishReason | None:
+    if life.remaining_tokens:
+        return None
+    return FinishReason.LENGTH if life.produced == life.max_tokens else FinishReason.STOP

@@ -1,0 +1,98 @@
+"""What a simulated instance is at: a prompt alone, or a turn, perhaps with prompts beside it; or an
+engine that starts, or slabs that are mapped."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from appliance.lab.sim.event_queue import Entry
+from appliance.lab.sim.recorder import Life
+from appliance.vocabulary import ModelName, RequestId, RunPrefill, RunTurn, TurnEnd
+
+
+@dataclass(slots=True)
+class Activation:
+    """An engine is made the one that runs, by a system where that takes time of its own."""
+
+    model: ModelName
+
+
+@dataclass(slots=True)
+class Mapped:
+    """Slabs are mapped for weights that are to be loaded."""
+
+    model: ModelName
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A prompt that is being computed: `seconds` of work, and not over before `not_before`."""
+
+    command: RunPrefill
+    life: Life
+    began: float
+    seconds: float
+    not_before: float = 0.0
+    lacks_weights: bool = False
+    """Whether only weights are missing."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that is computed in chunks beside the steps of a turn."""
+
+    life: Life
+    tokens: int
+    began: float
+    done: int = 0
+    """Tokens that are computed."""
+
+    @property
+    def left(self) -> int:
+        return self.tokens - self.done
+
+
+@dataclass(slots=True)
+class Turn:
+    """A turn that runs, and the stretch it is at."""
+
+    command: RunTurn
+    batch: list[Life]
+    waiting: deque[RequestId]
+    """Prompts that have not begun."""
+    began: float
+    factor: float
+    """Of all its times."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """Prompts that have, in the order in which they are computed."""
+    end: TurnEnd | None = None
+    """Why it is over when its prompts are done."""
+    done_seconds: float = 0.0
+    done_steps: int = 0
+    start: float = 0.0
+    first: float = 0.0
+    growth: float = 0.0
+    kv_tokens: int = 0
+    """Of its batch, when the stretch began."""
+    steps: int = 0
+    entry: Entry | None = None
+    largest: int = 0
+    done_prompts: int = 0
+    waits_since: float | None = None
+    """Since when it has no room for a step but under KV of its model that is on its way out."""
+
+    def computes(self, request: RequestId) -> bool:
+        """Whether the step that is being computed is of this request, too."""
+        return any(life.id == request for life in self.batch) or any(
+            prompt.life.id == request for prompt in self.prompts
+        )
+
+    def next_chunk(self) -> list[tuple[Prompt, int]]:
+        """Tokens of its prompts that the next step computes."""
+        chunk, room = [], self.command.chunk_tokens
+        for prompt in self.prompts:
+            if room:
+                chunk.append((prompt, min(room, prompt.left)))
+                room -= chunk[-1][1]
+        return chunk

@@ -1,0 +1,233 @@
+"""A run: the machine and simulated instances on one virtual clock, until nothing is left to happen.
+
+    arrival -> machine.handle -> commands -> instances -> what they report -> machine.handle ...
+
+The machine is the daemon's own, with whatever policies it was given; it is shown what the daemon
+shows it, never a request's true output length; it is told when a deadline that it named has come.
+The same machine, requests and box make the same run, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from appliance.errors import LabError
+from appliance.lab.hardware import Box, ModelProfile
+from appliance.lab.noise import EXACT, Deviation
+from appliance.lab.sim.event_queue import Agenda, Entry, Rank
+from appliance.lab.sim.instance import SimulatedInstance
+from appliance.lab.sim.recorder import Life, Recorder
+from appliance.lab.sim.samples import Sample, look, times
+from appliance.lab.sim.topology import Wiring
+from appliance.lab.workload import Arrival
+from appliance.scheduling.machine import Machine
+from appliance.scheduling.policy_api import Policy
+from appliance.vocabulary import (
+    Command,
+    Event,
+    Finish,
+    InstanceId,
+    ModelName,
+    Reject,
+    RequestArrived,
+    RequestId,
+    RequestSpec,
+    Ticked,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What happened, until `until` seconds of the virtual clock."""
+
+    recorder: Recorder
+    until: float
+    instances: int
+    events: int
+    """Events that the machine handled."""
+    preemptions: int
+    """Requests that stopped in mid-generation for another model or a prompt."""
+    samples: Sequence[Sample] = ()
+    """Looks at the box; none if nobody looked."""
+    tp: int = 1
+    """GPUs of each instance."""
+    pool_bytes: int = 0
+    """Of each GPU, what weights and KV have."""
+
+
+def simulate(
+    machine: Machine,
+    box: Box,
+    profiles: Mapping[ModelName, ModelProfile],
+    arrivals: Iterable[Arrival],
+    until: float,
+    *,
+    deviation: Deviation = EXACT,
+    swaps: Iterable[tuple[float, Policy]] = (),
+    lengths: MutableMapping[RequestId, int] | None = None,
+) -> Run:
+    """Run the machine on the box from 0 to `until` seconds.
+
+    `profiles` has every model of the machine, on this kind of instance; `arrivals` come in the
+    order of time. At the times of `swaps` other policies take over. `lengths` is told the true
+    length of every output when its request arrives: for a policy that is an oracle. Raises
+    `LabError` when a command asks an instance for what cannot be, and what `Machine.handle` raises.
+    """
+    simulation = _Simulation(machine, box, profiles, arrivals, deviation, lengths)
+    return simulation.run(until, swaps)
+
+
+class _Simulation:
+    def __init__(
+        self,
+        machine: Machine,
+        box: Box,
+        profiles: Mapping[ModelName, ModelProfile],
+        arrivals: Iterable[Arrival],
+        deviation: Deviation,
+        lengths: MutableMapping[RequestId, int] | None,
+    ) -> None:
+        self._machine = machine
+        self._box = box
+        self._agenda = Agenda()
+        self._recorder = Recorder()
+        self._arrivals: Iterator[Arrival] = iter(arrivals)
+        self._lives: dict[RequestId, Life] = {}
+        self._lengths = {} if lengths is None else lengths
+        self._facts: deque[Event] = deque()
+        self._events = 0
+        self._order_seconds = box.order_seconds
+        self._tick: Entry | None = None
+        wiring = Wiring(self._agenda, box, deviation)
+        self._instances: dict[InstanceId, SimulatedInstance] = {
+            number: SimulatedInstance(
+                number,
+                box,
+                profiles,
+                self._lives,
+                self._agenda,
+                self._recorder,
+                wiring,
+                self._facts.append,
+                deviation,
+            )
+            for number in machine.instances
+        }
+
+    def run(self, until: float, swaps: Iterable[tuple[float, Policy]]) -> Run:
+        for instance in self._instances.values():
+            instance.start()
+        self._tell()
+        self._await_arrival()
+        for seconds, policy in swaps:
+            self._agenda.at(seconds, Rank.SWAP, partial(self._swap, policy))
+        holdings = {number: one.holdings for number, one in self._instances.items()}
+        samples = []
+        for at in times(until):
+            while self._agenda.step(at):
+                self._tell()
+                self._await_deadline()
+            samples.append(look(at, self._machine, holdings, self._box.slab_bytes))
+        return Run(
+            recorder=self._recorder,
+            until=until,
+            instances=len(self._instances),
+            events=self._events,
+            preemptions=sum(self._machine.preemptions.values()),
+            samples=samples,
+            tp=self._box.tp,
+            pool_bytes=self._box.slabs * self._box.slab_bytes,
+        )
+
+    def _tell(self) -> None:
+        """Have the machine hear of everything that happened now, and its commands begun."""
+        handle, now = self._machine.handle, self._agenda.now
+        while self._facts:
+            self._events += 1
+            self._carry_out(handle(self._facts.popleft(), now))
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        orders = []
+        for command in commands:
+            if isinstance(command, Finish | Reject):
+                self._end(command)
+            else:
+                orders.append(command)
+        if not self._order_seconds:
+            self._order(orders)
+        elif orders:
+            heard = self._agenda.now + self._order_seconds
+            self._agenda.at(heard, Rank.ORDER, partial(self._order, orders))
+
+    def _order(self, commands: Sequence[Command]) -> None:
+        ordered: dict[InstanceId, None] = {}
+        for command in commands:
+            self._instances[command.instance].order(command)  # type: ignore[attr-defined]
+            ordered[command.instance] = None  # type: ignore[attr-defined]
+        for number in ordered:
+            self._instances[number].work()
+
+    def _swap(self, policy: Policy) -> None:
+        self._carry_out(self._machine.set_policy(policy, self._agenda.now))
+
+    def _await_deadline(self) -> None:
+        """Tell the machine when the time is there that it waits for."""
+        deadline = self._machine.next_deadline()
+        tick = self._tick
+        if tick is not None and tick.action is not None:
+            if tick.seconds == deadline:
+                return
+            tick.call_off()
+        self._tick = None
+        if deadline is not None:
+            if deadline <= self._agenda.now:
+                raise LabError(f"the machine still waits for {deadline} s, which it was told of")
+            self._tick = self._agenda.at(deadline, Rank.TICK, self._tell_time)
+
+    def _tell_time(self) -> None:
+        self._tick = None
+        self._facts.append(Ticked())
+
+    def _await_arrival(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is not None:
+            self._agenda.at(arrival.seconds, Rank.ARRIVAL, lambda: self._arrive(arrival))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """The machine hears of a request that may have as many tokens as its context has room."""
+        model = self._machine.models[arrival.model]
+        room = max(1, model.max_context_tokens - arrival.prompt_tokens)
+        limit = room if arrival.max_tokens is None else min(room, arrival.max_tokens)
+        number = len(self._recorder.lives)
+        life = Life(
+            number=number,
+            id=f"r{number}",
+            model=arrival.model,
+            request_class=arrival.request_class,
+            slo=arrival.slo or model.slo,
+            arrived=self._agenda.now,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=min(arrival.output_tokens, limit),
+            max_tokens=limit,
+        )
+        self._recorder.lives.append(life)
+        self._lives[life.id] = life
+        self._lengths[life.id] = life.output_tokens
+        spec = RequestSpec(
+            id=life.id,
+            model=life.model,
+            prompt_tokens=life.prompt_tokens,
+            max_tokens=life.max_tokens,
+            slo=life.slo,
+            request_class=life.request_class,
+        )
+        self._facts.append(RequestArrived(request=spec))
+        self._await_arrival()
+
+    def _end(self, command: Finish | Reject) -> None:
+        life = self._lives.pop(command.request)
+        life.outcome = command.reason if isinstance(command, Finish) else command.code
+        life.ended = self._agenda.now

@@ -1,0 +1,1 @@
+"""The memory of GPUs, through the CUDA driver."""

@@ -1,0 +1,1 @@
+"""Weights on the host, ready to be copied: images, their files, and who writes them."""

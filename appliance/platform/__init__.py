@@ -1,0 +1,1 @@
+"""The machine below: sockets, processors, GPUs, logs, systemd, TLS."""

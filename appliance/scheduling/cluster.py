@@ -1,0 +1,244 @@
+"""Where requests may go: the instances, what each is for, and what policies are shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from appliance.scheduling.demand import Demands
+from appliance.scheduling.policy_api import (
+    BatchView,
+    DecodingView,
+    Fleet,
+    FloorView,
+    GroupView,
+    InstanceView,
+    ModelView,
+    Placement,
+    RequestView,
+)
+from appliance.scheduling.state import Batch, Group, InstanceState, RequestState, TurnJob
+from appliance.vocabulary import (
+    InstanceClass,
+    InstanceId,
+    ModelName,
+    ModelSpec,
+    RequestClass,
+    RequestSpec,
+    Role,
+    Slo,
+)
+
+TAKES = {
+    RequestClass.INTERACTIVE: (InstanceClass.INTERACTIVE, InstanceClass.MIXED),
+    RequestClass.BATCH: (InstanceClass.BATCH, InstanceClass.MIXED),
+}
+"""Which instances take requests of a class."""
+
+
+class Floor:
+    """The instances, and the views of them. A view is made of what changed since the last one."""
+
+    def __init__(
+        self,
+        models: Mapping[ModelName, ModelSpec],
+        instances: int,
+        demands: Demands,
+        slab_bytes: int,
+    ) -> None:
+        self.instances: dict[InstanceId, InstanceState] = {
+            number: InstanceState(id=number, engines={}) for number in range(instances)
+        }
+        self._models = models
+        self._demands = demands
+        self._slab_bytes = slab_bytes
+
+    def candidates(self, request: RequestSpec, wanted: Role) -> list[InstanceState]:
+        """Live instances that are meant for the request in this role. A promise goes before a plan:
+        if there is none, any that has the model; if there is none either, any."""
+        live = [instance for instance in self.instances.values() if instance.serves]
+        able = [instance for instance in live if instance.may_serve(request.model)]
+        takes = TAKES[request.request_class]
+        open_ = [instance for instance in able if instance.instance_class in takes]
+        fitting = [i for i in open_ if i.placement.role in (wanted, Role.MIXED)]
+        return fitting or open_ or able or live
+
+    def all_quarantined(self) -> bool:
+        """Whether no instance is left that could ever serve, unless one is released."""
+        return all([instance.quarantine is not None for instance in self.instances.values()])
+
+    def place(self, placements: Sequence[Placement], fleet: Fleet) -> bool:
+        """Give every instance what it is for from now on; whether anything changed."""
+        known = [instance.instance_class for instance in self.instances.values()]
+        classes = deal(fleet, known)
+        changed = False
+        for instance in self.instances.values():
+            placement, kind = placements[instance.id], classes[instance.id]
+            if (placement, kind) != (instance.placement, instance.instance_class):
+                instance.placement, instance.instance_class = placement, kind
+                instance.view = None
+                changed = True
+        return changed
+
+    # --- views -----------------------------------------------------------------------------------
+
+    def view(self, instance: InstanceState) -> InstanceView:
+        """O(1) if nothing changed, else O(groups + batches), and O(members) of what changed."""
+        if instance.view is None:
+            instance.view = self._instance_view(instance)
+        return instance.view
+
+    def views(self, instances: Iterable[InstanceState]) -> list[InstanceView]:
+        return [self.view(instance) for instance in instances]
+
+    def floor_view(self, now: float) -> FloorView:
+        """O(instances + models)."""
+        return FloorView(
+            instances=tuple(self.views(self.instances.values())),
+            models=tuple(self._model_view(model, now) for model in self._models.values()),
+        )
+
+    def request_view(self, request: RequestState) -> RequestView:
+        return RequestView(
+            id=request.id,
+            model=request.model,
+            tokens=request.tokens,
+            max_tokens=request.spec.max_tokens,
+            weight_bytes=self._models[request.model].weight_bytes,
+            kv_bytes_per_token=self._kv_bytes_per_token(request.model),
+            slo=request.spec.slo,
+            request_class=request.spec.request_class,
+            arrived=request.arrived,
+        )
+
+    def decoding_views(self, instance: InstanceState) -> list[DecodingView]:
+        """The requests that could go on elsewhere. O(requests on the instance)."""
+        return [
+            request.view or self._decoding_view(request)
+            for batch in instance.batches.values()
+            for request in batch.members.values()
+            if request.movable
+        ]
+
+    def _decoding_view(self, request: RequestState) -> DecodingView:
+        request.view = DecodingView(
+            id=request.id,
+            model=request.model,
+            tokens=request.tokens,
+            output_tokens=request.generated,
+            here_tokens=request.generated - request.placed,
+            slo=request.spec.slo,
+            request_class=request.spec.request_class,
+            arrived=request.arrived,
+            first_token=request.first_token,
+            newest_token=request.newest_token,
+        )
+        return request.view
+
+    def _instance_view(self, instance: InstanceState) -> InstanceView:
+        job, ledger = instance.job, instance.ledger
+        turn = job if isinstance(job, TurnJob) and job.requests else None
+        cold = sum(ledger.cold.values())
+        return InstanceView(
+            id=instance.id,
+            role=instance.placement.role,
+            instance_class=instance.instance_class,
+            models=instance.placement.models,
+            up=instance.serves,
+            current_model=instance.current_model,
+            groups=tuple([group.view or self._group_view(group) for group in instance.groups]),
+            batches=tuple(
+                [
+                    batch.view or self._batch_view(model, batch)
+                    for model, batch in instance.batches.items()
+                ]
+            ),
+            roster=instance.roster,
+            turn=None if turn is None else turn.model,
+            turn_began=0.0 if turn is None else turn.ordered,
+            last_turn=instance.last_turn,
+            computing_tokens=0 if job is None else job.prompt_tokens,
+            prefills_since_turn=instance.prefills_since_turn,
+            resident=frozenset(ledger.weights),
+            total_bytes=ledger.total_slabs * self._slab_bytes,
+            free_bytes=(ledger.free_slabs + cold) * self._slab_bytes,
+            kv_bytes=(sum(ledger.kv.values()) - cold) * self._slab_bytes,
+        )
+
+    def _group_view(self, group: Group) -> GroupView:
+        members = group.members.values()
+        group.view = GroupView(
+            model=group.model,
+            first=group.first.id,
+            admitted=group.admitted,
+            waiting=len(members),
+            tokens=sum([request.tokens for request in members]),
+            slo=strictest([request.spec.slo for request in members]),
+            arrived=min([request.arrived for request in members]),
+            deadline=min([request.next_due for request in members]),
+            interactive=sum([request.interactive for request in members]),
+        )
+        return group.view
+
+    def _batch_view(self, model: ModelName, batch: Batch) -> BatchView:
+        members, last = batch.members.values(), batch.last_view
+        batch.view = batch.last_view = BatchView(
+            model=model,
+            requests=len(members),
+            runnable=sum([request.runnable for request in members]),
+            interactive=last.interactive if last else sum([r.interactive for r in members]),
+            kv_tokens=sum([request.tokens for request in members]),
+            slo=last.slo if last else strictest([request.spec.slo for request in members]),
+            deadline=min([request.next_due for request in members]),
+            arrived=last.arrived if last else min([request.arrived for request in members]),
+        )
+        return batch.view
+
+    def _model_view(self, model: ModelSpec, now: float) -> ModelView:
+        demand = self._demands.of[model.name]
+        left = demand.decay(now)
+        return ModelView(
+            name=model.name,
+            weight_bytes=model.weight_bytes,
+            kv_bytes_per_token=self._kv_bytes_per_token(model.name),
+            slo=model.slo,
+            pinned=model.pinned,
+            parts=1,
+            arrivals_per_second=demand.arrivals_per_second * left,
+            tokens_per_second=demand.tokens_per_second * left,
+            output_tokens=demand.output_tokens,
+            requests=demand.requests,
+            last_arrival=demand.updated,
+        )
+
+    def _kv_bytes_per_token(self, model: ModelName) -> int:
+        for instance in self.instances.values():
+            engine = instance.engines.get(model)
+            if engine is not None and engine.kv is not None:
+                return engine.kv.block_bytes // engine.kv.block_tokens
+        return 0
+
+
+def strictest(slos: Sequence[Slo]) -> Slo:
+    """What keeps all of these promises."""
+    return Slo(
+        ttft_seconds=min([slo.ttft_seconds for slo in slos]),
+        tbt_seconds=min([slo.tbt_seconds for slo in slos]),
+    )
+
+
+def deal(fleet: Fleet, known: Sequence[InstanceClass]) -> list[InstanceClass]:
+    """The class of each instance, so that there are as many of each as the fleet says and as few
+    as possible change."""
+    left = {
+        InstanceClass.INTERACTIVE: fleet.interactive,
+        InstanceClass.MIXED: fleet.mixed,
+        InstanceClass.BATCH: fleet.batch,
+    }
+    left[InstanceClass.PARKED] = len(known) - sum(left.values())
+    dealt: list[InstanceClass | None] = []
+    for kind in known:
+        keeps = left[kind] > 0
+        left[kind] -= keeps
+        dealt.append(kind if keeps else None)
+    rest = (kind for kind, count in left.items() for _ in range(count))
+    return [next(rest) if kind is None else kind for kind in dealt]

@@ -1,0 +1,584 @@
+"""What a free instance does next: a prompt, a turn of decoding, or an engine to build.
+
+An instance has at most one *job* out. What prepares it (evictions, swaps, loads) is ordered right
+before it, and a worker works in order, so when a job's end is reported everything ordered before it
+is done and the instance's ledger is exact again. Only a prefetch goes on beside a job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
+
+from appliance.memory.ledger import HostLedger
+from appliance.scheduling.cluster import Floor
+from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
+from appliance.scheduling.policy_api import BatchLimits, Phase, PlannedTurn
+from appliance.scheduling.residency import Residency
+from appliance.scheduling.state import (
+    BuildJob,
+    Desk,
+    InstanceState,
+    PrefillJob,
+    RequestState,
+    TurnJob,
+)
+from appliance.vocabulary import (
+    BuildModel,
+    Command,
+    EvictModel,
+    KvShape,
+    ModelName,
+    ModelSpec,
+    Preempt,
+    RequestId,
+    RunPrefill,
+    RunTurn,
+)
+
+EMBEDDED_TOKENS: Final = 2048
+"""Of prompts that are embedded together, at most: about what an engine computes in a step."""
+
+
+class Foreman:
+    """Gives instances their jobs.
+
+    Whoever is to be prefilled first gets room in the host tier for its KV at full length, in the
+    order of asking (`host_queue`), interactive requests before batch work: then a swap outwards can
+    never fail, and any single request can always be brought to its end by swapping out everything
+    else.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        models: Mapping[ModelName, ModelSpec],
+        requests: Mapping[RequestId, RequestState],
+        floor: Floor,
+        residency: Residency,
+        host: HostLedger,
+        failed: Collection[ModelName],
+        reject: Callable[[RequestState, str, str], None],
+    ) -> None:
+        """`reject` ends a request that can never be served, with a code and a message; models in
+        `failed` are not built."""
+        self.host_queue: dict[RequestId, None] = {}
+        """Requests that wait for room in the host tier, the longest waiting first."""
+        self.wishes: dict[ModelName, None] = {}
+        """Models that an operator wants on a device, and that have not come yet."""
+        self.preemptions: dict[ModelName, int] = dict.fromkeys(models, 0)
+        """Requests that had to stop in mid-generation for another model or a prompt."""
+        self._desk = desk
+        self._models = models
+        self._requests = requests
+        self._floor = floor
+        self._residency = residency
+        self._host = host
+        self._failed = failed
+        self._reject = reject
+
+    def advance(self, instance: InstanceState) -> bool:
+        """Give a free instance its next job. True if a request was rejected meanwhile: others may
+        have room now."""
+        if not instance.serves or instance.job is not None:
+            return False
+        self._rejected = False
+        ordered = len(self._desk.out)
+        self._dismiss(instance)
+        if not instance.groups:
+            started = self._start_turn(instance)
+        else:
+            self._order_groups(instance)
+            if not self._has_runnable(instance):
+                started = self._start_prefill(instance)
+            elif self._phase(instance) is Phase.PREFILL:
+                started = self._start_prefill(instance) or self._start_turn(instance)
+            else:
+                started = self._start_turn(instance)
+        if not started:
+            if instance.idle:
+                self._grant_wish(instance, None)
+            self._build_next(instance)
+        if len(self._desk.out) > ordered:
+            instance.view = None
+        return self._rejected
+
+    def joined(self, instance: InstanceState, request: RequestState) -> None:
+        """The request joined the instance: if a turn runs, ask how long it may go on. One that is
+        ended for more of its own model goes on with it for the rest of its quota."""
+        turn = instance.job
+        if not isinstance(turn, TurnJob) or turn.preempting or not turn.requests:
+            return
+        if self._waits_for_host(request):
+            return
+        desk = self._desk
+        more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
+        if more <= 0 and request.model == turn.model:
+            turn.cut_at = desk.now
+            if not turn.prompts:  # else it was for the prompt, and of no round
+                turn.resume_seconds = turn.quota_seconds
+        else:
+            turn.last_at = min(turn.last_at, desk.now + more)
+            turn.cut_at = min(turn.cut_at, turn.last_at)
+        self.cut(instance)
+
+    def pause(self, instance: InstanceState) -> None:
+        """End the turn, and have the rest of its quota run with who is left then. One with a prompt
+        is let be: it is over with the prompt."""
+        turn = instance.job
+        assert isinstance(turn, TurnJob), "a request decodes"
+        if turn.preempting or turn.prompts:
+            return
+        turn.cut_at = self._desk.now
+        turn.resume_seconds = turn.quota_seconds
+        self.cut(instance)
+
+    def dismiss(self, instance: InstanceState, model: ModelName) -> None:
+        """Have the model leave the device when its job is over; a turn of its own is ended."""
+        instance.dismissed[model] = None
+        turn = instance.job
+        if isinstance(turn, TurnJob) and turn.model == model:
+            turn.cut_at = self._desk.now
+            self.cut(instance)
+
+    def cut(self, instance: InstanceState) -> None:
+        """End the turn if its time is over."""
+        turn = instance.job
+        if isinstance(turn, TurnJob) and not turn.preempting and turn.cut_at <= self._desk.now:
+            turn.preempting = True
+            self._desk.out.append(Preempt(instance=instance.id, turn=turn.turn))
+
+    def next_cut(self) -> float:
+        """When the next turn is to be ended; infinity if none is."""
+        jobs = (instance.job for instance in self._floor.instances.values())
+        turns = (job for job in jobs if isinstance(job, TurnJob) and not job.preempting)
+        return min((turn.cut_at for turn in turns), default=math.inf)
+
+    def give_up_host(self, request: RequestState) -> None:
+        """A request that has to be prefilled (again) queues for the host tier like any other: only
+        requests that can run hold places there, so some always come free."""
+        self._host.give_blocks(request.host_offsets)
+        request.host_offsets = ()
+
+    # --- what comes next -------------------------------------------------------------------------
+
+    def _phase(self, instance: InstanceState) -> Phase:
+        desk = self._desk
+        return desk.policy.phase(desk.now, self._floor.view(instance), desk.costs)
+
+    def _order_groups(self, instance: InstanceState) -> None:
+        """Put the groups in the order in which they are served."""
+        if len(instance.groups) < 2:
+            return
+        desk = self._desk
+        as_they_are = range(len(instance.groups))
+        order = desk.policy.admit(desk.now, self._floor.view(instance), desk.costs)
+        numbers = list(dict.fromkeys([*order, *as_they_are]))
+        if numbers != list(as_they_are):
+            instance.groups = [instance.groups[number] for number in numbers]
+            instance.view = None
+
+    def _has_runnable(self, instance: InstanceState) -> bool:
+        for batch in instance.batches.values():
+            for request in batch.members.values():
+                if request.runnable:
+                    return True
+        return False
+
+    def _runnable(self, instance: InstanceState, model: ModelName) -> list[RequestState]:
+        batch = instance.batches.get(model)
+        if batch is None:
+            return []
+        return [request for request in batch.members.values() if request.runnable]
+
+    def _limits(self, instance: InstanceState, model: ModelName) -> BatchLimits:
+        desk = self._desk
+        return desk.policy.batch(desk.now, model, self._floor.view(instance), desk.costs)
+
+    # --- what operators want ---------------------------------------------------------------------
+
+    def _dismiss(self, instance: InstanceState) -> None:
+        """Give back what dismissed models hold here. One that is still coming in goes when it is
+        there: its load may be about to be reported, and would be taken for a later one."""
+        for model in [m for m in instance.dismissed if m not in instance.ledger.loading]:
+            del instance.dismissed[model]
+            self._desk.out += self._residency.dismiss(instance, model)
+            instance.view = None
+
+    def _grant_wish(self, instance: InstanceState, running: ModelName | None) -> None:
+        """Bring a model in that an operator wants, beside whatever runs: one at a time, where there
+        is room, and on one instance."""
+        if not self.wishes or instance.ledger.loading - {running}:
+            return
+        gone = {c.model for c in self._desk.out if isinstance(c, EvictModel)}
+        for model in self.wishes:
+            stored = instance.engines[model].stage is Engine.STORED
+            if stored and model not in gone and instance.may_serve(model) and not self._here(model):
+                commands = self._residency.prefetch(instance, running, model)
+                self._desk.out += commands
+                if commands:
+                    # As if it had run: what was wanted just now is not the first to make room.
+                    instance.engines[model].used = self._desk.now
+                    instance.view = None
+                    return
+
+    def _here(self, model: ModelName) -> bool:
+        """Whether the model is on some device, or on its way to one."""
+        instances = self._floor.instances.values()
+        return any([model in instance.ledger.weights for instance in instances])
+
+    # --- engines ---------------------------------------------------------------------------------
+
+    def _build_next(self, instance: InstanceState) -> None:
+        """Build the engine expected to be needed first: of a waiting model, of one that an operator
+        wants, else in the order of the catalogue."""
+        if not instance.unbuilt:
+            return
+        others = [model for model in instance.unbuilt if instance.may_serve(model)]
+        wishes = [model for model in self.wishes if model in others]
+        for model in [*instance.upcoming(), *wishes, *others]:
+            if model in instance.unbuilt and model not in self._failed:
+                self._build(instance, model)
+                return
+
+    def _build(self, instance: InstanceState, model: ModelName) -> None:
+        instance.engines[model].to_stage(Engine.BUILDING, model)
+        del instance.unbuilt[model]
+        instance.job = BuildJob(model)
+        self._desk.out.append(BuildModel(instance=instance.id, model=model))
+
+    # --- prompts ---------------------------------------------------------------------------------
+
+    def _start_prefill(self, instance: InstanceState) -> bool:
+        """Prefill the request that is first in line; False if it has to wait."""
+        request = self._first_in_line(instance)
+        model = request.model
+        if not instance.engines[model].built:
+            self._build(instance, model)
+            return True
+        # What is only embedded has no KV afterwards, so none that could have to move.
+        embedded = request.spec.max_tokens == 0
+        if not embedded and not self._reserve_host(request, instance.engines[model].shape):
+            return False
+        limits = self._limits(instance, model)
+        if limits.chunk_tokens and self._runnable(instance, model):
+            step = self._desk.costs.step_seconds(model)
+            turn = PlannedTurn(model=model, quota_seconds=step)
+            return self._run_turn(instance, turn, limits, request)
+        others = self._embedded_beside(instance, request, limits) if embedded else []
+        if others:
+            self._run_prompts(instance, [request, *others])
+        else:
+            self._run_prefill(instance, request)
+        return True
+
+    def _run_prefill(self, instance: InstanceState, request: RequestState) -> None:
+        """The prompt alone, whole."""
+        model, engine = request.model, instance.engines[request.model]
+        blocks = engine.shape.blocks(request.tokens)
+        if blocks > self._residency.room_blocks(instance, model):
+            self._desk.out.append(self._residency.clear_kv(instance, model))
+        warm = engine.stage is Engine.LOADED
+        job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
+        grant = self._residency.grant(instance, model, blocks, 0, self._desk.now)
+        self._take_prompt(instance, request)
+        self._begin(instance, job, grant.commands)
+        self._desk.out.append(
+            RunPrefill(
+                instance=instance.id, model=model, request=request.id, kv_slabs=grant.kv_slabs
+            )
+        )
+
+    def _embedded_beside(
+        self, instance: InstanceState, first: RequestState, limits: BatchLimits
+    ) -> list[RequestState]:
+        """The prompts behind one in its group that are embedded, too, as many as fit a step with it
+        and the memory that is left. Batch work waits until nobody does."""
+        shape = instance.engines[first.model].shape
+        room = self._residency.room_blocks(instance, first.model) - shape.blocks(first.tokens)
+        tokens = EMBEDDED_TOKENS - first.tokens
+        limit = min(self._models[first.model].max_batch, limits.requests) - 1
+        others: list[RequestState] = []
+        (group,) = (group for group in instance.groups if first.id in group.members)
+        for request in group.members.values():
+            if request is first:
+                continue
+            tokens -= request.tokens
+            room -= shape.blocks(request.tokens)
+            alike = request.spec.max_tokens == 0 and request.interactive == first.interactive
+            if not alike or len(others) >= limit or tokens < 0 or room < 0:
+                break
+            others.append(request)
+        return others
+
+    def _run_prompts(self, instance: InstanceState, prompts: Sequence[RequestState]) -> None:
+        """Prompts that are embedded, in the same steps: a turn of nothing else."""
+        desk, model = self._desk, prompts[0].model
+        engine = instance.engines[model]
+        tokens = sum([prompt.tokens for prompt in prompts])
+        blocks = sum([engine.shape.blocks(prompt.tokens) for prompt in prompts])
+        cold = not engine.on_device
+        grant = self._residency.grant(instance, model, blocks, 0, desk.now)
+        instance.turns += 1
+        for prompt in prompts:
+            self._take_prompt(instance, prompt)
+        names = tuple([prompt.id for prompt in prompts])
+        job = TurnJob(
+            model=model,
+            turn=instance.turns,
+            requests=(),
+            prompts=names,
+            prompt_tokens=tokens,
+            ordered=desk.now,
+            switches=model != instance.current_model,
+            cold=cold,
+            limit=0,
+            left_out=0,
+            kv_tokens=0,
+            quota_seconds=0.0,
+        )
+        self._begin(instance, job, grant.commands)
+        desk.out.append(
+            RunTurn(
+                instance=instance.id,
+                model=model,
+                turn=instance.turns,
+                requests=(),
+                quota_seconds=0.0,
+                kv_slabs=grant.kv_slabs,
+                prompts=names,
+                chunk_tokens=tokens,
+            )
+        )
+
+    def _take_prompt(self, instance: InstanceState, request: RequestState) -> None:
+        """The request leaves the queue: it is computed now."""
+        instance.leave(request)
+        request.to_stage(Stage.PREFILLING)
+        request.kv_instance = instance.id
+        instance.engines[request.model].residents[request.id] = request
+        instance.prefills_since_turn += 1
+
+    def _first_in_line(self, instance: InstanceState) -> RequestState:
+        """The first request of the first group; but who gets room in the host tier next goes before
+        anybody else here, or those who got in front of it since would block each other. Only an
+        interactive request goes before batch work that waits so: it is next for room then."""
+        first = instance.groups[0].first
+        longest = self._next_for_host()
+        if longest is None or longest.instance != instance.id:
+            return first
+        return first if first.interactive and not longest.interactive else longest
+
+    def _next_for_host(self) -> RequestState | None:
+        """Who gets room in the host tier next: interactive requests, then who has waited longest.
+        O(requests that wait for it)."""
+        queue = [self._requests[name] for name in self.host_queue]
+        return min(queue, key=lambda request: not request.interactive, default=None)
+
+    def _waits_for_host(self, request: RequestState) -> bool:
+        """Whether others get room in the host tier before this request, whatever is running."""
+        if request.host_offsets:
+            return False
+        first = self._next_for_host()
+        return first is not None and (first.interactive or not request.interactive)
+
+    def _reserve_host(self, request: RequestState, shape: KvShape) -> bool:
+        """Room in the host tier for the request's KV at full length. Who asked first gets it first,
+        interactive requests before batch work.
+
+        False if there is none now. If nobody holds any and there is still too little once weights
+        are out of the way, there never will be enough: the request is rejected.
+        """
+        self.host_queue.setdefault(request.id)
+        if self._next_for_host() is not request:
+            return False
+        blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
+        offsets = self._host.take_blocks(shape.block_bytes, blocks)
+        if offsets is None and not self._host.kv_slabs:
+            later = self._residency.clear_kv_room()
+            offsets = self._host.take_blocks(shape.block_bytes, blocks)
+            if offsets is None and not later and not self._host.short_slabs:
+                message = f"its KV at full length ({blocks} blocks) exceeds the host cache"
+                self._reject(request, "kv_too_large", message)
+                self._rejected = True
+        if offsets is None:
+            return False
+        del self.host_queue[request.id]
+        request.host_offsets = offsets
+        return True
+
+    # --- turns -----------------------------------------------------------------------------------
+
+    def _start_turn(self, instance: InstanceState) -> bool:
+        """Run the next turn of the round, or of a new round; False if nothing can run."""
+        if not self._has_runnable(instance):
+            return False
+        resumed, instance.resumes = instance.resumes, False
+        planned = self._next_turn(instance)
+        if not instance.engines[planned.model].built:
+            self._build(instance, planned.model)
+            return True
+        limits = self._limits(instance, planned.model)
+        started = self._run_turn(instance, planned, limits, None)
+        if resumed:
+            self._limit_resumed(instance)
+        return started
+
+    def _limit_resumed(self, instance: InstanceState) -> None:
+        """Who came since the turn was ended for one more of its model was not asked about. (That
+        it is to end at once is said of who joins it: whoever could, has.)"""
+        turn, desk = instance.job, self._desk
+        if isinstance(turn, TurnJob) and (instance.groups or len(instance.batches) > 1):
+            more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
+            if more > 0:
+                turn.last_at = turn.cut_at = desk.now + more
+
+    def _run_turn(
+        self,
+        instance: InstanceState,
+        planned: PlannedTurn,
+        limits: BatchLimits,
+        prompt: RequestState | None,
+    ) -> bool:
+        """A turn of the model, with a prompt beside it if one is given and both fit."""
+        desk, model = self._desk, planned.model
+        engine = instance.engines[model]
+        # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
+        limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
+        blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
+        batch, blocks, left_out = self._select(instance, model, limit, blocks)
+        if not batch:
+            if prompt is not None:
+                self._run_prefill(instance, prompt)
+                return True
+            desk.out.append(self._residency.clear_kv(instance, model))
+            return True
+        kv_tokens = sum([request.tokens for request in batch])
+        step = desk.costs.step_seconds(model, len(batch), kv_tokens)
+        horizon = int(planned.quota_seconds / step)
+        if prompt is not None:
+            horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
+        wish = sum(
+            engine.shape.blocks(request.tokens + min(request.remaining_tokens, horizon))
+            - engine.shape.blocks(request.tokens)
+            for request in batch
+        )
+        cold = not engine.on_device
+        grant = self._residency.grant(instance, model, blocks, wish, desk.now)
+        instance.turns += 1
+        instance.prefills_since_turn = 0
+        names = tuple([request.id for request in batch])
+        prompts = () if prompt is None else (prompt.id,)
+        if prompt is not None:
+            self._take_prompt(instance, prompt)
+        job = TurnJob(
+            model=model,
+            turn=instance.turns,
+            requests=names,
+            prompts=prompts,
+            prompt_tokens=0 if prompt is None else prompt.tokens,
+            ordered=desk.now,
+            switches=model != instance.current_model,
+            cold=cold,
+            limit=limit,
+            left_out=left_out,
+            kv_tokens=kv_tokens,
+            quota_seconds=planned.quota_seconds,
+        )
+        self._begin(instance, job, grant.commands)
+        arriving = [request for request in batch if request.kv is KvPlace.HOST]
+        if arriving:
+            desk.out.append(self._residency.swap_in(instance, model, arriving, grant.kv_slabs))
+        for request in batch:
+            request.to_stage(Stage.RUNNING)
+            request.ran = desk.now
+        desk.out.append(
+            RunTurn(
+                instance=instance.id,
+                model=model,
+                turn=instance.turns,
+                requests=names,
+                quota_seconds=planned.quota_seconds,
+                kv_slabs=grant.kv_slabs,
+                prompts=prompts,
+                chunk_tokens=limits.chunk_tokens if prompts else 0,
+            )
+        )
+        return True
+
+    def _next_turn(self, instance: InstanceState) -> PlannedTurn:
+        """The next turn with something to run; a round is planned when the last one is over."""
+        desk = self._desk
+        while True:
+            while instance.work and instance.work[0].firm:
+                turn = instance.work.popleft()
+                if self._runnable(instance, turn.model):
+                    return turn
+            view = self._floor.view(instance)
+            instance.work.clear()
+            instance.work.extend(desk.policy.round(desk.now, view, desk.costs))
+
+    def _select(
+        self, instance: InstanceState, model: ModelName, limit: int, blocks: int
+    ) -> tuple[list[RequestState], int, int]:
+        """The requests of the next turn, the blocks they and `blocks` others need more, and how
+        many the limit keeps out: interactive ones first, then those that ran longest ago, as many
+        as fit beside the KV that is already there."""
+        shape = instance.engines[model].shape
+        order = sorted(
+            self._runnable(instance, model),
+            key=lambda r: (not r.interactive, r.ran, r.arrived, r.id),
+        )
+        room = self._residency.room_blocks(instance, model)
+        batch: list[RequestState] = []
+        for request in order[:limit]:
+            held = shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0
+            more = blocks + shape.blocks(request.tokens) - held
+            if more > room:
+                break
+            batch.append(request)
+            blocks = more
+        return batch, blocks, len(order[limit:])
+
+    # --- both ------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        instance: InstanceState,
+        job: PrefillJob | TurnJob,
+        preparation: Sequence[Command],
+    ) -> None:
+        """A job is out: order what prepares it, and a prefetch to go on beside it."""
+        if not isinstance(job, TurnJob) or job.switches:
+            for name in instance.suspended:
+                if name in self._requests:
+                    self.preemptions[self._requests[name].model] += 1
+        instance.suspended = ()
+        instance.current_model = job.model
+        instance.job = job
+        instance.view = None
+        self._desk.out += preparation
+        self._prefetch(instance, job.model)
+
+    def _prefetch(self, instance: InstanceState, model: ModelName) -> None:
+        """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
+        desk, upcoming = self._desk, instance.upcoming()
+        for name in sorted(instance.ledger.loading - {model, *upcoming, *self.wishes}):
+            desk.out.append(self._residency.evict(instance, name))
+            instance.view = None
+        # What goes with this job is not brought back beside it: a load of it may be about to be
+        # reported, and would be taken for the new one.
+        gone = {c.model for c in desk.out if isinstance(c, EvictModel)}
+        wanted = [
+            name
+            for name in upcoming
+            if name != model and name not in gone and instance.engines[name].stage is Engine.STORED
+        ]
+        if wanted and not instance.ledger.loading - {model}:
+            view = self._floor.view(instance)
+            target = desk.policy.prefetch(desk.now, view, wanted, desk.costs)
+            if target is not None:
+                desk.out += self._residency.prefetch(instance, model, target)
+                instance.view = None
+        self._grant_wish(instance, model)
