@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= etc/appliance.toml
-COVERED := $(wildcard tests/unit/test_scheduling*.py tests/unit/test_machine*.py)
+COVERED := tests/unit/scheduling
 
 # Tests start many processes: what Python compiled for one is read by the next.
 unexport PYTHONDONTWRITEBYTECODE

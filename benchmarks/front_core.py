@@ -29,8 +29,8 @@ from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.service.front_frames import VERSION, Enter, Hello, Ready, Submit
 from appliance.worker import frames as wire
 from benchmarks.provenance import made_on_cpu
-from tests.unit.daemon_double import Box, Limits, setup_of, small
-from tests.unit.instance_double import Life
+from tests.unit.doubles.daemon import Box, Limits, setup_of, small
+from tests.unit.doubles.instance import Life
 
 PROMPT_TOKENS: Final = 20
 OUTPUT_TOKENS: Final = 200

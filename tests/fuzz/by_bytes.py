@@ -33,7 +33,7 @@ from tests.fuzz import mutations
 from tests.fuzz.corpus import BATCH, FILE, FORM, UPLOAD, Seed, seeds
 from tests.fuzz.running import Target, running
 from tests.fuzz.target import MODELS, SECRETS, Held
-from tests.unit.fake_service import FakeService
+from tests.unit.doubles.fake_service import FakeService
 
 _AT_ONCE: Final = 24
 _ANSWER_SECONDS: Final = 0.7

@@ -11,7 +11,7 @@ from litestar import Litestar
 
 from appliance.service.front_paths import FRONT_PATHS
 from tests.fuzz.target import ADDED, MODELS, PULLED
-from tests.unit.front_end_double import ENDLESS
+from tests.unit.doubles.front_end import ENDLESS
 
 _CHAT: Final = [{"role": "user", "content": "hello"}]
 

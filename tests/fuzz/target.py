@@ -52,11 +52,11 @@ from appliance.service.settings import Removal
 from appliance.vocabulary import ModelName, Release, SlabMap, Task
 from appliance.worker import frames as wire
 from tests.conftest import write_checkpoint
-from tests.unit import front_end_double
-from tests.unit.daemon_double import Box, WorkerDouble, setup_of, small
-from tests.unit.fake_service import FakeService
-from tests.unit.front_double import FrontDouble
-from tests.unit.instance_double import Life, ModelDouble
+from tests.unit.doubles import front_end as front_end_double
+from tests.unit.doubles.daemon import Box, WorkerDouble, setup_of, small
+from tests.unit.doubles.fake_service import FakeService
+from tests.unit.doubles.front import FrontDouble
+from tests.unit.doubles.instance import Life, ModelDouble
 
 MODELS = ("small", "org/small")
 EMBEDDER = "embedder"
@@ -124,7 +124,7 @@ class Whole:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ending: bool) -> None:
         """When it is `ending`, so do its streams of events, before long."""
         models = dict(zip((*MODELS, EMBEDDER), small("abc").values(), strict=True))
-        monkeypatch.setattr("tests.unit.daemon_double.WorkerDouble", _Worker)
+        monkeypatch.setattr("tests.unit.doubles.daemon.WorkerDouble", _Worker)
         self._box = Box(
             monkeypatch,
             _Known(models),

@@ -28,7 +28,7 @@ from appliance.demo.run import free_port
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import until
 from tests.tmux import Terminal, terminal
-from tests.unit.strangers import install
+from tests.unit.policies.strangers import install
 
 IDLE = "llama-a"
 """Nobody asks it for anything."""

@@ -21,7 +21,7 @@ import pytest
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
 from tests.patience import PATIENCE_SECONDS
-from tests.unit.certificates import certify
+from tests.unit.doubles.certificates import certify
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
 

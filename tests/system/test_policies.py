@@ -17,7 +17,7 @@ from appliance.policies.loader import installed
 from appliance.service.policy_report import PolicyChosen
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, start
-from tests.unit.strangers import install
+from tests.unit.policies.strangers import install
 
 TOKENS_BETWEEN = 60
 """Pieces of answers that clients get from one change to the next."""

@@ -27,7 +27,7 @@ from appliance.cli.main import cli
 from appliance.demo.checkpoints import write_config
 from tests.activation import start_activated
 from tests.patience import PATIENCE_SECONDS
-from tests.unit.notify_double import Manager, manager
+from tests.unit.doubles.notify import Manager, manager
 
 T = TypeVar("T")
 CHATS: Final = "/v1/chat/completions"

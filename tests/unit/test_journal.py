@@ -21,8 +21,8 @@ from appliance.vocabulary import (
     RequestClass,
     RunTurn,
 )
-from tests.unit.floor_double import SLAB, SLO, FloorDouble, shape
-from tests.unit.instance_double import ModelDouble
+from tests.unit.doubles.floor import SLAB, SLO, FloorDouble, shape
+from tests.unit.doubles.instance import ModelDouble
 
 MODELS = {name: ModelDouble(4, shape()) for name in "abc"}
 

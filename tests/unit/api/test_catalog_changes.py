@@ -1,0 +1,777 @@
+"""Models added to a running daemon and removed, over HTTP and on the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import ollama
+import pytest
+from click.testing import CliRunner
+
+from appliance.access.auth import scope_of
+from appliance.access.keys import Scope
+from appliance.api.admin.catalog import NewModel
+from appliance.api.app import create_app
+from appliance.checkpoints import delete as deletions
+from appliance.checkpoints.pull import pull
+from appliance.cli.main import cli
+from appliance.config.layers import directory
+from appliance.config.loader import load_config
+from appliance.config.schema import Model, fields
+from appliance.daemon.reload import ADMIN_FILE, LiveConfig
+from appliance.journal import Journal, replay
+from appliance.service.interface import GenerationFailed
+from appliance.vocabulary import BuildModel, DropModel, ModelFailed
+from appliance.worker import frames as wire
+from tests.patience import PATIENCE_SECONDS
+from tests.unit.doubles.daemon import Box, setup_of, small
+from tests.unit.doubles.instance import ModelDouble
+from tests.unit.doubles.serving import Call, commanded, served, unserved
+
+Make = Callable[..., Path]
+
+CONFIG = """\
+[devices]
+memory = "8MiB"
+slab = "64KiB"
+host_cache = "16MiB"
+
+[policy]
+use = ["serverlessllm"]
+
+[catalog]
+folder = "models"
+
+[[model]]
+name = "a"
+path = "tiny"
+max_context = 256
+
+[[model]]
+name = "b"
+path = "tiny"
+max_context = 256
+"""
+
+
+@pytest.fixture
+def checkpoint(fake_checkpoint: Make) -> Make:
+    """Makes checkpoints."""
+    return fake_checkpoint
+
+
+@pytest.fixture
+def path(tmp_path: Path, checkpoint: Make) -> Path:
+    checkpoint("tiny")
+    checkpoint("new")
+    path = tmp_path / "appliance.toml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+async def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Box]:
+    """A box whose worker is up; what happens is written down, and replays."""
+    models = small("ab")
+    setup = setup_of(models, policy="serverlessllm")
+    journal = Journal(tmp_path / "journal", setup)
+    box = Box(monkeypatch, models, setup, journal=journal)
+    box.start()
+    box.world.models["new"] = small("n")["n"]
+    yield box
+    box.daemon.host.close()
+    assert box.take_failures() == []
+    journal.close()
+    assert replay(tmp_path / "journal")[1] == []
+
+
+@pytest.fixture
+def settings(box: Box, path: Path) -> LiveConfig:
+    return LiveConfig(box.daemon, load_config(path), path)
+
+
+@pytest.fixture
+async def client(box: Box, settings: LiveConfig) -> AsyncIterator[httpx.AsyncClient]:
+    async with unserved(create_app(box.daemon, settings=settings)) as client:
+        yield client
+
+
+@pytest.fixture
+async def call(box: Box, settings: LiveConfig) -> AsyncIterator[Call]:
+    async with commanded(create_app(box.daemon, settings=settings)) as call:
+        yield call
+
+
+def served_names(path: Path) -> list[str]:
+    """What a restart would serve."""
+    return [model.name for model in load_config(path).models]
+
+
+async def working(box: Box) -> None:
+    """The workers work while others wait."""
+    while True:
+        box.settle()
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def at_work(box: Box) -> AsyncIterator[None]:
+    task = asyncio.create_task(working(box))
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+# --- adding --------------------------------------------------------------------------------------
+
+
+async def test_a_model_is_added(box: Box, client: httpx.AsyncClient, path: Path) -> None:
+    """It is built and served while another one runs, and a restart finds it."""
+    running = box.ask("r1", "a", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    body = {"name": "new", "path": "new", "max_context": 512, "slo": {"ttft": "3s"}}
+
+    answer = await client.post("/api/models", json=body)
+    added = box.ask("r2", "new")
+    box.settle()
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["terms"]["slo"] == {"ttft_seconds": 3.0, "tbt_seconds": 0.1}
+    assert answer.json()["facts"]["max_context_tokens"] == 512
+    assert box.workers[0].heard(wire.AddModel)[0].model.path == str(path.parent / "new")
+    assert sum([len(batch) async for batch in running]) == 30
+    assert sum([len(batch) async for batch in added]) == 5
+    assert [card.id for card in box.daemon.models()] == ["a", "b", "new"]
+    assert served_names(path) == ["a", "b", "new"]
+    assert (await client.post("/api/config/check")).json()["changes"] == []
+    assert 'model="new"' in (await client.get("/metrics")).text
+
+
+async def test_a_worker_that_starts_later_knows_it(box: Box, client: httpx.AsyncClient) -> None:
+    """Also if it is started anew."""
+    await client.post("/api/models", json={"name": "new", "path": "new", "max_context": 64})
+    box.settle()
+
+    box.workers[0].die()
+    box.workers[0].greet()
+    box.settle()
+
+    assert [model.name for model in box.workers[0].configuration.models] == ["a", "b", "new"]
+    assert [c.model for c in box.workers[0].heard(BuildModel)][3:] == ["a", "b", "new"]
+
+
+async def test_a_pooler_is_told_to_workers_and_front_ends(
+    box: Box, client: httpx.AsyncClient, path: Path
+) -> None:
+    """With the task that the model has, and other keys that change what both compute."""
+    body = {"name": "new", "path": "new", "task": "embed", "max_logprobs": 3}
+    asked = {"pooling_type": "MEAN", "enable_chunked_processing": True}
+    refused = await client.post("/api/models", json=body | {"pooler_config": {"task": "classify"}})
+    answer = await client.post("/api/models", json=body | {"pooler_config": asked})
+    box.settle()
+
+    assert (refused.status_code, answer.status_code) == (422, 200)
+    assert "does not classify; use embed or token_embed" in refused.text
+    worker = box.workers[0].heard(wire.AddModel)[0].model
+    front = box.daemon.front_models()[-1]
+    assert worker.pooler_config == front.pooler_config == asked | {"task": "embed"}
+    assert (worker.max_logprobs, front.max_logprobs) == (3, 3)
+    assert load_config(path).models[-1].pooler_config.chosen == asked
+
+
+async def test_a_context_need_not_be_given(client: httpx.AsyncClient, path: Path) -> None:
+    """It is what the checkpoint can have, within reason."""
+    answer = await client.post("/api/models", json={"name": "new", "path": "new"})
+
+    assert answer.json()["facts"]["max_context_tokens"] == 2048
+    assert load_config(path).models[-1].max_context == 2048
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"name": "a", "path": "new"}, 409, "in the catalogue already"),
+        ({"name": "no name", "path": "new"}, 422, "name"),
+        ({"name": "c", "path": "new", "dtype": "int8"}, 400, "dtype"),
+        ({"name": "c", "path": "new", "enabled": False}, 400, "enabled"),
+        ({"name": "c", "path": "nowhere"}, 422, "is not a directory"),
+        ({"name": "c", "path": "new", "max_context": 4096}, 422, "more than the model's 2048"),
+        ({"name": "c", "path": "new", "max_batch": 0}, 400, "max_batch"),
+        ({"name": "c", "path": "new", "size": 1}, 400, "size"),
+        ({"name": "c"}, 400, "path"),
+        ({"name": "c", "path": 'x"\n[api]\nbind="0.0.0.0:1'}, 422, "not TOML"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    box: Box, client: httpx.AsyncClient, path: Path, body: dict[str, Any], status: int, message: str
+) -> None:
+    """By name; nothing is changed, nor written."""
+    answer = await client.post("/api/models", json=body)
+
+    assert (answer.status_code, message in answer.text) == (status, True), answer.text
+    assert len(box.daemon.models()) == 2
+    assert not (directory(path) / ADMIN_FILE).exists()
+
+
+async def test_what_can_never_fit_is_refused(
+    box: Box, client: httpx.AsyncClient, call: Call, path: Path, fake_checkpoint: Make
+) -> None:
+    """In the words of `appliance config check`, whichever way it comes, with what would fit."""
+    long = fake_checkpoint("long", max_position_embeddings=1 << 17, num_hidden_layers=8)
+    body = {"name": "long", "path": "long", "max_context": 8000}
+
+    added = await client.post("/api/models", json=body)
+    unsaid = await client.post("/api/models", json={"name": "long", "path": "long"})
+    linked = await call("pull", str(long), "--link", "--max-context", "8000")
+    pulled = await client.post("/api/pull", json={"model": str(long), "stream": False})
+    drop_in = directory(path) / ADMIN_FILE
+    written = drop_in.exists()
+    table = f'[[model]]\nname = "long"\npath = "{long}"\nmax_context = 8000\n'
+    drop_in.parent.mkdir(exist_ok=True)
+    (drop_in.parent / "60-mine.toml").write_text(table, encoding="utf-8")
+    reloaded = await client.post("/api/config/reload")
+    checked = await asyncio.to_thread(CliRunner().invoke, cli, ["config", "check", str(path)])
+
+    words = (
+        "long needs 512KiB for its weights and 8MiB for the KV cache of one request, in slabs of "
+        "64KiB: more than devices.memory (8MiB) has; set devices.memory to 8.5MiB or more, a "
+        "smaller devices.slab, or max_context to 7680 or less"
+    )
+    for answer in (added, unsaid, reloaded):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "config")
+        assert answer.json()["error"]["message"].endswith(words)
+    assert (pulled.status_code, words in pulled.json()["error"]) == (422, True)
+    for command in (linked, checked):
+        assert (command.exit_code, words in command.stderr) == (2, True), command.output
+    assert not written
+    assert [card.id for card in box.daemon.models()] == ["a", "b"]
+    (drop_in.parent / "60-mine.toml").unlink()
+    fits = await client.post("/api/models", json=body | {"max_context": 7680})
+    assert fits.status_code == 200, fits.text
+
+
+async def test_what_only_its_engine_knows_not_to_fit_fails_by_name(
+    box: Box, client: httpx.AsyncClient, call: Call
+) -> None:
+    """Requests hear why, and so does everybody who looks."""
+    box.world.models["new"] = ModelDouble(5, small("n")["n"].kv)
+    body = {"name": "new", "path": "new", "max_context": 512}
+    assert (await client.post("/api/models", json=body)).json()["failure"] is None
+
+    box.settle()
+    model = (await client.get("/api/models/new")).json()
+    with pytest.raises(GenerationFailed) as refused:
+        box.ask("r", "new")
+    shown = await call("show", "new")
+    page = await call("top", "--once")
+
+    why = "its weights and the KV of one request at max_context need 21 slabs, the pool has 20"
+    told = f"{why}: raise devices.memory or lower max_context"
+    assert (model["state"], model["failure"]) == ("failed", told)
+    assert (refused.value.status, refused.value.code) == (500, "model_failed")
+    assert refused.value.message == told
+    assert f"state         failed: {told}\n" in shown.stdout
+    assert f"new failed: {told}\n" in page.stdout
+    await client.delete("/api/models/new")
+    box.settle()
+    assert (await client.get("/api/models/new")).status_code == 404
+
+
+def test_every_key_can_be_given() -> None:
+    """That a model has in the configuration; only there it is switched off."""
+    keys = {field.encode_name for field in msgspec.structs.fields(NewModel)}
+
+    assert fields(Model).keys() - keys == {"enabled"}
+
+
+# --- removing ------------------------------------------------------------------------------------
+
+
+async def test_a_model_is_removed(box: Box, client: httpx.AsyncClient, path: Path) -> None:
+    """Its requests end before; nobody sees it meanwhile; then nothing is left of it."""
+    running = box.ask("r1", "a", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+
+    answer = await client.delete("/api/models/a")
+    leaving = (await client.get("/api/models/a")).json()
+    refused = await client.post("/v1/completions", json={"model": "a", "prompt": "x"})
+    again = await client.post("/api/models", json={"name": "a", "path": "new"})
+    box.settle()
+
+    assert answer.json() == {"model": "a", "live": 1, "files": False}
+    assert (leaving["state"], leaving["running"]) == ("leaving", 1)
+    assert (refused.status_code, again.status_code) == (404, 409)
+    assert "still leaving" in again.text
+    assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["b"]
+    assert sum([len(batch) async for batch in running]) == 30
+    assert (await client.get("/api/models/a")).status_code == 404
+    assert [command.model for command in box.workers[0].heard(DropModel)] == ["a"]
+    assert [model.name for model in box.workers[0].configuration.models] == ["b"]
+    assert served_names(path) == ["b"]
+    assert (await client.post("/api/config/check")).json()["changes"] == []
+
+
+async def test_requests_are_ended_by_force(box: Box, client: httpx.AsyncClient) -> None:
+    """Those that wait, too; they hear why. Whoever asked without force may think again."""
+    running = box.ask("r1", "a", output=100)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    assert (await client.delete("/api/models/a")).json()["live"] == 1
+    box.world.lives["r1"].outcome = "model_removed"
+
+    answer = await client.delete("/api/models/a?force=true")
+    box.settle()
+
+    assert answer.json()["live"] == 0
+    with pytest.raises(GenerationFailed, match="a was removed"):
+        [batch async for batch in running]
+    assert (await client.delete("/api/models/a")).status_code == 404
+
+
+async def test_a_model_is_gone_at_once_without_workers(box: Box, client: httpx.AsyncClient) -> None:
+    """Nobody has to forget it."""
+    box.workers[0].die()
+
+    await client.delete("/api/models/a")
+
+    assert (await client.get("/api/models/a")).status_code == 404
+    box.workers[0].greet()
+
+
+async def test_a_model_that_fails_while_it_leaves_is_gone(
+    box: Box, client: httpx.AsyncClient
+) -> None:
+    """Its requests hear of the failure; then it goes."""
+    running = box.ask("r1", "a", output=100)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    await client.delete("/api/models/a")
+    box.world.lives["r1"].outcome = "model_failed"
+
+    box.workers[0].deliver(ModelFailed(instance=0, model="a", reason="its files are gone"))
+    box.settle()
+
+    with pytest.raises(GenerationFailed, match="its files are gone"):
+        [batch async for batch in running]
+    assert (await client.get("/api/models/a")).status_code == 404
+
+
+async def test_the_last_model_stays(client: httpx.AsyncClient, box: Box) -> None:
+    """An appliance without any would not start again."""
+    await client.delete("/api/models/a")
+    box.settle()
+
+    answer = await client.delete("/api/models/b")
+
+    assert (answer.status_code, "the last model" in answer.text) == (422, True)
+
+
+async def test_a_model_comes_and_goes(box: Box, client: httpx.AsyncClient, path: Path) -> None:
+    """What the drop-in says adds up, whichever file a model is from."""
+    admin_file = directory(path) / ADMIN_FILE
+    for _ in range(2):
+        assert (await client.delete("/api/models/a")).status_code == 200
+        box.settle()
+        assert served_names(path) == ["b"]
+        box.world.models["a"] = small("a")["a"]
+        added = await client.post("/api/models", json={"name": "a", "path": "new"})
+        assert added.status_code == 200, added.text
+        box.settle()
+        assert served_names(path) == ["a", "b"]
+    await client.post("/api/models", json={"name": "new", "path": "new"})
+    await client.post("/api/models/new/pin")
+    box.settle()
+    assert [model.pin for model in load_config(path).models] == [False, False, True]
+    await client.delete("/api/models/new")
+    box.settle()
+
+    assert "new" not in [row.get("name") for row in _rows(admin_file)]
+    assert served_names(path) == ["a", "b"]
+
+
+async def test_nothing_of_an_old_table_is_left(
+    box: Box, client: httpx.AsyncClient, path: Path
+) -> None:
+    """A model that is added again is as it is said now, in a file that says otherwise, too."""
+    old = (
+        'tool_parser = "hermes"\ndtype = "float32"\npin = true\nslo = { ttft = "9s", tbt = "9s" }\n'
+    )
+    await asyncio.to_thread(path.write_text, f"{CONFIG}{old}", encoding="utf-8")
+    await client.delete("/api/models/b")
+    box.settle()
+    box.world.models["b"] = small("b")["b"]
+    body = {"name": "b", "path": "new", "slo": {"ttft": "3s"}}
+
+    added = await client.post("/api/models", json=body)
+
+    assert added.status_code == 200, added.text
+    (model,) = (model for model in load_config(path).models if model.name == "b")
+    new = Model(name="b", path=str(path.parent / "new"), max_context=2048)
+    assert model.slo.ttft_seconds == 3
+    assert msgspec.structs.replace(model, slo=new.slo) == new
+    assert model.slo.tbt_seconds == new.slo.tbt_seconds
+    assert added.json()["terms"]["pinned"] is False
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    import tomllib
+
+    rows: list[dict[str, Any]] = tomllib.loads(file.read_text())["model"]
+    return rows
+
+
+async def test_what_cannot_be_written_is_not_removed(
+    client: httpx.AsyncClient, path: Path, box: Box
+) -> None:
+    """A restart would bring it back."""
+    directory(path).write_text("in the way")
+
+    answer = await client.delete("/api/models/a")
+
+    assert (answer.status_code, len(box.daemon.models())) == (409, 2)
+
+
+# --- pulling -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("at_work")
+async def test_pull_and_rm_on_the_command_line(call: Call, path: Path, box: Box) -> None:
+    """A pulled model is served; a removed one is gone, and its files, if they were pulled."""
+    source = path.parent / "new"
+    line = ["--max-context", "128", "--dtype", "float32", "--tool-parser", "hermes"]
+    pulled = await call("pull", str(source), *line)
+    shown = await call("show", "new", "--json")
+    files = path.parent / "models" / "new"
+    assert files.is_dir()
+    box.world.models["other"] = small("o")["o"]
+    again = await call("pull", str(source), "--name", "other", "--link")
+    gone, whole = await call("rm", "new", "--yes"), await call("rm", "other", "--json")
+    missing = await call("rm", "new")
+    await _until(lambda: not files.exists())
+
+    assert pulled.exit_code == 0, pulled.output
+    assert box.workers[0].heard(wire.AddModel)[0].model.dtype == "float32"
+    assert pulled.stdout.endswith(f"new is in {files}, and is served\n")
+    assert json.loads(shown.stdout)["facts"]["max_context_tokens"] == 128
+    assert again.exit_code == 0, again.output
+    assert gone.stdout == "new is gone; its files are deleted\n"
+    assert json.loads(whole.stdout) == {"model": "other", "live": 0, "files": False}
+    assert (missing.exit_code, missing.stderr) == (1, "error: model 'new' does not exist\n")
+    assert source.is_dir()
+    assert served_names(path) == ["a", "b"]
+
+
+async def _until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not done():  # noqa: ASYNC110 - of files there is no event
+            await asyncio.sleep(0.01)
+
+
+async def test_files_that_another_model_has_stay(
+    client: httpx.AsyncClient, path: Path, box: Box
+) -> None:
+    """They are its as well."""
+    shared = path.parent / "models" / "shared"
+    shared.parent.mkdir()
+    (path.parent / "new").rename(shared)
+    for name in ("one", "two"):
+        box.world.models[name] = small(name[0])[name[0]]
+        await client.post("/api/models", json={"name": name, "path": str(shared)})
+
+    kept = await client.delete("/api/models/one?files=true")
+    deleted = await client.delete("/api/models/two?files=true")
+    box.settle()
+    await _until(lambda: not shared.exists())
+
+    assert (kept.json()["files"], deleted.json()["files"]) == (False, True)
+
+
+async def shared(client: httpx.AsyncClient, path: Path, box: Box) -> Path:
+    """The folder of a model `one` that lies in the folder of models."""
+    folder = path.parent / "models" / "shared"
+    folder.parent.mkdir()
+    (path.parent / "new").rename(folder)
+    box.world.models |= {"one": small("o")["o"], "two": small("t")["t"]}
+    body = {"name": "one", "path": str(folder), "max_context": 64}
+    added = await client.post("/api/models", json=body)
+    assert added.status_code == 200, added.text
+    box.settle()
+    return folder
+
+
+async def test_files_that_go_cannot_be_added(
+    client: httpx.AsyncClient, path: Path, box: Box
+) -> None:
+    """Nor can their model's name, until both are gone; then nothing is left."""
+    folder = await shared(client, path, box)
+    running = box.ask("r1", "one", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+
+    removed = await client.delete("/api/models/one?files=true")
+    refused = await client.post("/api/models", json={"name": "two", "path": str(folder)})
+    box.settle()
+    leaving = await client.get("/api/models/one")
+    named = await client.post("/api/models", json={"name": "one", "path": "tiny"})
+    await _until(lambda: not list(folder.parent.iterdir()))
+
+    assert removed.json() == {"model": "one", "live": 1, "files": True}
+    assert (refused.status_code, "is being deleted with one" in refused.text) == (409, True)
+    assert (leaving.status_code, leaving.json()["state"]) == (200, "leaving")
+    assert (named.status_code, "still leaving" in named.text) == (409, True)
+    assert sum([len(batch) async for batch in running]) == 30
+    assert await _over(client, "one") == "model_not_found"
+    assert served_names(path) == ["a", "b"]
+
+
+async def _over(client: httpx.AsyncClient, name: str) -> str:
+    """What a model's absence is called when its removal is over."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while (answer := await client.get(f"/api/models/{name}")).is_success:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert answer.status_code == 404
+    return str(answer.json()["error"]["code"])
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_files_that_a_daemon_did_not_come_to_delete(
+    client: httpx.AsyncClient, settings: LiveConfig, path: Path, box: Box, again: bool
+) -> None:
+    """Are deleted by the next one, unless a model has them again."""
+    folder = await shared(client, path, box)
+    box.ask("r1", "one", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+    await client.delete("/api/models/one?files=true")
+    (folder.parent / ".half.gone").mkdir()  # what was begun
+    (folder.parent / ".never.delete").touch()  # what somebody else did
+    if again:
+        table = f'[[model]]\nname = "two"\npath = "{folder}"\nmax_context = 64\n'
+        (directory(path) / "60-later.toml").write_text(table)
+
+    await LiveConfig(box.daemon, load_config(path), path).finish_deletions()
+
+    left = [folder] if again else []
+    assert list(folder.parent.iterdir()) == left
+    box.world.lives["r1"].outcome = "cancelled"
+    await settings.remove_model("one", force=True, files=False)
+    box.settle()
+    assert await _over(client, "one") == ("files_left" if again else "model_not_found")
+
+
+async def test_files_that_an_earlier_daemon_cannot_delete(
+    settings: LiveConfig,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Stay, and so does the mark: the next one tries again."""
+    folder = path.parent / "models" / "old"
+    folder.mkdir(parents=True)
+    mark = folder.with_name(".old.delete")
+    deletions.intend(folder)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        await settings.finish_deletions()
+    assert "old cannot be deleted" in caplog.text
+    assert mark.exists()
+    await settings.finish_deletions()
+
+    assert list(folder.parent.iterdir()) == []
+
+
+async def test_a_fresh_model_in_the_place_of_one_that_is_to_go(
+    settings: LiveConfig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stays, though what was set aside of the old one could not be deleted at first."""
+    folder = path.parent / "models" / "old"
+    folder.mkdir(parents=True)
+    deletions.intend(folder)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("appliance.checkpoints.delete.shutil.rmtree", fail)
+        await settings.finish_deletions()
+    assert [left.name for left in folder.parent.iterdir()] == [".old.gone"]
+    folder.mkdir()
+    await settings.finish_deletions()
+
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("how", ["replaced", "changed"])
+async def test_a_folder_that_is_not_as_it_was_when_it_was_to_go(
+    settings: LiveConfig, path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Stays: somebody has put it there, or put something there, while no daemon ran."""
+    folder = path.parent / "models" / "old"
+    folder.mkdir(parents=True)
+    deletions.intend(folder)
+    if how == "replaced":
+        (path.parent / "new").rename(folder.with_name("newer"))
+        folder.rmdir()
+        folder.with_name("newer").rename(folder)
+    else:
+        before = folder.stat().st_ctime_ns
+        while folder.stat().st_ctime_ns == before:  # file systems have coarse clocks
+            (folder / "config.json").unlink(missing_ok=True)
+            (folder / "config.json").touch()
+
+    await settings.finish_deletions()
+
+    assert list(folder.parent.iterdir()) == [folder]
+    assert "old stays" in caplog.text
+
+
+async def test_a_model_that_is_pulled_while_its_files_are_to_go(
+    client: httpx.AsyncClient, path: Path, box: Box
+) -> None:
+    """Has them again: they stay, and the removal says so."""
+    source = path.parent / "source"
+    shutil.copytree(path.parent / "new", source)
+    folder = path.parent / "models"
+    pulled = pull(str(source), folder, "one", tell=lambda _: None)
+    box.world.models["one"] = small("o")["o"]
+    body = {"name": "one", "path": str(pulled.path), "max_context": 64}
+    assert (await client.post("/api/models", json=body)).status_code == 200
+    box.settle()
+    box.ask("r1", "one", output=30)
+    box.work_until(lambda: box.world.lives["r1"].produced == 3)
+
+    await client.delete("/api/models/one?files=true")
+    again = await asyncio.to_thread(pull, str(source), folder, "one", tell=lambda _: None)
+    box.settle()
+
+    assert await _over(client, "one") == "files_left"
+    assert list(folder.iterdir()) == [again.path]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_files_of_a_model_that_waits_for_a_restart_stay(
+    client: httpx.AsyncClient, path: Path, box: Box, when: str
+) -> None:
+    """Whether it was written down before the removal or after."""
+    folder = await shared(client, path, box)
+    table = f'[[model]]\nname = "two"\npath = "{folder}"\nmax_context = 64\n'
+    later = directory(path) / "60-later.toml"
+    if when == "before":
+        later.write_text(table)
+    else:
+        box.ask("r1", "one", output=30)
+        box.work_until(lambda: box.world.lives["r1"].produced == 3)
+
+    removed = await client.delete("/api/models/one?files=true")
+    later.write_text(table)
+    box.settle()
+    over = await _over(client, "one")
+
+    assert removed.json()["files"] is (when == "meanwhile")
+    assert over == ("model_not_found" if when == "before" else "files_left")
+    assert folder.is_dir()
+    assert served_names(path) == ["a", "b", "two"]
+
+
+@pytest.mark.usefixtures("at_work")
+async def test_files_that_cannot_be_deleted_are_told(
+    client: httpx.AsyncClient, call: Call, path: Path, box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command fails; what can be told before is, and nothing is changed then."""
+    folder = await shared(client, path, box)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "appliance.checkpoints.delete.os.access", lambda path, mode: path != folder.parent
+        )
+        refused = await call("rm", "one", "--yes")
+    assert (refused.exit_code, "cannot be written" in refused.stderr) == (1, True), refused.output
+    assert "one" in served_names(path)
+
+    def fail(path: Path) -> None:
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setattr("appliance.checkpoints.delete.shutil.rmtree", fail)
+    failed = await call("rm", "one", "--yes")
+
+    assert (failed.exit_code, "the disk is on fire" in failed.stderr) == (1, True), failed.output
+    assert served_names(path) == ["a", "b"]
+
+
+async def test_a_pull_that_goes_wrong_is_told(client: httpx.AsyncClient, path: Path) -> None:
+    """By name: a source that is none, a folder that cannot be made, or none at all."""
+    nowhere = await client.post("/api/pull", json={"model": "nowhere", "stream": False})
+    unnamed = await client.post("/api/pull", json={"stream": False})
+    (path.parent / "models").write_text("in the way")
+    source = str(path.parent / "new")
+    refused = await client.post("/api/pull", json={"model": source, "stream": False})
+    streamed = await client.post("/api/pull", json={"model": source})
+
+    assert (nowhere.status_code, "neither a directory" in nowhere.json()["error"]) == (422, True)
+    assert (unnamed.status_code, unnamed.json()["error"]) == (400, "model: a value is required")
+    assert (refused.status_code, "cannot be pulled" in refused.json()["error"]) == (422, True)
+    assert streamed.status_code == 200
+    last = json.loads(streamed.text.splitlines()[-1])
+    assert last == refused.json()
+
+
+@pytest.mark.usefixtures("at_work")
+async def test_a_name_that_is_taken_is_not_pulled(call: Call, path: Path) -> None:
+    """The daemon is asked before anything is fetched."""
+    refused = await call("pull", str(path.parent / "new"), "--name", "a")
+
+    assert (refused.exit_code, "in the catalogue already" in refused.stderr) == (1, True)
+    assert not (path.parent / "models").exists()
+
+
+@pytest.mark.usefixtures("at_work")
+async def test_ollama_s_delete_says_nothing(client: httpx.AsyncClient) -> None:
+    """And does not call that JSON."""
+    answer = await client.request("DELETE", "/api/delete", json={"model": "a"})
+
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/plain")
+
+
+@pytest.mark.usefixtures("at_work")
+async def test_ollama_s_client_pulls_and_deletes(
+    box: Box, settings: LiveConfig, path: Path
+) -> None:
+    """In a stream or not; what goes wrong is told in both."""
+    source = str(path.parent / "new")
+    async with served(create_app(box.daemon, settings=settings)) as port:
+        client = ollama.AsyncClient(f"http://127.0.0.1:{port}")
+        steps = [step async for step in await client.pull(source, stream=True)]
+        with pytest.raises(ollama.ResponseError, match="in the catalogue already"):
+            await client.pull(source)
+        with pytest.raises(ollama.ResponseError, match="in the catalogue already"):
+            [step async for step in await client.pull(source, stream=True)]
+        listed = await client.list()
+        await client.delete("new:latest")
+        await _until(lambda: "new" not in box.daemon.machine.models)
+        with pytest.raises(ollama.ResponseError, match="does not exist"):
+            await client.delete("new")
+        await _until(lambda: settings.removal("new") is None)
+        assert not (path.parent / "models" / "new").exists()
+        whole = await client.pull(source)
+
+    assert steps[0].status == "pulling manifest"
+    assert {"verifying sha256 digest", "success"} <= {step.status for step in steps}
+    weights = [step for step in steps if step.status == "pulling model.safetensors"]
+    size = len(await asyncio.to_thread(Path(source, "model.safetensors").read_bytes))
+    assert (weights[-1].completed, weights[-1].total) == (size, size)
+    assert "new:latest" in [model.model for model in listed.models]
+    assert whole.status == "success"
+
+
+def test_only_operators_may() -> None:
+    """A key for inference is not enough."""
+    paths = ["/api/pull", "/api/delete", "/api/models", "/api/models/{name:path}"]
+
+    assert {scope_of(path) for path in paths} == {Scope.ADMIN}

@@ -1,0 +1,137 @@
+"""A short time of fuzzing (`make fuzz` is the long one): by the OpenAPI document, and by bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+import msgspec
+import pytest
+
+from appliance.api.app import create_app
+from appliance.service.front_paths import is_front_path
+from tests.fuzz import by_bytes, by_document
+from tests.fuzz.corpus import seeds
+from tests.fuzz.running import running
+from tests.fuzz.target import ANYTHING, Held
+from tests.patience import PATIENCE_SECONDS
+from tests.unit.doubles.daemon import PID
+from tests.unit.doubles.fake_service import FakeService
+
+
+def test_the_document_is_true() -> None:
+    """Whatever schemathesis asks is answered as the document says, and leaves nothing behind."""
+    with running(keys=True, ending=True) as target:
+        outcome = by_document.run(target, seed=1, examples=5, phases="fuzzing")
+
+        assert outcome.failures == 0, outcome.report
+        assert outcome.cases > 2 * outcome.operations > 80, outcome.report
+        assert target.held().requests == 0
+
+
+async def test_the_examples_of_the_document_are_answered() -> None:
+    """All that it shows for the core, one behind the other: what one makes the next ones need."""
+    with running(keys=True) as target:
+        async with httpx.AsyncClient(
+            base_url=target.url,
+            headers={"Authorization": f"Bearer {ANYTHING}"},
+            timeout=PATIENCE_SECONDS,
+        ) as client:
+            paths = (await client.get("/api/openapi.json")).json()["paths"]
+            file = ""
+            for path, item in paths.items():
+                for method in item:
+                    if "requestBody" not in item[method] or is_front_path(path):
+                        continue
+                    ((kind, shown),) = item[method]["requestBody"]["content"].items()
+                    sent = shown["example"]
+                    if kind == "multipart/form-data":
+                        form = {"purpose": (None, sent["purpose"]), "file": ("a", sent["file"])}
+                        answer = await client.request(method, path, files=form)
+                        file = answer.json()["id"]
+                    else:
+                        if "input_file_id" in sent:
+                            sent["input_file_id"] = file
+                        name = "0" if path.startswith("/api/instances") else "small"
+                        at = path.replace("{name}", name)
+                        answer = await client.request(method, at, json=sent)
+                    assert answer.is_success, f"{method} {path}: {answer.text}"
+
+
+@pytest.mark.parametrize("keys", [False, True])
+async def test_spoilt_requests(keys: bool) -> None:
+    """None is a server's error, and nothing stays: no request, connection, task or descriptor."""
+    with running(keys=keys) as target:
+        outcome = await by_bytes.fuzz(target, seed=1, cases=200, warm_cases=60, keys=keys)
+
+        assert outcome.findings == []
+        assert target.complaints() == ""
+        assert outcome.statuses[200] > 10
+        assert outcome.statuses[400] > 40
+        first, *_, last = outcome.samples
+        assert (last.requests, last.connections) == (0, 0)
+        assert (last.tasks, last.descriptors) == (first.tasks, first.descriptors)
+
+
+async def test_a_target_serves_behind_a_quarantine_that_is_over_at_once() -> None:
+    """Its worker dies all the same, and the next one loads a model. Both are asked in one breath,
+    again and again, as the worker may be quicker."""
+    line = "POST /api/instances/0/{} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}"
+    with running() as target:
+        async with httpx.AsyncClient(base_url=target.url, timeout=PATIENCE_SECONDS) as client:
+            for lives in range(1, 11):
+                both = [await asyncio.open_connection("127.0.0.1", target.port) for _ in range(2)]
+                for (_, writer), verb in zip(both, ("quarantine", "release"), strict=True):
+                    writer.write(line.format(verb).encode())
+                for reader, writer in both:
+                    assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+                    writer.close()
+                    await writer.wait_closed()
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while await _instance(client) != ("up", PID + lives):
+                        pass
+                    await client.post("/api/models/small/load")
+                    while (await client.get("/api/models/small")).json()["state"] != "loaded":
+                        pass
+
+
+async def _instance(client: httpx.AsyncClient) -> tuple[str, int | None]:
+    """Its state and process."""
+    shown = (await client.get("/api/instances/0")).json()
+    return shown["state"], shown.get("pid")
+
+
+async def test_an_endpoint_that_hangs_is_found() -> None:
+    """Who listens long enough, and hears nothing, tells so."""
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(TimeoutError):
+            await by_bytes.status_line(port, b"GET / HTTP/1.1\r\n\r\n", 0.05)
+
+
+def test_what_stays_behind_is_found() -> None:
+    """Another task or descriptor at the end; what there is less of is none."""
+    warm = Held(port=1, requests=0, connections=0, tasks={"a": 1}, descriptors=9, rss_bytes=0)
+
+    assert by_bytes.grown([warm, warm]) == ""
+    assert by_bytes.grown([warm, msgspec.structs.replace(warm, tasks={}, descriptors=8)]) == ""
+    for more in ({"tasks": {"a": 2}}, {"tasks": {"a": 1, "b": 1}}, {"descriptors": 10}):
+        assert by_bytes.grown([warm, msgspec.structs.replace(warm, **more)])
+
+
+def test_every_endpoint_is_spoilt() -> None:
+    """All routes are asked, with each of their methods, and front ends are."""
+    app = create_app(FakeService(), settings=object())  # type: ignore[arg-type]
+    asked = {(seed.method, seed.path) for seed in seeds(app)}
+
+    for route in app.routes:
+        shape = re.compile(re.sub(r"/{\w+:\w+}", "/.+", route.path))
+        for method in route.methods:  # type: ignore[union-attr]
+            assert any(method == one and shape.fullmatch(path) for one, path in asked), route.path
+    assert ("POST", "/v1/chat/completions") in asked

@@ -1,0 +1,104 @@
+"""`appliance show` over a fake service and over a real checkpoint's description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.api.app import create_app
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.service.interface import ModelActivity, ModelFacts, ModelNotFound, ModelTerms
+from appliance.vocabulary import Slo
+from tests.unit.doubles.fake_service import FakeService
+from tests.unit.doubles.serving import Call, commanded
+
+MODEL = ModelActivity(
+    model="org/small",
+    state="loaded",
+    residency={"0": "loaded", "1": "stored"},
+    running=2,
+    waiting=1,
+    draining=True,
+    terms=ModelTerms(
+        slo=Slo(ttft_seconds=5.0, tbt_seconds=0.1),
+        batch_slo=Slo(ttft_seconds=60.0, tbt_seconds=2.0),
+        max_queue=7,
+        pinned=True,
+    ),
+    facts=ModelFacts(
+        architecture="LlamaForCausalLM",
+        dtype="bfloat16",
+        parameters=8_030_000_000,
+        weight_bytes=16 << 30,
+        kv_bytes_per_token=128 << 10,
+        max_context_tokens=8192,
+        max_batch=32,
+        path="/srv/models/small",
+    ),
+)
+
+
+class OneModel(FakeService):
+    """Knows what `MODEL` does now."""
+
+    def model_activity(self, name: str) -> ModelActivity:
+        if name != MODEL.model:
+            raise ModelNotFound(name)
+        return MODEL
+
+
+@pytest.fixture
+async def call() -> AsyncIterator[Call]:
+    async with commanded(create_app(OneModel()), "show") as call:
+        yield call
+
+
+async def test_a_model_is_shown(call: Call) -> None:
+    """Line by line, sizes as people read them."""
+    shown = await call("org/small")
+
+    assert (shown.exit_code, shown.stdout.splitlines()) == (
+        0,
+        [
+            "architecture  LlamaForCausalLM",
+            "parameters    8.0B",
+            "context       8192 tokens",
+            "computed in   bfloat16",
+            "weights       16GiB",
+            "KV per token  128KiB",
+            "batch         at most 32 requests",
+            "files         /srv/models/small",
+            "interactive   first token 5 s, then 0.1 s each",
+            "batch work    first token 60 s, then 2 s each",
+            "queue         at most 7 requests",
+            "pin           stays in the host cache",
+            "state         loaded",
+            "residency     instance 0: loaded, instance 1: stored",
+            "requests      2 running, 1 waiting; takes no new ones",
+        ],
+    )
+
+
+async def test_a_program_gets_all_of_it(call: Call) -> None:
+    """What the endpoint answers, as it is."""
+    shown = await call("org/small", "--json")
+
+    assert msgspec.convert(json.loads(shown.stdout), ModelActivity) == MODEL
+
+
+async def test_a_model_that_there_is_not(call: Call) -> None:
+    """Is status 1."""
+    missing = await call("nobody")
+
+    assert (missing.exit_code, missing.stderr) == (1, "error: model 'nobody' does not exist\n")
+
+
+def test_parameters_are_counted(fake_checkpoint: Callable[..., Path]) -> None:
+    """From the headers, whatever they are computed in."""
+    entry = read_checkpoint("tiny", fake_checkpoint(tie_word_embeddings=True))
+
+    assert entry.parameters == 512 * 512

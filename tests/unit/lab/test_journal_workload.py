@@ -1,0 +1,236 @@
+"""Journals as workloads: requests, box and speed are those of the run that wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from appliance.errors import LabError
+from appliance.journal import Entry, Journal, Setup
+from appliance.lab.experiments.metrics import measure
+from appliance.lab.experiments.run import play
+from appliance.lab.hardware import Box
+from appliance.lab.noise import Deviation
+from appliance.lab.replay.journal_workload import recording
+from appliance.lab.sim.simulator import Run, simulate
+from appliance.scheduling.machine import Machine
+from appliance.service.policy_report import PolicyChoice
+from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec
+from tests.unit.lab import bench as lab_bench
+from tests.unit.lab.bench import SLAB, SLO
+from tests.unit.lab.test_simulator import MODELS, arrivals
+
+
+class WritingMachine(Machine):
+    """Writes a journal, as the daemon does."""
+
+    journal: Journal
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        self.journal.record(now, event, commands)
+        return commands
+
+
+def write(
+    path: Path,
+    until: float = 1e4,
+    policy: str = "aegaeon",
+    box: Box | None = None,
+    noise: float = 0.0,
+) -> Run:
+    """A journal of a run on two toy instances."""
+    setup = Setup(
+        models=tuple(
+            ModelSpec(name=m, weight_bytes=4 * SLAB, max_context_tokens=400, max_batch=8, slo=SLO)
+            for m in MODELS
+        ),
+        instances=2,
+        host_bytes=400 * SLAB,
+        slab_bytes=SLAB,
+        policy=PolicyChoice(use=(policy,)),
+    )
+    plain = setup.machine()
+    machine = WritingMachine(setup.models, 2, plain.host, setup.stack())
+    with Journal(path, setup) as machine.journal:
+        profiles = {name: lab_bench.profile(name) for name in MODELS}
+        return simulate(
+            machine,
+            lab_bench.box(2) if box is None else box,
+            profiles,
+            arrivals(120),
+            until,
+            deviation=Deviation(noise=noise),
+        )
+
+
+def test_a_journal_gives_requests_box_and_speed(tmp_path: Path) -> None:
+    """All as they were: lengths, promises, slabs, links, and the times of prompts and steps."""
+    run = write(tmp_path / "journal")
+    found = recording(tmp_path / "journal")
+    first = run.recorder.lives[0].arrived
+    lives = run.recorder.lives
+    assert [
+        (a.seconds, a.model, a.prompt_tokens, a.output_tokens, a.max_tokens, a.slo)
+        for a in found.setting.arrivals
+    ] == [
+        (
+            pytest.approx(life.arrived - first),
+            life.model,
+            life.prompt_tokens,
+            life.output_tokens,
+            life.max_tokens,
+            life.slo,
+        )
+        for life in lives
+    ]
+    box = found.setting.box
+    assert (box.instances, box.slabs, box.slab_bytes, box.tp) == (2, 32, SLAB, 1)
+    assert box.gpu.link_bytes_per_second == pytest.approx(4 * SLAB)
+    truth = lab_bench.profile()
+    for profile in found.setting.profiles.values():
+        assert profile.weight_bytes == 4 * SLAB
+        assert profile.kv_shape(SLAB, 4) == truth.kv_shape(SLAB, 4)
+        assert profile.prefill_seconds(100) == pytest.approx(truth.prefill_seconds(100), rel=0.02)
+        assert profile.step_seconds(4, 300) == pytest.approx(truth.step_seconds(4, 300), rel=0.05)
+
+
+def test_its_own_policy_does_in_the_lab_what_it_did(tmp_path: Path) -> None:
+    """Requests are as late as they were; what happened is measured like a run."""
+    run = write(tmp_path / "journal")
+    found = recording(tmp_path / "journal")
+    then, again = measure(found.happened), measure(play(found.setting, found.contender).run)
+    truth = measure(run)
+    assert (then.requests, then.finished, then.tokens) == (120, 120, truth.tokens)
+    assert then.ttft_p50_seconds == pytest.approx(truth.ttft_p50_seconds)
+    assert then.switches == pytest.approx(truth.switches, rel=0.1)
+    # A journal does not say how long a cold prompt waited for its weights.
+    busy = truth.busy_share * run.until
+    assert then.busy_share * found.happened.until == pytest.approx(busy, rel=0.1)
+    # The day is over when it was; somebody may be a little late.
+    assert again.finished >= 117
+    assert again.tokens == pytest.approx(truth.tokens, rel=0.03)
+    assert again.ttft_p50_seconds == pytest.approx(truth.ttft_p50_seconds, rel=0.15)
+
+
+def test_what_is_neither_computed_nor_copied_is_found(tmp_path: Path) -> None:
+    """What orders take on their way, and the rate of loads. Here no turn tells what mapping takes:
+    it is part of what prompts are late."""
+    truth = lab_bench.box(2)
+    truth = replace(truth, order_seconds=0.02, gpu=replace(truth.gpu, mapping_seconds=0.1))
+    write(tmp_path / "journal", box=truth, policy="serverlessllm")
+    found = recording(tmp_path / "journal").setting
+    assert found.box.order_seconds == pytest.approx(0.02, rel=0.01)
+    assert found.box.gpu.link_bytes_per_second == pytest.approx(4 * SLAB, rel=0.01)
+    assert found.box.gpu.mapping_seconds == 0.0
+    assert 0.1 < found.box.interference_seconds < 0.15
+    assert not found.informed
+    assert found.deviation.noise < 0.05
+
+
+def test_noise_does_not_make_anything_faster(tmp_path: Path) -> None:
+    """Where the same work takes longer or shorter, what is learned takes as long in all."""
+    write(tmp_path / "journal", noise=0.5)
+    found = recording(tmp_path / "journal")
+    assert found.setting.deviation.noise == pytest.approx(0.5, rel=0.25)
+    for name, profile in found.setting.profiles.items():
+        rows = found.measured[name].prompts
+        was = sum(seconds for _, _, _, seconds in rows)
+        assert len(rows) > 10
+        assert sum(profile.prefill_seconds(int(row[0])) for row in rows) == pytest.approx(was)
+
+
+def test_only_what_was_seen_in_time_teaches(tmp_path: Path) -> None:
+    """Times are learned from a part of a day; its requests are all there."""
+    run = write(tmp_path / "journal")
+    whole = recording(tmp_path / "journal")
+    half = whole.happened.until / 2
+    early = recording(tmp_path / "journal", lambda seconds: seconds < half)
+    late = recording(tmp_path / "journal", lambda seconds: seconds >= half)
+    nothing = recording(tmp_path / "journal", lambda seconds: False)
+    count = {
+        what: sum(len(rows.steps) for rows in found.measured.values())
+        for what, found in (
+            ("whole", whole),
+            ("early", early),
+            ("late", late),
+            ("nothing", nothing),
+        )
+    }
+    assert 0 == count["nothing"] < count["early"] < count["whole"]
+    assert count["late"] == count["whole"] - count["early"]
+    assert early.setting.arrivals == whole.setting.arrivals
+    assert len(early.setting.arrivals) == len(run.recorder.lives)
+    assert nothing.setting.box.order_seconds == nothing.setting.box.gpu.mapping_seconds == 0.0
+
+
+def test_a_journal_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Path) -> None:
+    """Who had not ended has the tokens it had got, at least one."""
+    write(tmp_path / "journal", until=25.0)
+    found = recording(tmp_path / "journal")
+    lives = found.happened.recorder.lives
+    assert {life.outcome for life in lives} > {None}
+    assert [a.output_tokens for a in found.setting.arrivals] == [max(1, x.produced) for x in lives]
+    assert play(found.setting, found.contender).run.recorder.lives
+
+
+def test_a_prompt_that_was_embedded_is_one_with_a_token(tmp_path: Path) -> None:
+    """It takes as long in the lab: that of its prompt."""
+    run = write(tmp_path / "journal")
+    setup, *lines = map(msgspec.json.decode, (tmp_path / "journal").read_bytes().splitlines())
+    embedded = {life.id for life in run.recorder.lives[::3]}
+    seen: set[str] = set()
+    for line in lines:
+        event = line["event"]
+        if event["type"] == "RequestArrived" and event["request"]["id"] in embedded:
+            event["request"]["max_tokens"] = 0
+        if event["type"] == "TokensProduced":
+            kept = [token for token in event["tokens"] if token["request"] not in seen]
+            for token in kept:
+                if token["request"] in embedded:
+                    token |= {"count": 0, "finished": "stop"}
+                    seen.add(token["request"])
+            event["tokens"] = kept
+    (tmp_path / "journal").write_bytes(b"\n".join(map(msgspec.json.encode, [setup, *lines])))
+    found = recording(tmp_path / "journal")
+    asked = found.setting.arrivals
+    assert [(a.output_tokens, a.max_tokens) for a in asked[::3]] == [(1, 1)] * len(embedded)
+    assert [a.output_tokens for a in asked[1::3]] == [x.produced for x in run.recorder.lives[1::3]]
+    again = play(found.setting, found.contender).run.recorder.lives
+    assert sum(life.outcome is not None for life in again) >= len(asked) - 3
+
+
+def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
+    """Or one that is no journal."""
+    write(tmp_path / "journal")
+    first = (tmp_path / "journal").read_bytes().splitlines()[0]
+    (tmp_path / "empty").write_bytes(first + b"\n")
+    (tmp_path / "other").write_bytes(msgspec.json.encode({"a": 1}) + b"\n")
+    with pytest.raises(LabError, match="there are no requests in it"):
+        recording(tmp_path / "empty")
+    with pytest.raises(LabError, match="other: "):
+        recording(tmp_path / "other")
+
+
+def test_models_that_were_added_are_there(tmp_path: Path) -> None:
+    """They are served like those that there were at the start."""
+    path = tmp_path / "journal"
+    write(path)
+    before = recording(path).setting
+    head, *lines = path.read_bytes().splitlines()
+    setup = msgspec.json.decode(head, type=Setup)
+    *first, last = setup.models
+    added = Entry(0.0, ModelAdded(model=last, kv_floor_slabs=0), [])
+    head, line = (
+        msgspec.json.encode(replace(setup, models=tuple(first))),
+        msgspec.json.encode(added),
+    )
+    path.write_bytes(b"".join(one + b"\n" for one in [head, line, *lines]))
+
+    after = recording(path).setting
+
+    assert [model.name for model in after.models] == [model.name for model in before.models]
+    assert len(after.arrivals) == len(before.arrivals)

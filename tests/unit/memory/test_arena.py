@@ -1,0 +1,191 @@
+"""The arena: every slab in one place, whatever is mapped, refused or released."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from appliance.memory import mapping
+from appliance.memory.arena import POISON, Arena, PoolExhausted, Region
+from appliance.memory.vmm_host import HostVmm
+from tests.unit.doubles.memory import RecordingVmm
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """Regions come and go over twelve slabs; the model is a dictionary of mapped slots."""
+
+    regions: Bundle[Region] = Bundle("regions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vmm = RecordingVmm(12)
+        self.arena = Arena(self.vmm)
+        self.mapped: dict[Region, set[int]] = {}
+        self.most = 0
+
+    @rule(target=regions, slots=st.integers(1, 9), owner=st.sampled_from("ab"))
+    def reserve(self, slots: int, owner: str) -> Region:
+        region = self.arena.reserve(owner, slots)
+        self.mapped[region] = set()
+        return region
+
+    @rule(region=regions, slots=st.sets(st.integers(-1, 9), max_size=6))
+    def map(self, region: Region, slots: set[int]) -> None:
+        legal = slots <= set(range(region.slots)) - self.mapped[region]
+        room = len(slots) <= 12 - self.held
+        if legal and room:
+            region.map(sorted(slots))
+            self.mapped[region] |= slots
+            self.most = max(self.most, self.held)
+        else:
+            with pytest.raises(PoolExhausted if legal else ValueError):
+                region.map(sorted(slots))
+
+    @rule(region=regions, slots=st.sets(st.integers(-1, 9), max_size=6))
+    def unmap(self, region: Region, slots: set[int]) -> None:
+        if slots <= self.mapped[region]:
+            region.unmap(sorted(slots))
+            self.mapped[region] -= slots
+        else:
+            with pytest.raises(ValueError, match="has no slab"):
+                region.unmap(sorted(slots))
+
+    @rule(region=consumes(regions))
+    def release(self, region: Region) -> None:
+        region.release()
+        del self.mapped[region]
+
+    @property
+    def held(self) -> int:
+        return sum(map(len, self.mapped.values()))
+
+    @invariant()
+    def conserved(self) -> None:
+        self.arena.check_integrity()
+        usage = self.arena.usage()
+        assert usage.pop("free") == self.arena.free == 12 - self.held
+        assert sum(usage.values()) == self.held == len(self.vmm.placed)
+        assert self.arena.high_water == self.most
+        for region, slots in self.mapped.items():
+            assert region.mapped == len(slots)
+            assert {region.slot_address(slot) for slot in slots} <= set(self.vmm.placed)
+
+
+TestArenaMachine = ArenaMachine.TestCase
+TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_failure_half_way_maps_nothing() -> None:
+    """A system that refuses the third mapping leaves the first two unmapped as well."""
+    vmm = RecordingVmm(9, fail_after=3)
+    arena = Arena(vmm)
+    region = arena.reserve("a", 9)
+    region.map([4])
+
+    with pytest.raises(OSError, match="ENOMEM"):
+        region.map([0, 1, 3, 6, 7])
+
+    assert list(vmm.placed) == [region.slot_address(4)]
+    assert arena.free == 8
+    assert region.mapped == 1
+    arena.check_integrity()
+
+
+def test_neighbours_are_mapped_by_one_call() -> None:
+    """Consecutive slots get consecutive slabs when there are such, in the order of the slots."""
+    vmm = RecordingVmm(10)
+    arena = Arena(vmm)
+    regions = [arena.reserve(owner, 10) for owner in "ab"]
+    regions[0].map(range(10))
+    regions[0].unmap([1, 4, 5, 6, 8])
+    del vmm.calls[:]
+
+    regions[1].map([0, 1, 2, 7])
+
+    a, b = regions
+    assert [vmm.placed[a.slot_address(slot)] for slot in (0, 2, 3, 7, 9)] == [0, 2, 3, 7, 9]
+    assert vmm.calls == [(b.slot_address(0), 4, 3), (b.slot_address(7), 8, 1)]
+
+
+def test_poison_shows_until_it_is_written() -> None:
+    """What was never written reads as NaN in every floating point format, even in a used slab."""
+    arena = Arena(HostVmm(2, mmap.PAGESIZE), poison=True)
+    first, second = arena.reserve("a", 2), arena.reserve("b", 2)
+    first.map([0, 1])
+    mapping.view(first.slot_address(0), 2 * mmap.PAGESIZE)[:] = bytes(2 * mmap.PAGESIZE)
+    first.unmap([0, 1])
+    second.map([0, 1])
+
+    content = np.frombuffer(mapping.view(second.slot_address(0), 2 * mmap.PAGESIZE), np.uint8)
+    assert (content == POISON).all()
+    assert np.isnan(content.view(np.float32)).all()
+    assert np.isnan(content.view(np.float16)).all()
+    # A bfloat16 is the upper half of a float32.
+    assert np.isnan((content.view(np.uint16).astype(np.uint32) << 16).view(np.float32)).all()
+
+
+def test_what_cannot_be_poisoned_is_not_mapped() -> None:
+    """A mapping whose filling fails is taken back like one that fails itself."""
+    vmm = RecordingVmm(3)
+    vmm.copy = lambda *_: (_ for _ in ()).throw(OSError("bad copy"))  # type: ignore[method-assign]
+    arena = Arena(vmm, poison=True)
+    region = arena.reserve("a", 3)
+
+    with pytest.raises(OSError, match="bad copy"):
+        region.map([0, 2])
+
+    assert not vmm.placed
+    assert (arena.free, region.mapped) == (3, 0)
+
+
+def test_slots_named_twice_are_refused() -> None:
+    """A slot has one slab; naming it twice would lose one."""
+    region = Arena(RecordingVmm(5)).reserve("a", 3)
+    with pytest.raises(ValueError, match="twice"):
+        region.map([1, 1])
+    region.map([1])
+    with pytest.raises(ValueError, match="twice"):
+        region.unmap([1, 1])
+    with pytest.raises(ValueError, match="0 slots"):
+        Arena(RecordingVmm(1)).reserve("a", 0)
+
+
+def test_a_lost_slab_is_noticed() -> None:
+    """The integrity check can fail."""
+    arena = Arena(RecordingVmm(3))
+    arena._free.take(1)
+    with pytest.raises(AssertionError, match="lost"):
+        arena.check_integrity()
+
+
+def test_threads_share_the_pool() -> None:
+    """Two threads that map and unmap real memory never hold more than there is."""
+    arena = Arena(HostVmm(8, mmap.PAGESIZE))
+    refused: list[PoolExhausted] = []
+
+    def work(owner: str) -> None:
+        region = arena.reserve(owner, 6)
+        for _ in range(200):
+            try:
+                region.map(range(6))
+            except PoolExhausted as exhausted:
+                refused.append(exhausted)
+            else:
+                region.unmap(range(6))
+        region.release()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    arena.check_integrity()
+    assert arena.free == 8
+    assert arena.high_water == 6

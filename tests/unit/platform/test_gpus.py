@@ -1,0 +1,147 @@
+"""GPUs: what NVML tells, and what becomes of `devices` where there are some."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.config.loader import load_config
+from appliance.config.schema import Config
+from appliance.config.sizing import kv_floor_slabs
+from appliance.errors import ConfigError
+from appliance.platform.gpus import Gpu, GpusUnknown, driver_version, list_gpus
+from tests.unit.doubles.pretend_nvml import install
+
+GIB = 1 << 30
+
+CONFIG = """\
+[devices]
+kind = "{kind}"
+memory = "{memory}"
+slab = "2MiB"
+host_cache = "64MiB"
+runtime = "1GiB"
+instances = {instances}
+{more}
+[[model]]
+name = "tiny"
+path = "tiny"
+max_context = 1024
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path, fake_checkpoint: Callable[..., Path]) -> Callable[..., Config]:
+    """A configuration with these devices, as the daemon reads it."""
+    fake_checkpoint()
+
+    def read(kind: str, memory: str = "90%", instances: int = 1, more: str = "") -> Config:
+        file = tmp_path / "appliance.toml"
+        file.write_text(
+            CONFIG.format(kind=kind, memory=memory, instances=instances, more=more),
+            encoding="utf-8",
+        )
+        return load_config(file)
+
+    return read
+
+
+def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number, name and memory of each, and the library is closed again."""
+    nvml = install(monkeypatch, [8 * GIB, 16 * GIB])
+
+    assert list_gpus() == [Gpu(0, "Pretend 0", 8 * GIB), Gpu(1, "Pretend 1", 16 * GIB)]
+    assert driver_version() == "580.1"
+    assert nvml.open == 0
+
+
+def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own words, and where to look."""
+    install(monkeypatch, [], broken=True)
+
+    with pytest.raises(GpusUnknown, match="Driver Not Loaded; check the driver with `nvidia-smi`"):
+        list_gpus()
+
+
+def test_a_machine_without_the_library_is_told_of_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bindings are optional, and only asked for where GPUs are wanted."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+    with pytest.raises(GpusUnknown, match='install the extra "gpu"'):
+        list_gpus()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "auto"])
+def test_a_share_is_of_the_smallest_gpu_in_use(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Config], kind: str
+) -> None:
+    """What a share is of is known when the file has been read; runtime memory is taken from it."""
+    install(monkeypatch, [16 * GIB, 8 * GIB, 4 * GIB])
+
+    devices = read(kind, "50%", instances=2).devices
+
+    assert devices.kind == "cuda"
+    assert devices.memory_bytes == 4 * GIB
+    assert devices.runtime_slabs == GIB // (2 << 20)
+    assert devices.slabs == 3 * GIB // (2 << 20)
+
+
+def test_auto_is_the_cpu_where_there_are_no_gpus(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Config]
+) -> None:
+    """Whatever the reason; and the CPU needs no runtime memory of ours."""
+    install(monkeypatch, [], broken=True)
+
+    devices = read("auto", "64MiB").devices
+
+    assert (devices.kind, devices.runtime_slabs, devices.slabs) == ("cpu", 0, 32)
+
+
+def test_all_layers_of_a_block_share_a_slab_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[..., Config], tmp_path: Path
+) -> None:
+    """One block is one extent there, so the least KV that can be kept is smaller, not larger."""
+    install(monkeypatch, [16 * GIB])
+    entries = [read_checkpoint("tiny", tmp_path / "tiny", "auto")]
+
+    slabs = kv_floor_slabs(read("cuda"), entries)
+
+    assert 0 < slabs <= kv_floor_slabs(read("cpu", "64MiB"), entries)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "key", "wrong"),
+    [
+        ([], {"kind": "cuda"}, "devices.kind", "no NVIDIA GPU"),
+        ([8 * GIB], {"kind": "cuda", "instances": 2}, "devices.instances", "2 instances have 1"),
+        ([8 * GIB], {"kind": "cuda", "more": "tensor_parallel = 2"},
+         "devices.tensor_parallel", "groups of GPUs are not driven"),
+        ([8 * GIB], {"kind": "cuda", "memory": "9GiB"}, "devices.memory", "more than the 8GiB"),
+        ([8 * GIB], {"kind": "cuda", "memory": "10%"}, "devices.memory", "beside devices.runtime"),
+        ([8 * GIB], {"kind": "cpu"}, "devices.memory", "a share is of a GPU's memory"),
+    ],
+)  # fmt: skip
+def test_devices_that_cannot_be_had_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    read: Callable[..., Config],
+    sizes: list[int],
+    devices: dict[str, str],
+    key: str,
+    wrong: str,
+) -> None:
+    """One problem, with its key and the remedy."""
+    install(monkeypatch, sizes)
+
+    with pytest.raises(ConfigError) as caught:
+        read(**devices)
+
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert wrong in problem.wrong
+    assert problem.remedy

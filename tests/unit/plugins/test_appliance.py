@@ -1,0 +1,466 @@
+"""Our own policy: who runs, until when, what is brought in, and where requests go."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from appliance.plugins.appliance import Appliance
+from appliance.scheduling.policy_api import InstanceView, Phase, PrefillChoice
+from appliance.vocabulary import PrefetchModel, RequestClass, Role
+from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.instance import ModelDouble
+from tests.unit.plugins.policy_views import (
+    FixedCosts,
+    batch_view,
+    floor_view,
+    group_view,
+    instance_view,
+    model_view,
+    request_view,
+)
+
+ALWAYS = 1000.0
+"""TTFTs that nobody earns."""
+
+
+class CountingCosts(FixedCosts):
+    """Remembers who was asked about."""
+
+    def __init__(self, **seconds: float) -> None:
+        super().__init__(**seconds)
+        self.asked: list[str] = []
+
+    def switch_seconds(self, model: str) -> float:
+        self.asked.append(model)
+        return super().switch_seconds(model)
+
+
+COSTS = FixedCosts(step=0.01, per_token=0.0001, switch=1.0)
+NOW = 100.0
+
+
+def running(model: str, *, batches: dict[str, float], resident: str = "") -> InstanceView:
+    """An instance on which `model` runs, with batches due so many seconds from now. All models but
+    the one that runs are elsewhere, unless said otherwise."""
+    return instance_view(
+        batches=tuple(batch_view(name, deadline=NOW + due) for name, due in batches.items()),
+        current=model,
+        turn=model,
+        turn_began=NOW,
+        resident=resident or [model],
+    )
+
+
+def test_every_instance_does_everything() -> None:
+    """No instance is set apart for prompts, or for some models."""
+    placements = Appliance().place(now=NOW, floor=floor_view(3, model_view("a")), costs=COSTS)
+
+    assert [(place.role, place.models) for place in placements] == [(Role.MIXED, None)] * 3
+
+
+# --- who runs ------------------------------------------------------------------------------------
+
+
+def test_who_runs_goes_on_until_another_has_to_begin() -> None:
+    """The turn ends when the most urgent of the others needs its switch and the margin."""
+    view = running("a", batches={"a": 50.0, "b": 30.0, "c": 20.0})
+
+    first, *outlook = Appliance(enough=ALWAYS, margin=1.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
+
+    assert (first.model, first.firm) == ("a", True)
+    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 1.0)
+    assert [(turn.model, turn.firm) for turn in outlook] == [("c", False), ("b", False)]
+
+
+def test_a_turn_leaves_room_for_all_that_follow() -> None:
+    """Two models that are due together have to switch one after the other."""
+    view = running("a", batches={"a": 50.0, "b": 20.0, "c": 20.0})
+
+    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 1.0 - 1.0)
+
+
+def test_who_has_to_begin_now_runs() -> None:
+    """The earliest deadline of those that cannot wait, whoever runs."""
+    view = running("a", batches={"a": 50.0, "b": 1.5, "c": 1.2})
+
+    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert (first.model, first.quota_seconds) == ("c", 1.0)  # which is how long a switch takes
+
+
+def test_who_runs_and_is_late_goes_on() -> None:
+    """It soon will not be: leaving it would cost a switch there and back."""
+    view = running("a", batches={"a": -1.0, "b": -5.0})
+
+    first, *_ = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.model == "a"
+
+
+def test_who_has_earned_enough_lets_others_go_on() -> None:
+    """As much slack as a new request may wait for its first token is enough while others wait; a
+    turn ends when that is earned."""
+    view = running("a", batches={"a": 0.5, "b": 30.0, "c": 20.0})
+    policy = Appliance(enough=5.0)  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
+
+    first, *_ = policy.round(now=NOW, instance=view, costs=COSTS)
+    assert (first.model, first.quota_seconds) == ("a", 1.0)  # a switch takes longer than to earn it
+    beside = running("a", batches={"a": 0.5, "b": 30.0, "c": 20.0}, resident="abc")
+    first, *_ = policy.round(now=NOW, instance=beside, costs=COSTS)
+    assert (first.model, first.quota_seconds) == ("a", pytest.approx(4.5 / 9))
+    rich = running("a", batches={"a": 6.0, "b": 5.0, "c": 4.0})
+    later, *_ = policy.round(now=NOW, instance=rich, costs=COSTS)
+    assert later.model == "c"
+
+
+def test_who_stays_late_keeps_nobody_waiting_for_ever() -> None:
+    """Another model that is later by more than `patience_seconds` runs."""
+    policy = Appliance(patience_seconds=10.0)
+
+    first = [
+        policy.round(now=NOW, instance=running("a", batches=due), costs=COSTS)[0].model
+        for due in ({"a": -5.0, "b": -14.0}, {"a": -5.0, "b": -16.0})
+    ]
+
+    assert first == ["a", "b"]
+
+
+def test_a_model_with_too_much_to_do_starves_nobody() -> None:
+    """While more is asked of one model than the instance can do, a request of another ends."""
+    floor = FloorDouble(
+        {name: ModelDouble(4, shape()) for name in "ab"}, max_batch=8, stranger=Appliance()
+    )
+    floor.start()
+    busy = [floor.ask(f"a{n}", "a", output=30) for n in range(20)]
+    for turn in range(2000):
+        if turn == 300:
+            other = floor.ask("b1", "b", output=10)
+        floor.now += 0.1
+        floor.work(0)
+        if sum(life.outcome is None for life in busy) < 20:
+            busy.append(floor.ask(f"a{len(busy)}", "a", output=30))
+
+    assert other.outcome is not None
+
+
+def test_without_anybody_else_a_turn_is_long() -> None:
+    """Nobody is waited for."""
+    view = running("a", batches={"a": 5.0})
+
+    (turn,) = Appliance(enough=ALWAYS, longest_turn_seconds=40.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
+
+    assert turn.quota_seconds == 40.0
+
+
+def test_what_is_in_place_may_begin_later() -> None:
+    """A model whose weights are there needs no time for its switch."""
+    view = instance_view(
+        batches=(batch_view("a", deadline=NOW + 50), batch_view("b", deadline=NOW + 20)),
+        current="a",
+        resident=["a", "b"],
+    )
+
+    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.quota_seconds == pytest.approx(19.0)
+
+
+def test_a_turn_goes_to_who_can_run() -> None:
+    """A batch whose KV is on its way is nobody's turn, and hurries nobody."""
+    view = instance_view(
+        batches=(batch_view("a", runnable=0, deadline=NOW), batch_view("b", deadline=NOW + 9)),
+    )
+
+    first, *outlook = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.model == "b"
+    assert first.quota_seconds == Appliance().longest_turn_seconds
+    assert [turn.model for turn in outlook] == ["a"]
+
+
+def test_a_prompt_that_cannot_begin_costs_no_turn() -> None:
+    """When the prompt that is next has to wait for room, those that can decode do."""
+    view = instance_view(
+        groups=(group_view("a", deadline=NOW),),
+        batches=(batch_view("b", deadline=NOW + 9), batch_view("c", deadline=NOW + 8)),
+    )
+
+    first, *_ = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+
+    assert first.model == "c"
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_prompts_of_who_runs_next_come_first() -> None:
+    """Then the most urgent ones; the instance prefills if its next model has prompts."""
+    view = instance_view(
+        groups=(
+            group_view("b", deadline=NOW + 9),
+            group_view("c", deadline=NOW + 8),
+            group_view("a", deadline=NOW + 10),
+        ),
+        batches=(batch_view("a", deadline=NOW + 30),),
+        current="a",
+        resident=["a"],
+    )
+    policy = Appliance(enough=ALWAYS)
+
+    assert policy.admit(now=NOW, instance=view, costs=COSTS) == [2, 1, 0]
+    ordered = instance_view(
+        groups=(
+            group_view("a", deadline=NOW + 10),
+            group_view("c", deadline=NOW + 8),
+        ),
+        batches=view.batches,
+        current="a",
+        resident=["a"],
+    )
+    assert policy.phase(now=NOW, instance=ordered, costs=COSTS) is Phase.PREFILL
+
+
+def test_others_prompts_wait_while_there_is_time() -> None:
+    """A prompt of another model that is not due yet does not interrupt."""
+    view = instance_view(
+        groups=(group_view("b", deadline=NOW + 9),),
+        batches=(batch_view("a", deadline=NOW + 30),),
+        current="a",
+        resident=["a"],
+    )
+
+    assert Appliance(enough=ALWAYS).phase(now=NOW, instance=view, costs=COSTS) is Phase.DECODE
+
+
+def test_a_prompt_of_the_running_model_joins_at_once() -> None:
+    """It shares every step from then on."""
+    view = instance_view(groups=(group_view("a"),), current="a", turn="a", turn_began=NOW)
+
+    assert Appliance().preempt(now=NOW, instance=view, costs=COSTS) == 0.0
+
+
+def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
+    """Not before, and not within the shortest turn."""
+    view = instance_view(
+        groups=(group_view("b", tokens=1000, ttft=10.0, deadline=NOW + 10),),
+        batches=(batch_view("a", deadline=NOW + 50),),
+        current="a",
+        turn="a",
+        turn_began=NOW,
+        resident=["a"],
+    )
+    policy = Appliance(enough=ALWAYS, margin=0.1)
+
+    more = policy.preempt(now=NOW, instance=view, costs=COSTS)
+
+    assert more == pytest.approx(10.0 - 1.0 - 1.0 - 0.1)
+    late = instance_view(
+        groups=(group_view("b", tokens=1000, deadline=NOW),),
+        batches=view.batches,
+        current="a",
+        turn="a",
+        turn_began=NOW,
+        resident=["a"],
+    )
+    # No less than the switch to come takes, from when the turn began.
+    assert policy.preempt(now=NOW + 0.4, instance=late, costs=COSTS) == pytest.approx(0.6)
+    assert policy.preempt(now=NOW + 2.0, instance=late, costs=COSTS) == 0.0
+
+
+# --- chunks --------------------------------------------------------------------------------------
+
+
+def chunk(*, due: float, left: float, tbt: float = 0.1) -> int:
+    """Tokens of a prompt of 2000, due in `left` seconds, that are computed beside a batch that is
+    due in `due`."""
+    view = instance_view(
+        groups=(group_view("a", tokens=2000, deadline=NOW + left),),
+        batches=(batch_view("a", tbt=tbt, deadline=NOW + due),),
+        current="a",
+        resident=["a"],
+    )
+    return Appliance().batch(now=NOW, model="a", instance=view, costs=COSTS).chunk_tokens
+
+
+def test_a_prompt_beside_others_is_computed_in_parts() -> None:
+    """A step of 10 ms and a part of the prompt, at 0.1 ms a token, fit what was promised: 90 % of
+    it."""
+    assert chunk(due=0.05, left=1.0) == 800
+    assert chunk(due=0.05, left=1.0, tbt=0.05) == 350
+
+
+def test_a_prompt_that_is_in_a_hurry_is_computed_whole() -> None:
+    """If those who decode can wait for it; and always where a step leaves no time, or nobody
+    decodes."""
+    assert chunk(due=5.0, left=0.1) == 0
+    assert chunk(due=0.05, left=0.1) == 800
+    assert chunk(due=0.05, left=1.0, tbt=0.012) == 0
+    alone = instance_view(groups=(group_view("a", tokens=2000),), resident=["a"])
+    limits = Appliance().batch(now=NOW, model="a", instance=alone, costs=COSTS)
+    assert limits.chunk_tokens == 0
+
+
+# --- where requests go ---------------------------------------------------------------------------
+
+
+def chosen(policy: Appliance, *views: InstanceView) -> PrefillChoice:
+    return policy.prefill(now=NOW, request=request_view("a"), instances=views, costs=COSTS)
+
+
+def test_a_request_joins_its_model() -> None:
+    """There it costs its prompt only; in the group that waits, if there is one. So it is where
+    there are more models than instances."""
+    busy = instance_view(0, groups=(group_view("b"), group_view("a")), resident=["a", "b"])
+    other = instance_view(1, batches=(batch_view("c"), batch_view("d")), resident=["c", "d"])
+
+    assert chosen(Appliance(), other, busy) == PrefillChoice(instance=0, group=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [(RequestClass.INTERACTIVE, 1), (RequestClass.BATCH, 0)]
+)
+def test_classes_wait_in_groups_of_their_own(kind: RequestClass, group: int) -> None:
+    """Who is waited for does not stand in line behind batch work of the same model."""
+    view = instance_view(groups=(group_view("a", 900, interactive=0), group_view("a", 2)))
+    request = request_view("a", kind=kind)
+
+    choice = Appliance().prefill(now=NOW, request=request, instances=[view], costs=COSTS)
+
+    assert choice == PrefillChoice(instance=view.id, group=group)
+
+
+def test_the_first_of_a_class_begins_a_group() -> None:
+    """Batch work that waits is not joined."""
+    view = instance_view(groups=(group_view("a", 900, interactive=0),))
+
+    assert chosen(Appliance(), view) == PrefillChoice(instance=view.id)
+
+
+def test_a_request_goes_where_nothing_is_done() -> None:
+    """While there are fewer models than instances a switch is all it costs."""
+    busy = instance_view(0, batches=(batch_view("a"),), resident=["a"])
+
+    assert chosen(Appliance(), busy, instance_view(1)) == PrefillChoice(instance=1)
+
+
+def test_a_request_leaves_its_model_when_that_is_swamped() -> None:
+    """Where much more is to be done first, a switch and steps of its own are cheaper."""
+    batches = tuple(batch_view(name) for name in "abcdef")
+    busy = instance_view(0, batches=batches, resident=["a"])
+
+    assert chosen(Appliance(), busy, instance_view(1)) == PrefillChoice(instance=1)
+
+
+def test_among_equals_weights_in_place_decide() -> None:
+    """An instance that has the model on its device needs no load."""
+    plain, holder = instance_view(0), instance_view(1, resident=["a"])
+
+    assert chosen(Appliance(), plain, holder) == PrefillChoice(instance=1)
+
+
+def test_what_is_known_of_an_instance_is_kept_until_somebody_comes_or_goes() -> None:
+    """Tokens change nothing about where requests go; a new roster does."""
+    policy = Appliance()
+    few = instance_view(0, batches=(batch_view("b"), batch_view("c")), roster=1)
+    many = instance_view(1, batches=tuple(batch_view(name) for name in "bcdefg"), roster=1)
+    assert chosen(policy, few, many).instance == 0
+
+    swapped = instance_view(0, batches=many.batches, roster=1), instance_view(1, roster=1)
+    assert chosen(policy, *swapped).instance == 0
+    told = instance_view(0, batches=many.batches, roster=2), instance_view(1, roster=2)
+    assert chosen(policy, *told).instance == 1
+
+
+def test_a_request_looks_at_a_few_instances_anew() -> None:
+    """Of those where somebody came or went the one that had the last request, so that a burst does
+    not go there whole, and the one looked at longest ago; the others by and by."""
+    policy = Appliance()
+    crowd = tuple(batch_view(name) for name in "bcdefghi")
+    light, heavy = crowd[:2], crowd
+    views = [instance_view(n, batches=light, roster=1) for n in range(4)]
+    assert chosen(policy, *views).instance == 0
+
+    grown = [instance_view(n, batches=heavy, roster=2) for n in range(4)]
+    assert chosen(policy, *grown).instance == 2  # 0 and 1 are known to be crowded now
+    grown[3] = instance_view(3, batches=(), roster=3)
+    assert chosen(policy, *grown).instance == 3
+
+
+def test_estimates_are_renewed_a_few_at_a_time() -> None:
+    """What is expected of a model is looked up anew after half a minute, the oldest first."""
+    policy, models = Appliance(), [f"m{n}" for n in range(40)]
+    floor = floor_view(2, *[model_view(name) for name in models])
+    asked = [request_view(name) for name in models]
+    for number, request in enumerate(asked):
+        view = instance_view(0, roster=number)
+        policy.prefill(now=NOW, request=request, instances=[view], costs=COSTS)
+    dear = CountingCosts(step=0.01, per_token=0.0001, switch=1.0)
+
+    policy.place(now=NOW + 29, floor=floor, costs=dear)
+    assert dear.asked == []
+    policy.place(now=NOW + 31, floor=floor, costs=dear)
+    assert dear.asked == models[:3]
+    policy.place(now=NOW + 32, floor=floor, costs=dear)
+    assert dear.asked == models[:6]
+
+
+def test_a_model_that_is_gone_is_forgotten() -> None:
+    """Nothing is known of it that could be looked up anew."""
+
+    class Catalogue(FixedCosts):
+        def prefill_seconds(self, model: str, tokens: int) -> float:
+            return {"a": 1.0, **later}[model]
+
+    later = {"gone": 1.0}
+    policy, costs = Appliance(), Catalogue()
+    floor = floor_view(1, model_view("a"))
+    for model in ("a", "gone"):
+        asked = request_view(model)
+        policy.prefill(now=NOW, request=asked, instances=floor.instances, costs=costs)
+    later.clear()
+
+    for seconds in (31, 32, 63):
+        placed = policy.place(now=NOW + seconds, floor=floor, costs=costs)
+        assert len(placed) == 1
+
+
+def test_a_request_decodes_where_its_kv_is() -> None:
+    """Unless that instance does not decode any more."""
+    views = [instance_view(0), instance_view(1)]
+
+    assert Appliance().decode(prefilled_on=1, instances=views) == 1
+    assert Appliance().decode(prefilled_on=7, instances=views) == 0
+
+
+# --- on the machine ------------------------------------------------------------------------------
+
+
+def test_the_next_model_is_brought_in_while_one_runs() -> None:
+    """What the outlook names is prefetched, and found in place when its turn comes."""
+    models = {name: ModelDouble(4, shape()) for name in "abc"}
+    floor = FloorDouble(models, stranger=Appliance(), slabs=14)
+    floor.start()
+    floor.settle()
+    for name in "abc":
+        floor.ask(f"{name}1", name, output=60)
+    floor.settle()
+
+    assert floor.commands(PrefetchModel)
+    assert {life.outcome for life in floor.world.lives.values()} == {"length"}
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_parameters_have_bounds(value: float) -> None:
+    """A turn that is no time at all cannot be asked for."""
+    import msgspec
+
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"shortest_turn_seconds": value}, Appliance)

@@ -1,0 +1,391 @@
+"""The machine under random loads, cancellations and losses, against instances that check it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from appliance.scheduling.lifecycle import KvPlace, Stage
+from appliance.scheduling.machine import MAX_BUILD_LOSSES
+from appliance.scheduling.wait_reasons import wait_reason
+from appliance.vocabulary import (
+    BuildModel,
+    ModelChanged,
+    ModelDismissed,
+    ModelRemoved,
+    ModelWanted,
+    PrefetchModel,
+    RequestClass,
+    RunPrefill,
+    RunTurn,
+    Ticked,
+    TurnEnded,
+)
+from tests.unit.doubles.floor import SLO, FloorDouble, shape
+from tests.unit.doubles.instance import ModelDouble
+from tests.unit.plugins.whimsical import Whimsical
+
+POLICIES = ["serverlessllm", "aegaeon"]
+WHIMSICAL = "whimsical"
+
+
+def models(count: int) -> dict[str, ModelDouble]:
+    """Models of different weights and KV shapes; about three of them fit 24 slabs."""
+    return {
+        f"m{index}": ModelDouble(
+            4 + index % 3, shape(3 + index % 3, 1 + index % 2, 300 + 450 * (index % 3))
+        )
+        for index in range(count)
+    }
+
+
+class BusyFloor(RuleBasedStateMachine):
+    """Anything may happen at any time; books balance, promises hold, and in the end all end."""
+
+    @initialize(
+        policy=st.sampled_from([*POLICIES, WHIMSICAL]),
+        seed=st.integers(0, 2**32),
+        instances=st.integers(1, 3),
+        count=st.integers(1, 5),
+        host_slabs=st.sampled_from([36, 44, 60, 160]),
+        pinned=st.booleans(),
+        caching=st.booleans(),
+        fragmentation=st.integers(0, 2),
+        steps=st.integers(1, 6),
+        max_batch=st.integers(1, 8),
+    )
+    def open(
+        self,
+        policy: str,
+        seed: int,
+        instances: int,
+        count: int,
+        host_slabs: int,
+        pinned: bool,
+        caching: bool,
+        fragmentation: int,
+        steps: int,
+        max_batch: int,
+    ) -> None:
+        self.floor = FloorDouble(
+            models(count),
+            policy="aegaeon" if policy == WHIMSICAL else policy,
+            stranger=Whimsical(seed) if policy == WHIMSICAL else None,
+            instances=instances,
+            slabs=24,
+            host_slabs=host_slabs,
+            kv_floor_slabs=30,
+            pinned=["m0"] if pinned else [],
+            max_batch=max_batch,
+        )
+        self.caching = caching
+        self.fragmentation = fragmentation
+        self.steps = steps
+        self.asked = 0
+        self.losses = 0
+        self.dying: set[int] = set()
+        """Instances whose workers are being ended."""
+        self.emptied = False
+        """Whether there was a time without any instance."""
+        self.whims = policy == WHIMSICAL
+        self.rosters: dict[int, tuple[int, tuple[frozenset[str], ...]]] = {}
+        """What each instance was seen with last: its roster, and who is in which group or batch."""
+        self.floor.start()
+        self.tune()
+
+    def tune(self) -> None:
+        for instance in self.floor.up.values():
+            instance.fragmentation = self.fragmentation
+            instance.caching = self.caching
+            instance.steps_per_turn = self.steps
+
+    @rule(
+        data=st.data(),
+        prompt=st.integers(1, 120),
+        output=st.integers(0, 60),
+        kind=st.sampled_from(RequestClass),
+    )
+    def ask(self, data: st.DataObject, prompt: int, output: int, kind: RequestClass) -> None:
+        model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
+        limit = data.draw(st.integers(output, 100)) if output else 0  # its prompt is embedded
+        name = f"r{self.asked}"
+        self.floor.ask(name, model, prompt=prompt, output=output, limit=limit, kind=kind)
+        self.asked += 1
+
+    @rule(seconds=st.sampled_from([0.002, 1.5]))
+    def wait(self, seconds: float) -> None:
+        """Time passes; whoever asked to be woken is."""
+        self.floor.now += seconds
+        self.floor.tell(Ticked())
+
+    @rule(policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32), whim=st.booleans())
+    def change_policy(self, policy: str, seed: int, whim: bool) -> None:
+        """Another stack answers from now on."""
+        self.whims |= whim
+        self.floor.set_policy([policy], Whimsical(seed) if whim else None)
+
+    @precondition(lambda self: self.floor.machine.models)
+    @rule(data=st.data(), wanted=st.booleans())
+    def want_or_dismiss(self, data: st.DataObject, wanted: bool) -> None:
+        """An operator wants a model on a device, or off all of them."""
+        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
+        self.floor.tell(ModelWanted(model=model) if wanted else ModelDismissed(model=model))
+
+    @precondition(lambda self: self.floor.machine.models)
+    @rule(data=st.data(), pinned=st.booleans(), draining=st.booleans())
+    def change_model(self, data: st.DataObject, pinned: bool, draining: bool) -> None:
+        """An operator has a model kept, or let go, and take requests, or none."""
+        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
+        self.floor.tell(
+            ModelChanged(model=model, slo=SLO, batch_slo=SLO, pinned=pinned, draining=draining)
+        )
+
+    @rule(pick=st.integers(0, 6), floor_slabs=st.sampled_from([0, 30, 36]), pinned=st.booleans())
+    def add_model(self, pick: int, floor_slabs: int, pinned: bool) -> None:
+        """A model joins, perhaps one that was there before, if its name is free."""
+        name = f"m{pick}"
+        if name not in self.floor.machine.models:
+            pins = {n for n, model in self.floor.machine.models.items() if model.pinned}
+            self.floor.add(name, models(7)[name], floor_slabs, pinned=pinned and not pins)
+            self.floor.world.unreadable.discard(name)
+
+    @precondition(lambda self: len(self.floor.machine.models) > 1)
+    @rule(data=st.data())
+    def remove_model(self, data: st.DataObject) -> None:
+        """A model leaves, whatever it does."""
+        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
+        if model not in self.floor.machine.leaving:
+            self.floor.tell(ModelRemoved(model=model))
+
+    @rule(number=st.integers(0, 2), pieces=st.integers(1, 30))
+    def work(self, number: int, pieces: int) -> None:
+        for _ in range(pieces):
+            self.floor.work(number)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.floor.cancel(f"r{data.draw(st.integers(0, self.asked - 1))}")
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), reads=st.booleans())
+    def stall_or_read_on(self, data: st.DataObject, reads: bool) -> None:
+        """A client takes nothing, or takes what was made."""
+        name = f"r{data.draw(st.integers(0, self.asked - 1))}"
+        self.floor.read_on(name) if reads else self.floor.stall(name)
+
+    @precondition(lambda self: self.floor.up)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.end_worker(data.draw(st.sampled_from(sorted(self.floor.up))))
+
+    def end_worker(self, number: int) -> None:
+        self.dying.discard(number)
+        self.floor.lose(number)
+        self.losses += 1
+
+    @rule(data=st.data(), at_once=st.booleans())
+    def quarantine(self, data: st.DataObject, at_once: bool) -> None:
+        """An instance is taken out of service, up or not; its worker ends sooner or later."""
+        number = data.draw(st.sampled_from(sorted(self.floor.machine.instances)))
+        self.floor.quarantine(number)
+        self.emptied |= self.floor.machine.floor.all_quarantined()
+        if number in self.floor.up:
+            self.dying.add(number)
+            if at_once:
+                self.end_worker(number)
+
+    @rule(number=st.integers(0, 2))
+    def release(self, number: int) -> None:
+        if number in self.floor.machine.instances:
+            self.floor.release(number)
+
+    @precondition(lambda self: not self.floor.world.unreadable)
+    @rule(data=st.data())
+    def lose_files(self, data: st.DataObject) -> None:
+        """From now on the model can be loaded only from an image in the host tier."""
+        model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
+        self.floor.world.unreadable.add(model)
+
+    @precondition(lambda self: self.asked and self.floor.up)
+    @rule(data=st.data())
+    def defer(self, data: st.DataObject) -> None:
+        """A prompt will not fit, once, though its room was granted."""
+        name = f"r{data.draw(st.integers(0, self.asked - 1))}"
+        self.floor.up[data.draw(st.sampled_from(sorted(self.floor.up)))].deferring.add(name)
+
+    @rule(number=st.integers(0, 2))
+    def swap_ends(self, number: int) -> None:
+        """A swap outwards is over before anybody waits for it."""
+        instance = self.floor.up.get(number)
+        for event in [] if instance is None else instance.end_leaving():
+            self.floor.tell(event)
+
+    @rule(number=st.integers(0, 2))
+    def come_back(self, number: int) -> None:
+        instance = self.floor.machine.instances.get(number)
+        if instance is not None and instance.quarantine is None and not instance.up:
+            self.floor.start(number)
+            self.tune()
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        """The machine knows exactly the requests that have no outcome."""
+        open_lives = {n for n, life in self.floor.world.lives.items() if life.outcome is None}
+        assert set(self.floor.machine.requests) == open_lives
+
+    @invariant()
+    def no_work_is_given_to_the_quarantined(self) -> None:
+        """Of what an event ordered, nothing begins on an instance that is out of service, nor on
+        one that was released while its worker was still being ended."""
+        for command in self.floor.journal[-1][2] if self.floor.journal else []:
+            if isinstance(command, BuildModel | RunPrefill | RunTurn | PrefetchModel):
+                assert self.floor.machine.instances[command.instance].quarantine is None
+                assert command.instance not in self.dying
+
+    @invariant()
+    def who_waits_could_be_served(self) -> None:
+        """Nobody waits for instances that all are out of service and without a worker."""
+        waiting = [r for r in self.floor.machine.requests.values() if r.stage is Stage.UNPLACED]
+        assert not waiting or not self.floor.machine.floor.all_quarantined()
+
+    @invariant()
+    def every_wait_has_a_reason(self) -> None:
+        """Who is in no job can say why, and that changes nothing."""
+        for request in self.floor.machine.requests.values():
+            reason = wait_reason(self.floor.machine, request, self.floor.now)
+            assert reason is not None or request.stage in (Stage.RUNNING, Stage.PREFILLING)
+
+    @invariant()
+    def who_is_held_is_in_nobody_s_way(self) -> None:
+        """It is in no batch, and its KV is on no device, or on its way from there."""
+        for request in self.floor.machine.requests.values():
+            if request.stage is Stage.HELD:
+                assert request.stalled
+                assert request.batch is None
+                assert request.kv in (KvPlace.LEAVING, KvPlace.HOST)
+
+    @invariant()
+    def preempted_is_not_recomputed(self) -> None:
+        """Without losses a prompt is computed once, however often its request is preempted."""
+        if not self.losses:
+            assert all(life.prefills <= 1 for life in self.floor.world.lives.values())
+
+    @invariant()
+    def a_roster_tells_who_came_or_went(self) -> None:
+        """Whoever derived something from it has to look again only if it is another."""
+        for number, instance in self.floor.machine.instances.items():
+            holders = [*instance.groups, *instance.batches.values()]
+            members = tuple(frozenset(holder.members) for holder in holders)
+            roster, before = self.rosters.get(number, (-1, ()))
+            assert instance.roster != roster or set(members) == set(before)
+            self.rosters[number] = instance.roster, members
+
+    def teardown(self) -> None:
+        if not hasattr(self, "floor"):
+            return
+        for number in sorted(self.dying):
+            self.end_worker(number)
+        for number in self.floor.machine.instances:
+            self.floor.release(number)
+            self.come_back(number)
+        self.floor.settle()
+        while self.floor.machine.foreman.host_queue:  # who is held keeps nobody from that
+            self.wait(1.5)
+            assert self.floor.settle()
+        held = dict(self.floor.machine.requests)
+        assert all(request.stage is Stage.HELD for request in held.values())
+        for name in held:
+            self.floor.read_on(name)
+        self.floor.settle()
+        assert not self.floor.machine.requests
+        ended = {"stop", "length"}
+        allowed = (
+            ended
+            | {"cancelled", "model_draining", "model_removed", "model_not_found"}
+            | ({"overloaded"} if self.whims else set())
+            | ({"no_instance"} if self.emptied else set())
+        )
+        if self.losses >= MAX_BUILD_LOSSES:
+            allowed.add("model_failed")
+        unreadable = self.floor.world.unreadable
+        for life in self.floor.world.lives.values():
+            failed = {"model_failed"} if life.model in unreadable else set()
+            assert life.outcome in allowed | failed
+            done = life.prefills > 0 if life.pooled else life.produced == life.output_tokens
+            assert (life.outcome in ended) == done
+        assert self.floor.machine.host.kv_slabs == 0
+        assert not self.floor.machine._zombies
+        assert not self.floor.machine.leaving
+        for instance in self.floor.machine.instances.values():
+            assert instance.engines.keys() == self.floor.machine.models.keys()
+
+
+def test_anything_may_happen() -> None:
+    """Random arrivals, work, cancellations, losses and returns break no promise."""
+    run_state_machine_as_test(
+        BusyFloor,
+        settings=settings(
+            max_examples=100,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(seed=st.integers(0, 2**32), instances=st.integers(1, 3))
+@settings(max_examples=15, deadline=None)
+def test_no_request_starves(policy: str, seed: int, instances: int) -> None:
+    """Between two steps of a request that could run, no more happens than one round: at most one
+    turn and one group of prompts of every model on its instance (serverlessllm: until the others
+    are done)."""
+    floor = FloorDouble(models(5), policy=policy, instances=instances, slabs=24, host_slabs=300)
+    floor.start()
+    for index in range(30):
+        pick = (seed >> (index % 24)) + index
+        floor.ask(f"r{index}", f"m{pick % 5}", prompt=1 + pick % 60, output=5 + pick % 30)
+    floor.settle()
+    assert not floor.machine.requests
+    if policy == "serverlessllm":
+        return
+    waits: dict[str, int] = {}
+    for _, event, commands in floor.journal:
+        if isinstance(event, TurnEnded):
+            for name in waits:
+                waits[name] += 1
+        for command in commands:
+            if isinstance(command, RunTurn):
+                for name in command.requests:
+                    assert waits.pop(name, 0) <= 3 * 5 * instances
+                    waits[name] = 0
+        waits = {n: w for n, w in waits.items() if n in floor.world.lives}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_gives_the_same_commands(policy: str) -> None:
+    """The machine depends on nothing but events and their times."""
+    floor = FloorDouble(models(5), policy=policy, instances=2, slabs=24)
+    floor.start()
+    for index in range(40):
+        floor.ask(f"r{index}", f"m{index % 5}", prompt=index + 1, output=1 + index * 7 % 50)
+        floor.work(index % 2)
+        if index == 20:
+            floor.lose(1)
+            floor.start(1)
+    floor.settle()
+    again = FloorDouble(models(5), policy=policy, instances=2, slabs=24).machine
+
+    replayed = [again.handle(event, now) for now, event, _ in floor.journal]
+
+    assert replayed == [commands for _, _, commands in floor.journal]
