@@ -27,7 +27,7 @@ from appliance.access.admission import Admission
 from appliance.access.auth import Access
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.service.front_frames import VERSION, Enter, Hello, Ready, Submit
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from benchmarks.provenance import made_on_cpu
 from tests.unit.doubles.daemon import Box, Limits, setup_of, small
 from tests.unit.doubles.instance import Life
@@ -88,16 +88,16 @@ class Forwarding:
     async def forward(self) -> tuple[int, float]:
         """Until all streams are over: how many tokens, and seconds of the processor."""
         tokens, seconds = 0, 0.0
-        decoders = {number: wire.decoder_of_reports() for number in self.box.workers}
+        decoders = {number: frames.decoder_of_reports() for number in self.box.workers}
         while True:
             steps: list[tuple[int, bytes]] = []
-            others: list[tuple[int, wire.Up]] = []
+            others: list[tuple[int, frames.Up]] = []
             for number, worker in self.box.workers.items():
                 assert worker.double is not None
                 if worker.double.busy:
                     self.box.now += 0.001
                     for message in worker.work():
-                        if isinstance(message, wire.Tokens):
+                        if isinstance(message, frames.Tokens):
                             steps.append((number, framing.encode(message)))
                             tokens += len(message.produced)
                         else:

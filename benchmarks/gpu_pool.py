@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from appliance.engines.protocol import SequenceSpec
 from appliance.memory.host_tier import HostTier
 from appliance.platform import gpus
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.rank_messages import Seat
 from benchmarks.provenance import made
 
@@ -171,8 +171,8 @@ def pooled(
     host = HostTier.create(host_slabs * SLAB)
     from appliance.worker.engines import engines
 
-    configuration = wire.Configure(
-        version=wire.PROTOCOL_VERSION,
+    configuration = frames.Configure(
+        version=frames.PROTOCOL_VERSION,
         instance=0,
         cpus="auto",
         slabs=slabs,
@@ -188,7 +188,7 @@ def pooled(
     offset = 0
     for path in paths:
         began = time.perf_counter()
-        model = build(wire.WorkerModel(path.name, str(path), "bfloat16", CONTEXT, BATCH))
+        model = build(frames.WorkerModel(path.name, str(path), "bfloat16", CONTEXT, BATCH))
         places = [offset + slab * SLAB for slab in range(model.weight_slabs)]
         model.store_weights(places, fill=True)
         offset += len(places) * SLAB

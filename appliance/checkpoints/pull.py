@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from appliance.checkpoints import delete as deletions
+from appliance.checkpoints import delete
 from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
 from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.checkpoints.safetensors import read_header, verify_sums
@@ -76,7 +76,7 @@ def pull(
     if target.exists():
         if not _came_from(source, found, target, tell):
             raise PullError(f"{target} is there already: give another name, or remove it first")
-        deletions.take_back(target)
+        delete.take_back(target)
         return Pulled(model, target, _verified(model, target, tell))
     with _part(folder / f".{target.name}.part") as part:
         _fetch(source, found, part, tell)
@@ -84,7 +84,7 @@ def pull(
         entry = _verified(model, part, tell)
         shutil.rmtree(part / ".hub", ignore_errors=True)
         _sync(part)
-        deletions.take_back(target)  # of another that had the name
+        delete.take_back(target)  # of another that had the name
         part.rename(target)
     _sync(folder)
     return Pulled(model, target, entry)

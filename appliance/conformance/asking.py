@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.conformance.scenes import Question
-from appliance.policies import validation as answers
+from appliance.policies import validation
 from appliance.policies.guard import hook_callers
 
 SLOW_SECONDS = 1.0
@@ -56,7 +56,7 @@ class Asker:
         answer, wrong, trace = None, "", ""
         began = perf_counter()
         try:
-            answer = answers.settled(self._callers[question.hook](**question.views))
+            answer = validation.settled(self._callers[question.hook](**question.views))
             seconds = perf_counter() - began
             if answer is not None:
                 wrong = _check(question, answer) or ""
@@ -75,6 +75,6 @@ def _fingerprint(views: Mapping[str, object]) -> bytes:
 
 
 def _check(question: Question, answer: object) -> str | None:
-    check: Callable[..., str | None] = getattr(answers, question.hook)
+    check: Callable[..., str | None] = getattr(validation, question.hook)
     names = list(signature(check).parameters)[1:]
     return check(answer, **{name: question.views[name] for name in names})

@@ -112,7 +112,7 @@ from appliance.vocabulary import (
     TokenCount,
     TokensProduced,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.process import WorkerProcess
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Daemon:
         self._alarm_at: float | None = None
         self._known: dict[InstanceId, set[RequestId]] = {}
         self._switches = Switches(self.metrics_of_run, self.feed)
-        self._pools: dict[InstanceId, wire.PoolReport] = {}
+        self._pools: dict[InstanceId, frames.PoolReport] = {}
         self._traces = traces
         self._times = Timekeeper(keeps_stretches=traces is not None)
         self._spans = Spans(list(self.machine.instances), lambda: time.time() - clock())
@@ -222,8 +222,8 @@ class Daemon:
             self.metrics_of_run.declare(name)
         self.workers = {
             number: WorkerProcess(
-                wire.Configure(
-                    version=wire.PROTOCOL_VERSION,
+                frames.Configure(
+                    version=frames.PROTOCOL_VERSION,
                     instance=number,
                     cpus=cpus[number],
                     slabs=pool_slabs,
@@ -748,24 +748,24 @@ class Daemon:
             log.exception("the journal ends here")
             self._journal = None
 
-    def _on_message(self, message: wire.Up) -> None:
+    def _on_message(self, message: frames.Up) -> None:
         self._heard = self._clock()
         match message:
-            case wire.Hello():
+            case frames.Hello():
                 log.info("instance %d is up (pid %d)", message.instance, message.pid)
                 self._known[message.instance] = set()
                 self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
                 self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
                 self._guides.greeted()
-            case wire.Tokens():
+            case frames.Tokens():
                 self._on_tokens(message)
-            case wire.PoolReport():
+            case frames.PoolReport():
                 self._pools[message.instance] = message
-            case wire.Verified():
+            case frames.Verified():
                 self._verifications.answered(message)
-            case wire.GuidePrepared():
+            case frames.GuidePrepared():
                 self._guides.answered(message)
-            case wire.SlabsTold():
+            case frames.SlabsTold():
                 self._slab_questions.answered(message)
             case _:
                 self._observe(message)
@@ -792,7 +792,7 @@ class Daemon:
         if not self._broken:
             self.on_failure(error)
 
-    def _on_tokens(self, message: wire.Tokens) -> None:
+    def _on_tokens(self, message: frames.Tokens) -> None:
         """Every token of every request comes by here: what can be counted once for the whole frame
         is."""
         now = self._clock()
@@ -888,7 +888,7 @@ class Daemon:
         self._send(command)
 
     @_perform.register
-    def _(self, command: Finish) -> None:
+    def _perform_finish(self, command: Finish) -> None:
         stream = self._forget(command.request)
         cancelled = command.reason is FinishReason.CANCELLED
         reason = stream.cancel_reason if cancelled else command.reason
@@ -903,7 +903,7 @@ class Daemon:
         self._end(stream, reason)
 
     @_perform.register
-    def _(self, command: Reject) -> None:
+    def _perform_reject(self, command: Reject) -> None:
         stream = self._forget(command.request)
         self.feed.tell(
             NoticeKind.REQUEST_REJECTED,
@@ -948,44 +948,44 @@ class Daemon:
         return stream
 
     @_perform.register
-    def _(self, command: RunPrefill) -> None:
+    def _perform_run_prefill(self, command: RunPrefill) -> None:
         self._introduce_prompt(command.instance, command.model, command.request)
         self._switches.runs(command.instance, command.model, "prefill")
         self._send(command)
 
     @_perform.register
-    def _(self, command: RunTurn) -> None:
+    def _perform_run_turn(self, command: RunTurn) -> None:
         for prompt in command.prompts:
             self._introduce_prompt(command.instance, command.model, prompt)
         self._switches.runs(command.instance, command.model, "turn")
         self._send(command)
 
     @_perform.register
-    def _(self, command: MoveKv) -> None:
+    def _perform_move_kv(self, command: MoveKv) -> None:
         if command.direction is Direction.IN:
             for kv_move in command.moves:
                 self._introduce(command.instance, kv_move.request)
         self._send(command)
 
     @_perform.register
-    def _(self, command: Release) -> None:
+    def _perform_release(self, command: Release) -> None:
         self._known[command.instance].discard(command.request)
         self._send(command)
 
     @_perform.register
-    def _(self, command: PrefetchModel) -> None:
+    def _perform_prefetch_model(self, command: PrefetchModel) -> None:
         self._switches.prefetches(command.instance, command.model)
         self._send(command)
 
     @_perform.register
-    def _(self, command: EvictModel) -> None:
+    def _perform_evict_model(self, command: EvictModel) -> None:
         self._switches.evicts(command.instance, command.model)
         self._send(command)
 
     def _send(self, command: Command) -> None:
         self.workers[command.instance].send(command)  # type: ignore[attr-defined,arg-type]
 
-    def _send_to(self, instance: InstanceId, message: wire.Down) -> None:
+    def _send_to(self, instance: InstanceId, message: frames.Down) -> None:
         self.workers[instance].send(message)
 
     def _introduce(self, instance: InstanceId, request: RequestId) -> None:
@@ -993,7 +993,7 @@ class Daemon:
         if request not in self._known[instance]:
             self._known[instance].add(request)
             sequence = self._streams[request].sequence()
-            self.workers[instance].send(wire.AddSequence(sequence))
+            self.workers[instance].send(frames.AddSequence(sequence))
 
     def _introduce_prompt(self, instance: InstanceId, model: ModelName, request: RequestId) -> None:
         """The worker is about to compute a prompt, and the output that others produced of it."""

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from appliance.engines.protocol import GuideRefused
 from appliance.vocabulary import InstanceId, ModelName
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 COMPILE_SECONDS: Final = 60.0
 """How long a guide may take, the model's tokenizer and the guides before it included; and how long
@@ -32,7 +32,7 @@ class GuideUnanswered(Exception):
 class GuideChecks:
     """The questions that are open. Used on one event loop."""
 
-    def __init__(self, send: Callable[[InstanceId, wire.PrepareGuide], None]) -> None:
+    def __init__(self, send: Callable[[InstanceId, frames.PrepareGuide], None]) -> None:
         self._send = send
         self._asked = 0
         self._open: dict[tuple[InstanceId, int], _Answer] = {}
@@ -64,7 +64,7 @@ class GuideChecks:
         for instance in instances:
             answer: _Answer = asyncio.get_running_loop().create_future()
             answers[instance] = self._open[instance, number] = answer
-            self._send(instance, wire.PrepareGuide(number, model, body))
+            self._send(instance, frames.PrepareGuide(number, model, body))
         try:
             if answers:
                 await asyncio.wait(answers.values(), timeout=COMPILE_SECONDS)
@@ -93,7 +93,7 @@ class GuideChecks:
         self._greeted.set()
         self._greeted = asyncio.Event()
 
-    def answered(self, message: wire.GuidePrepared) -> None:
+    def answered(self, message: frames.GuidePrepared) -> None:
         """A worker answers; too late is as good as never."""
         answer = self._open.pop((message.instance, message.number), None)
         if answer is not None:

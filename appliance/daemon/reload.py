@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from appliance.checkpoints import delete as deletions
+from appliance.checkpoints import delete
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.pull import folder_name, pull
 from appliance.checkpoints.sources import Tell, find_source
@@ -187,12 +187,12 @@ class LiveConfig:
             if folder is not None and any(_has(model, folder) for model in [*others, *read]):
                 folder = None
             if folder is not None:
-                await asyncio.to_thread(deletions.intend, folder)
+                await asyncio.to_thread(delete.intend, folder)
             try:
                 await self._write(_text(rows))
             except NotSaved:
                 if folder is not None:
-                    await asyncio.to_thread(deletions.take_back, folder)
+                    await asyncio.to_thread(delete.take_back, folder)
                 raise
             gone = self._daemon.remove_model(name, force=force)
             self._running = msgspec.structs.replace(self._running, models=others)
@@ -208,7 +208,7 @@ class LiveConfig:
         if folder := self._running.catalog.folder:
             models = self._running.models
             wanted = lambda left: any(_has(model, left.resolve()) for model in models)  # noqa: E731
-            await asyncio.to_thread(deletions.finish, Path(folder), wanted)
+            await asyncio.to_thread(delete.finish, Path(folder), wanted)
 
     def removal(self, name: ModelName) -> ModelActivity | None:
         deletion = self._deletions.get(name)
@@ -284,14 +284,14 @@ class LiveConfig:
                 for model in (*self._running.models, *found.models):
                     if _has(model, folder):
                         raise OSError(f"{model.name} has it")  # by a file that was changed
-                await asyncio.to_thread(deletions.set_aside, folder)
-            await asyncio.to_thread(deletions.delete, folder)
+                await asyncio.to_thread(delete.set_aside, folder)
+            await asyncio.to_thread(delete.delete, folder)
         except FileNotFoundError:  # somebody else did
-            await asyncio.to_thread(deletions.take_back, folder)
+            await asyncio.to_thread(delete.take_back, folder)
             del self._deletions[name]
         except (OSError, ConfigError) as error:
             log.error("%s cannot be deleted: %s", folder, error)
-            await asyncio.to_thread(deletions.take_back, folder)
+            await asyncio.to_thread(delete.take_back, folder)
             self._deletions[name].failure = f"{folder} cannot be deleted: {error}"
         else:
             log.info("%s was deleted", folder)

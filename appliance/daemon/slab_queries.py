@@ -10,7 +10,7 @@ from typing import Final
 
 from appliance.service.interface import SlabsUnanswered
 from appliance.vocabulary import InstanceId, SlabMap
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 ANSWER_SECONDS: Final = 2.0
 """A worker takes milliseconds, unless its interpreter is held up."""
@@ -30,7 +30,7 @@ class SlabQuestions:
 
     def __init__(
         self,
-        send: Callable[[InstanceId, wire.TellSlabs], None],
+        send: Callable[[InstanceId, frames.TellSlabs], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._send = send
@@ -43,10 +43,10 @@ class SlabQuestions:
         question = self._open.get(instance)
         if question is None:
             question = self._open[instance] = _Question(now)
-            self._send(instance, wire.TellSlabs())
+            self._send(instance, frames.TellSlabs())
         elif now - question.asked_seconds >= ANSWER_SECONDS:  # the worker may have missed it
             question.asked_seconds = now
-            self._send(instance, wire.TellSlabs())
+            self._send(instance, frames.TellSlabs())
         # Who leaves, or waited for long enough, takes the answer from nobody else.
         await asyncio.wait([question.answer], timeout=ANSWER_SECONDS)
         if not question.answer.done():
@@ -55,7 +55,7 @@ class SlabQuestions:
             raise SlabsUnanswered(f"the worker of instance {instance} ended")
         return question.answer.result()
 
-    def answered(self, message: wire.SlabsTold) -> None:
+    def answered(self, message: frames.SlabsTold) -> None:
         """A worker answers: whoever waits is told, and whoever asks next asks anew."""
         question = self._open.pop(message.instance, None)
         if question is not None:

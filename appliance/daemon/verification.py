@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from appliance.engines.protocol import Verdict
 from appliance.vocabulary import InstanceId, ModelName
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 ANSWER_SECONDS: Final = 30.0
 """How long a worker may take, its job under way included."""
@@ -34,7 +34,7 @@ class Verifications:
 
     def __init__(
         self,
-        send: Callable[[InstanceId, wire.Verify], None],
+        send: Callable[[InstanceId, frames.Verify], None],
         images: Callable[[InstanceId], Images],
     ) -> None:
         self._send = send
@@ -51,7 +51,7 @@ class Verifications:
             answer: asyncio.Future[Verdicts | None] = asyncio.get_running_loop().create_future()
             questions[instance] = _Question(self._images(instance), answer)
             self._open[instance, number] = questions[instance]
-            self._send(instance, wire.Verify(number))
+            self._send(instance, frames.Verify(number))
         answers = {instance: question.answer for instance, question in questions.items()}
         try:
             if answers:
@@ -61,7 +61,7 @@ class Verifications:
                 self._open.pop((instance, number), None)
         return {i: answer.result() if answer.done() else None for i, answer in answers.items()}
 
-    def answered(self, message: wire.Verified) -> None:
+    def answered(self, message: frames.Verified) -> None:
         """A worker answers; too late is as good as never."""
         question = self._open.pop((message.instance, message.number), None)
         if question is None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from appliance import framing
 from appliance.frontend.calls import Call
-from appliance.service import front_frames as frontwire
+from appliance.service import front_frames
 from appliance.service.front_frames import (
     Abort,
     Admitted,
@@ -84,7 +84,7 @@ class Core(asyncio.Protocol):
     """The core, as a front end sees it. Frames leave in the order of the calls made here."""
 
     def __init__(self) -> None:
-        self._decoder = frontwire.decoder_for_front()
+        self._decoder = front_frames.decoder_for_front()
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
@@ -103,7 +103,7 @@ class Core(asyncio.Protocol):
     async def greet(self) -> Welcome:
         """Introduce this process; returns what it is configured with. Raises `ConnectionError` if
         the core ends the link before it answers."""
-        self.send(Hello(version=frontwire.VERSION, pid=os.getpid()))
+        self.send(Hello(version=front_frames.VERSION, pid=os.getpid()))
         return await self._welcome
 
     def send(self, frame: Up) -> None:
@@ -217,7 +217,7 @@ class Core(asyncio.Protocol):
         for frame in frames:
             self._take(frame)
 
-    def _take(self, frame: frontwire.Down) -> None:
+    def _take(self, frame: front_frames.Down) -> None:
         match frame:
             case Outputs():
                 self._deliver(frame.outputs)

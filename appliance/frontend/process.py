@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from appliance.frontend.core import Core
 from appliance.frontend.environment import import_vllm, prepare_environment
 from appliance.http.cors import Cors
-from appliance.service import front_frames as frontwire
+from appliance.service import front_frames
 from appliance.service.front_frames import Ping, Pong, Ready
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ async def _serve(frames: socket.socket, handover: socket.socket) -> int:
         welcome = await core.greet()
     except ConnectionError:
         return 0
-    if welcome.version != frontwire.VERSION:
+    if welcome.version != front_frames.VERSION:
         log.error(
             "the core speaks version %d of the frames, this front end %d: restart the appliance",
             welcome.version,
-            frontwire.VERSION,
+            front_frames.VERSION,
         )
         return 1
     import_vllm()  # before Ready pings are not expected: the loop may stand still

@@ -107,16 +107,16 @@ class Timekeeper:
         """A command was given. Most take no request's time."""
 
     @ordered.register
-    def _(self, command: LoadModel, now: float) -> None:
+    def _ordered_load_model(self, command: LoadModel, now: float) -> None:
         self._loads[command.instance, command.model] = (now, None)
 
     @ordered.register
-    def _(self, command: RunPrefill, now: float) -> None:
+    def _ordered_run_prefill(self, command: RunPrefill, now: float) -> None:
         self._interrupt(command.instance)
         self._run(command.request, command.instance, PREFILL, now)
 
     @ordered.register
-    def _(self, command: RunTurn, now: float) -> None:
+    def _ordered_run_turn(self, command: RunTurn, now: float) -> None:
         paused = self._paused.get(command.instance)
         if paused is not None and paused.model != command.model:
             self._interrupt(command.instance)
@@ -150,21 +150,21 @@ class Timekeeper:
         """A worker told of something. Most of it changes no request's phase."""
 
     @reported.register
-    def _(self, event: ModelLoaded, now: float) -> None:
+    def _reported_model_loaded(self, event: ModelLoaded, now: float) -> None:
         began, end = self._loads.get((event.instance, event.model), (now, now))
         if end is None:
             self._loads[event.instance, event.model] = (began, now)
 
     @reported.register
-    def _(self, event: PrefillDone, now: float) -> None:
+    def _reported_prefill_done(self, event: PrefillDone, now: float) -> None:
         self._leave(event.request, PREEMPTED, now)
 
     @reported.register
-    def _(self, event: PrefillDeferred, now: float) -> None:
+    def _reported_prefill_deferred(self, event: PrefillDeferred, now: float) -> None:
         self._leave(event.request, QUEUE, now)
 
     @reported.register
-    def _(self, event: TurnEnded, now: float) -> None:
+    def _reported_turn_ended(self, event: TurnEnded, now: float) -> None:
         turn = self._turns.pop(event.instance, None)
         if turn is None:
             return

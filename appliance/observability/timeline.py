@@ -120,7 +120,9 @@ class Spans:
         """A command was given, and what led to it. Most take no time worth showing."""
 
     @ordered.register
-    def _(self, command: RunTurn, now: float, decision: Decision | None = None) -> None:
+    def _ordered_run_turn(
+        self, command: RunTurn, now: float, decision: Decision | None = None
+    ) -> None:
         self._runs(command.instance, command.model)
         self._begin(
             Span(
@@ -140,7 +142,9 @@ class Spans:
         )
 
     @ordered.register
-    def _(self, command: RunPrefill, now: float, decision: Decision | None = None) -> None:
+    def _ordered_run_prefill(
+        self, command: RunPrefill, now: float, decision: Decision | None = None
+    ) -> None:
         self._runs(command.instance, command.model)
         self._begin(
             Span(
@@ -157,30 +161,42 @@ class Spans:
         )
 
     @ordered.register
-    def _(self, command: BuildModel, now: float, decision: Decision | None = None) -> None:
+    def _ordered_build_model(
+        self, command: BuildModel, now: float, decision: Decision | None = None
+    ) -> None:
         self._begin_of_model(SpanKind.BUILD, command, now, decision)
 
     @ordered.register
-    def _(self, command: StoreWeights, now: float, decision: Decision | None = None) -> None:
+    def _ordered_store_weights(
+        self, command: StoreWeights, now: float, decision: Decision | None = None
+    ) -> None:
         if command.fill:
             self._begin_of_model(SpanKind.FILL, command, now, decision)
 
     @ordered.register
-    def _(self, command: LoadModel, now: float, decision: Decision | None = None) -> None:
+    def _ordered_load_model(
+        self, command: LoadModel, now: float, decision: Decision | None = None
+    ) -> None:
         """One that is on its way already goes on as what it was."""
         if (command.instance, "weights", command.model) not in self._open:
             self._begin_of_model(SpanKind.LOAD, command, now, decision)
 
     @ordered.register
-    def _(self, command: PrefetchModel, now: float, decision: Decision | None = None) -> None:
+    def _ordered_prefetch_model(
+        self, command: PrefetchModel, now: float, decision: Decision | None = None
+    ) -> None:
         self._begin_of_model(SpanKind.PREFETCH, command, now, decision)
 
     @ordered.register
-    def _(self, command: EvictModel, now: float, decision: Decision | None = None) -> None:
+    def _ordered_evict_model(
+        self, command: EvictModel, now: float, decision: Decision | None = None
+    ) -> None:
         self._end((command.instance, "weights", command.model), now, outcome="given up")
 
     @ordered.register
-    def _(self, command: MoveKv, now: float, decision: Decision | None = None) -> None:
+    def _ordered_move_kv(
+        self, command: MoveKv, now: float, decision: Decision | None = None
+    ) -> None:
         kind = SpanKind.SWAP_IN if command.direction is Direction.IN else SpanKind.SWAP_OUT
         requests = tuple(move.request for move in command.moves)[:MOST_REQUESTS]
         self._begin(
@@ -231,40 +247,40 @@ class Spans:
         """A worker told of something. Most of it is no end of anything."""
 
     @reported.register
-    def _(self, event: TurnEnded, now: float) -> None:
+    def _reported_turn_ended(self, event: TurnEnded, now: float) -> None:
         key = (event.instance, "turn", str(event.turn))
         self._end(key, now, event.seconds, outcome=event.reason.value, steps=event.steps)
 
     @reported.register
-    def _(self, event: PrefillDone, now: float) -> None:
+    def _reported_prefill_done(self, event: PrefillDone, now: float) -> None:
         self._end((event.instance, "prefill", event.request), now, event.seconds)
 
     @reported.register
-    def _(self, event: PrefillDeferred, now: float) -> None:
+    def _reported_prefill_deferred(self, event: PrefillDeferred, now: float) -> None:
         self._end((event.instance, "prefill", event.request), now, outcome="deferred")
 
     @reported.register
-    def _(self, event: RequestFailed, now: float) -> None:
+    def _reported_request_failed(self, event: RequestFailed, now: float) -> None:
         self._end((event.instance, "prefill", event.request), now, outcome="refused")
 
     @reported.register
-    def _(self, event: ModelBuilt, now: float) -> None:
+    def _reported_model_built(self, event: ModelBuilt, now: float) -> None:
         self._end((event.instance, "build", event.model), now)
 
     @reported.register
-    def _(self, event: WeightsStored, now: float) -> None:
+    def _reported_weights_stored(self, event: WeightsStored, now: float) -> None:
         self._end((event.instance, "fill", event.model), now)
 
     @reported.register
-    def _(self, event: ModelFailed, now: float) -> None:
+    def _reported_model_failed(self, event: ModelFailed, now: float) -> None:
         self._end_all(event.instance, event.model, now, "failed")
 
     @reported.register
-    def _(self, event: ModelDropped, now: float) -> None:
+    def _reported_model_dropped(self, event: ModelDropped, now: float) -> None:
         self._end_all(event.instance, event.model, now, "given up")
 
     @reported.register
-    def _(self, event: ModelLoaded, now: float) -> None:
+    def _reported_model_loaded(self, event: ModelLoaded, now: float) -> None:
         key = (event.instance, "weights", event.model)
         self.work[event.instance].moved_bytes["weights"] += event.moved_bytes
         self._end(key, now, event.seconds, moved_bytes=event.moved_bytes)
@@ -275,7 +291,7 @@ class Spans:
                 self._open[other] = msgspec.structs.replace(span, began_unix_seconds=began)
 
     @reported.register
-    def _(self, event: KvMoved, now: float) -> None:
+    def _reported_kv_moved(self, event: KvMoved, now: float) -> None:
         kind = SpanKind.SWAP_IN if event.direction is Direction.IN else SpanKind.SWAP_OUT
         self.work[event.instance].moved_bytes[f"kv_{event.direction.value}"] += event.moved_bytes
         key = (event.instance, kind.value, _first(event.model, (*event.moved, *event.missing)))

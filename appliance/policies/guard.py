@@ -18,7 +18,7 @@ import pluggy
 
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PROJECT, PolicySpec
-from appliance.policies import validation as answers
+from appliance.policies import validation
 from appliance.service.policy_report import DecisionTally, PolicyState
 
 BUDGET_SECONDS = 0.05
@@ -170,7 +170,7 @@ def _attempt(hook: pluggy.HookCaller, check: Check, views: Views) -> Outcome:
         answer = hook(**views)
         if answer is None:
             return NO_OPINION
-        answer = answers.settled(answer)
+        answer = validation.settled(answer)
         return Outcome(answer, check(answer))
     except Exception as error:
         return Outcome(reason=_told(error))
@@ -181,7 +181,7 @@ NO_OPINION = Outcome()
 
 def _told(error: BaseException) -> str:
     try:
-        return answers.shown(error)
+        return validation.shown(error)
     except Exception:
         return type(error).__name__
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS
-from appliance.policies import validation as answers
+from appliance.policies import validation
 from appliance.policies.guard import (
     BUDGET_SECONDS,
     Busy,
@@ -146,18 +146,18 @@ class PolicyStack:
     # What is shown is nobody's to change: lists of the machine's become tuples.
 
     def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
-        check = partial(answers.place, floor=floor)
+        check = partial(validation.place, floor=floor)
         return self._ask("place", check, now=now, floor=floor, costs=costs)
 
     def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet:
-        check = partial(answers.scale, floor=floor)
+        check = partial(validation.scale, floor=floor)
         return self._ask("scale", check, now=now, floor=floor, costs=costs)
 
     def prefill(
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
     ) -> PrefillChoice | Refusal:
         instances = tuple(instances)
-        check = partial(answers.prefill, request=request, instances=instances)
+        check = partial(validation.prefill, request=request, instances=instances)
         return self._ask(
             "prefill", check, now=now, request=request, instances=instances, costs=costs
         )
@@ -173,7 +173,7 @@ class PolicyStack:
         instances = tuple(instances)
         return self._ask(
             "decode",
-            partial(answers.decode, instances=instances),
+            partial(validation.decode, instances=instances),
             now=now,
             request=request,
             prefilled_on=prefilled_on,
@@ -182,24 +182,24 @@ class PolicyStack:
         )
 
     def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted:
-        check = partial(answers.admit, instance=instance)
+        check = partial(validation.admit, instance=instance)
         return self._ask("admit", check, now=now, instance=instance, costs=costs)
 
     def phase(self, now: float, instance: InstanceView, costs: Costs) -> Phase:
-        return self._ask("phase", answers.phase, now=now, instance=instance, costs=costs)
+        return self._ask("phase", validation.phase, now=now, instance=instance, costs=costs)
 
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
-        check = partial(answers.round, instance=instance)
+        check = partial(validation.round, instance=instance)
         return self._ask("round", check, now=now, instance=instance, costs=costs)
 
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float:
-        return self._ask("preempt", answers.preempt, now=now, instance=instance, costs=costs)
+        return self._ask("preempt", validation.preempt, now=now, instance=instance, costs=costs)
 
     def batch(
         self, now: float, model: ModelName, instance: InstanceView, costs: Costs
     ) -> BatchLimits:
         return self._ask(
-            "batch", answers.batch, now=now, model=model, instance=instance, costs=costs
+            "batch", validation.batch, now=now, model=model, instance=instance, costs=costs
         )
 
     def flow(
@@ -213,7 +213,7 @@ class PolicyStack:
         requests, others = tuple(requests), tuple(others)
         return self._ask(
             "flow",
-            partial(answers.flow, requests=requests, others=others),
+            partial(validation.flow, requests=requests, others=others),
             now=now,
             instance=instance,
             requests=requests,
@@ -225,14 +225,14 @@ class PolicyStack:
         self, now: float, instance: InstanceView, victims: Sequence[ModelName], costs: Costs
     ) -> Sequence[ModelName]:
         victims = tuple(victims)
-        check = partial(answers.evict, victims=victims)
+        check = partial(validation.evict, victims=victims)
         return self._ask("evict", check, now=now, instance=instance, victims=victims, costs=costs)
 
     def prefetch(
         self, now: float, instance: InstanceView, upcoming: Sequence[ModelName], costs: Costs
     ) -> ModelName | None:
         upcoming = tuple(upcoming)
-        check = partial(answers.prefetch, upcoming=upcoming)
+        check = partial(validation.prefetch, upcoming=upcoming)
         chosen = self._ask(
             "prefetch", check, now=now, instance=instance, upcoming=upcoming, costs=costs
         )

@@ -242,7 +242,7 @@ class Machine:
         raise TypeError(f"not an event of the machine: {event!r}")
 
     @_on.register
-    def _(self, event: RequestArrived) -> bool:
+    def _on_request_arrived(self, event: RequestArrived) -> bool:
         spec = event.request
         refusal = self._refuse(spec)
         if refusal is not None:
@@ -275,14 +275,14 @@ class Machine:
         return None
 
     @_on.register
-    def _(self, event: RequestCancelled) -> bool:
+    def _on_request_cancelled(self, event: RequestCancelled) -> bool:
         request = self.requests.get(event.request)
         if request is not None:
             self._abandon(request, Finish(request=request.id, reason=FinishReason.CANCELLED))
         return True
 
     @_on.register
-    def _(self, event: ReaderStalled) -> bool:
+    def _on_reader_stalled(self, event: ReaderStalled) -> bool:
         request = self.requests.get(event.request)
         if request is None or request.stalled:
             return False
@@ -296,7 +296,7 @@ class Machine:
         return False
 
     @_on.register
-    def _(self, event: ReaderWentOn) -> bool:
+    def _on_reader_went_on(self, event: ReaderWentOn) -> bool:
         request = self.requests.get(event.request)
         if request is None or not request.stalled:
             return False
@@ -334,7 +334,7 @@ class Machine:
         self._join(request, self.instances[request.instance])
 
     @_on.register
-    def _(self, event: RequestFailed) -> bool:
+    def _on_request_failed(self, event: RequestFailed) -> bool:
         request = self.requests.get(event.request)
         if request is not None:
             self._reject(request, "request_failed", event.reason)
@@ -503,7 +503,7 @@ class Machine:
     # --- instances and engines -------------------------------------------------------------------
 
     @_on.register
-    def _(self, event: InstanceUp) -> bool:
+    def _on_instance_up(self, event: InstanceUp) -> bool:
         instance = self.instances[event.instance]
         instance.restart(self.models, event.slabs)
         instance.up = True
@@ -513,7 +513,7 @@ class Machine:
         return True
 
     @_on.register
-    def _(self, event: InstanceQuarantined) -> bool:
+    def _on_instance_quarantined(self, event: InstanceQuarantined) -> bool:
         """What it has stays in the books until its worker has ended, be it released meanwhile or
         not; then it is as one lost."""
         instance = self.instances[event.instance]
@@ -522,7 +522,7 @@ class Machine:
         return True
 
     @_on.register
-    def _(self, event: InstanceReleased) -> bool:
+    def _on_instance_released(self, event: InstanceReleased) -> bool:
         self._set_quarantine(event.instance, None)
         return True
 
@@ -537,7 +537,7 @@ class Machine:
         self._place_all([r for r in self.requests.values() if r.stage is Stage.UNPLACED])
 
     @_on.register
-    def _(self, event: InstanceLost) -> bool:
+    def _on_instance_lost(self, event: InstanceLost) -> bool:
         instance = self.instances[event.instance]
         ordered, instance.ending = instance.ending, False
         instance.up = False
@@ -618,7 +618,7 @@ class Machine:
             self._reject(request, "model_failed", reason)
 
     @_on.register
-    def _(self, event: ModelBuilt) -> bool:
+    def _on_model_built(self, event: ModelBuilt) -> bool:
         instance = self.instances[event.instance]
         engine = instance.engines[event.model]
         engine.weight_slabs, engine.kv = event.weight_slabs, event.kv
@@ -661,7 +661,7 @@ class Machine:
         )
 
     @_on.register
-    def _(self, event: ModelFailed) -> bool:
+    def _on_model_failed(self, event: ModelFailed) -> bool:
         """Its engine cannot be built, or its weights cannot be read (any more)."""
         instance = self.instances[event.instance]
         if isinstance(instance.job, BuildJob) and instance.job.model == event.model:
@@ -674,7 +674,7 @@ class Machine:
         return True
 
     @_on.register
-    def _(self, event: WeightsStored) -> bool:
+    def _on_weights_stored(self, event: WeightsStored) -> bool:
         instance = self.instances[event.instance]
         engine = instance.engines[event.model]
         self.masters.filled(event.model, engine.attached)
@@ -688,7 +688,7 @@ class Machine:
         instance.job = None
 
     @_on.register
-    def _(self, event: ModelLoaded) -> bool:
+    def _on_model_loaded(self, event: ModelLoaded) -> bool:
         instance = self.instances[event.instance]
         engine = instance.engines[event.model]
         self.costs.observe_load(event.moved_bytes, event.seconds)
@@ -701,7 +701,7 @@ class Machine:
     # --- what operators want ---------------------------------------------------------------------
 
     @_on.register
-    def _(self, event: ModelChanged) -> bool:
+    def _on_model_changed(self, event: ModelChanged) -> bool:
         self.models[event.model] = msgspec.structs.replace(
             self.models[event.model],
             slo=event.slo,
@@ -713,7 +713,7 @@ class Machine:
         return False
 
     @_on.register
-    def _(self, event: ModelWanted) -> bool:
+    def _on_model_wanted(self, event: ModelWanted) -> bool:
         if event.model in self.failed:
             return False
         there = [i for i in self.instances.values() if event.model in i.ledger.weights]
@@ -725,7 +725,7 @@ class Machine:
         return True
 
     @_on.register
-    def _(self, event: ModelDismissed) -> bool:
+    def _on_model_dismissed(self, event: ModelDismissed) -> bool:
         self._dismiss(event.model)
         return True
 
@@ -739,7 +739,7 @@ class Machine:
     # --- models that come and go -----------------------------------------------------------------
 
     @_on.register
-    def _(self, event: ModelAdded) -> bool:
+    def _on_model_added(self, event: ModelAdded) -> bool:
         spec = event.model
         self.models[spec.name] = spec
         self.demands.add(spec.name)
@@ -752,7 +752,7 @@ class Machine:
         return True
 
     @_on.register
-    def _(self, event: ModelRemoved) -> bool:
+    def _on_model_removed(self, event: ModelRemoved) -> bool:
         """It leaves as one that failed does, and is forgotten when nobody speaks of it any more."""
         model = event.model
         self._leaving[model] = None
@@ -764,7 +764,7 @@ class Machine:
         return True
 
     @_on.register
-    def _(self, event: ModelDropped) -> bool:
+    def _on_model_dropped(self, event: ModelDropped) -> bool:
         awaited = self._leaving[event.model]
         assert awaited is not None, "it was ordered"
         awaited.discard(event.instance)
@@ -801,7 +801,7 @@ class Machine:
     # --- work ------------------------------------------------------------------------------------
 
     @_on.register
-    def _(self, event: TokensProduced) -> bool:
+    def _on_tokens_produced(self, event: TokensProduced) -> bool:
         ended = False
         instance = self.instances[event.instance]
         instance.progressed = self._desk.now
@@ -822,7 +822,7 @@ class Machine:
         return ended
 
     @_on.register
-    def _(self, event: PrefillDone) -> bool:
+    def _on_prefill_done(self, event: PrefillDone) -> bool:
         instance = self.instances[event.instance]
         warm = isinstance(instance.job, PrefillJob) and instance.job.warm
         self._close_prefill(instance, event)
@@ -838,7 +838,7 @@ class Machine:
         return True
 
     @_on.register
-    def _(self, event: PrefillDeferred) -> bool:
+    def _on_prefill_deferred(self, event: PrefillDeferred) -> bool:
         instance = self.instances[event.instance]
         self._close_prefill(instance, event)
         request = self.requests.get(event.request)
@@ -861,7 +861,7 @@ class Machine:
             self._close_job(instance, event)
 
     @_on.register
-    def _(self, event: TurnEnded) -> bool:
+    def _on_turn_ended(self, event: TurnEnded) -> bool:
         instance = self.instances[event.instance]
         job = instance.job
         assert isinstance(job, TurnJob)
@@ -919,13 +919,13 @@ class Machine:
         instance.ledger.set_kv(event.model, event.kv_slabs, event.cold_slabs)
 
     @_on.register
-    def _(self, event: Ticked) -> bool:
+    def _on_ticked(self, event: Ticked) -> bool:
         for instance in self.instances.values():
             self.foreman.cut(instance)
         return False
 
     @_on.register
-    def _(self, event: KvMoved) -> bool:
+    def _on_kv_moved(self, event: KvMoved) -> bool:
         instance = self.instances[event.instance]
         job_model = None if instance.job is None else instance.job.model
         # More than is known of: less was ordered since, and will be.

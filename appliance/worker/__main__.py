@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from appliance import framing
 from appliance.memory.host_tier import HostTier
 from appliance.platform import logs
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.engines import PR_SET_PDEATHSIG, engines
 from appliance.worker.mailbox import Mailbox
 from appliance.worker.tensor_parallel import lead, replicated
@@ -26,7 +26,9 @@ READ_BYTES = 1 << 16
 log = logging.getLogger("appliance.worker")
 
 
-def _read(connection: socket.socket, decoder: framing.Decoder[wire.Down], mailbox: Mailbox) -> None:
+def _read(
+    connection: socket.socket, decoder: framing.Decoder[frames.Down], mailbox: Mailbox
+) -> None:
     """Frames to the mailbox until the daemon is gone, or is not understood; the process ends then:
     a worker that cannot hear is of no use."""
     try:
@@ -42,19 +44,19 @@ def _read(connection: socket.socket, decoder: framing.Decoder[wire.Down], mailbo
 
 
 def first_frames(
-    connection: socket.socket, decoder: framing.Decoder[wire.Down]
-) -> tuple[wire.Configure, list[wire.Down]]:
+    connection: socket.socket, decoder: framing.Decoder[frames.Down]
+) -> tuple[frames.Configure, list[frames.Down]]:
     """What the worker is, and what came with that."""
-    messages: list[wire.Down] = []
+    messages: list[frames.Down] = []
     while not messages:
         data = connection.recv(READ_BYTES)
         if not data:
             raise SystemExit(0)
         messages = decoder.feed(data)
     configuration, *more = messages
-    if not isinstance(configuration, wire.Configure):
+    if not isinstance(configuration, frames.Configure):
         raise SystemExit(f"expected a Configure frame first, got {messages!r}")
-    if configuration.version != wire.PROTOCOL_VERSION:
+    if configuration.version != frames.PROTOCOL_VERSION:
         raise SystemExit(f"daemon speaks version {configuration.version} of the wire protocol")
     return configuration, more
 
@@ -64,7 +66,7 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[0]))
-    decoder = wire.decoder_of_commands()
+    decoder = frames.decoder_of_commands()
     configuration, more = first_frames(connection, decoder)
     logs.join("warning", instance=configuration.instance)
     # At every engine vLLM warns of what is chosen here on purpose; its errors are news.
@@ -81,12 +83,12 @@ def main(arguments: list[str]) -> None:
         build = replicated(build, followers, swapper)
     sending = threading.Lock()
 
-    def send(messages: Sequence[wire.Up]) -> None:
+    def send(messages: Sequence[frames.Up]) -> None:
         with sending:
             connection.sendall(b"".join(map(framing.encode, messages)))
 
     reader = threading.Thread(target=_read, args=(connection, decoder, mailbox), daemon=True)
-    send([wire.Hello(configuration.instance, os.getpid(), configuration.slabs)])
+    send([frames.Hello(configuration.instance, os.getpid(), configuration.slabs)])
     reader.start()
     # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
     # The same goes for a worker that failed: its books are void, the daemon starts another.

@@ -12,7 +12,7 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.weight_cache.image_writer import ImageWriter
 from appliance.memory.weight_cache.images import ImageFolder
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.rank_messages import Build, Seat
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ SWITCH_SECONDS = 0.0005
 
 
 def engines(
-    configuration: wire.Configure, host: HostTier, seat: Seat
+    configuration: frames.Configure, host: HostTier, seat: Seat
 ) -> tuple[Build, Arena, Swapper]:
     """The executor of this machine, for one rank. vLLM is imported here and nowhere before.
 
@@ -53,7 +53,7 @@ def engines(
 
 
 def _engines_on_gpu(
-    configuration: wire.Configure, host: HostTier, seat: Seat
+    configuration: frames.Configure, host: HostTier, seat: Seat
 ) -> tuple[Build, Arena, Swapper]:
     """The same on a GPU. Its pool holds what models take besides weights and KV, too."""
     from appliance.engines.vllm.environment import prepare_environment
@@ -85,7 +85,7 @@ def _builder(
 ) -> Build:
     from appliance.engines.vllm.engine import VllmEngine
 
-    def build(model: wire.WorkerModel) -> Engine:
+    def build(model: frames.WorkerModel) -> Engine:
         return VllmEngine.build(
             model.name,
             model.path,

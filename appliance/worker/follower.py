@@ -98,7 +98,7 @@ class Follower:
         raise TypeError(f"not an order for a rank: {call!r}")
 
     @_carry_out.register
-    def _(self, call: BuildEngine, number: int) -> None:
+    def _carry_out_build_engine(self, call: BuildEngine, number: int) -> None:
         # Whatever is wrong with one checkpoint must not take the other models down.
         try:
             engine = self._build(call.model)
@@ -112,7 +112,7 @@ class Follower:
         )
 
     @_carry_out.register
-    def _(self, call: StoreWeights, number: int) -> None:
+    def _carry_out_store_weights(self, call: StoreWeights, number: int) -> None:
         mine = image_slabs(call.host_offsets, self._rank, self._ranks)
         try:
             self._engines[call.model].store_weights(mine, fill=call.fill)
@@ -122,34 +122,34 @@ class Follower:
             self._send(Done(number))
 
     @_carry_out.register
-    def _(self, call: BeginLoad, number: int) -> None:
+    def _carry_out_begin_load(self, call: BeginLoad, number: int) -> None:
         transfer = self._engines[call.model].begin_load()
         threading.Thread(target=self._tell_end, args=(transfer, number), daemon=True).start()
 
     @_carry_out.register
-    def _(self, call: EvictWeights, number: int) -> None:
+    def _carry_out_evict_weights(self, call: EvictWeights, number: int) -> None:
         self._engines[call.model].evict_weights()
 
     @_carry_out.register
-    def _(self, call: Add, number: int) -> None:
+    def _carry_out_add(self, call: Add, number: int) -> None:
         self._engines[call.sequence.model].add(call.sequence)
 
     @_carry_out.register
-    def _(self, call: Forget, number: int) -> None:
+    def _carry_out_forget(self, call: Forget, number: int) -> None:
         self._engines[call.model].forget(call.request)
 
     @_carry_out.register
-    def _(self, call: Prefill, number: int) -> None:
+    def _carry_out_prefill(self, call: Prefill, number: int) -> None:
         self._check(call.drawn)
         produced = self._engines[call.model].prefill(call.request, call.kv_slabs)
         self._drawn = checksum(self._drawn, produced)
 
     @_carry_out.register
-    def _(self, call: BeginPrefill, number: int) -> None:
+    def _carry_out_begin_prefill(self, call: BeginPrefill, number: int) -> None:
         self._engines[call.model].begin_prefill(call.request, call.kv_slabs)
 
     @_carry_out.register
-    def _(self, call: Step, number: int) -> None:
+    def _carry_out_step(self, call: Step, number: int) -> None:
         self._check(call.drawn)
         if call.requests is not None:
             self._batches[call.model] = call.requests
@@ -159,27 +159,27 @@ class Follower:
         self._drawn = checksum(self._drawn, produced)
 
     @_carry_out.register
-    def _(self, call: SwapOut, number: int) -> None:
+    def _carry_out_swap_out(self, call: SwapOut, number: int) -> None:
         engine = self._engines[call.model]
         places = block_places(call.host_offsets, self._rank, engine.kv.block_bytes)
         self._move(engine.swap_out(call.request, places), number)
 
     @_carry_out.register
-    def _(self, call: SwapIn, number: int) -> None:
+    def _carry_out_swap_in(self, call: SwapIn, number: int) -> None:
         engine = self._engines[call.model]
         places = block_places(call.host_offsets, self._rank, engine.kv.block_bytes)
         self._move(engine.swap_in(call.request, places, call.kv_slabs), number)
 
     @_carry_out.register
-    def _(self, call: Trim, number: int) -> None:
+    def _carry_out_trim(self, call: Trim, number: int) -> None:
         self._engines[call.model].trim(call.keep_slabs)
 
     @_carry_out.register
-    def _(self, call: Verify, number: int) -> None:
+    def _carry_out_verify(self, call: Verify, number: int) -> None:
         self._send(Compared(number, self._engines[call.model].verify()))
 
     @_carry_out.register
-    def _(self, call: Retire, number: int) -> None:
+    def _carry_out_retire(self, call: Retire, number: int) -> None:
         self._batches.pop(call.model, None)
         self._engines.pop(call.model).retire()
 

@@ -9,7 +9,7 @@ from appliance.vocabulary import (
     Preempt,
     Release,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 
 class Wake:
@@ -20,8 +20,8 @@ class Mailbox:
     """Frames from the daemon, sorted by when they take effect."""
 
     def __init__(self) -> None:
-        self.commands: queue.SimpleQueue[wire.Down | Wake] = queue.SimpleQueue()
-        self.guides: queue.SimpleQueue[wire.PrepareGuide] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[frames.Down | Wake] = queue.SimpleQueue()
+        self.guides: queue.SimpleQueue[frames.PrepareGuide] = queue.SimpleQueue()
         """For another thread than the one that computes."""
         self.slabs_asked = threading.Event()
         """Likewise; set again or not, it is one question."""
@@ -34,7 +34,7 @@ class Mailbox:
         """Have the worker look around, if it waits for a command. Called from any thread."""
         self.commands.put(Wake())
 
-    def put(self, message: wire.Down) -> None:
+    def put(self, message: frames.Down) -> None:
         if isinstance(message, Release):
             with self._lock:
                 self._releases.append(message)
@@ -42,9 +42,9 @@ class Mailbox:
             self.commands.put(message)
         elif isinstance(message, Preempt):
             self._preempted = max(self._preempted, message.turn)
-        elif isinstance(message, wire.PrepareGuide):
+        elif isinstance(message, frames.PrepareGuide):
             self.guides.put(message)
-        elif isinstance(message, wire.TellSlabs):
+        elif isinstance(message, frames.TellSlabs):
             self.slabs_asked.set()
         else:
             self.commands.put(message)

@@ -22,7 +22,7 @@ import msgspec
 from appliance import framing
 from appliance.memory import mapping
 from appliance.vocabulary import InstanceId
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 READ_BYTES = 1 << 18
 FIRST_PAUSE_SECONDS = 0.05
@@ -50,9 +50,9 @@ class WorkerProcess:
 
     def __init__(
         self,
-        configuration: wire.Configure,
+        configuration: frames.Configure,
         host_fd: int,
-        on_message: Callable[[wire.Up], None],
+        on_message: Callable[[frames.Up], None],
         on_lost: Callable[[InstanceId], None],
         on_stillborn: Callable[[InstanceId, int], None],
         on_failure: Callable[[BaseException], None],
@@ -77,12 +77,12 @@ class WorkerProcess:
         self._greeted = False
         self._began = False
 
-    def add(self, model: wire.WorkerModel) -> None:
+    def add(self, model: frames.WorkerModel) -> None:
         """Have this worker, and those that come after it, know another model."""
         self.drop(model.name)
         models = [*self._configuration.models, model]
         self._configuration = msgspec.structs.replace(self._configuration, models=models)
-        self.send(wire.AddModel(model))
+        self.send(frames.AddModel(model))
 
     def drop(self, name: str) -> None:
         """Have those that come after this worker not know the model."""
@@ -105,7 +105,7 @@ class WorkerProcess:
         if self._task is not None and self._task.done() and not self._stopping.is_set():
             self.start()
 
-    def send(self, message: wire.Down) -> None:
+    def send(self, message: frames.Down) -> None:
         """Order something; lost without a trace if the worker is dead, as its death is told."""
         if self._writer is not None:
             self._writer.write(framing.encode(message))
@@ -113,7 +113,7 @@ class WorkerProcess:
     async def stop(self) -> None:
         """End the worker, by force if it does not end by itself."""
         self._stopping.set()
-        self.send(wire.Shutdown())
+        self.send(frames.Shutdown())
         if self._task is None:
             return
         try:
@@ -210,7 +210,7 @@ class WorkerProcess:
                 self._on_lost(self.instance)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        decoder = wire.decoder_of_reports()
+        decoder = frames.decoder_of_reports()
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(READ_BYTES):
                 try:
@@ -219,6 +219,6 @@ class WorkerProcess:
                     log.exception("instance %d sent a bad frame", self.instance)
                     return
                 for message in messages:
-                    self._greeted = self._greeted or isinstance(message, wire.Hello)
-                    self._worked = self._worked or isinstance(message, wire.Tokens)
+                    self._greeted = self._greeted or isinstance(message, frames.Hello)
+                    self._worked = self._worked or isinstance(message, frames.Tokens)
                     self._on_message(message)

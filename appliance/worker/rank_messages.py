@@ -17,14 +17,14 @@ from appliance.engines.protocol import Engine, KvExhausted, Produced, SequenceSp
 from appliance.memory.arena import PoolExhausted
 from appliance.platform.cpus import deal_cpus, read_cpus, show_cpus
 from appliance.vocabulary import KvShape, ModelName, RequestId
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 READ_BYTES: Final = 1 << 16
 
 REFUSALS: Final = (KvExhausted, PoolExhausted, ValueError)
 """Answers of an engine, not failures. They follow from the orders so far: all ranks give them."""
 
-Build = Callable[[wire.WorkerModel], Engine]
+Build = Callable[[frames.WorkerModel], Engine]
 
 
 # --- seats ---------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ class Seat(msgspec.Struct, frozen=True):
     crowded: bool = False
 
 
-def seats(configuration: wire.Configure, store: str) -> list[Seat]:
+def seats(configuration: frames.Configure, store: str) -> list[Seat]:
     """The seats of an instance, the leader's first. Its processors are divided among them."""
     if configuration.ranks == 1:
         return [Seat(0, 1, configuration.cpus)]
@@ -59,12 +59,12 @@ def seats(configuration: wire.Configure, store: str) -> list[Seat]:
 class Invitation(msgspec.Struct, frozen=True, tag=True):
     """The first frame to a follower: what the instance is, and its seat in it."""
 
-    configuration: wire.Configure
+    configuration: frames.Configure
     seat: Seat
 
 
 class BuildEngine(msgspec.Struct, frozen=True, tag=True):
-    model: wire.WorkerModel
+    model: frames.WorkerModel
 
 
 class StoreWeights(msgspec.Struct, frozen=True, tag=True):

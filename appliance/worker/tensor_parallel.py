@@ -45,7 +45,7 @@ from appliance.errors import CheckpointError
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.vocabulary import RequestId
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.rank_messages import (
     READ_BYTES,
     REFUSALS,
@@ -146,7 +146,7 @@ class Followers:
                 target=self._listen, args=listening, name=f"rank-{rank}", daemon=True
             ).start()
 
-    def invite(self, configuration: wire.Configure, taken: Sequence[Seat]) -> None:
+    def invite(self, configuration: frames.Configure, taken: Sequence[Seat]) -> None:
         """Tell every follower its seat; the first frame that it gets."""
         for connection, seat in zip(self._connections, taken, strict=True):
             connection.sendall(framing.encode(Invitation(configuration, seat)))
@@ -305,7 +305,7 @@ class Followers:
             self._lose(f"order {number} was not refused by the leader, but by {answer}")
 
 
-def lead(configuration: wire.Configure, host_fd: int) -> tuple[Seat, Followers | None]:
+def lead(configuration: frames.Configure, host_fd: int) -> tuple[Seat, Followers | None]:
     """Take the leader's seat, and start the followers' processes, if there are to be any.
 
     They end with this process, and it with any of them. Raises `OSError` if one cannot be started.
@@ -491,7 +491,7 @@ def replicated(build: Build, followers: Followers, swapper: Swapper) -> Build:
     have built then stays with them, unused and without any slab.
     """
 
-    def build_all(model: wire.WorkerModel) -> Engine:
+    def build_all(model: frames.WorkerModel) -> Engine:
         engine, answers = followers.ask(BuildEngine(model), lambda: build(model))
         built = [answer for answer in answers if isinstance(answer, Built)]
         return ReplicatedEngine(engine, built, followers, swapper)

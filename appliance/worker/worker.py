@@ -53,7 +53,7 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.fragmentation import KvMeter
 from appliance.worker.mailbox import Mailbox, Wake
 from appliance.worker.rank_messages import Build
@@ -62,7 +62,7 @@ GUIDE_THREADS = 4
 MOST_DETAIL_BYTES = framing.MAX_FRAME_BYTES // 2
 """Of a frame's tokens together. One token's alone are fewer, and a frame holds some bytes more."""
 
-Send = Callable[[Sequence[wire.Up]], None]
+Send = Callable[[Sequence[frames.Up]], None]
 """Tells the daemon several things at once. Called from any thread."""
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class Worker:
 
     def __init__(
         self,
-        configuration: wire.Configure,
+        configuration: frames.Configure,
         arena: Arena,
         swapper: Swapper,
         mailbox: Mailbox,
@@ -122,7 +122,7 @@ class Worker:
         self._mailbox = mailbox
         self._build = build
         self._send = send
-        self._held: list[wire.Up] = []
+        self._held: list[frames.Up] = []
         """Goes out before anything else is computed."""
         self._engines: dict[ModelName, Engine] = {}
         self._loads: dict[ModelName, Load] = {}
@@ -138,7 +138,7 @@ class Worker:
         while True:
             message = self._mailbox.commands.get()
             self._look_around()
-            if isinstance(message, wire.Shutdown):
+            if isinstance(message, frames.Shutdown):
                 return
             if not isinstance(message, Wake):
                 self._carry_out(message)
@@ -146,7 +146,7 @@ class Worker:
             if self._use_changed and self._mailbox.commands.empty():
                 self._report_pool()
 
-    def _tell(self, message: wire.Up) -> None:
+    def _tell(self, message: frames.Up) -> None:
         """Tell the daemon now, behind what was held back."""
         self._held.append(message)
         self._flush()
@@ -191,7 +191,7 @@ class Worker:
         while True:
             self.prepare_guide(self._mailbox.guides.get())
 
-    def prepare_guide(self, message: wire.PrepareGuide) -> None:
+    def prepare_guide(self, message: frames.PrepareGuide) -> None:
         """Compile a guide. Nothing is done for a model that is not built: its requests bring
         their guides."""
         engine = self._engines.get(message.model)
@@ -204,7 +204,7 @@ class Worker:
         except Exception as error:  # a defect must not end the thread
             log.exception("a guide of %s could not be compiled", message.model)
             refused = f"{type(error).__name__}: {error}"
-        self._send([wire.GuidePrepared(self.instance, message.number, refused)])
+        self._send([frames.GuidePrepared(self.instance, message.number, refused)])
 
     def tell_slabs(self) -> None:
         """Answer who asks which slab is whose, in a thread of its own, beside `run`."""
@@ -219,14 +219,14 @@ class Worker:
             except Exception:  # a defect must not end the thread; who asks does not wait for ever
                 log.exception("it could not be told which slab is whose")
             else:
-                self._send([wire.SlabsTold(self.instance, slabs)])
+                self._send([frames.SlabsTold(self.instance, slabs)])
 
     @singledispatchmethod
     def _carry_out(self, message: Command) -> None:
         raise TypeError(f"not a command for a worker: {message!r}")
 
     @_carry_out.register
-    def _(self, message: Release) -> None:
+    def _carry_out_release(self, message: Release) -> None:
         """It took effect when it came, ahead of this place in the queue."""
         self._mailbox.reached(message)
         engine = self._engines.get(message.model)
@@ -235,7 +235,7 @@ class Worker:
         self._report_pool()
 
     @_carry_out.register
-    def _(self, message: wire.AddSequence) -> None:
+    def _carry_out_add_sequence(self, message: frames.AddSequence) -> None:
         sequence = message.sequence
         if self._mailbox.released(sequence.request):
             return
@@ -252,19 +252,19 @@ class Worker:
             )
 
     @_carry_out.register
-    def _(self, message: wire.AddModel) -> None:
+    def _carry_out_add_model(self, message: frames.AddModel) -> None:
         self._models[message.model.name] = message.model
 
     @_carry_out.register
-    def _(self, message: wire.Verify) -> None:
+    def _carry_out_verify(self, message: frames.Verify) -> None:
         """Jobs wait meanwhile: it reads all weights on the device, and as many in the host tier."""
         verdicts = {model: engine.verify() for model, engine in self._engines.items()}
-        self._tell(wire.Verified(self.instance, message.number, verdicts))
+        self._tell(frames.Verified(self.instance, message.number, verdicts))
 
     # --- engines and weights ---------------------------------------------------------------------
 
     @_carry_out.register
-    def _(self, command: BuildModel) -> None:
+    def _carry_out_build_model(self, command: BuildModel) -> None:
         # Whatever is wrong with one checkpoint must not take the other models down.
         try:
             engine = self._build(self._models[command.model])
@@ -286,7 +286,7 @@ class Worker:
         )
 
     @_carry_out.register
-    def _(self, command: StoreWeights) -> None:
+    def _carry_out_store_weights(self, command: StoreWeights) -> None:
         try:
             self._engines[command.model].store_weights(command.host_offsets, fill=command.fill)
         except CheckpointError as error:
@@ -295,21 +295,21 @@ class Worker:
             self._tell(WeightsStored(instance=self.instance, model=command.model))
 
     @_carry_out.register
-    def _(self, command: LoadModel) -> None:
+    def _carry_out_load_model(self, command: LoadModel) -> None:
         self._load(command.model, prefetched=False)
 
     @_carry_out.register
-    def _(self, command: PrefetchModel) -> None:
+    def _carry_out_prefetch_model(self, command: PrefetchModel) -> None:
         self._load(command.model, prefetched=True)
 
     @_carry_out.register
-    def _(self, command: EvictModel) -> None:
+    def _carry_out_evict_model(self, command: EvictModel) -> None:
         self._loads.pop(command.model, None)
         self._engines[command.model].evict_weights()
         self._use_changed = True
 
     @_carry_out.register
-    def _(self, command: DropModel) -> None:
+    def _carry_out_drop_model(self, command: DropModel) -> None:
         """Whatever of the model is still on its way is reported before."""
         model = command.model
         for move in [move for move in self._moves if move.command.model == model]:
@@ -369,7 +369,7 @@ class Worker:
     # --- KV --------------------------------------------------------------------------------------
 
     @_carry_out.register
-    def _(self, command: MoveKv) -> None:
+    def _carry_out_move_kv(self, command: MoveKv) -> None:
         engine = self._engines[command.model]
         transfers: dict[RequestId, Transfer] = {}
         missing = []
@@ -389,7 +389,7 @@ class Worker:
         self._report_transfers()
 
     @_carry_out.register
-    def _(self, command: TrimKv) -> None:
+    def _carry_out_trim_kv(self, command: TrimKv) -> None:
         self._engines[command.model].trim(command.kv_slabs)
 
     def _report_move(self, move: Move) -> None:
@@ -435,7 +435,7 @@ class Worker:
     # --- requests --------------------------------------------------------------------------------
 
     @_carry_out.register
-    def _(self, command: RunPrefill) -> None:
+    def _carry_out_run_prefill(self, command: RunPrefill) -> None:
         """The weights may still be on their way: the engine waits for them layer by layer."""
         engine, request = self._engines[command.model], command.request
         began = time.monotonic()
@@ -491,7 +491,7 @@ class Worker:
             )
 
     @_carry_out.register
-    def _(self, command: RunTurn) -> None:
+    def _carry_out_run_turn(self, command: RunTurn) -> None:
         engine = self._engines[command.model]
         reason, steps, seconds = TurnEnd.DRAINED, 0, 0.0
         prompts = Prompts(command.prompts)
@@ -603,11 +603,11 @@ class Worker:
         for one in produced:
             size = len(one.detail or b"")
             if nbytes and size and nbytes + size > MOST_DETAIL_BYTES:
-                self._held.append(wire.Tokens(self.instance, model, part))
+                self._held.append(frames.Tokens(self.instance, model, part))
                 part, nbytes = [], 0
             part.append(one)
             nbytes += size
-        self._held.append(wire.Tokens(self.instance, model, part))
+        self._held.append(frames.Tokens(self.instance, model, part))
 
     def _forget_released(self) -> list[Release]:
         releases = self._mailbox.take_releases()
@@ -622,7 +622,7 @@ class Worker:
         engines = self._engines.values()
         kv = self._kv_meter.measure((e.kv.block_bytes, e.kv_use()) for e in engines)
         self._tell(
-            wire.PoolReport(
+            frames.PoolReport(
                 self.instance,
                 self._arena.usage(),
                 self._arena.high_water,

@@ -19,7 +19,7 @@ from appliance.vocabulary import (
     TurnEnd,
     TurnEnded,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.mailbox import Mailbox
 from appliance.worker.worker import Worker
 from tests.engine.house import VOCAB, Baseline, House, Sampling, sequence, tokens
@@ -44,18 +44,18 @@ class Box:
         self.engine: Any = house.engines[model]
         self.outputs: dict[str, list[int]] = {}
         self.reports: list[Any] = []
-        self.on_tokens: Callable[[wire.Tokens], None] = lambda report: None
+        self.on_tokens: Callable[[frames.Tokens], None] = lambda report: None
         """Called while the worker is in the midst of its job."""
         self.mailbox = Mailbox()
         self._turns = 0
-        configuration = wire.Configure(
-            version=wire.PROTOCOL_VERSION,
+        configuration = frames.Configure(
+            version=frames.PROTOCOL_VERSION,
             instance=0,
             cpus="",
             slabs=house.arena.slabs,
             slab_bytes=house.arena.slab_bytes,
             host_bytes=house.host.nbytes,
-            models=[wire.WorkerModel(model, "", "float32", 1024, 16)],
+            models=[frames.WorkerModel(model, "", "float32", 1024, 16)],
         )
         self.worker = Worker(
             configuration,
@@ -67,24 +67,24 @@ class Box:
         )
         self.carry_out(BuildModel(instance=0, model=model), LoadModel(instance=0, model=model))
 
-    def _on_reports(self, reports: Sequence[wire.Up]) -> None:
+    def _on_reports(self, reports: Sequence[frames.Up]) -> None:
         self.reports += reports
         for report in reports:
-            if isinstance(report, wire.Tokens):
+            if isinstance(report, frames.Tokens):
                 for one in report.produced:
                     self.outputs.setdefault(one.request, []).append(one.token)
                 self.on_tokens(report)
 
-    def carry_out(self, *commands: wire.Down) -> list[Any]:
+    def carry_out(self, *commands: frames.Down) -> list[Any]:
         """What the worker reports of these commands, but for the state of its pool."""
         self.reports.clear()
-        for command in (*commands, wire.Shutdown()):
+        for command in (*commands, frames.Shutdown()):
             self.mailbox.put(command)
         self.worker.run()
-        return [report for report in self.reports if not isinstance(report, wire.PoolReport)]
+        return [report for report in self.reports if not isinstance(report, frames.PoolReport)]
 
     def add(self, name: str, words: tuple[int, ...], sampling: Sampling = GREEDY) -> None:
-        self.carry_out(wire.AddSequence(sequence(self.model, name, words, sampling)))
+        self.carry_out(frames.AddSequence(sequence(self.model, name, words, sampling)))
 
     def start(self, name: str, words: tuple[int, ...], sampling: Sampling = GREEDY) -> None:
         """Add a request, and compute its prompt alone."""
@@ -222,7 +222,7 @@ def test_a_release_in_a_mixed_turn(box: Box, plain_vllm: Baseline, released: str
     box.start("r", words["r"])
     box.add("p", words["p"], SEEDED)
 
-    def release(report: wire.Tokens) -> None:
+    def release(report: frames.Tokens) -> None:
         if len(box.outputs["r"]) == 4:
             box.mailbox.put(box.release(released))
 
@@ -265,7 +265,7 @@ def test_a_prompt_that_resumes_an_output(box: Box, plain_vllm: Baseline) -> None
     box.start("r", words["r"])
     sofar = tuple(expected[1][:20])
     lost = sequence(MODEL, "p", words["p"], SEEDED, sofar)
-    box.carry_out(wire.AddSequence(lost))
+    box.carry_out(frames.AddSequence(lost))
 
     _, ended = box.turn("r", prompts=("p",))
 

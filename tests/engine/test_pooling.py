@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.engines.protocol import NO_TOKEN, Produced, SequenceSpec
 from appliance.vocabulary import FinishReason, PrefillDone, RunPrefill, RunTurn, Task
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.mailbox import Mailbox
 from appliance.worker.worker import Worker
 from tests.engine.house import (
@@ -355,14 +355,14 @@ def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]],
     """In chunks, several at a time, under a worker: each has its vector once, and no decoding."""
     reports: list[Any] = []
     mailbox = Mailbox()
-    configuration = wire.Configure(
-        version=wire.PROTOCOL_VERSION,
+    configuration = frames.Configure(
+        version=frames.PROTOCOL_VERSION,
         instance=0,
         cpus="",
         slabs=pooled.arena.slabs,
         slab_bytes=pooled.arena.slab_bytes,
         host_bytes=pooled.host.nbytes,
-        models=[wire.WorkerModel(name, "", "float32", 1024, 16, task=TASKS[name])],
+        models=[frames.WorkerModel(name, "", "float32", 1024, 16, task=TASKS[name])],
     )
     worker = Worker(
         configuration,
@@ -376,7 +376,7 @@ def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]],
     engine.begin_load().wait()
     names = [f"r{i}" for i in range(3)]
     for request, prompt in zip(names, prompts(name), strict=True):
-        mailbox.put(wire.AddSequence(asked(name, request, prompt)))
+        mailbox.put(frames.AddSequence(asked(name, request, prompt)))
     mailbox.put(
         RunTurn(
             instance=0,
@@ -389,12 +389,14 @@ def test_mixed_turns_pool(pooled: House, expected: dict[str, list[list[float]]],
             chunk_tokens=33,
         )
     )
-    mailbox.put(wire.AddSequence(asked(name, "alone", prompts(name)[1])))
+    mailbox.put(frames.AddSequence(asked(name, "alone", prompts(name)[1])))
     mailbox.put(RunPrefill(instance=0, model=name, request="alone", kv_slabs=PLENTY))
-    mailbox.put(wire.Shutdown())
+    mailbox.put(frames.Shutdown())
     worker.run()
 
-    told = [one for report in reports if isinstance(report, wire.Tokens) for one in report.produced]
+    told = [
+        one for report in reports if isinstance(report, frames.Tokens) for one in report.produced
+    ]
     found = {one.request: vector([one]) for one in told}
     assert len(told) == 4
     for request, wanted in zip(

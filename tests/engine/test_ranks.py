@@ -43,7 +43,7 @@ from appliance.vocabulary import (
     TurnEnded,
     WeightsStored,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from tests.engine.house import Sampling, body
 from tests.patience import PATIENCE_SECONDS
 
@@ -76,8 +76,8 @@ class Box:
         self.high_water = 0
         self._next_place = 0
         self._turns = 0
-        self._reports: list[wire.Up] = []
-        self._decoder = wire.decoder_of_reports()
+        self._reports: list[frames.Up] = []
+        self._decoder = frames.decoder_of_reports()
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(PATIENCE_SECONDS)
         with theirs:
@@ -94,23 +94,25 @@ class Box:
                 env={**os.environ, "TMPDIR": str(scratch)},
             )
         self.send(
-            wire.Configure(
-                version=wire.PROTOCOL_VERSION,
+            frames.Configure(
+                version=frames.PROTOCOL_VERSION,
                 instance=0,
                 cpus=show_cpus(cpus),
                 slabs=POOL_SLABS,
                 slab_bytes=SLAB,
                 host_bytes=self.host.nbytes,
                 models=[
-                    wire.WorkerModel(name, path, "float32", 1024, 8, task=TASKS.get(name, GENERATE))
+                    frames.WorkerModel(
+                        name, path, "float32", 1024, 8, task=TASKS.get(name, GENERATE)
+                    )
                     for name, path in checkpoints.items()
                 ],
                 ranks=2,
             )
         )
-        self.until(wire.Hello)
+        self.until(frames.Hello)
 
-    def send(self, message: wire.Down) -> None:
+    def send(self, message: frames.Down) -> None:
         self._connection.sendall(framing.encode(message))
 
     def until(self, *kinds: type[M]) -> M:
@@ -118,12 +120,12 @@ class Box:
         while True:
             while self._reports:
                 report = self._reports.pop(0)
-                if isinstance(report, wire.Tokens):
+                if isinstance(report, frames.Tokens):
                     for one in report.produced:
                         if one.detail is not None:
                             self.details.append(one.detail)
                         self.outputs.setdefault(one.request, []).append(one.token)
-                if isinstance(report, wire.PoolReport):
+                if isinstance(report, frames.PoolReport):
                     self.high_water = report.high_water_slabs
                 if isinstance(report, kinds):
                     return report
@@ -158,7 +160,7 @@ class Box:
         self, model: str, request: str, prompt: tuple[int, ...], sampling: Sampling = GREEDY
     ) -> None:
         sequence = SequenceSpec(request=request, model=model, prompt=prompt, body=body(sampling))
-        self.send(wire.AddSequence(sequence))
+        self.send(frames.AddSequence(sequence))
 
     def prefill(self, model: str, request: str, kv_slabs: int = KV_SLABS) -> Any:
         self.send(RunPrefill(instance=0, model=model, request=request, kv_slabs=kv_slabs))
@@ -437,7 +439,7 @@ def test_a_killed_rank_ends_the_instance(
     pidfds = [os.pidfd_open(pid) for pid in box.children()]
     box.begin_turn(model, ["long"], 600)
     while len(box.outputs["long"]) < 20:
-        box.until(wire.Tokens)
+        box.until(frames.Tokens)
 
     os.kill(follower if killed == "follower" else box.process.pid, signal.SIGKILL)
 
@@ -483,7 +485,7 @@ def test_vectors_of_two_ranks(made: Callable[[int], Box], checkpoints: dict[str,
             prompt=prompt,
             body=encode_params(PoolingParams(task="embed")),
         )
-        box.send(wire.AddSequence(sequence))
+        box.send(frames.AddSequence(sequence))
         assert isinstance(box.prefill("vectors", f"v{number}"), PrefillDone)
         with torch.inference_mode():
             state = plain(torch.tensor([prompt])).last_hidden_state[0, -1]

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from appliance import framing
-from appliance.service import front_frames as frontwire
+from appliance.service import front_frames
 from appliance.service.front_frames import (
     Abort,
     Admitted,
@@ -94,7 +94,7 @@ class StandInCore:
         keep_alive_seconds: float = 5.0,
         max_body_bytes: int = 8 * 1024 * 1024,
         step_seconds: float = 0.0,
-        version: int = frontwire.VERSION,
+        version: int = front_frames.VERSION,
         origins: tuple[str, ...] = (),
         strict: bool = False,
         root_path: str = "",
@@ -131,7 +131,7 @@ class StandInCore:
         self.process: asyncio.subprocess.Process | None = None
         self._news = asyncio.Condition()
         self._work = asyncio.Event()
-        self._decoder = frontwire.decoder_for_core()
+        self._decoder = front_frames.decoder_for_core()
         self._tasks: list[asyncio.Task[Any]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._handover: socket.socket | None = None
@@ -208,7 +208,7 @@ class StandInCore:
         """All frames of a kind so far."""
         return [frame for frame in self.frames if isinstance(frame, kind)]
 
-    def send(self, *frames: frontwire.Down) -> None:
+    def send(self, *frames: front_frames.Down) -> None:
         assert self._writer is not None
         self._writer.write(b"".join(map(framing.encode, frames)))
 
@@ -312,7 +312,7 @@ class StandInCore:
             async with self._news:
                 self._news.notify_all()
 
-    def _take(self, frame: frontwire.Up) -> None:
+    def _take(self, frame: front_frames.Up) -> None:
         match frame:
             case Hello():
                 self.send(self.welcome)

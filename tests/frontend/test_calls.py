@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from appliance.service import front_frames as frontwire
+from appliance.service import front_frames
 from appliance.service.front_frames import (
     LARGE_BYTES,
     Abort,
@@ -609,7 +609,7 @@ async def test_a_front_end_ends_with_its_core(models: tuple[FrontModel, ...]) ->
 async def test_another_version_of_the_core_ends_a_front_end(
     models: tuple[FrontModel, ...],
 ) -> None:
-    core = StandInCore(models, version=frontwire.VERSION + 1)
+    core = StandInCore(models, version=front_frames.VERSION + 1)
     try:
         await core.begin()
         assert core.process is not None

@@ -50,7 +50,7 @@ from appliance.service.interface import (
 )
 from appliance.service.settings import Removal
 from appliance.vocabulary import ModelName, Release, SlabMap, Task
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from tests.conftest import write_checkpoint
 from tests.unit.doubles import front_end as front_end_double
 from tests.unit.doubles.daemon import Box, WorkerDouble, setup_of, small
@@ -240,7 +240,7 @@ class _Worker(WorkerDouble):
         super().die()
         self.doomed = False
 
-    def send(self, message: wire.Down) -> None:
+    def send(self, message: frames.Down) -> None:
         if isinstance(message, Release) and self.world.lives[message.request].outcome is None:
             self.world.lives[message.request].outcome = "cancelled"
         super().send(message)

@@ -21,8 +21,8 @@ from appliance import plugins, vocabulary
 from appliance.cli.docs.hook_examples import Examples
 from appliance.errors import PolicyError
 from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PolicySpec
-from appliance.policies import validation as answers
-from appliance.scheduling import policy_api as questions
+from appliance.policies import validation
+from appliance.scheduling import policy_api
 from appliance.vocabulary import Word
 
 LONGEST_EXAMPLE = 8
@@ -117,7 +117,7 @@ def _hook_doc(hook: str, shipped: list[tuple[str, str, type]]) -> HookDoc:
         views=_words(" ".join(str(p.annotation) for p in parameters)),
         answers=_words(returns),
         returns=returns.removesuffix(" | None"),
-        valid=_prose(getattr(answers, hook).__doc__),
+        valid=_prose(getattr(validation, hook).__doc__),
         example_about=example_about,
         example=example,
         shipped=tuple(
@@ -227,7 +227,7 @@ def _closure(names: set[str]) -> list[str]:
             if name not in known:
                 known.add(name)
                 todo.append(name)
-    order = [*_definitions(questions), *_definitions(vocabulary)]
+    order = [*_definitions(policy_api), *_definitions(vocabulary)]
     return sorted(known, key=order.index)
 
 
@@ -236,7 +236,7 @@ def _word_section(name: str) -> list[str]:
     lines = [f"### {name}", ""]
     if isinstance(definition, ast.AnnAssign):
         value = "" if definition.value is None else ast.unparse(definition.value)
-        return [*lines, f"`{value}`: {_lowered(_assigned_docs(questions)[name])}"]
+        return [*lines, f"`{value}`: {_lowered(_assigned_docs(policy_api)[name])}"]
     assert isinstance(definition, ast.ClassDef), f"{name} is defined as a class or an alias"
     lines += [_docstring(definition)] if ast.get_docstring(definition) else []
     notes = []
@@ -312,7 +312,7 @@ def _definitions(module: ModuleType) -> dict[str, ast.stmt]:
 
 
 def _definition(name: str) -> ast.stmt | None:
-    return _definitions(questions).get(name) or _definitions(vocabulary).get(name)
+    return _definitions(policy_api).get(name) or _definitions(vocabulary).get(name)
 
 
 def _assigned_docs(module: ModuleType) -> dict[str, str]:

@@ -213,7 +213,7 @@ class _Reader:
         """Other events say nothing that the lab wants to know."""
 
     @_on.register
-    def _(self, event: RequestArrived) -> None:
+    def _on_request_arrived(self, event: RequestArrived) -> None:
         spec = event.request
         life = Life(
             number=len(self.recorder.lives),
@@ -230,34 +230,34 @@ class _Reader:
         self._lives[spec.id] = life
 
     @_on.register
-    def _(self, event: PolicyChosen) -> None:
+    def _on_policy_chosen(self, event: PolicyChosen) -> None:
         self.swaps.append((self._now, event.choice))
 
     @_on.register
-    def _(self, event: ModelAdded) -> None:
+    def _on_model_added(self, event: ModelAdded) -> None:
         self._models[event.model.name] = event.model
 
     @_on.register
-    def _(self, event: InstanceUp) -> None:
+    def _on_instance_up(self, event: InstanceUp) -> None:
         self._slabs = max(self._slabs, event.slabs)
 
     @_on.register
-    def _(self, event: InstanceLost) -> None:
+    def _on_instance_lost(self, event: InstanceLost) -> None:
         self._loaded = {(i, m) for i, m in self._loaded if i != event.instance}
         self._jobs.pop(event.instance, None)
 
     @_on.register
-    def _(self, event: ModelBuilt) -> None:
+    def _on_model_built(self, event: ModelBuilt) -> None:
         self._built.setdefault(event.model, event)
 
     @_on.register
-    def _(self, event: ModelLoaded) -> None:
+    def _on_model_loaded(self, event: ModelLoaded) -> None:
         self._loaded.add((event.instance, event.model))
         self.recorder.loads += 1
         self.recorder.prefetches += event.prefetched
 
     @_on.register
-    def _(self, event: TokensProduced) -> None:
+    def _on_tokens_produced(self, event: TokensProduced) -> None:
         job = self._jobs.get(event.instance)
         for token in event.tokens:
             count = max(1, token.count)
@@ -269,7 +269,7 @@ class _Reader:
                 job.produced += count
 
     @_on.register
-    def _(self, event: PrefillDone) -> None:
+    def _on_prefill_done(self, event: PrefillDone) -> None:
         job = self._jobs.get(event.instance)
         life = self._lives.get(event.request)
         if job is None or isinstance(job.command, RunTurn):
@@ -281,7 +281,7 @@ class _Reader:
         self._computed(event.instance, event.model, job, event.seconds, 0)
 
     @_on.register
-    def _(self, event: TurnEnded) -> None:
+    def _on_turn_ended(self, event: TurnEnded) -> None:
         job = self._jobs.get(event.instance)
         if job is None or isinstance(job.command, RunPrefill) or not event.steps:
             return

@@ -19,7 +19,7 @@ from litestar import Litestar
 from appliance.access.admission import Admission
 from appliance.access.auth import Access
 from appliance.api.app import create_app
-from appliance.api.batch import executor as batchrequests
+from appliance.api.batch import executor
 from appliance.api.batch import runner as batchrunner
 from appliance.api.batch.runner import BatchRunner, BatchSettings
 from appliance.batches import files
@@ -532,7 +532,7 @@ async def test_long_answers_are_written_beside_the_event_loop(
     def script(generation: FakeGeneration) -> None:
         generation.say("hello" * (60_000 if "long" in generation.text else 1))
 
-    monkeypatch.setattr(batchrequests, "answered", noted)
+    monkeypatch.setattr(executor, "answered", noted)
     house.service.script = script
     async with house.client() as client:
         done = await over(client, await begin(client, [chat("long"), chat("short")]))

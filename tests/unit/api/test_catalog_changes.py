@@ -19,7 +19,7 @@ from appliance.access.auth import scope_of
 from appliance.access.keys import Scope
 from appliance.api.admin.catalog import NewModel
 from appliance.api.app import create_app
-from appliance.checkpoints import delete as deletions
+from appliance.checkpoints import delete
 from appliance.checkpoints.pull import pull
 from appliance.cli.main import cli
 from appliance.config.layers import directory
@@ -29,7 +29,7 @@ from appliance.daemon.reload import ADMIN_FILE, LiveConfig
 from appliance.journal import Journal, replay
 from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import Box, setup_of, small
 from tests.unit.doubles.instance import ModelDouble
@@ -145,7 +145,7 @@ async def test_a_model_is_added(box: Box, client: httpx.AsyncClient, path: Path)
     assert answer.status_code == 200, answer.text
     assert answer.json()["terms"]["slo"] == {"ttft_seconds": 3.0, "tbt_seconds": 0.1}
     assert answer.json()["facts"]["max_context_tokens"] == 512
-    assert box.workers[0].heard(wire.AddModel)[0].model.path == str(path.parent / "new")
+    assert box.workers[0].heard(frames.AddModel)[0].model.path == str(path.parent / "new")
     assert sum([len(batch) async for batch in running]) == 30
     assert sum([len(batch) async for batch in added]) == 5
     assert [card.id for card in box.daemon.models()] == ["a", "b", "new"]
@@ -179,7 +179,7 @@ async def test_a_pooler_is_told_to_workers_and_front_ends(
 
     assert (refused.status_code, answer.status_code) == (422, 200)
     assert "does not classify; use embed or token_embed" in refused.text
-    worker = box.workers[0].heard(wire.AddModel)[0].model
+    worker = box.workers[0].heard(frames.AddModel)[0].model
     front = box.daemon.front_models()[-1]
     assert worker.pooler_config == front.pooler_config == asked | {"task": "embed"}
     assert (worker.max_logprobs, front.max_logprobs) == (3, 3)
@@ -455,7 +455,7 @@ async def test_pull_and_rm_on_the_command_line(call: Call, path: Path, box: Box)
     await _until(lambda: not files.exists())
 
     assert pulled.exit_code == 0, pulled.output
-    assert box.workers[0].heard(wire.AddModel)[0].model.dtype == "float32"
+    assert box.workers[0].heard(frames.AddModel)[0].model.dtype == "float32"
     assert pulled.stdout.endswith(f"new is in {files}, and is served\n")
     assert json.loads(shown.stdout)["facts"]["max_context_tokens"] == 128
     assert again.exit_code == 0, again.output
@@ -572,7 +572,7 @@ async def test_files_that_an_earlier_daemon_cannot_delete(
     folder = path.parent / "models" / "old"
     folder.mkdir(parents=True)
     mark = folder.with_name(".old.delete")
-    deletions.intend(folder)
+    delete.intend(folder)
 
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -593,7 +593,7 @@ async def test_a_fresh_model_in_the_place_of_one_that_is_to_go(
     """Stays, though what was set aside of the old one could not be deleted at first."""
     folder = path.parent / "models" / "old"
     folder.mkdir(parents=True)
-    deletions.intend(folder)
+    delete.intend(folder)
 
     def fail(*_: object) -> None:
         raise OSError("the disk is on fire")
@@ -615,7 +615,7 @@ async def test_a_folder_that_is_not_as_it_was_when_it_was_to_go(
     """Stays: somebody has put it there, or put something there, while no daemon ran."""
     folder = path.parent / "models" / "old"
     folder.mkdir(parents=True)
-    deletions.intend(folder)
+    delete.intend(folder)
     if how == "replaced":
         (path.parent / "new").rename(folder.with_name("newer"))
         folder.rmdir()

@@ -15,7 +15,7 @@ from anthropic.types.messages.batch_create_params import Request
 
 from appliance.access.keys import KeyFile
 from appliance.api.app import create_app
-from appliance.api.batch import runner as batchrunner
+from appliance.api.batch import runner
 from appliance.batches.log import BatchLog
 from appliance.vocabulary import FinishReason, RequestClass
 from tests.unit.api.test_batches import CHATS, House, begin, chat, house, over, polled
@@ -330,7 +330,7 @@ async def test_no_service_level(house: House) -> None:
 
 async def test_bounds(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many batches at once, no room, a disk that refuses: nothing of what was asked stays."""
-    monkeypatch.setattr(batchrunner, "MAX_UNFINISHED", 1)
+    monkeypatch.setattr(runner, "MAX_UNFINISHED", 1)
     house.service.script = None
     async with anthropic_client(house.app()) as claude:
         batches = claude.messages.batches

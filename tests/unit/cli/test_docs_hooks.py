@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.docs import hooks as policydoc
+from appliance.cli.docs import hooks
 from appliance.cli.docs.hook_examples import Examples
 from appliance.cli.docs.hooks import HookDoc, generate, hook_docs
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PolicySpec
-from appliance.policies import validation as answers
+from appliance.policies import validation
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -37,7 +37,7 @@ def test_every_hook_has_all_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "part"), [(PolicySpec, "asked"), (answers, "valid"), (Examples, "example_about")]
+    ("owner", "part"), [(PolicySpec, "asked"), (validation, "valid"), (Examples, "example_about")]
 )
 def test_a_part_that_is_missing_is_an_error(
     owner: object, part: str, monkeypatch: pytest.MonkeyPatch
@@ -51,7 +51,7 @@ def test_a_part_that_is_missing_is_an_error(
 
 def test_a_hook_that_no_policy_implements_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could look at how it is meant."""
-    monkeypatch.setattr(policydoc, "shipped_policies", lambda: iter(()))
+    monkeypatch.setattr(hooks, "shipped_policies", lambda: iter(()))
 
     with pytest.raises(PolicyError, match="hook place has no shipped"):
         hook_docs()
@@ -59,7 +59,7 @@ def test_a_hook_that_no_policy_implements_is_an_error(monkeypatch: pytest.Monkey
 
 def test_a_long_example_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would hide the point."""
-    monkeypatch.setattr(policydoc, "LONGEST_EXAMPLE", 3)
+    monkeypatch.setattr(hooks, "LONGEST_EXAMPLE", 3)
 
     with pytest.raises(PolicyError, match="the example of scale has 4 lines"):
         hook_docs()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from appliance.cli import options as configoption
+from appliance.cli import options
 from appliance.cli.main import cli
 from appliance.cli.options import VARIABLE, default_config
 
@@ -18,7 +18,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     places = (Path("etc/appliance.toml"), tmp_path / "installed.toml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(configoption, "PLACES", places)
+    monkeypatch.setattr(options, "PLACES", places)
     return places
 
 

@@ -25,16 +25,16 @@ ROOT = Path(__file__).parents[3]
 MakeBox = Callable[..., Box]
 
 WALL_CLOCK = {
-    "api/auth.py": "when keys end",
-    "api/batchrunner.py": "when batches were made, and end",
-    "api/ollama.py": "`expires_at`",
-    "daemon.py": "when a snapshot was taken, and spans were",
-    "feed.py": "when something happened",
+    "access/auth.py": "when keys end",
+    "api/batch/runner.py": "when batches were made, and end",
+    "api/ollama/catalog.py": "`expires_at`",
+    "cli/keys.py": "when keys end",
+    "daemon/daemon.py": "when a snapshot was taken, and spans were",
+    "daemon/policy_history.py": "when policies were chosen",
     "frontend/ollama/replies.py": "`created_at`",
-    "frontend/published.py": "`completed_at`",
-    "keycommand.py": "when keys end",
-    "policywatch.py": "when policies were chosen",
-    "telemetry.py": "when spans were",
+    "frontend/serving/published.py": "`completed_at`",
+    "observability/tracing.py": "when spans were",
+    "service/event_log.py": "when something happened",
 }
 """Where the time of day is asked for, and what it is told for: never to measure, nor to decide."""
 
@@ -105,7 +105,7 @@ async def test_a_clock_that_jumps_changes_no_answer(
 LOG_TO_A_FULL_DISK = """
 import logging, os, sys
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-from appliance import logs
+from appliance.platform import logs
 logs.begin("json", "info")
 log = logging.getLogger("appliance.requests")
 def held():

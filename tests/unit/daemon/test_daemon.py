@@ -57,7 +57,7 @@ from appliance.vocabulary import (
     RunTurn,
     Task,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import PID, Box, Client, box_maker, setup_of, small
 from tests.unit.doubles.instance import Life
@@ -79,8 +79,8 @@ async def tokens_of(stream: Client) -> list[int]:
     return [produced.token for produced in await read_all(stream)]
 
 
-def token(request: str, number: int, finished: FinishReason | None = None) -> wire.Tokens:
-    return wire.Tokens(0, "a", [Produced(request=request, token=number, finished=finished)])
+def token(request: str, number: int, finished: FinishReason | None = None) -> frames.Tokens:
+    return frames.Tokens(0, "a", [Produced(request=request, token=number, finished=finished)])
 
 
 def request_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def request_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 def introductions(box: Box, number: int = 0) -> list[tuple[str, tuple[int, ...]]]:
     """The requests a worker was told of, each with its output at that time."""
-    sent = box.workers[number].heard(wire.AddSequence)
+    sent = box.workers[number].heard(frames.AddSequence)
     return [(message.sequence.request, message.sequence.output) for message in sent]
 
 
@@ -176,10 +176,10 @@ async def test_a_worker_is_told_all_about_a_request(make_box: MakeBox) -> None:
     box.ask("r", "a", prompt=3, output=5)
 
     sent = box.workers[0].sent
-    (place,) = [i for i, frame in enumerate(sent) if isinstance(frame, wire.AddSequence)]
+    (place,) = [i for i, frame in enumerate(sent) if isinstance(frame, frames.AddSequence)]
     frame = sent[place]
 
-    assert isinstance(frame, wire.AddSequence)
+    assert isinstance(frame, frames.AddSequence)
     assert (frame.sequence.model, frame.sequence.prompt) == ("a", (0, 1, 2))
     assert frame.sequence.body == b""
     assert isinstance(sent[place + 1], RunPrefill)
@@ -671,8 +671,8 @@ async def test_fragmentation_of_the_devices(make_box: MakeBox) -> None:
     assert box.samples("appliance_kv_fragmentation_overall") == {"tier=device": 0, "tier=host": 0}
     one = {300: KvBytes(1000, 600, 200, 2000), 500: KvBytes(1000, 500, 0, 1000)}
     other = {300: KvBytes(2000, 1500, 0, 2000)}
-    box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 0, one, 2500))
-    box.workers[1].deliver(wire.PoolReport(1, {"free": 20}, 0, other, 2000))
+    box.workers[0].deliver(frames.PoolReport(0, {"free": 20}, 0, one, 2500))
+    box.workers[1].deliver(frames.PoolReport(1, {"free": 20}, 0, other, 2000))
 
     assert box.samples("appliance_kv_fragmentation") == {
         "shape=300,tier=device": 0.175,
@@ -732,9 +732,9 @@ async def test_pools_are_shown_in_bytes(make_box: MakeBox) -> None:
     """The last report of a worker, by owner; nothing is left of it when the worker dies."""
     box = make_box()
     box.start()
-    box.workers[0].deliver(wire.PoolReport(0, {"weights:a": 4, "free": 16}, 4, {}, 0))
+    box.workers[0].deliver(frames.PoolReport(0, {"weights:a": 4, "free": 16}, 4, {}, 0))
     slabs = {"weights:a": 4, "kv:a": 2, "free": 14}
-    box.workers[0].deliver(wire.PoolReport(0, slabs, 9, {}, 0))
+    box.workers[0].deliver(frames.PoolReport(0, slabs, 9, {}, 0))
 
     assert box.samples("appliance_pool_bytes") == {
         "instance=0,owner=weights:a": 4000,
@@ -790,10 +790,10 @@ async def test_a_vector_is_the_end_of_its_prompt(make_box: MakeBox) -> None:
     client = Client("r")
     pooled = SubmitRequest(id="r", model="a", prompt=tuple(range(7)), max_tokens=0, body=b"pool")
     box.daemon.submit(pooled, client)
-    (told,) = box.workers[0].heard(wire.AddSequence)
+    (told,) = box.workers[0].heard(frames.AddSequence)
     box.now += 1000.0
     vector = Produced(request="r", token=NO_TOKEN, finished=FinishReason.STOP, detail=b"1234")
-    box.workers[0].deliver(wire.Tokens(0, "a", [vector]))
+    box.workers[0].deliver(frames.Tokens(0, "a", [vector]))
 
     assert told.sequence.body == b"pool"
     assert await read_all(client) == [vector]
@@ -929,7 +929,7 @@ async def test_activity_of_instances(make_box: MakeBox) -> None:
     box.start()
     box.ask("r", "a")
     box.settle()
-    box.workers[0].deliver(wire.PoolReport(0, {"free": 20}, 6, {}, 0))
+    box.workers[0].deliver(frames.PoolReport(0, {"free": 20}, 6, {}, 0))
 
     assert without_counts(box) == InstanceActivity(
         instance=0,
@@ -980,8 +980,8 @@ async def verifying(box: Box) -> asyncio.Task[list[InstanceVerification]]:
 
 def answer(box: Box, instance: int, **models: Verdict) -> None:
     """The worker's answer to the newest question."""
-    number = box.workers[instance].heard(wire.Verify)[-1].number
-    box.workers[instance].deliver(wire.Verified(instance, number, models))
+    number = box.workers[instance].heard(frames.Verify)[-1].number
+    box.workers[instance].deliver(frames.Verified(instance, number, models))
 
 
 async def test_every_instance_is_asked_at_once(make_box: MakeBox) -> None:
@@ -1013,9 +1013,9 @@ async def test_two_verifications_at_a_time(make_box: MakeBox) -> None:
     box.start()
 
     first, second = await verifying(box), await verifying(box)
-    one, two = (question.number for question in box.workers[0].heard(wire.Verify))
-    box.workers[0].deliver(wire.Verified(0, two, {"a": Verdict.DIFFERS}))
-    box.workers[0].deliver(wire.Verified(0, one, {"a": Verdict.OK}))
+    one, two = (question.number for question in box.workers[0].heard(frames.Verify))
+    box.workers[0].deliver(frames.Verified(0, two, {"a": Verdict.DIFFERS}))
+    box.workers[0].deliver(frames.Verified(0, one, {"a": Verdict.OK}))
 
     assert [v.models for v in await first] == [{"a": Verdict.OK}]
     assert [v.models for v in await second] == [{"a": Verdict.DIFFERS}]
@@ -1027,10 +1027,10 @@ async def test_a_lost_worker_has_no_answer(make_box: MakeBox) -> None:
     box.start()
 
     task = await verifying(box)
-    number = box.workers[0].heard(wire.Verify)[-1].number
+    number = box.workers[0].heard(frames.Verify)[-1].number
     box.workers[0].die()
     box.workers[0].greet()
-    box.workers[0].deliver(wire.Verified(0, number, {"a": Verdict.OK}))
+    box.workers[0].deliver(frames.Verified(0, number, {"a": Verdict.OK}))
 
     assert await task == [InstanceVerification(instance=0, answered=False)]
 
@@ -1081,9 +1081,9 @@ async def preparing(box: Box) -> asyncio.Task[None]:
 
 def prepared(box: Box, instance: int, refused: str | None = None) -> None:
     """The worker's answer to the newest question."""
-    asked = box.workers[instance].heard(wire.PrepareGuide)[-1]
+    asked = box.workers[instance].heard(frames.PrepareGuide)[-1]
     assert (asked.model, asked.body) == ("a", GUIDE)
-    box.workers[instance].deliver(wire.GuidePrepared(instance, asked.number, refused))
+    box.workers[instance].deliver(frames.GuidePrepared(instance, asked.number, refused))
 
 
 async def test_a_guide_is_compiled_wherever_a_request_may_go(make_box: MakeBox) -> None:
@@ -1152,7 +1152,7 @@ async def test_a_guide_whose_worker_dies_is_asked_of_the_next(make_box: MakeBox)
 async def until_asked_again(box: Box) -> None:
     """Until a worker was asked for a second time."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while len(box.workers[0].heard(wire.PrepareGuide)) < 2:  # noqa: ASYNC110
+        while len(box.workers[0].heard(frames.PrepareGuide)) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 

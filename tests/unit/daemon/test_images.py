@@ -10,7 +10,7 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import Recipe, make_checkpoints, write_config
 from appliance.serve import make_daemon
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 TINY = Recipe(
     name="tiny",
@@ -39,7 +39,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders that workers are told of."""
     folders: list[str] = []
 
-    def note(configuration: wire.Configure, *others: object) -> None:
+    def note(configuration: frames.Configure, *others: object) -> None:
         folders.append(configuration.images)
 
     monkeypatch.setattr("appliance.daemon.daemon.WorkerProcess", note)

@@ -34,13 +34,13 @@ from appliance.vocabulary import (
     SlabOwner,
     TokensProduced,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from tests.unit.doubles.floor import SLAB, SLO, shape
 from tests.unit.doubles.instance import InstanceDouble, Life, ModelDouble, World
 
 PID = 4000
 
-D = TypeVar("D", bound=wire.Down)
+D = TypeVar("D", bound=frames.Down)
 
 
 def small(names: str) -> dict[str, ModelDouble]:
@@ -88,9 +88,9 @@ class WorkerDouble:
 
     def __init__(
         self,
-        configuration: wire.Configure,
+        configuration: frames.Configure,
         host_fd: int,
-        on_message: Callable[[wire.Up], None],
+        on_message: Callable[[frames.Up], None],
         on_lost: Callable[[InstanceId], None],
         on_stillborn: Callable[[InstanceId, int], None],
         on_failure: Callable[[BaseException], None],
@@ -106,7 +106,7 @@ class WorkerDouble:
         self.tells_slabs = False
         """Whether it says whose its slabs are; else the test does."""
         self.stop_error: Exception | None = None
-        self.sent: list[wire.Down] = []
+        self.sent: list[frames.Down] = []
         """Every frame down, in order, over all lives."""
         self.double: InstanceDouble | None = None
         self._on_message = on_message
@@ -119,11 +119,11 @@ class WorkerDouble:
     def start(self) -> None:
         self.started = True
 
-    def add(self, model: wire.WorkerModel) -> None:
+    def add(self, model: frames.WorkerModel) -> None:
         self.drop(model.name)
         models = [*self.configuration.models, model]
         self.configuration = msgspec.structs.replace(self.configuration, models=models)
-        self.send(wire.AddModel(model))
+        self.send(frames.AddModel(model))
 
     def drop(self, name: str) -> None:
         models = [model for model in self.configuration.models if model.name != name]
@@ -147,21 +147,21 @@ class WorkerDouble:
         if self.stop_error is not None:
             raise self.stop_error
 
-    def send(self, message: wire.Down) -> None:
+    def send(self, message: frames.Down) -> None:
         """Hear a frame as it comes out at the other end; lost if the worker is dead."""
         if self.double is None:
             return
-        (heard,) = wire.decoder_of_commands().feed(framing.encode(message))
+        (heard,) = frames.decoder_of_commands().feed(framing.encode(message))
         self.sent.append(heard)
         match heard:
-            case wire.AddSequence():
+            case frames.AddSequence():
                 self._introduce(heard)
                 return
-            case wire.AddModel() | wire.Verify() | wire.PrepareGuide():
+            case frames.AddModel() | frames.Verify() | frames.PrepareGuide():
                 return  # the test answers
-            case wire.TellSlabs():
+            case frames.TellSlabs():
                 if self.tells_slabs:
-                    self.deliver(wire.SlabsTold(self.instance, self._slabs()))
+                    self.deliver(frames.SlabsTold(self.instance, self._slabs()))
                 return
             case RunPrefill():
                 self._check_known(heard.request)
@@ -173,14 +173,14 @@ class WorkerDouble:
                     self._check_known(kv_move.request)
             case Release():
                 self._known.pop(heard.request, None)
-        assert not isinstance(heard, wire.Configure | wire.Shutdown)
+        assert not isinstance(heard, frames.Configure | frames.Shutdown)
         self.double.order(heard)
 
     def _slabs(self) -> SlabMap:
         """All of them are free; whose they are is the double's secret."""
         return SlabMap(SLAB, (SlabOwner("free"),), ((0, self.configuration.slabs),))
 
-    def _introduce(self, message: wire.AddSequence) -> None:
+    def _introduce(self, message: frames.AddSequence) -> None:
         sequence = message.sequence
         assert sequence.request not in self._known, "introduced twice"
         assert len(sequence.output) == self.world.lives[sequence.request].produced
@@ -196,31 +196,31 @@ class WorkerDouble:
         slabs = self.configuration.slabs
         self.double = InstanceDouble(self.instance, slabs, self.world)
         self._known = {}
-        self.deliver(wire.Hello(self.instance, self.pid, slabs))
+        self.deliver(frames.Hello(self.instance, self.pid, slabs))
 
     def die(self) -> None:
         self.pid, self.double = None, None
         self.restarts += 1
         self._on_lost(self.instance)
 
-    def deliver(self, message: wire.Up) -> None:
+    def deliver(self, message: frames.Up) -> None:
         """Report something. What the daemon raises ends the keeper, as it does a real one's."""
-        (heard,) = wire.decoder_of_reports().feed(framing.encode(message))
+        (heard,) = frames.decoder_of_reports().feed(framing.encode(message))
         try:
             self._on_message(heard)
         except Exception as error:
             self.die()
             self._on_failure(error)
 
-    def work(self) -> list[wire.Up]:
+    def work(self) -> list[frames.Up]:
         """The next piece of work; what is to be reported of it."""
         assert self.double is not None
         return [self._translate(event) for event in self.double.work()]
 
-    def _translate(self, event: Event) -> wire.Up:
+    def _translate(self, event: Event) -> frames.Up:
         """Tokens have values on the wire: here each is the number of the token, from 1."""
         if not isinstance(event, TokensProduced):
-            return cast(wire.Up, event)
+            return cast(frames.Up, event)
         produced = []
         for count in event.tokens:
             life = self.world.lives[count.request]
@@ -232,7 +232,7 @@ class WorkerDouble:
             produced.append(
                 Produced(request=count.request, token=life.produced, finished=count.finished)
             )
-        return wire.Tokens(event.instance, event.model, produced)
+        return frames.Tokens(event.instance, event.model, produced)
 
     def heard(self, kind: type[D]) -> list[D]:
         """Every frame of this kind, in order."""
@@ -317,7 +317,7 @@ class Box:
         self.workers = cast(dict[InstanceId, WorkerDouble], self.daemon.workers)
 
     def served(self, spec: ModelSpec) -> ServedModel:
-        worker = wire.WorkerModel(spec.name, f"/models/{spec.name}", "float32", 256, 64)
+        worker = frames.WorkerModel(spec.name, f"/models/{spec.name}", "float32", 256, 64)
         return ServedModel(
             spec,
             worker,

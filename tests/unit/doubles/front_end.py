@@ -21,7 +21,7 @@ import msgspec
 from appliance import framing
 from appliance.frontend.zygote import serve_orders
 from appliance.gateway.request_lines import path_of
-from appliance.service import front_frames as frontwire
+from appliance.service import front_frames
 from appliance.service.front_frames import (
     Drain,
     Handover,
@@ -60,13 +60,13 @@ class Double:
         self.idle.set()
         self.over = asyncio.Event()
 
-    def send(self, frame: frontwire.Up) -> None:
+    def send(self, frame: front_frames.Up) -> None:
         self.frames.sendall(framing.encode(frame))
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         self.handover.setblocking(False)
-        self.send(Hello(frontwire.VERSION, os.getpid()))
+        self.send(Hello(front_frames.VERSION, os.getpid()))
         listening = loop.create_task(self.listen())
         await self.over.wait()
         await self.idle.wait()
@@ -74,7 +74,7 @@ class Double:
 
     async def listen(self) -> None:
         reader, _ = await asyncio.open_connection(sock=self.frames.dup())
-        decoder = frontwire.decoder_for_front()
+        decoder = front_frames.decoder_for_front()
         while data := await reader.read(1 << 16):
             for frame in decoder.feed(data):
                 if isinstance(frame, Welcome):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.memory import host_tier as hosttier
-from appliance.memory import mapping
+from appliance.memory import host_tier, mapping
 from appliance.memory.host_tier import HostTier
 from appliance.memory.vmm_host import HostVmm
 from tests.patience import PATIENCE_SECONDS
@@ -202,7 +201,7 @@ def test_reserved_addresses_are_aligned_and_all_there() -> None:
 
 def test_host_tier_is_filled_and_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Content stays, every byte is in memory afterwards, and progress counts up to all of it."""
-    monkeypatch.setattr(hosttier, "LOCK_BYTES", 2 * HUGE)
+    monkeypatch.setattr(host_tier, "LOCK_BYTES", 2 * HUGE)
     tier = HostTier.create(5 * HUGE + PAGE)
     tier.view(3 * HUGE, 3)[:] = b"abc"
     heard: list[int] = []

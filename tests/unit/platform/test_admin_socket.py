@@ -20,13 +20,13 @@ import uvicorn
 
 from appliance.access.auth import Access
 from appliance.access.keys import KeyRing
-from appliance.api import operator_socket as operators
+from appliance.api import operator_socket
 from appliance.api.app import create_app
 from appliance.client import call, default_url
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.errors import KeysError
-from appliance.platform import admin_socket as adminsocket
+from appliance.platform import admin_socket
 from appliance.platform.admin_socket import (
     AdminSocketError,
     Peer,
@@ -178,7 +178,7 @@ async def _operate(tmp_path: Path, path: Path) -> None:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_others_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     """Whoever gets past the socket's mode and is no operator is told so, on either event loop."""
-    monkeypatch.setattr(operators, "may_operate", lambda peer, gid: gid == 7)
+    monkeypatch.setattr(operator_socket, "may_operate", lambda peer, gid: gid == 7)
     app = create_app(FakeService(), access=Access(KeyRing(path.parent / "keys.json")))
 
     async def ask(protocol: Any) -> httpx.Response:
@@ -188,7 +188,7 @@ def test_others_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch, loop: s
             return await client.get(STATUS)
 
     for gid, status in ((None, 403), (7, 200)):
-        protocol = type("Protocol", (operators.OperatorProtocol,), {"gid": gid})
+        protocol = type("Protocol", (operator_socket.OperatorProtocol,), {"gid": gid})
         config = uvicorn.Config(app, loop=loop)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             answer = runner.run(ask(protocol))
@@ -237,7 +237,7 @@ def test_keys_that_cannot_be_read_are_no_start(tmp_path: Path) -> None:
 def test_commands_find_the_socket(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session's own first, then the system's; TCP where nobody listens on either."""
     system = path.parent.parent / "system"
-    monkeypatch.setattr(adminsocket, "SYSTEM_DIRECTORY", str(system))
+    monkeypatch.setattr(admin_socket, "SYSTEM_DIRECTORY", str(system))
     assert running_socket() is None
     assert default_url() == "http://127.0.0.1:11500"
     with open_socket(system / "admin.sock"):

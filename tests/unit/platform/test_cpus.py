@@ -9,7 +9,7 @@ import pytest
 
 from appliance.platform.cpus import deal_cpus, packs, read_cpus, show_cpus
 from appliance.serve import front_end_count, kept_cpus, share_cpus
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker.rank_messages import Seat, seats
 
 
@@ -72,9 +72,9 @@ def test_one_rank_has_all() -> None:
     assert seats(configuration("0-3", 1), "/store") == [Seat(0, 1, "0-3")]
 
 
-def configuration(cpus: str, ranks: int) -> wire.Configure:
-    return wire.Configure(
-        version=wire.PROTOCOL_VERSION,
+def configuration(cpus: str, ranks: int) -> frames.Configure:
+    return frames.Configure(
+        version=frames.PROTOCOL_VERSION,
         instance=0,
         cpus=cpus,
         slabs=1,

@@ -74,7 +74,7 @@ def stream(tokens: int, kind: str = "r") -> RequestStream:
 
 def test_a_pipe_gets_json() -> None:
     """An object in a line, with the record's own fields."""
-    said = json.loads(written(f"from appliance import logs; logs.begin(); {SAY}"))
+    said = json.loads(written(f"from appliance.platform import logs; logs.begin(); {SAY}"))
 
     assert said.pop("time").endswith("Z")
     assert said == {"level": "warning", "logger": "a.b", "message": "it is", "n": 2}
@@ -82,19 +82,19 @@ def test_a_pipe_gets_json() -> None:
 
 def test_lines_for_people() -> None:
     """The same as a line, where it was asked for."""
-    text = written(f"from appliance import logs; logs.begin('console'); {SAY}")
+    text = written(f"from appliance.platform import logs; logs.begin('console'); {SAY}")
 
     assert text == "WARNING a.b: it is n=2\n"
 
 
 def test_what_is_not_urgent_is_left_out() -> None:
     """Nothing below the level is written."""
-    assert written(f"from appliance import logs; logs.begin('json', 'error'); {SAY}") == ""
+    assert written(f"from appliance.platform import logs; logs.begin('json', 'error'); {SAY}") == ""
 
 
 def test_workers_write_as_the_daemon_does() -> None:
     """In its form, each with what tells it from the others."""
-    program = f"from appliance import logs; logs.join('warning', instance=3); {SAY}"
+    program = f"from appliance.platform import logs; logs.join('warning', instance=3); {SAY}"
 
     assert json.loads(written(program, APPLIANCE_LOG_FORMAT="json"))["instance"] == 3
     assert written(program, APPLIANCE_LOG_FORMAT="console") == "WARNING a.b: it is instance=3 n=2\n"
@@ -115,7 +115,7 @@ def test_begin_tells_workers_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_journald_is_told_the_priority() -> None:
     """Where standard error is journald's, and only there."""
-    program = f"from appliance import logs; logs.begin(); {SAY}"
+    program = f"from appliance.platform import logs; logs.begin(); {SAY}"
     name_it = "import os; s = os.fstat(2); os.environ['JOURNAL_STREAM'] = f'{s.st_dev}:{s.st_ino}'"
 
     assert written(f"{name_it}; {program}").startswith("<4>{")

@@ -17,7 +17,7 @@ from appliance.vocabulary import (
     Release,
     RequestCancelled,
 )
-from appliance.worker import frames as wire
+from appliance.worker import frames
 
 
 def in_64_bits(message: typing.Any) -> bool:
@@ -56,24 +56,24 @@ CUTS = st.lists(st.integers(0, 40), max_size=40)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sent=messages_of(wire.Down), cuts=CUTS)
-def test_commands_arrive_as_they_were_sent(sent: list[wire.Down], cuts: list[int]) -> None:
+@given(sent=messages_of(frames.Down), cuts=CUTS)
+def test_commands_arrive_as_they_were_sent(sent: list[frames.Down], cuts: list[int]) -> None:
     """Every message downwards arrives once, in order and equal, however the stream is cut."""
-    assert exact(through(wire.decoder_of_commands(), sent, cuts)) == exact(sent)
+    assert exact(through(frames.decoder_of_commands(), sent, cuts)) == exact(sent)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sent=messages_of(wire.Up), cuts=CUTS)
-def test_reports_arrive_as_they_were_sent(sent: list[wire.Up], cuts: list[int]) -> None:
+@given(sent=messages_of(frames.Up), cuts=CUTS)
+def test_reports_arrive_as_they_were_sent(sent: list[frames.Up], cuts: list[int]) -> None:
     """Every message upwards arrives once, in order and equal, however the stream is cut."""
-    assert exact(through(wire.decoder_of_reports(), sent, cuts)) == exact(sent)
+    assert exact(through(frames.decoder_of_reports(), sent, cuts)) == exact(sent)
 
 
 def test_a_partial_frame_waits() -> None:
     """All bytes but the last of a frame give nothing; the last gives the message."""
     message = LoadModel(instance=0, model="a")
     frame = framing.encode(message)
-    decoder = wire.decoder_of_commands()
+    decoder = frames.decoder_of_commands()
 
     assert decoder.feed(frame[:-1]) == []
     assert decoder.feed(frame[-1:]) == [message]
@@ -81,25 +81,25 @@ def test_a_partial_frame_waits() -> None:
 
 def test_a_frame_too_long_is_refused() -> None:
     """A length beyond the limit is an error before anything of the frame is stored."""
-    decoder = wire.decoder_of_commands()
+    decoder = frames.decoder_of_commands()
     assert decoder.feed(framing.HEADER.pack(framing.MAX_FRAME_BYTES)) == []
 
     with pytest.raises(ValueError, match="exceeds"):
-        wire.decoder_of_commands().feed(framing.HEADER.pack(framing.MAX_FRAME_BYTES + 1))
+        frames.decoder_of_commands().feed(framing.HEADER.pack(framing.MAX_FRAME_BYTES + 1))
 
 
 @pytest.mark.parametrize(
     "message",
     [
         PrefillDone(instance=0, model="a", request="r", kv_slabs=1, seconds=0.1),
-        wire.Hello(0, 1, 2),
+        frames.Hello(0, 1, 2),
         RequestCancelled(request="r"),
     ],
 )
 def test_a_worker_takes_commands_only(message: typing.Any) -> None:
     """A report, or an event that no worker has business with, is no frame downwards."""
     with pytest.raises(msgspec.DecodeError):
-        wire.decoder_of_commands().feed(framing.encode(message))
+        frames.decoder_of_commands().feed(framing.encode(message))
 
 
 @pytest.mark.parametrize(
@@ -107,16 +107,16 @@ def test_a_worker_takes_commands_only(message: typing.Any) -> None:
     [
         EvictModel(instance=0, model="a"),
         Release(instance=0, model="a", request="r"),
-        wire.Shutdown(),
+        frames.Shutdown(),
     ],
 )
 def test_the_daemon_takes_reports_only(message: typing.Any) -> None:
     """A command is no frame upwards."""
     with pytest.raises(msgspec.DecodeError):
-        wire.decoder_of_reports().feed(framing.encode(message))
+        frames.decoder_of_reports().feed(framing.encode(message))
 
 
 def test_garbage_is_refused() -> None:
     """Bytes that are no msgpack object are an error, not a message."""
     with pytest.raises(msgspec.DecodeError):
-        wire.decoder_of_reports().feed(framing.HEADER.pack(3) + b"\xc1\xc1\xc1")
+        frames.decoder_of_reports().feed(framing.HEADER.pack(3) + b"\xc1\xc1\xc1")

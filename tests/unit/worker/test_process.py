@@ -16,14 +16,14 @@ import pytest
 
 from appliance import framing
 from appliance.memory import mapping
-from appliance.worker import frames as wire
+from appliance.worker import frames
 from appliance.worker import process as processes
 from appliance.worker.process import WorkerProcess
 from tests.patience import PATIENCE_SECONDS
 
-HELLO = wire.Hello(3, 42, 20)
-CONFIGURATION = wire.Configure(
-    version=wire.PROTOCOL_VERSION,
+HELLO = frames.Hello(3, 42, 20)
+CONFIGURATION = frames.Configure(
+    version=frames.PROTOCOL_VERSION,
     instance=3,
     cpus="",
     slabs=20,
@@ -47,7 +47,7 @@ class Keeper:
     """A `WorkerProcess` and what it told."""
 
     def __init__(self, host_fd: int) -> None:
-        self.messages: list[wire.Up] = []
+        self.messages: list[frames.Up] = []
         self.lost: list[int] = []
         self.stillborn: list[int] = []
         self.failures: list[BaseException] = []
@@ -61,7 +61,7 @@ class Keeper:
             self.on_failure,
         )
 
-    def on_message(self, message: wire.Up) -> None:
+    def on_message(self, message: frames.Up) -> None:
         self.messages.append(message)
         self.news.set()
 
@@ -138,7 +138,7 @@ async def test_models_come_and_go_with_the_worker(keep: Callable[[str], Keeper])
     keeper = keep(
         f"{echo}{GREET}daemon.sendall(daemon.recv(65536) and {framing.encode(HELLO)!r})\n"
     )
-    models = [wire.WorkerModel(name, f"/{name}", "auto", 64, 8) for name in "ab"]
+    models = [frames.WorkerModel(name, f"/{name}", "auto", 64, 8) for name in "ab"]
     keeper.process.start()
     await keeper.until(lambda: len(keeper.messages) == 1)
 
@@ -238,7 +238,7 @@ async def test_a_worker_that_is_held_is_not_started_again(keep: Callable[[str], 
     first = keeper.process.pid
 
     keeper.process.hold()
-    keeper.process.send(wire.Shutdown())
+    keeper.process.send(frames.Shutdown())
     await keeper.until(lambda: bool(keeper.lost))
     task = keeper.process._task
     assert task is not None
@@ -330,7 +330,7 @@ async def test_what_is_sent_to_a_dead_worker_is_lost(keep: Callable[[str], Keepe
     """Nobody is listening, and its death is told anyway; so there is nothing to raise."""
     keeper = keep(GREET)
 
-    keeper.process.send(wire.Shutdown())
+    keeper.process.send(frames.Shutdown())
     await keeper.process.stop()
 
     assert keeper.messages == []

@@ -24,8 +24,7 @@ from appliance.memory.arena import PoolExhausted
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.vocabulary import KvShape
-from appliance.worker import frames as wire
-from appliance.worker import tensor_parallel as ranks
+from appliance.worker import frames, tensor_parallel
 from appliance.worker.follower import Follower, WentAstray
 from appliance.worker.rank_messages import (
     Add,
@@ -41,7 +40,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.stream import StreamDouble
 
 SHAPE = KvShape(block_tokens=32, block_bytes=100, group_blocks=4, group_slabs=2)
-MODEL = wire.WorkerModel("a", "/a", "float32", 256, 8)
+MODEL = frames.WorkerModel("a", "/a", "float32", 256, 8)
 """How long a test waits for what must come; nothing comes by itself after a while."""
 SWAPS = [("swap_out", ("r", [0])), ("swap_in", ("r", [0], 1))]
 
@@ -148,7 +147,7 @@ class Instance:
         self.doubles = [EngineDouble() for _ in range(size)]
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.builds: list[Callable[[wire.WorkerModel], Any]] = [
+        self.builds: list[Callable[[frames.WorkerModel], Any]] = [
             lambda model, double=double: double  # type: ignore[misc]
             for double in self.doubles
         ]
@@ -185,7 +184,7 @@ class Instance:
         assert [double.swapper.pending for double in self.doubles] == [0] * len(self.doubles)
 
     def _follow(self, rank: int, connection: socket.socket, decoder: framing.Decoder[Any]) -> None:
-        def build(model: wire.WorkerModel) -> Any:
+        def build(model: frames.WorkerModel) -> Any:
             return self.builds[rank](model)
 
         def send(answer: Any) -> None:
@@ -638,7 +637,7 @@ def test_a_refusal_of_the_leader_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[Any, ...]
 ) -> None:
     """The followers did what it did not: the ranks are out of step."""
-    monkeypatch.setattr(ranks, "AGREEMENT_SECONDS", 0.01)
+    monkeypatch.setattr(tensor_parallel, "AGREEMENT_SECONDS", 0.01)
     instance = start()
     engine = instance.engine()
     instance.doubles[0].on[name] = refuse(KvExhausted("full"))
@@ -652,7 +651,7 @@ def test_a_refusal_of_the_leader_alone(
 
 def test_a_refusal_of_a_follower_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader did what it did not, and would wait for it in the next step for ever."""
-    monkeypatch.setattr(ranks, "AGREEMENT_SECONDS", 0.01)
+    monkeypatch.setattr(tensor_parallel, "AGREEMENT_SECONDS", 0.01)
     instance = start()
     engine = instance.engine()
     instance.doubles[1].on["add"] = refuse(ValueError("too long"))
