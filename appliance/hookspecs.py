@@ -16,10 +16,10 @@ import pluggy
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
+    ClusterView,
     Costs,
     DecodingView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -45,12 +45,12 @@ class PolicySpec:
     """Every hook, and when it is asked. Views and answers: `appliance.scheduling.policy_api`."""
 
     @hookspec(firstresult=True)
-    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement] | None:
+    def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement] | None:
         """At start, when an instance comes or goes, and every second while there is work: what each
         instance is for, in order. Every model has to be placed somewhere."""
 
     @hookspec(firstresult=True)
-    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet | None:
+    def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet | None:
         """After `place`: how many instances take interactive requests only, any, batch ones only;
         the rest finish what they have and take nothing."""
 

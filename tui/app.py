@@ -21,10 +21,10 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
 from tui.asking import Ask, Asking
-from tui.bars import Header, Hints, Tabs
-from tui.canvas import Line
 from tui.dialogs import Form, Page, Question, SecretPage
-from tui.look import LOOKS
+from tui.drawing.bars import Header, Hints, Tabs
+from tui.drawing.canvas import Line
+from tui.drawing.theme import LOOKS
 from tui.messages import Kind, Message, Refused, Source
 from tui.prompt import Command, Prompt
 from tui.recording import NoRecording, Recorder

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from tui.journey import Journey
+from tui.drawing.wrapping import LINE_ENDS
 from tui.messages import Document, Part, Piece, Refused
-from tui.wrapping import LINE_ENDS
+from tui.request_trace import Journey
 
 MOST_ANSWERS = 100
 MOST_CHARACTERS = 200_000

@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Label, Static
 
-from tui.canvas import Canvas, Line
+from tui.drawing.canvas import Canvas, Line
 from tui.view import Field, Sight
 
 MOST_SPACED = 5

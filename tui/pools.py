@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tui.amounts import divide, size
+from tui.drawing.amounts import divide, size
 from tui.messages import Document
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from tui.asking import Answer
+from tui.drawing.series import Counter
 from tui.messages import Document, Kind, Message
-from tui.series import Counter
 
 MOST_NOTICES = 2000
 MOST_SPANS = 4000

@@ -10,8 +10,8 @@ from textual.message import Message
 from textual.widget import Widget
 
 from tui.asking import Ask
-from tui.canvas import Line
-from tui.look import Look
+from tui.drawing.canvas import Line
+from tui.drawing.theme import Look
 from tui.messages import Document, Source
 from tui.state import State
 

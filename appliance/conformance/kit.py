@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from appliance.conformance.asking import SLOW_SECONDS, Asker, Reply
-from appliance.conformance.family import asked
+from appliance.conformance.recorded_calls import asked
 from appliance.conformance.rerun import digest_elsewhere, importable, make
 from appliance.conformance.scenes import SCENES, Played, Question, Scene, model_names
 from appliance.conformance.trial import trial

@@ -40,16 +40,16 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.slab_maps import host_map
 from appliance.observability.metrics import Metrics
 from appliance.observability.request_log import log_request
-from appliance.observability.request_phases import Timekeeper
-from appliance.observability.slo_window import Pace
+from appliance.observability.request_phases import RequestPhases
+from appliance.observability.slo_window import SloWindow
 from appliance.observability.switches import Switches
-from appliance.observability.timeline import HOOKS, MOST_PLANNED, Spans
+from appliance.observability.timeline import HOOKS, MOST_PLANNED, Timeline
 from appliance.platform.gpu_monitor import GpuWatch
 from appliance.policies.guard import BUDGET_SECONDS
 from appliance.policies.loader import installed
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
-from appliance.service.event_log import Feed, Notice, NoticeKind
+from appliance.service.event_log import EventLog, Notice, NoticeKind
 from appliance.service.front_frames import FrontModel
 from appliance.service.generation import RequestStream
 from appliance.service.interface import (
@@ -168,7 +168,7 @@ class Daemon:
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
         self.metrics_of_run = Metrics()
-        self.feed = Feed()
+        self.feed = EventLog()
         self.limits = limits
         """As they are now; they may be replaced."""
         self._policies = PolicyWatch(setup.policy, self._stack(setup), self.metrics_of_run)
@@ -206,9 +206,9 @@ class Daemon:
         self._switches = Switches(self.metrics_of_run, self.feed)
         self._pools: dict[InstanceId, frames.PoolReport] = {}
         self._traces = traces
-        self._times = Timekeeper(keeps_stretches=traces is not None)
-        self._spans = Spans(list(self.machine.instances), lambda: time.time() - clock())
-        self._paces: defaultdict[ModelName, Pace] = defaultdict(Pace)
+        self._times = RequestPhases(keeps_stretches=traces is not None)
+        self._spans = Timeline(list(self.machine.instances), lambda: time.time() - clock())
+        self._paces: defaultdict[ModelName, SloWindow] = defaultdict(SloWindow)
         self._verifications = Verifications(self._send_to, self._images)
         self._guides = GuideChecks(self._send_to)
         self._slab_questions = SlabQuestions(self._send_to)
@@ -596,7 +596,7 @@ class Daemon:
         """Versions of the whole master images that the instance's engines load from."""
         found = {}
         for name, engine in self.machine.instances[instance].engines.items():
-            master = self.machine.masters.get(name)
+            master = self.machine.weight_cache.get(name)
             if master is not None and master.filler is None and engine.attached == master.version:
                 found[name] = master.version
         return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from appliance.scheduling.state import InstanceState
-from appliance.service.event_log import Feed, NoticeKind
+from appliance.service.event_log import EventLog, NoticeKind
 from appliance.service.interface import InstanceNotFound
 from appliance.vocabulary import Event, InstanceId, InstanceQuarantined, InstanceReleased
 
@@ -42,7 +42,7 @@ class Quarantine:
         instances: Mapping[InstanceId, InstanceState],
         keepers: Mapping[InstanceId, Keeper],
         devices: Sequence[str],
-        feed: Feed,
+        feed: EventLog,
         tell: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:

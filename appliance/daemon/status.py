@@ -9,9 +9,9 @@ from itertools import chain
 from appliance.daemon.served_model import ServedModel
 from appliance.engines.protocol import KvBytes
 from appliance.memory.ledger import HostLedger
-from appliance.observability.slo_window import Pace
+from appliance.observability.slo_window import SloWindow
 from appliance.observability.switches import Switches
-from appliance.observability.timeline import Spans
+from appliance.observability.timeline import Timeline
 from appliance.platform.gpu_monitor import GpuReading, GpuWatch
 from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
@@ -45,7 +45,7 @@ class InstanceActivities:
         workers: Mapping[InstanceId, WorkerProcess],
         pools: Mapping[InstanceId, PoolReport],
         switches: Switches,
-        spans: Spans,
+        spans: Timeline,
         runtime_slabs: int,
         gpus: GpuWatch | None,
         devices: Sequence[str],
@@ -99,7 +99,7 @@ class ModelActivities:
         machine: Machine,
         served: Mapping[ModelName, ServedModel],
         leaving: Mapping[ModelName, object],
-        paces: Mapping[ModelName, Pace],
+        paces: Mapping[ModelName, SloWindow],
         clock: Callable[[], float],
         refused: Mapping[ModelName, str],
     ) -> None:
@@ -155,7 +155,7 @@ class ModelActivities:
             running=running,
             waiting=waiting,
             draining=spec.draining,
-            wanted=name in self._machine.foreman.wishes,
+            wanted=name in self._machine.dispatcher.wishes,
             output_tokens=0 if pace is None else pace.output_tokens,
             lately=None if pace is None else pace.lately(self._clock()),
             terms=ModelTerms(

@@ -46,7 +46,7 @@ class _Record:
     stretches: list[Stretch] = field(default_factory=list)
 
 
-class Timekeeper:
+class RequestPhases:
     """Every moment of a request is in one phase, so that they add up to the time it took.
 
     A request is in the queue until its prompt is computed, and preempted when it waits for a turn

@@ -51,7 +51,7 @@ class _Slice:
     between: Counter[int] = field(default_factory=Counter)
 
 
-class Pace:
+class SloWindow:
     """Of one model. Tokens cost O(1); asking costs O(different times). Time is an argument."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from appliance.observability.metrics import Metrics
-from appliance.service.event_log import Feed, NoticeKind
+from appliance.service.event_log import EventLog, NoticeKind
 from appliance.vocabulary import InstanceId, ModelName
 
 
@@ -13,7 +13,7 @@ class Switches:
     """Counted and told as they are ordered. An order costs O(1), a model that is forgotten
     O(instances)."""
 
-    def __init__(self, metrics: Metrics, feed: Feed) -> None:
+    def __init__(self, metrics: Metrics, feed: EventLog) -> None:
         self._metrics = metrics
         self._feed = feed
         self._running: dict[InstanceId, ModelName] = {}

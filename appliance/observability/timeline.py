@@ -40,7 +40,7 @@ from appliance.vocabulary import (
 )
 
 KEPT = 48
-"""Spans of each instance that are over: a dashboard that begins to look sees so far back."""
+"""Timeline of each instance that are over: a dashboard that begins to look sees so far back."""
 MOST_REQUESTS = 64
 """Named in a span, at most."""
 MOST_PLANNED = 8
@@ -77,7 +77,7 @@ class Work(msgspec.Struct):
     """What ran last."""
 
 
-class Spans:
+class Timeline:
     """The newest spans of every instance. An order or a report costs O(what it names)."""
 
     def __init__(self, instances: Sequence[InstanceId], offset: Callable[[], float]):

@@ -19,9 +19,9 @@ from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     BatchView,
+    ClusterView,
     Costs,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -79,14 +79,14 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     such instances.)"""
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
         """The prefill partition and the decoding one (§4.1)."""
-        return partitions(len(floor.instances), self.prefill_share)
+        return partitions(len(cluster.instances), self.prefill_share)
 
     @hookimpl
-    def scale(self, floor: FloorView) -> Fleet:
+    def scale(self, cluster: ClusterView) -> Fleet:
         """All instances, for everybody."""
-        return Fleet(interactive=0, mixed=len(floor.instances), batch=0)
+        return Fleet(interactive=0, mixed=len(cluster.instances), batch=0)
 
     @hookimpl
     def prefill(

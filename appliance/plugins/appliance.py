@@ -25,8 +25,8 @@ from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     BatchView,
+    ClusterView,
     Costs,
-    FloorView,
     InstanceView,
     Phase,
     Placement,
@@ -132,7 +132,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     # --- where requests go -----------------------------------------------------------------------
 
     @hookimpl
-    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
+    def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         """Everything everywhere. What is expected of models is renewed, the oldest first; of those
         that are there no more it is forgotten."""
         known = self._expected
@@ -140,9 +140,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             if known[model].until > now:
                 break
             del known[model]
-            if any([view.name == model for view in floor.models]):
+            if any([view.name == model for view in cluster.models]):
                 self._expect(model, now, costs)
-        return [Placement(role=Role.MIXED)] * len(floor.instances)
+        return [Placement(role=Role.MIXED)] * len(cluster.instances)
 
     @hookimpl
     def prefill(

@@ -25,9 +25,9 @@ from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     BatchView,
+    ClusterView,
     Costs,
     Fleet,
-    FloorView,
     GroupView,
     InstanceView,
     ModelView,
@@ -222,10 +222,10 @@ class BatchSize:
 # --- global: how many instances ------------------------------------------------------------------
 
 
-def interactive_pressure(floor: Iterable[InstanceView]) -> float:
+def interactive_pressure(cluster: Iterable[InstanceView]) -> float:
     """IBP (§5.1): the share of the interactive and mixed instances that run interactive requests.
     It is a measure of demand only if requests are packed, not spread."""
-    pool = [view for view in floor if in_pool(view)]
+    pool = [view for view in cluster if in_pool(view)]
     return sum([runs_interactive(view) for view in pool]) / max(1, len(pool))
 
 
@@ -393,18 +393,18 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     # --- which instances ---
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
         """Every instance serves every model, from prompt to end."""
-        return [Placement(role=Role.MIXED)] * len(floor.instances)
+        return [Placement(role=Role.MIXED)] * len(cluster.instances)
 
     @hookimpl
-    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet:
+    def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet:
         """Interactive and mixed instances by IBP (§5.2), batch instances by BBP (§5.3) of the
         rest. Theta of the pool is interactive; the mixed ones are its over-provisioning."""
-        pool = self._pool(now, floor.instances)
+        pool = self._pool(now, cluster.instances)
         interactive = math.floor(self.theta * pool + 1e-9) if pool > 1 else 0
         interactive = min(interactive, pool - 1)
-        batch = self._batch_instances(now, floor, costs, len(floor.instances) - pool)
+        batch = self._batch_instances(now, cluster, costs, len(cluster.instances) - pool)
         return Fleet(interactive=interactive, mixed=pool - interactive, batch=batch)
 
     def _pool(self, now: float, views: Sequence[InstanceView]) -> int:
@@ -419,24 +419,24 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
             self._calm_since = now
         return wanted if now - self._calm_since >= self.scale_in_seconds else pool
 
-    def _batch_instances(self, now: float, floor: FloorView, costs: Costs, cap: int) -> int:
+    def _batch_instances(self, now: float, cluster: ClusterView, costs: Costs, cap: int) -> int:
         """Alg. 2. Batch instances stay until there is no batch work."""
         free = [
             view
-            for view in floor.instances
+            for view in cluster.instances
             if view.instance_class is InstanceClass.MIXED and not runs_interactive(view)
         ]
         spare = len(free) if self._spare is None else self._spare
         self._spare = spare = spare + SPARE_SMOOTHING * (len(free) - spare)
-        existing = sum([view.instance_class is InstanceClass.BATCH for view in floor.instances])
-        models = {model.name: model for model in floor.models}
+        existing = sum([view.instance_class is InstanceClass.BATCH for view in cluster.instances])
+        models = {model.name: model for model in cluster.models}
         queued = [
             self._queued(group, models[group.model], costs)
-            for view in floor.instances
+            for view in cluster.instances
             for group in view.groups
             if not group.interactive
         ]
-        if not queued and not any([runs_batch(view) for view in floor.instances]):
+        if not queued and not any([runs_batch(view) for view in cluster.instances]):
             if self._idle_since is None:
                 self._idle_since = now
             resting = now - self._idle_since >= self.scale_in_seconds

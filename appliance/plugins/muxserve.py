@@ -16,7 +16,7 @@ from msgspec import Meta
 from appliance.hookspecs import hookimpl
 from appliance.plugins.static import Fixed, Share
 from appliance.scheduling.policy_api import (
-    FloorView,
+    ClusterView,
     InstanceView,
     Placement,
     PlannedTurn,
@@ -40,9 +40,9 @@ class MuxServe(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=Tr
         self._fixed = Fixed(self.kv_share, self.rates)
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
         """The partition, fixed once every instance was there."""
-        return self._fixed.of(floor).placements()
+        return self._fixed.of(cluster).placements()
 
     @hookimpl
     def prefill(self, request: RequestView) -> Refusal | None:

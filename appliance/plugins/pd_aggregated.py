@@ -17,7 +17,7 @@ from appliance.plugins.aegaeon import UNLIMITED
 from appliance.plugins.serverlessllm import at_the_end, everywhere, in_place
 from appliance.scheduling.policy_api import (
     BatchLimits,
-    FloorView,
+    ClusterView,
     InstanceView,
     Phase,
     Placement,
@@ -41,8 +41,8 @@ class PdAggregated(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dic
         """In a row, while other models decoded."""
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
-        return everywhere(floor)
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
+        return everywhere(cluster)
 
     @hookimpl
     def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:

@@ -16,7 +16,7 @@ from appliance.plugins.aegaeon import Positive, partitions
 from appliance.plugins.pd_aggregated import waiting_tokens
 from appliance.plugins.serverlessllm import at_the_end, lone_turn
 from appliance.scheduling.policy_api import (
-    FloorView,
+    ClusterView,
     InstanceView,
     Placement,
     PlannedTurn,
@@ -36,8 +36,8 @@ class PdDisaggregated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     at every step.)"""
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
-        return partitions(len(floor.instances), self.prefill_share)
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
+        return partitions(len(cluster.instances), self.prefill_share)
 
     @hookimpl
     def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:

@@ -23,9 +23,9 @@ from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
     BatchView,
+    ClusterView,
     Costs,
     DecodingView,
-    FloorView,
     InstanceView,
     Migration,
     ModelView,
@@ -191,19 +191,19 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     # --- placement -------------------------------------------------------------------------------
 
     @hookimpl
-    def place(self, now: float, floor: FloorView) -> Sequence[Placement]:
+    def place(self, now: float, cluster: ClusterView) -> Sequence[Placement]:
         """Alg. 1 over the models that are not idle, every period and when a GPU comes or goes, or a
         model that has its place goes.
         Those that came to life since are confined at once; idle ones may be served anywhere."""
-        capacity = {view.id: float(view.total_bytes) for view in floor.instances if view.up}
-        self._models = {model.name: model for model in floor.models}
-        known = [model.kv_bytes_per_token for model in floor.models if model.kv_bytes_per_token]
+        capacity = {view.id: float(view.total_bytes) for view in cluster.instances if view.up}
+        self._models = {model.name: model for model in cluster.models}
+        known = [model.kv_bytes_per_token for model in cluster.models if model.kv_bytes_per_token]
         self._mean_kv_bytes = sum(known) / len(known) if known else 1.0
-        for model in floor.models:
+        for model in cluster.models:
             seen = now if model.requests else model.last_arrival
             self._seen[model.name] = max(seen, self._seen.get(model.name, -math.inf))
         if not capacity:
-            return [Placement()] * len(floor.instances)
+            return [Placement()] * len(cluster.instances)
         known_homes = {n: gpus for n, gpus in self._plan.homes.items() if n in self._models}
         same = capacity.keys() == self._plan.gpus.keys() and len(known_homes) == len(
             self._plan.homes
@@ -212,24 +212,24 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
             self._plan_at = now + self.period_seconds
             loads = [
                 self._load(model, len(capacity))
-                for model in floor.models
+                for model in cluster.models
                 if not self._is_idle(model.name, now)
             ]
-            homes = {**self._found(floor), **known_homes}
+            homes = {**self._found(cluster), **known_homes}
             self._plan = place_greedily(loads, capacity, homes, self.migration_threshold)
         else:
-            awake = [model.name for model in floor.models if not self._is_idle(model.name, now)]
+            awake = [model.name for model in cluster.models if not self._is_idle(model.name, now)]
             homeless = [name for name in awake if name not in self._plan.homes]
-            found = self._found(floor) if homeless else {}
+            found = self._found(cluster) if homeless else {}
             for name in homeless:
                 self._activate(name, found.get(name, ()))
         homes = self._plan.homes
         anywhere = frozenset(self._models.keys() - homes.keys())
-        confined: dict[InstanceId, list[ModelName]] = {view.id: [] for view in floor.instances}
+        confined: dict[InstanceId, list[ModelName]] = {view.id: [] for view in cluster.instances}
         for name, gpus in homes.items():
             for gpu in gpus:
                 confined[gpu].append(name)
-        return [Placement(models=anywhere.union(confined[view.id])) for view in floor.instances]
+        return [Placement(models=anywhere.union(confined[view.id])) for view in cluster.instances]
 
     def _is_idle(self, model: ModelName, now: float) -> bool:
         return now - self._seen.get(model, -math.inf) > self.idle_seconds
@@ -248,11 +248,11 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
             parts=min(model.parts, gpus),
         )
 
-    def _found(self, floor: FloorView) -> dict[ModelName, tuple[InstanceId, ...]]:
+    def _found(self, cluster: ClusterView) -> dict[ModelName, tuple[InstanceId, ...]]:
         """Where models are at work, or else in memory, whatever the plan said."""
         working: dict[ModelName, tuple[InstanceId, ...]] = {}
         resident: dict[ModelName, tuple[InstanceId, ...]] = {}
-        for view in floor.instances:
+        for view in cluster.instances:
             if view.up:
                 groups = [group.model for group in view.groups]
                 for name in dict.fromkeys([*groups, *(batch.model for batch in view.batches)]):

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.scheduling.policy_api import (
-    FloorView,
+    ClusterView,
     InstanceView,
     Phase,
     Placement,
@@ -36,9 +36,9 @@ class ServerlessLlm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     busy model could keep everybody waiting for ever."""
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
         """Every instance serves every model, from the prompt to the end."""
-        return everywhere(floor)
+        return everywhere(cluster)
 
     @hookimpl
     def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:
@@ -78,9 +78,9 @@ class ServerlessLlm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return []
 
 
-def everywhere(floor: FloorView) -> Sequence[Placement]:
+def everywhere(cluster: ClusterView) -> Sequence[Placement]:
     """All instances alike: every model, prompts and decoding."""
-    return [Placement(role=Role.MIXED)] * len(floor.instances)
+    return [Placement(role=Role.MIXED)] * len(cluster.instances)
 
 
 def open_group(

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from appliance.hookspecs import hookimpl
 from appliance.plugins.serverlessllm import ServerlessLlm
-from appliance.scheduling.policy_api import FloorView, ModelView, Placement
+from appliance.scheduling.policy_api import ClusterView, ModelView, Placement
 from appliance.vocabulary import ModelName, Role, Word
 
 Share = Annotated[float, Meta(ge=0, lt=1)]
@@ -45,15 +45,15 @@ class Fixed:
         """Models that fit nowhere, as far as it is known."""
         return frozenset() if self._known is None else self._known.unfit
 
-    def of(self, floor: FloorView) -> Partition:
+    def of(self, cluster: ClusterView) -> Partition:
         """The partition; kept from when every instance is up, as before that the memory of some
         is unknown."""
-        known, names = self._known, frozenset([model.name for model in floor.models])
-        if known is not None and known.covers(names, len(floor.instances)):
+        known, names = self._known, frozenset([model.name for model in cluster.models])
+        if known is not None and known.covers(names, len(cluster.instances)):
             return known
-        capacities = [view.total_bytes for view in floor.instances]
-        made = partition(floor.models, capacities, self._kv_share, self._rates)
-        self._known = made if all([view.up for view in floor.instances]) else None
+        capacities = [view.total_bytes for view in cluster.instances]
+        made = partition(cluster.models, capacities, self._kv_share, self._rates)
+        self._known = made if all([view.up for view in cluster.instances]) else None
         return made
 
 
@@ -70,9 +70,9 @@ class Static(ServerlessLlm, dict=True):
         self._fixed = Fixed(self.kv_share, self.rates)
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
         """The partition, fixed once every instance was there."""
-        return self._fixed.of(floor).placements()
+        return self._fixed.of(cluster).placements()
 
 
 def partition(

@@ -22,9 +22,9 @@ from appliance.hookspecs import hookimpl
 from appliance.plugins.serverlessllm import lone_turn
 from appliance.scheduling.policy_api import (
     BatchLimits,
+    ClusterView,
     Costs,
     DecodingView,
-    FloorView,
     InstanceView,
     Migration,
     ModelView,
@@ -219,17 +219,17 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         self._p_heavy: frozenset[InstanceId] | None = None
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
         """Every instance for every model. All compute prompts and decode; without chunks on
         D-heavy instances each kind does its own."""
-        self._models = {model.name: model for model in floor.models}
-        live = [view.id for view in floor.instances if view.up]
+        self._models = {model.name: model for model in cluster.models}
+        live = [view.id for view in cluster.instances if view.up]
         self._p_heavy = p_heavy(live, self.prefill_share)
         if self.d_chunk_tokens or len(live) < 2:
-            return [Placement()] * len(floor.instances)
+            return [Placement()] * len(cluster.instances)
         return [
             Placement(role=Role.PREFILL if view.id in self._p_heavy else Role.DECODE)
-            for view in floor.instances
+            for view in cluster.instances
         ]
 
     def _heavy(self, views: Iterable[InstanceView]) -> frozenset[InstanceId]:

@@ -16,9 +16,9 @@ from msgspec import Meta
 from appliance.hookspecs import hookimpl
 from appliance.plugins.serverlessllm import at_the_end, everywhere
 from appliance.scheduling.policy_api import (
+    ClusterView,
     DecodingView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Placement,
@@ -49,18 +49,18 @@ class Utilization(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict
         self._changed = -math.inf
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
-        return everywhere(floor)
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
+        return everywhere(cluster)
 
     @hookimpl
-    def scale(self, now: float, floor: FloorView) -> Fleet:
+    def scale(self, now: float, cluster: ClusterView) -> Fleet:
         """One instance more, one less, or as many as there are."""
-        open_ = [view for view in floor.instances if not parked(view)]
+        open_ = [view for view in cluster.instances if not parked(view)]
         count = len(open_)
         if now >= self._changed + self.pause_seconds:
-            use = utilization(floor, [view for view in open_ if view.up])
+            use = utilization(cluster, [view for view in open_ if view.up])
             wanted = count + (use > self.high) - (use < self.low)
-            wanted = min(max(wanted, 1), len(floor.instances))
+            wanted = min(max(wanted, 1), len(cluster.instances))
             if wanted != count:
                 self._changed, count = now, wanted
         return Fleet(interactive=0, mixed=count, batch=0)
@@ -124,10 +124,10 @@ def spread(requests: Sequence[DecodingView], targets: Sequence[InstanceView]) ->
     return flows
 
 
-def utilization(floor: FloorView, instances: Sequence[InstanceView]) -> float:
+def utilization(cluster: ClusterView, instances: Sequence[InstanceView]) -> float:
     """Mean over the instances of the KV in use and asked for by waiting prompts, by what the
     weights of the models at work there leave; 1 where they leave nothing, and without instances."""
-    models = {model.name: model for model in floor.models}
+    models = {model.name: model for model in cluster.models}
     shares = []
     for view in instances:
         busy = {g.model for g in view.groups} | {b.model for b in view.batches}

@@ -55,7 +55,7 @@ class GuardedPolicy:
         self.disabled = False
         self._faults_in_a_row = 0
         self._hooks = hook_callers(name, policy)
-        self._tallies = {hook: Tally() for hook in self._hooks}
+        self._tallies = {hook: PolicyStats() for hook in self._hooks}
         self._thread = None if budget_seconds is None else _Thread(name, budget_seconds)
 
     @property
@@ -203,7 +203,7 @@ RECENT: Final = 256
 """Questions of which quantiles are told."""
 
 
-class Tally:
+class PolicyStats:
     """Counts. A question costs O(1); the quantiles are sorted out when they are asked for."""
 
     def __init__(self) -> None:

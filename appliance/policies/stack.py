@@ -29,10 +29,10 @@ from appliance.policies.guard import (
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
+    ClusterView,
     Costs,
     DecodingView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -145,13 +145,13 @@ class PolicyStack:
     # --- the questions ---------------------------------------------------------------------------
     # What is shown is nobody's to change: lists of the machine's become tuples.
 
-    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
-        check = partial(validation.place, floor=floor)
-        return self._ask("place", check, now=now, floor=floor, costs=costs)
+    def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
+        check = partial(validation.place, cluster=cluster)
+        return self._ask("place", check, now=now, cluster=cluster, costs=costs)
 
-    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet:
-        check = partial(validation.scale, floor=floor)
-        return self._ask("scale", check, now=now, floor=floor, costs=costs)
+    def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet:
+        check = partial(validation.scale, cluster=cluster)
+        return self._ask("scale", check, now=now, cluster=cluster, costs=costs)
 
     def prefill(
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs

@@ -12,9 +12,9 @@ from typing import TypeGuard, TypeVar
 
 from appliance.scheduling.policy_api import (
     BatchLimits,
+    ClusterView,
     DecodingView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -48,12 +48,12 @@ def shown(answer: object) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
-def place(answer: object, floor: FloorView) -> str | None:
+def place(answer: object, cluster: ClusterView) -> str | None:
     """A placement for each instance, and no model without one that may serve it."""
-    wanted = len(floor.instances)
+    wanted = len(cluster.instances)
     if not _all_are(answer, Placement) or len(answer) != wanted:
         return f"{wanted} placements were asked for, not {shown(answer)}"
-    models = {model.name for model in floor.models}
+    models = {model.name for model in cluster.models}
     placed: set[ModelName] = set()
     for placement in answer:
         if type(placement.role) is not Role:
@@ -70,13 +70,13 @@ def place(answer: object, floor: FloorView) -> str | None:
     return None
 
 
-def scale(answer: object, floor: FloorView) -> str | None:
+def scale(answer: object, cluster: ClusterView) -> str | None:
     """No more instances than there are, and some for interactive requests."""
     if type(answer) is not Fleet:
         return f"a fleet, not {shown(answer)}"
     counts = (answer.interactive, answer.mixed, answer.batch)
-    if not all(_is_count(count) for count in counts) or sum(counts) > len(floor.instances):
-        return f"{shown(counts)} instances of {len(floor.instances)}"
+    if not all(_is_count(count) for count in counts) or sum(counts) > len(cluster.instances):
+        return f"{shown(counts)} instances of {len(cluster.instances)}"
     if not answer.mixed + answer.interactive:
         return "nobody serves interactive requests"
     return None

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from appliance.scheduling.demand import Demands
 from appliance.scheduling.policy_api import (
     BatchView,
+    ClusterView,
     DecodingView,
     Fleet,
-    FloorView,
     GroupView,
     InstanceView,
     ModelView,
@@ -35,7 +35,7 @@ TAKES = {
 """Which instances take requests of a class."""
 
 
-class Floor:
+class Cluster:
     """The instances, and the views of them. A view is made of what changed since the last one."""
 
     def __init__(
@@ -90,9 +90,9 @@ class Floor:
     def views(self, instances: Iterable[InstanceState]) -> list[InstanceView]:
         return [self.view(instance) for instance in instances]
 
-    def floor_view(self, now: float) -> FloorView:
+    def cluster_view(self, now: float) -> ClusterView:
         """O(instances + models)."""
-        return FloorView(
+        return ClusterView(
             instances=tuple(self.views(self.instances.values())),
             models=tuple(self._model_view(model, now) for model in self._models.values()),
         )

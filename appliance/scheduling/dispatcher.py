@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from appliance.memory.ledger import HostLedger
-from appliance.scheduling.cluster import Floor
+from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
 from appliance.scheduling.policy_api import BatchLimits, Phase, PlannedTurn
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import (
     BuildJob,
-    Desk,
     InstanceState,
     PrefillJob,
     RequestState,
+    SchedulingContext,
     TurnJob,
 )
 from appliance.vocabulary import (
@@ -41,7 +41,7 @@ EMBEDDED_TOKENS: Final = 2048
 """Of prompts that are embedded together, at most: about what an engine computes in a step."""
 
 
-class Foreman:
+class Dispatcher:
     """Gives instances their jobs.
 
     Whoever is to be prefilled first gets room in the host tier for its KV at full length, in the
@@ -52,10 +52,10 @@ class Foreman:
 
     def __init__(
         self,
-        desk: Desk,
+        context: SchedulingContext,
         models: Mapping[ModelName, ModelSpec],
         requests: Mapping[RequestId, RequestState],
-        floor: Floor,
+        cluster: Cluster,
         residency: Residency,
         host: HostLedger,
         failed: Collection[ModelName],
@@ -69,10 +69,10 @@ class Foreman:
         """Models that an operator wants on a device, and that have not come yet."""
         self.preemptions: dict[ModelName, int] = dict.fromkeys(models, 0)
         """Requests that had to stop in mid-generation for another model or a prompt."""
-        self._desk = desk
+        self._context = context
         self._models = models
         self._requests = requests
-        self._floor = floor
+        self._cluster = cluster
         self._residency = residency
         self._host = host
         self._failed = failed
@@ -84,7 +84,7 @@ class Foreman:
         if not instance.serves or instance.job is not None:
             return False
         self._rejected = False
-        ordered = len(self._desk.out)
+        ordered = len(self._context.out)
         self._dismiss(instance)
         if not instance.groups:
             started = self._start_turn(instance)
@@ -100,7 +100,7 @@ class Foreman:
             if instance.idle:
                 self._grant_wish(instance, None)
             self._build_next(instance)
-        if len(self._desk.out) > ordered:
+        if len(self._context.out) > ordered:
             instance.view = None
         return self._rejected
 
@@ -112,14 +112,14 @@ class Foreman:
             return
         if self._waits_for_host(request):
             return
-        desk = self._desk
-        more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
+        context = self._context
+        more = context.policy.preempt(context.now, self._cluster.view(instance), context.costs)
         if more <= 0 and request.model == turn.model:
-            turn.cut_at = desk.now
+            turn.cut_at = context.now
             if not turn.prompts:  # else it was for the prompt, and of no round
                 turn.resume_seconds = turn.quota_seconds
         else:
-            turn.last_at = min(turn.last_at, desk.now + more)
+            turn.last_at = min(turn.last_at, context.now + more)
             turn.cut_at = min(turn.cut_at, turn.last_at)
         self.cut(instance)
 
@@ -130,7 +130,7 @@ class Foreman:
         assert isinstance(turn, TurnJob), "a request decodes"
         if turn.preempting or turn.prompts:
             return
-        turn.cut_at = self._desk.now
+        turn.cut_at = self._context.now
         turn.resume_seconds = turn.quota_seconds
         self.cut(instance)
 
@@ -139,19 +139,19 @@ class Foreman:
         instance.dismissed[model] = None
         turn = instance.job
         if isinstance(turn, TurnJob) and turn.model == model:
-            turn.cut_at = self._desk.now
+            turn.cut_at = self._context.now
             self.cut(instance)
 
     def cut(self, instance: InstanceState) -> None:
         """End the turn if its time is over."""
         turn = instance.job
-        if isinstance(turn, TurnJob) and not turn.preempting and turn.cut_at <= self._desk.now:
+        if isinstance(turn, TurnJob) and not turn.preempting and turn.cut_at <= self._context.now:
             turn.preempting = True
-            self._desk.out.append(Preempt(instance=instance.id, turn=turn.turn))
+            self._context.out.append(Preempt(instance=instance.id, turn=turn.turn))
 
     def next_cut(self) -> float:
         """When the next turn is to be ended; infinity if none is."""
-        jobs = (instance.job for instance in self._floor.instances.values())
+        jobs = (instance.job for instance in self._cluster.instances.values())
         turns = (job for job in jobs if isinstance(job, TurnJob) and not job.preempting)
         return min((turn.cut_at for turn in turns), default=math.inf)
 
@@ -164,16 +164,16 @@ class Foreman:
     # --- what comes next -------------------------------------------------------------------------
 
     def _phase(self, instance: InstanceState) -> Phase:
-        desk = self._desk
-        return desk.policy.phase(desk.now, self._floor.view(instance), desk.costs)
+        context = self._context
+        return context.policy.phase(context.now, self._cluster.view(instance), context.costs)
 
     def _order_groups(self, instance: InstanceState) -> None:
         """Put the groups in the order in which they are served."""
         if len(instance.groups) < 2:
             return
-        desk = self._desk
+        context = self._context
         as_they_are = range(len(instance.groups))
-        order = desk.policy.admit(desk.now, self._floor.view(instance), desk.costs)
+        order = context.policy.admit(context.now, self._cluster.view(instance), context.costs)
         numbers = list(dict.fromkeys([*order, *as_they_are]))
         if numbers != list(as_they_are):
             instance.groups = [instance.groups[number] for number in numbers]
@@ -193,8 +193,8 @@ class Foreman:
         return [request for request in batch.members.values() if request.runnable]
 
     def _limits(self, instance: InstanceState, model: ModelName) -> BatchLimits:
-        desk = self._desk
-        return desk.policy.batch(desk.now, model, self._floor.view(instance), desk.costs)
+        context = self._context
+        return context.policy.batch(context.now, model, self._cluster.view(instance), context.costs)
 
     # --- what operators want ---------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Foreman:
         there: its load may be about to be reported, and would be taken for a later one."""
         for model in [m for m in instance.dismissed if m not in instance.ledger.loading]:
             del instance.dismissed[model]
-            self._desk.out += self._residency.dismiss(instance, model)
+            self._context.out += self._residency.dismiss(instance, model)
             instance.view = None
 
     def _grant_wish(self, instance: InstanceState, running: ModelName | None) -> None:
@@ -211,21 +211,21 @@ class Foreman:
         is room, and on one instance."""
         if not self.wishes or instance.ledger.loading - {running}:
             return
-        gone = {c.model for c in self._desk.out if isinstance(c, EvictModel)}
+        gone = {c.model for c in self._context.out if isinstance(c, EvictModel)}
         for model in self.wishes:
             stored = instance.engines[model].stage is Engine.STORED
             if stored and model not in gone and instance.may_serve(model) and not self._here(model):
                 commands = self._residency.prefetch(instance, running, model)
-                self._desk.out += commands
+                self._context.out += commands
                 if commands:
                     # As if it had run: what was wanted just now is not the first to make room.
-                    instance.engines[model].used = self._desk.now
+                    instance.engines[model].used = self._context.now
                     instance.view = None
                     return
 
     def _here(self, model: ModelName) -> bool:
         """Whether the model is on some device, or on its way to one."""
-        instances = self._floor.instances.values()
+        instances = self._cluster.instances.values()
         return any([model in instance.ledger.weights for instance in instances])
 
     # --- engines ---------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Foreman:
         instance.engines[model].to_stage(Engine.BUILDING, model)
         del instance.unbuilt[model]
         instance.job = BuildJob(model)
-        self._desk.out.append(BuildModel(instance=instance.id, model=model))
+        self._context.out.append(BuildModel(instance=instance.id, model=model))
 
     # --- prompts ---------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Foreman:
             return False
         limits = self._limits(instance, model)
         if limits.chunk_tokens and self._runnable(instance, model):
-            step = self._desk.costs.step_seconds(model)
+            step = self._context.costs.step_seconds(model)
             turn = PlannedTurn(model=model, quota_seconds=step)
             return self._run_turn(instance, turn, limits, request)
         others = self._embedded_beside(instance, request, limits) if embedded else []
@@ -278,13 +278,13 @@ class Foreman:
         model, engine = request.model, instance.engines[request.model]
         blocks = engine.shape.blocks(request.tokens)
         if blocks > self._residency.room_blocks(instance, model):
-            self._desk.out.append(self._residency.clear_kv(instance, model))
+            self._context.out.append(self._residency.clear_kv(instance, model))
         warm = engine.stage is Engine.LOADED
         job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
-        grant = self._residency.grant(instance, model, blocks, 0, self._desk.now)
+        grant = self._residency.grant(instance, model, blocks, 0, self._context.now)
         self._take_prompt(instance, request)
         self._begin(instance, job, grant.commands)
-        self._desk.out.append(
+        self._context.out.append(
             RunPrefill(
                 instance=instance.id, model=model, request=request.id, kv_slabs=grant.kv_slabs
             )
@@ -314,12 +314,12 @@ class Foreman:
 
     def _run_prompts(self, instance: InstanceState, prompts: Sequence[RequestState]) -> None:
         """Prompts that are embedded, in the same steps: a turn of nothing else."""
-        desk, model = self._desk, prompts[0].model
+        context, model = self._context, prompts[0].model
         engine = instance.engines[model]
         tokens = sum([prompt.tokens for prompt in prompts])
         blocks = sum([engine.shape.blocks(prompt.tokens) for prompt in prompts])
         cold = not engine.on_device
-        grant = self._residency.grant(instance, model, blocks, 0, desk.now)
+        grant = self._residency.grant(instance, model, blocks, 0, context.now)
         instance.turns += 1
         for prompt in prompts:
             self._take_prompt(instance, prompt)
@@ -330,7 +330,7 @@ class Foreman:
             requests=(),
             prompts=names,
             prompt_tokens=tokens,
-            ordered=desk.now,
+            ordered=context.now,
             switches=model != instance.current_model,
             cold=cold,
             limit=0,
@@ -339,7 +339,7 @@ class Foreman:
             quota_seconds=0.0,
         )
         self._begin(instance, job, grant.commands)
-        desk.out.append(
+        context.out.append(
             RunTurn(
                 instance=instance.id,
                 model=model,
@@ -428,11 +428,11 @@ class Foreman:
     def _limit_resumed(self, instance: InstanceState) -> None:
         """Who came since the turn was ended for one more of its model was not asked about. (That
         it is to end at once is said of who joins it: whoever could, has.)"""
-        turn, desk = instance.job, self._desk
+        turn, context = instance.job, self._context
         if isinstance(turn, TurnJob) and (instance.groups or len(instance.batches) > 1):
-            more = desk.policy.preempt(desk.now, self._floor.view(instance), desk.costs)
+            more = context.policy.preempt(context.now, self._cluster.view(instance), context.costs)
             if more > 0:
-                turn.last_at = turn.cut_at = desk.now + more
+                turn.last_at = turn.cut_at = context.now + more
 
     def _run_turn(
         self,
@@ -442,7 +442,7 @@ class Foreman:
         prompt: RequestState | None,
     ) -> bool:
         """A turn of the model, with a prompt beside it if one is given and both fit."""
-        desk, model = self._desk, planned.model
+        context, model = self._context, planned.model
         engine = instance.engines[model]
         # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
         limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
@@ -452,10 +452,10 @@ class Foreman:
             if prompt is not None:
                 self._run_prefill(instance, prompt)
                 return True
-            desk.out.append(self._residency.clear_kv(instance, model))
+            context.out.append(self._residency.clear_kv(instance, model))
             return True
         kv_tokens = sum([request.tokens for request in batch])
-        step = desk.costs.step_seconds(model, len(batch), kv_tokens)
+        step = context.costs.step_seconds(model, len(batch), kv_tokens)
         horizon = int(planned.quota_seconds / step)
         if prompt is not None:
             horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
@@ -465,7 +465,7 @@ class Foreman:
             for request in batch
         )
         cold = not engine.on_device
-        grant = self._residency.grant(instance, model, blocks, wish, desk.now)
+        grant = self._residency.grant(instance, model, blocks, wish, context.now)
         instance.turns += 1
         instance.prefills_since_turn = 0
         names = tuple([request.id for request in batch])
@@ -478,7 +478,7 @@ class Foreman:
             requests=names,
             prompts=prompts,
             prompt_tokens=0 if prompt is None else prompt.tokens,
-            ordered=desk.now,
+            ordered=context.now,
             switches=model != instance.current_model,
             cold=cold,
             limit=limit,
@@ -489,11 +489,11 @@ class Foreman:
         self._begin(instance, job, grant.commands)
         arriving = [request for request in batch if request.kv is KvPlace.HOST]
         if arriving:
-            desk.out.append(self._residency.swap_in(instance, model, arriving, grant.kv_slabs))
+            context.out.append(self._residency.swap_in(instance, model, arriving, grant.kv_slabs))
         for request in batch:
             request.to_stage(Stage.RUNNING)
-            request.ran = desk.now
-        desk.out.append(
+            request.ran = context.now
+        context.out.append(
             RunTurn(
                 instance=instance.id,
                 model=model,
@@ -509,15 +509,15 @@ class Foreman:
 
     def _next_turn(self, instance: InstanceState) -> PlannedTurn:
         """The next turn with something to run; a round is planned when the last one is over."""
-        desk = self._desk
+        context = self._context
         while True:
             while instance.work and instance.work[0].firm:
                 turn = instance.work.popleft()
                 if self._runnable(instance, turn.model):
                     return turn
-            view = self._floor.view(instance)
+            view = self._cluster.view(instance)
             instance.work.clear()
-            instance.work.extend(desk.policy.round(desk.now, view, desk.costs))
+            instance.work.extend(context.policy.round(context.now, view, context.costs))
 
     def _select(
         self, instance: InstanceState, model: ModelName, limit: int, blocks: int
@@ -558,27 +558,27 @@ class Foreman:
         instance.current_model = job.model
         instance.job = job
         instance.view = None
-        self._desk.out += preparation
+        self._context.out += preparation
         self._prefetch(instance, job.model)
 
     def _prefetch(self, instance: InstanceState, model: ModelName) -> None:
         """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
-        desk, upcoming = self._desk, instance.upcoming()
+        context, upcoming = self._context, instance.upcoming()
         for name in sorted(instance.ledger.loading - {model, *upcoming, *self.wishes}):
-            desk.out.append(self._residency.evict(instance, name))
+            context.out.append(self._residency.evict(instance, name))
             instance.view = None
         # What goes with this job is not brought back beside it: a load of it may be about to be
         # reported, and would be taken for the new one.
-        gone = {c.model for c in desk.out if isinstance(c, EvictModel)}
+        gone = {c.model for c in context.out if isinstance(c, EvictModel)}
         wanted = [
             name
             for name in upcoming
             if name != model and name not in gone and instance.engines[name].stage is Engine.STORED
         ]
         if wanted and not instance.ledger.loading - {model}:
-            view = self._floor.view(instance)
-            target = desk.policy.prefetch(desk.now, view, wanted, desk.costs)
+            view = self._cluster.view(instance)
+            target = context.policy.prefetch(context.now, view, wanted, context.costs)
             if target is not None:
-                desk.out += self._residency.prefetch(instance, model, target)
+                context.out += self._residency.prefetch(instance, model, target)
                 instance.view = None
         self._grant_wish(instance, model)

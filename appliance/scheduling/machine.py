@@ -2,9 +2,9 @@
 
     RequestArrived -> prefill group -> RunPrefill -> decode batch -> RunTurn ... -> Finish
 
-The machine keeps the books of requests, instances and engines, and says where requests go; what a
-free instance does next is the foreman's. That a request is prefilled only when its KV has room on
-the host, and the finite rounds of the policies, are why every request progresses.
+The machine keeps the books of requests, instances and engines, and says where requests go; the
+dispatcher says what a free instance does next. Every request progresses because a request is
+prefilled only when its KV has room on the host, and because the rounds of policies are finite.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from functools import singledispatchmethod
 import msgspec
 
 from appliance.memory.ledger import HostLedger
-from appliance.scheduling.cluster import Floor
+from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.cost_model import CostModel
 from appliance.scheduling.demand import Demands
-from appliance.scheduling.dispatcher import Foreman
+from appliance.scheduling.dispatcher import Dispatcher
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
 from appliance.scheduling.policy_api import (
     PlannedTurn,
@@ -31,13 +31,13 @@ from appliance.scheduling.policy_api import (
 from appliance.scheduling.residency import Residency, store
 from appliance.scheduling.state import (
     BuildJob,
-    Desk,
     InstanceState,
     PrefillJob,
     RequestState,
+    SchedulingContext,
     TurnJob,
 )
-from appliance.scheduling.weight_cache import Masters
+from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
     Command,
     Direction,
@@ -119,20 +119,20 @@ class Machine:
         """`costs` are what is known before anything was observed."""
         self.models: dict[ModelName, ModelSpec] = {model.name: model for model in models}
         self.host = host
-        self.masters = Masters(self.models, host)
+        self.weight_cache = HostWeightCache(self.models, host)
         self.costs = costs or CostModel(self.models.values())
         self.requests: dict[RequestId, RequestState] = {}
         self.failed: dict[ModelName, str] = {}
         """Models that cannot be served, and why."""
         self.demands = Demands(self.models)
-        self.floor = Floor(self.models, instances, self.demands, host.slab_bytes)
-        self.residency = Residency(self.floor.instances, self.masters, self._rank_victims)
-        self._desk = Desk(policy, self.costs.estimates())
-        self.foreman = Foreman(
-            self._desk,
+        self.cluster = Cluster(self.models, instances, self.demands, host.slab_bytes)
+        self.residency = Residency(self.cluster.instances, self.weight_cache, self._rank_victims)
+        self._context = SchedulingContext(policy, self.costs.estimates())
+        self.dispatcher = Dispatcher(
+            self._context,
             self.models,
             self.requests,
-            self.floor,
+            self.cluster,
             self.residency,
             host,
             self.failed,
@@ -158,7 +158,7 @@ class Machine:
 
     @property
     def instances(self) -> Mapping[InstanceId, InstanceState]:
-        return self.floor.instances
+        return self.cluster.instances
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """The commands that follow from a fact at time `now` (seconds of any steady clock).
@@ -166,8 +166,8 @@ class Machine:
         Raises `IllegalTransition` or `LedgerError` when the event contradicts what the machine
         knows: its books are no longer true then, and it must not go on.
         """
-        desk = self._desk
-        desk.now, desk.out = now, []
+        context = self._context
+        context.now, context.out = now, []
         self._again = False
         if now >= self._plan_at:
             self._plan()
@@ -177,8 +177,8 @@ class Machine:
     def set_policy(self, policy: Policy, now: float) -> list[Command]:
         """Have another policy answer from now on; what is under way goes on. The commands that
         follow at once."""
-        self._desk.policy = policy
-        self._desk.now, self._desk.out = now, []
+        self._context.policy = policy
+        self._context.now, self._context.out = now, []
         for instance in self.instances.values():
             instance.work.clear()
             instance.resumes = False
@@ -188,20 +188,20 @@ class Machine:
 
     def _work(self) -> list[Command]:
         """Give free instances something to do; everything that follows from the event."""
-        if self.masters.doomed:
-            self.masters.bury(self.residency.being_read())
+        if self.weight_cache.doomed:
+            self.weight_cache.bury(self.residency.being_read())
         while True:
             while self._again:
                 self._again = False
                 for instance in self.instances.values():
-                    self._again |= self.foreman.advance(instance)
+                    self._again |= self.dispatcher.advance(instance)
             if not self._leaving or not self._see_off():
-                return self._desk.out
+                return self._context.out
             self._plan()
 
     def next_deadline(self) -> float | None:
         """When time alone changes something, and `Ticked` has to be told; None if it does not."""
-        deadline = self.foreman.next_cut()
+        deadline = self.dispatcher.next_cut()
         if self.requests:
             deadline = min(deadline, self._plan_at)
         return None if deadline == math.inf else deadline
@@ -209,7 +209,7 @@ class Machine:
     @property
     def preemptions(self) -> Mapping[ModelName, int]:
         """Requests that had to stop in mid-generation for another model or a prompt."""
-        return self.foreman.preemptions
+        return self.dispatcher.preemptions
 
     @property
     def leaving(self) -> Collection[ModelName]:
@@ -246,11 +246,11 @@ class Machine:
         spec = event.request
         refusal = self._refuse(spec)
         if refusal is not None:
-            self._desk.out.append(refusal)
+            self._context.out.append(refusal)
             return False
-        request = RequestState(spec=spec, arrived=self._desk.now, progressed=self._desk.now)
+        request = RequestState(spec=spec, arrived=self._context.now, progressed=self._context.now)
         self.requests[spec.id] = request
-        self.demands.arrived(spec, self._desk.now)
+        self.demands.arrived(spec, self._context.now)
         self._place(request)
         return True
 
@@ -289,7 +289,7 @@ class Machine:
         request.stalled = True
         if self._may_be_held(request) and request.instance is not None:
             if request.stage is Stage.RUNNING:
-                self.foreman.pause(self.instances[request.instance])
+                self.dispatcher.pause(self.instances[request.instance])
             if request.stage is Stage.READY:
                 self._hold(request)
                 return True
@@ -301,7 +301,7 @@ class Machine:
         if request is None or not request.stalled:
             return False
         request.stalled = False
-        request.progressed = self._desk.now
+        request.progressed = self._context.now
         if request.id not in self._held:
             return False
         self._let_go_on(request)
@@ -310,7 +310,7 @@ class Machine:
     def _may_be_held(self, request: RequestState) -> bool:
         """Whether it only keeps others waiting. It keeps its room in the host tier until it ends:
         while others wait for some, it had better end."""
-        return request.stalled and not self.foreman.host_queue
+        return request.stalled and not self.dispatcher.host_queue
 
     def _hold(self, request: RequestState) -> None:
         """The request gives up its place, and its room on the device."""
@@ -318,18 +318,18 @@ class Machine:
         if request.batch is not None:
             self.instances[request.instance].leave(request)
         request.to_stage(Stage.HELD)
-        request.held = self._desk.now
+        request.held = self._context.now
         self._held[request.id] = request
         if request.kv is KvPlace.DEVICE:
             assert request.kv_instance is not None, "its KV is on a device"
             holder = self.instances[request.kv_instance]
-            self._desk.out.append(self.residency.swap_out(holder, request.model, [request]))
+            self._context.out.append(self.residency.swap_out(holder, request.model, [request]))
 
     def _let_go_on(self, request: RequestState) -> None:
         """A request that is held decodes where it did before."""
         assert request.instance is not None, "it is held somewhere"
         del self._held[request.id]
-        request.excuse(self._desk.now)
+        request.excuse(self._context.now)
         request.to_stage(Stage.READY)
         self._join(request, self.instances[request.instance])
 
@@ -343,22 +343,22 @@ class Machine:
     def _place(self, request: RequestState) -> None:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
         It stays unplaced while no instance is up, and is refused when none will be."""
-        if self.floor.all_quarantined():
+        if self.cluster.all_quarantined():
             told = "every instance is quarantined; an operator may release one"
             self._reject(request, "no_instance", told)
             return
         if request.kv is not KvPlace.NONE:
             self._place_decode(request)
             return
-        candidates = self.floor.candidates(request.spec, Role.PREFILL)
+        candidates = self.cluster.candidates(request.spec, Role.PREFILL)
         if not candidates:
             return
-        desk = self._desk
-        choice = desk.policy.prefill(
-            desk.now,
-            self.floor.request_view(request),
-            self.floor.views(candidates),
-            desk.costs,
+        context = self._context
+        choice = context.policy.prefill(
+            context.now,
+            self.cluster.request_view(request),
+            self.cluster.views(candidates),
+            context.costs,
         )
         if isinstance(choice, Refusal):
             if not request.accepted:
@@ -371,19 +371,19 @@ class Machine:
         instance.queue(request, choice.group)
         request.instance = instance.id
         request.to_stage(Stage.QUEUED)
-        self.foreman.joined(instance, request)
+        self.dispatcher.joined(instance, request)
 
     def _place_decode(self, request: RequestState) -> None:
-        candidates = self.floor.candidates(request.spec, Role.DECODE)
+        candidates = self.cluster.candidates(request.spec, Role.DECODE)
         if not candidates:
             return
-        desk = self._desk
-        chosen = desk.policy.decode(
-            desk.now,
-            self.floor.request_view(request),
+        context = self._context
+        chosen = context.policy.decode(
+            context.now,
+            self.cluster.request_view(request),
             candidates[0].id if request.instance is None else request.instance,
-            self.floor.views(candidates),
-            desk.costs,
+            self.cluster.views(candidates),
+            context.costs,
         )
         request.to_stage(Stage.READY)
         if self._may_be_held(request):
@@ -396,44 +396,50 @@ class Machine:
         """The request decodes there from now on."""
         request.instance = instance.id
         instance.join_batch(request)
-        self.foreman.joined(instance, request)
+        self.dispatcher.joined(instance, request)
 
     def _flow(self, instance: InstanceState) -> None:
         """Move what the policy wants to decode elsewhere."""
-        desk = self._desk
+        context = self._context
         others = [
             other
             for other in self.instances.values()
             if other is not instance and other.serves and other.placement.role is not Role.PREFILL
         ]
-        requests = self.floor.decoding_views(instance) if others else []
+        requests = self.cluster.decoding_views(instance) if others else []
         if not requests:
             return
-        flows = desk.policy.flow(
-            desk.now, self.floor.view(instance), requests, self.floor.views(others), desk.costs
+        flows = context.policy.flow(
+            context.now,
+            self.cluster.view(instance),
+            requests,
+            self.cluster.views(others),
+            context.costs,
         )
         for migration in flows:
             request = self.requests[migration.request]
             instance.leave(request)
             self._join(request, self.instances[migration.target])
-            self._desk.out.append(self.residency.swap_out(instance, request.model, [request]))
+            self._context.out.append(self.residency.swap_out(instance, request.model, [request]))
 
     def _plan(self) -> None:
         """Think over what each instance is for; who waits where it need not goes elsewhere."""
-        desk = self._desk
-        self._plan_at = desk.now + PLAN_SECONDS
+        context = self._context
+        self._plan_at = context.now + PLAN_SECONDS
         if short := self.host.short_slabs:
-            self.masters.make_kv_room(self.residency.being_read())
+            self.weight_cache.make_kv_room(self.residency.being_read())
             self._again |= self.host.short_slabs < short
         # Who waits for room that nobody's KV takes waits for weights that are read or written.
-        self._again |= bool(self.foreman.host_queue) and not self.host.kv_slabs
-        if self._held and self.foreman.host_queue:
+        self._again |= bool(self.dispatcher.host_queue) and not self.host.kv_slabs
+        if self._held and self.dispatcher.host_queue:
             for request in list(self._held.values()):
                 self._let_go_on(request)
             self._again = True
-        view = self.floor.floor_view(desk.now)
-        placements = desk.policy.place(desk.now, view, desk.costs)
-        changed = self.floor.place(placements, desk.policy.scale(desk.now, view, desk.costs))
+        view = self.cluster.cluster_view(context.now)
+        placements = context.policy.place(context.now, view, context.costs)
+        changed = self.cluster.place(
+            placements, context.policy.scale(context.now, view, context.costs)
+        )
         stray = self._astray(changed)
         for request in stray:
             assert request.instance is not None, "who waits in a queue is placed"
@@ -455,7 +461,7 @@ class Machine:
             for request in [r for group in instance.groups for r in group.members.values()]:
                 key = (request.model, request.interactive)
                 if key not in where:
-                    where[key] = self.floor.candidates(request.spec, Role.PREFILL)
+                    where[key] = self.cluster.candidates(request.spec, Role.PREFILL)
                 open_ = where[key]
                 dealt = not request.interactive and (changed or any([i in open_ for i in idle]))
                 if dealt or instance not in open_:
@@ -465,9 +471,11 @@ class Machine:
     def _rank_victims(
         self, instance: InstanceState, victims: list[ModelName]
     ) -> Sequence[ModelName]:
-        desk = self._desk
+        context = self._context
         instance.view = None
-        return desk.policy.evict(desk.now, self.floor.view(instance), victims, desk.costs)
+        return context.policy.evict(
+            context.now, self.cluster.view(instance), victims, context.costs
+        )
 
     def _reject(self, request: RequestState, code: str, message: str) -> None:
         """The request cannot be served: its client hears why, its workers forget it."""
@@ -478,7 +486,7 @@ class Machine:
         request.to_stage(Stage.DONE)
         del self.requests[request.id]
         self.demands.ended(request.model, request.generated)
-        self.foreman.host_queue.pop(request.id, None)
+        self.dispatcher.host_queue.pop(request.id, None)
         self._held.pop(request.id, None)
         if request.instance is not None:
             self.instances[request.instance].leave(request)
@@ -489,14 +497,14 @@ class Machine:
             self._zombies[request.id] = (request.kv_instance, request.host_offsets)
         else:
             self.host.give_blocks(request.host_offsets)
-        self._desk.out.append(outcome)
+        self._context.out.append(outcome)
 
     def _abandon(self, request: RequestState, outcome: Finish | Reject) -> None:
         """End a request that did not end by itself, and have its workers forget it."""
         self._end(request, outcome)
         holders = {n for n in (request.instance, request.kv_instance) if n is not None}
         for instance in sorted(holders):
-            self._desk.out.append(
+            self._context.out.append(
                 Release(instance=instance, model=request.model, request=request.id)
             )
 
@@ -541,7 +549,7 @@ class Machine:
         instance = self.instances[event.instance]
         ordered, instance.ending = instance.ending, False
         instance.up = False
-        self.masters.lost(instance.id)
+        self.weight_cache.lost(instance.id)
         for awaited in self._leaving.values():
             (awaited or set()).discard(instance.id)
         if not ordered:  # else it is not for what it was at
@@ -567,11 +575,11 @@ class Machine:
             request.to_kv(KvPlace.HOST, None)
         elif request.kv_instance == lost.id:
             request.kv, request.kv_instance = KvPlace.NONE, None
-            self.foreman.give_up_host(request)
+            self.dispatcher.give_up_host(request)
         assert request.instance is not None, "who has KV on a device, or waits for one, is placed"
         self.instances[request.instance].leave(request)
         if self._held.pop(request.id, None) is not None:
-            request.excuse(self._desk.now)
+            request.excuse(self._context.now)
         request.instance = None
         request.to_stage(Stage.UNPLACED)
 
@@ -612,8 +620,8 @@ class Machine:
     def _fail(self, model: ModelName, reason: str, instance: InstanceId) -> None:
         """The model cannot be served, says an instance; its requests hear it."""
         self.failed[model] = reason
-        self.foreman.wishes.pop(model, None)
-        self.masters.give_up(model, instance)
+        self.dispatcher.wishes.pop(model, None)
+        self.weight_cache.give_up(model, instance)
         for request in [r for r in self.requests.values() if r.model == model]:
             self._reject(request, "model_failed", reason)
 
@@ -631,15 +639,15 @@ class Machine:
             self._close_build(instance, event.model, Engine.FAILED)
             self._fail(event.model, reason, instance.id)
             return True
-        self._desk.out.append(self._first_store(instance, event.model, event.host_slabs))
+        self._context.out.append(self._first_store(instance, event.model, event.host_slabs))
         return False
 
     def _first_store(self, instance: InstanceState, model: ModelName, slabs: int) -> Command:
         """A new engine adopts the master image, or fills it if it is the first and there is room.
         Nobody waits for an image that another instance fills: files will do until it is whole."""
-        master = self.masters.get(model)
+        master = self.weight_cache.get(model)
         if master is None:
-            master = self.masters.take(model, slabs, instance.id, self._desk.now)
+            master = self.weight_cache.take(model, slabs, instance.id, self._context.now)
         if master is None or master.filler not in (None, instance.id):
             return store(instance, model, (), 0)
         fill = master.filler == instance.id
@@ -677,7 +685,7 @@ class Machine:
     def _on_weights_stored(self, event: WeightsStored) -> bool:
         instance = self.instances[event.instance]
         engine = instance.engines[event.model]
-        self.masters.filled(event.model, engine.attached)
+        self.weight_cache.filled(event.model, engine.attached)
         if engine.stage is not Engine.BUILDING:
             return False
         self._close_build(instance, event.model, Engine.STORED)
@@ -695,8 +703,8 @@ class Machine:
         if engine.stage is Engine.LOADING:
             engine.to_stage(Engine.LOADED, event.model)
             instance.ledger.loaded(event.model)
-            self.foreman.wishes.pop(event.model, None)
-        return bool(instance.dismissed or self.foreman.wishes)
+            self.dispatcher.wishes.pop(event.model, None)
+        return bool(instance.dismissed or self.dispatcher.wishes)
 
     # --- what operators want ---------------------------------------------------------------------
 
@@ -709,7 +717,7 @@ class Machine:
             pinned=event.pinned,
             draining=event.draining,
         )
-        self.masters.pin(event.model, event.pinned)
+        self.weight_cache.pin(event.model, event.pinned)
         return False
 
     @_on.register
@@ -721,7 +729,7 @@ class Machine:
         for instance in there:
             instance.dismissed.pop(event.model, None)
         if not loaded:
-            self.foreman.wishes[event.model] = None
+            self.dispatcher.wishes[event.model] = None
         return True
 
     @_on.register
@@ -731,10 +739,10 @@ class Machine:
 
     def _dismiss(self, model: ModelName) -> None:
         """Have the model leave all devices."""
-        self.foreman.wishes.pop(model, None)
+        self.dispatcher.wishes.pop(model, None)
         for instance in self.instances.values():
             if model in instance.ledger.weights or model in instance.ledger.kv:
-                self.foreman.dismiss(instance, model)
+                self.dispatcher.dismiss(instance, model)
 
     # --- models that come and go -----------------------------------------------------------------
 
@@ -744,8 +752,8 @@ class Machine:
         self.models[spec.name] = spec
         self.demands.add(spec.name)
         self.costs.add(spec)
-        self.foreman.preemptions[spec.name] = 0
-        self.masters.add(spec, event.kv_floor_slabs, self.residency.being_read())
+        self.dispatcher.preemptions[spec.name] = 0
+        self.weight_cache.add(spec, event.kv_floor_slabs, self.residency.being_read())
         for instance in self.instances.values():
             instance.add(spec.name)
         self._plan()
@@ -757,7 +765,7 @@ class Machine:
         model = event.model
         self._leaving[model] = None
         self.failed[model] = f"{model} was removed"
-        self.masters.give_up(model, None)
+        self.weight_cache.give_up(model, None)
         for request in [r for r in self.requests.values() if r.model == model]:
             self._reject(request, "model_removed", self.failed[model])
         self._dismiss(model)
@@ -775,10 +783,10 @@ class Machine:
         dropped; whether there is one."""
         for model, awaited in self._leaving.items():
             held = any([instance.holds(model) for instance in self.instances.values()])
-            if awaited is None and not held and self.masters.get(model) is None:
+            if awaited is None and not held and self.weight_cache.get(model) is None:
                 live = [instance.id for instance in self.instances.values() if instance.up]
                 self._leaving[model] = set(live)
-                self._desk.out += [DropModel(instance=number, model=model) for number in live]
+                self._context.out += [DropModel(instance=number, model=model) for number in live]
         gone = [model for model, awaited in self._leaving.items() if awaited == set()]
         for model in gone:
             self._forget(model)
@@ -788,11 +796,11 @@ class Machine:
         del self._leaving[model]
         del self.models[model]
         del self.failed[model]
-        del self.foreman.preemptions[model]
+        del self.dispatcher.preemptions[model]
         self._layouts.pop(model, None)
         self._build_losses.pop(model, None)
         self._run_losses.pop(model, None)
-        self.masters.pin(model, False)
+        self.weight_cache.pin(model, False)
         self.demands.forget(model)
         self.costs.forget(model)
         for instance in self.instances.values():
@@ -804,7 +812,7 @@ class Machine:
     def _on_tokens_produced(self, event: TokensProduced) -> bool:
         ended = False
         instance = self.instances[event.instance]
-        instance.progressed = self._desk.now
+        instance.progressed = self._context.now
         if self._run_losses:
             self._run_losses.pop(event.model, None)
         produced = 0
@@ -812,7 +820,7 @@ class Machine:
             request = self.requests.get(entry.request)
             if request is None:
                 continue
-            request.produced(entry.count, self._desk.now)
+            request.produced(entry.count, self._context.now)
             produced += entry.count
             if entry.finished is not None:
                 self._end(request, Finish(request=request.id, reason=entry.finished))
@@ -834,7 +842,7 @@ class Machine:
             self._place_decode(request)
             if request.instance != instance.id and request.kv is KvPlace.DEVICE:
                 leaving = self.residency.swap_out(instance, request.model, [request])
-                self._desk.out.append(leaving)
+                self._context.out.append(leaving)
         return True
 
     @_on.register
@@ -845,11 +853,11 @@ class Machine:
         if request is not None:
             instance.engines[event.model].residents.pop(request.id, None)
             request.kv_instance = None
-            self.foreman.give_up_host(request)
+            self.dispatcher.give_up_host(request)
             instance.queue_first(request)
             request.to_stage(Stage.QUEUED)
             # It may be computed elsewhere, and come back with output that is not known here.
-            self._desk.out.append(
+            self._context.out.append(
                 Release(instance=instance.id, model=request.model, request=request.id)
             )
         return True
@@ -873,7 +881,7 @@ class Machine:
             if self._may_be_held(request):
                 self._hold(request)
         instance.suspended = tuple([r.id for r in alive if r.id not in self._held])
-        left = min(job.resume_seconds - event.seconds, job.last_at - self._desk.now)
+        left = min(job.resume_seconds - event.seconds, job.last_at - self._context.now)
         goes_on = event.model in instance.batches  # unless all of it is held
         if event.reason is TurnEnd.PREEMPTED and left > 0 and goes_on:
             instance.work.appendleft(PlannedTurn(model=event.model, quota_seconds=left))
@@ -894,7 +902,7 @@ class Machine:
             grown = job.kv_tokens + requests * event.steps // 2
             self.costs.observe_turn(event.model, event.steps, event.seconds, requests, grown)
         if job.switches and job.cold:
-            overhead = self._desk.now - job.ordered - event.seconds
+            overhead = self._context.now - job.ordered - event.seconds
             self.costs.observe_switch(event.model, max(0.0, overhead))
         if not requests:
             return
@@ -921,7 +929,7 @@ class Machine:
     @_on.register
     def _on_ticked(self, event: Ticked) -> bool:
         for instance in self.instances.values():
-            self.foreman.cut(instance)
+            self.dispatcher.cut(instance)
         return False
 
     @_on.register
@@ -949,7 +957,7 @@ class Machine:
         request.to_kv(KvPlace.HOST, None)
         instance.engines[request.model].residents.pop(request.id, None)
         if request.instance != instance.id:
-            self._desk.out.append(
+            self._context.out.append(
                 Release(instance=instance.id, model=request.model, request=request.id)
             )
 

@@ -192,7 +192,7 @@ class ModelView(Word, frozen=True):
     last_arrival: float
 
 
-class FloorView(Word, frozen=True):
+class ClusterView(Word, frozen=True):
     """Everything: what placement and scaling look at."""
 
     instances: tuple[InstanceView, ...]
@@ -277,10 +277,10 @@ Admitted: TypeAlias = Sequence[int]
 class Policy(Protocol):
     """The questions of the machine. Answers are valid: whoever implements this checked them."""
 
-    def place(self, now: float, floor: FloorView, costs: Costs) -> Sequence[Placement]:
+    def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         """What each instance is for, in order."""
 
-    def scale(self, now: float, floor: FloorView, costs: Costs) -> Fleet:
+    def scale(self, now: float, cluster: ClusterView, costs: Costs) -> Fleet:
         """How many instances of each class there are to be."""
 
     def prefill(

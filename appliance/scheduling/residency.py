@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from appliance.scheduling.lifecycle import Engine, KvPlace
 from appliance.scheduling.state import EngineState, InstanceState, RequestState
-from appliance.scheduling.weight_cache import Masters
+from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
     Command,
     Direction,
@@ -43,13 +43,13 @@ class Residency:
     def __init__(
         self,
         instances: Mapping[InstanceId, InstanceState],
-        masters: Masters,
+        weight_cache: HostWeightCache,
         rank_victims: Callable[[InstanceState, list[ModelName]], Sequence[ModelName]],
     ) -> None:
         """`rank_victims` says in which order models lose their place on an instance."""
         self._rank_victims = rank_victims
         self._instances = instances
-        self._masters = masters
+        self._weight_cache = weight_cache
 
     def room_blocks(self, instance: InstanceState, model: ModelName) -> int:
         """How many blocks more the model could hold with everything else gone. O(residents)."""
@@ -86,7 +86,7 @@ class Residency:
         cap += max(0, min(wished, spare))
         ledger.set_kv(model, cap)
         engine.used = now
-        self._masters.touch(model, now)
+        self._weight_cache.touch(model, now)
         return Grant(commands, cap)
 
     def prefetch(
@@ -210,10 +210,10 @@ class Residency:
         images can go; else, and while another instance fills it, the model's files are read.
         """
         engine = instance.engines[model]
-        master = self._masters.get(model)
+        master = self._weight_cache.get(model)
         if master is None and fill_at is not None:
             slabs, spared = engine.host_slabs, self.being_read()
-            master = self._masters.take(model, slabs, instance.id, fill_at, spared)
+            master = self._weight_cache.take(model, slabs, instance.id, fill_at, spared)
             if master is not None:
                 return [store(instance, model, master.offsets, master.version, fill=True)]
         if master is None or master.filler is not None:
@@ -232,8 +232,8 @@ class Residency:
         }
 
     def clear_kv_room(self) -> bool:
-        """See `Masters.clear_kv_room`: what is being read is spared."""
-        return self._masters.clear_kv_room(self.being_read())
+        """See `HostWeightCache.clear_kv_room`: what is being read is spared."""
+        return self._weight_cache.clear_kv_room(self.being_read())
 
     def _make_room(self, instance: InstanceState, model: ModelName, slabs: int) -> list[Command]:
         """Free `slabs` slabs, or all there are, without touching `model`."""

@@ -42,7 +42,7 @@ from appliance.vocabulary import (
 
 
 @dataclass(slots=True)
-class Desk:
+class SchedulingContext:
     """What the machine's rooms share: the time of the event, who answers, what goes out."""
 
     policy: Policy

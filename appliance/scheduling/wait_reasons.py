@@ -30,7 +30,7 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
             message=f"its KV cache is on its way from instance {request.kv_instance} to the host",
             instance=request.kv_instance,
         )
-    if request.id in machine.foreman.host_queue:
+    if request.id in machine.dispatcher.host_queue:
         return _short_of_host_room(machine, request, instance)
     return _in_line(request, instance, now)
 
@@ -40,7 +40,7 @@ def _under_way(
 ) -> WaitReason | None:
     """It is in the job that is out, but something may have to be moved before."""
     model = request.model
-    master = machine.masters.get(model)
+    master = machine.weight_cache.get(model)
     if instance.engines[model].stage is Engine.LOADING:
         if master is not None and master.filler == instance.id:
             return WaitReason(
@@ -67,7 +67,7 @@ def _under_way(
 def _short_of_host_room(
     machine: Machine, request: RequestState, instance: InstanceState
 ) -> WaitReason:
-    others = len(machine.foreman.host_queue) - 1
+    others = len(machine.dispatcher.host_queue) - 1
     about = f"; {others} more wait for it" if others else ""
     return WaitReason(
         code=WaitCode.HOST_ROOM,

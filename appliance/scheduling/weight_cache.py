@@ -27,13 +27,13 @@ class Master:
     used: float
 
 
-class Masters:
+class HostWeightCache:
     """The images that there are. Every operation is O(models) at most."""
 
     def __init__(self, models: Mapping[ModelName, ModelSpec], host: HostLedger) -> None:
         self._pinned = {model.name for model in models.values() if model.pinned}
         self._host = host
-        self._masters: dict[ModelName, Master] = {}
+        self._weight_cache: dict[ModelName, Master] = {}
         self._versions = 0
         self._doomed: set[ModelName] = set()
         # Room for those that fit, before KV takes it: pinned ones first.
@@ -51,7 +51,7 @@ class Masters:
 
     def get(self, model: ModelName) -> Master | None:
         """The model's image, whole or not."""
-        return self._masters.get(model)
+        return self._weight_cache.get(model)
 
     def take(
         self,
@@ -71,7 +71,7 @@ class Masters:
         if offsets is None:
             return None
         self._versions += 1
-        master = self._masters[model] = Master(offsets, self._versions, filler, now)
+        master = self._weight_cache[model] = Master(offsets, self._versions, filler, now)
         return master
 
     def add(self, model: ModelSpec, kv_floor_slabs: int, spared: Collection[ModelName]) -> None:
@@ -98,8 +98,8 @@ class Masters:
         first = self._host.kv_floor_offset
         lying = {
             model
-            for model in self._masters.keys() - self._pinned
-            if max(self._masters[model].offsets, default=-1) >= first
+            for model in self._weight_cache.keys() - self._pinned
+            if max(self._weight_cache[model].offsets, default=-1) >= first
         }
         going = [model for model in self._victims(spared) if model in lying]
         for model in going:
@@ -115,12 +115,12 @@ class Masters:
 
     def touch(self, model: ModelName, now: float) -> None:
         """The model runs now."""
-        if model in self._masters:
-            self._masters[model].used = now
+        if model in self._weight_cache:
+            self._weight_cache[model].used = now
 
     def filled(self, model: ModelName, version: int) -> None:
         """The image of this version is whole; an older one is gone, and does not matter."""
-        master = self._masters.get(model)
+        master = self._weight_cache.get(model)
         if master is None or master.version != version:
             return
         master.filler = None
@@ -129,7 +129,7 @@ class Masters:
         """The model cannot be served, says an instance, or nobody wants it any more: neither image
         nor room for one is kept. The image goes with `bury`: somebody may be at it."""
         self._host.hold_back(model, 0)
-        master = self._masters.get(model)
+        master = self._weight_cache.get(model)
         if master is None:
             return
         if master.filler == instance:
@@ -139,19 +139,19 @@ class Masters:
     def bury(self, read: Collection[ModelName]) -> None:
         """Let doomed images go, except of models in `read`, and of those that are being written."""
         for model in self._doomed - set(read):
-            if self._masters[model].filler is None:
+            if self._weight_cache[model].filler is None:
                 self._drop(model)
 
     def lost(self, instance: InstanceId) -> None:
         """What the instance was writing will never be whole."""
-        for model in [m for m, master in self._masters.items() if master.filler == instance]:
+        for model in [m for m, master in self._weight_cache.items() if master.filler == instance]:
             self._drop(model)
 
     def _make_room(self, model: ModelName, slabs: int, spared: Collection[ModelName]) -> None:
         """Let images go until `slabs` fit; none if even all of them would not be enough."""
         victims = list(self._victims(spared))
         room = self._host.room_for_weights(model)
-        if room + sum(len(self._masters[victim].offsets) for victim in victims) < slabs:
+        if room + sum(len(self._weight_cache[victim].offsets) for victim in victims) < slabs:
             return
         for victim in victims:
             if self._host.room_for_weights(model) >= slabs:
@@ -160,13 +160,13 @@ class Masters:
 
     def _victims(self, spared: Collection[ModelName]) -> Iterable[ModelName]:
         """Images that may go, the least recently used first."""
-        free = self._masters.keys() - self._pinned - set(spared)
+        free = self._weight_cache.keys() - self._pinned - set(spared)
         return sorted(
-            (model for model in free if self._masters[model].filler is None),
-            key=lambda model: (self._masters[model].used, model),
+            (model for model in free if self._weight_cache[model].filler is None),
+            key=lambda model: (self._weight_cache[model].used, model),
         )
 
     def _drop(self, model: ModelName) -> None:
-        del self._masters[model]
+        del self._weight_cache[model]
         self._doomed.discard(model)
         self._host.give_weights(model)

@@ -53,7 +53,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, object]
 
 
-class Feed:
+class EventLog:
     """Written by the daemon, followed by any number of readers on the same event loop."""
 
     def __init__(

@@ -8,7 +8,7 @@ import random
 
 from benchmarks.endurance.answers import Heard
 from benchmarks.endurance.asks import Ask, Book
-from benchmarks.endurance.clients import Outcome, Tally
+from benchmarks.endurance.clients import Outcome, PolicyStats
 from benchmarks.endurance.connection import Connection
 
 LINES = 12
@@ -19,7 +19,7 @@ OVER = ("completed", "failed", "expired", "cancelled")
 class BatchClient:
     """Has one batch after the other answered; deletes its files afterwards."""
 
-    def __init__(self, connection: Connection, book: Book, tally: Tally, dice: random.Random):
+    def __init__(self, connection: Connection, book: Book, tally: PolicyStats, dice: random.Random):
         self._connection = connection
         self._book = book
         self._tally = tally

@@ -35,7 +35,7 @@ class Outcome:
 
 
 @dataclass
-class Tally:
+class PolicyStats:
     """What all clients saw."""
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Client:
         self,
         connection: Connection,
         book: Book,
-        tally: Tally,
+        tally: PolicyStats,
         dice: random.Random,
         nap_seconds: float,
     ) -> None:

@@ -23,7 +23,7 @@ from benchmarks.endurance.audit import (
     stalls,
 )
 from benchmarks.endurance.batches import BatchClient
-from benchmarks.endurance.clients import Client, Tally, find_out
+from benchmarks.endurance.clients import Client, PolicyStats, find_out
 from benchmarks.endurance.connection import Connection, ask_json
 from benchmarks.endurance.disturbances import Disturbances
 from benchmarks.endurance.watch import Watch
@@ -77,7 +77,7 @@ class Result:
 class Life:
     """A daemon's life as seen from outside."""
 
-    tally: Tally
+    tally: PolicyStats
     disturbances: Disturbances
     known: set[str]
     """Requests of before, when nothing disturbed it."""
@@ -98,7 +98,7 @@ async def endure(
     await find_out(book, host, port)
     known = {line["request"] for line in read_books(log, set()).lines}
     disturbances = Disturbances(host, port, random.Random(f"{plan.seed} disturbances"))
-    life = Life(Tally(), disturbances, known, [])
+    life = Life(PolicyStats(), disturbances, known, [])
     await _live(plan, watch, book, life)
     await _settled(host, port)
     watch.note()

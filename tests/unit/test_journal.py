@@ -21,14 +21,14 @@ from appliance.vocabulary import (
     RequestClass,
     RunTurn,
 )
-from tests.unit.doubles.floor import SLAB, SLO, FloorDouble, shape
+from tests.unit.doubles.cluster import SLAB, SLO, ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 
 MODELS = {name: ModelDouble(4, shape()) for name in "abc"}
 
 
 def setup_of(policies: Sequence[str], parameters: dict[str, dict[str, object]]) -> Setup:
-    """What `FloorDouble` makes its machine of."""
+    """What `ClusterDouble` makes its machine of."""
     return Setup(
         models=tuple(
             ModelSpec(
@@ -49,43 +49,43 @@ def setup_of(policies: Sequence[str], parameters: dict[str, dict[str, object]]) 
 
 def record(path: Path, policy: str = "aegaeon") -> None:
     """A run with everything in it, played under `policy`."""
-    floor = FloorDouble(MODELS, policy=policy, instances=2)
-    floor.start()
+    cluster = ClusterDouble(MODELS, policy=policy, instances=2)
+    cluster.start()
     for index in range(12):
-        floor.ask(f"r{index}", "abc"[index % 3], prompt=10 + 20 * index, output=20)
-        floor.work(index % 2)
-    floor.cancel("r5")
-    floor.lose(1)
-    floor.start(1)
-    floor.quarantine(0)
-    floor.lose(0)
-    floor.ask("late", "a", output=20)
-    floor.release(0)
-    floor.start(0)
-    floor.settle()
+        cluster.ask(f"r{index}", "abc"[index % 3], prompt=10 + 20 * index, output=20)
+        cluster.work(index % 2)
+    cluster.cancel("r5")
+    cluster.lose(1)
+    cluster.start(1)
+    cluster.quarantine(0)
+    cluster.lose(0)
+    cluster.ask("late", "a", output=20)
+    cluster.release(0)
+    cluster.start(0)
+    cluster.settle()
     with Journal(path, setup_of([policy], {})) as journal:
-        for now, event, commands in floor.journal:
+        for now, event, commands in cluster.journal:
             journal.record(now, event, commands)
 
 
 def record_swaps(path: Path) -> None:
     """A run in which each policy that ships decides for a while."""
     names = [one.name for one in installed() if one.shipped and not one.lab_only]
-    floor = FloorDouble(MODELS, policy=names[-1], instances=2)
-    floor.start()
+    cluster = ClusterDouble(MODELS, policy=names[-1], instances=2)
+    cluster.start()
     for index in range(4 * len(names)):
         kind = RequestClass.BATCH if index % 5 == 3 else RequestClass.INTERACTIVE
         model = "abc"[index // 2 % 3]
-        floor.ask(f"r{index}", model, prompt=10 + 30 * (index % 8), output=20, kind=kind)
-        floor.work(index % 2)
+        cluster.ask(f"r{index}", model, prompt=10 + 30 * (index % 8), output=20, kind=kind)
+        cluster.work(index % 2)
         if index % 7 == 6:
-            floor.cancel(f"r{index - 3}")
+            cluster.cancel(f"r{index - 3}")
         if index % 4 == 3:
-            floor.set_policy([names[index // 4]])
-            floor.work(0)
-    floor.settle()
+            cluster.set_policy([names[index // 4]])
+            cluster.work(0)
+    cluster.settle()
     with Journal(path, setup_of([names[-1]], {})) as journal:
-        for now, event, commands in floor.journal:
+        for now, event, commands in cluster.journal:
             journal.record(now, event, commands)
 
 

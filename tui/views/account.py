@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
-from tui.amounts import divide, duration, rate
-from tui.canvas import Line
 from tui.conversation import PHASES, Answer, Outcome
-from tui.journey import Journey
-from tui.look import Look
+from tui.drawing.amounts import divide, duration, rate
+from tui.drawing.canvas import Line
+from tui.drawing.theme import Look
+from tui.drawing.wrapping import Wrapped
+from tui.request_trace import Journey
 from tui.view import Sight
 from tui.views.requests import waits_for
-from tui.wrapping import Wrapped
 
 BAR = 24
 """Cells."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tui.amounts import duration, share
 from tui.asking import Ask
-from tui.canvas import Line
+from tui.drawing.amounts import duration, share
+from tui.drawing.canvas import Line
+from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Source
-from tui.table import Column, TableView, member
 from tui.view import Action, Given, Sight, told
 
 MOST = 100

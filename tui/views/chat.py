@@ -13,14 +13,14 @@ from textual.app import ComposeResult
 from textual.widgets import Input
 from textual.worker import Worker
 
-from tui.canvas import Canvas, Line
 from tui.conversation import Answer, Conversation, Outcome
-from tui.journey import Journey
+from tui.drawing.canvas import Canvas, Line
+from tui.drawing.wrapping import harmless
 from tui.messages import Document, Refused
+from tui.request_trace import Journey
 from tui.view import Sight, View
 from tui.views.account import colour_of
 from tui.views.laid import Laid, lines_of
-from tui.wrapping import harmless
 
 PATH = "/v1/chat/completions"
 PAINT_SECONDS = 0.1

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from tui.asking import Ask
-from tui.canvas import Line
+from tui.drawing.canvas import Line
+from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Source
-from tui.table import Column, TableView, member
 from tui.view import Action, Given, Sight, told
 
 IN_FORCE = "/api/config"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from tui.canvas import Line
+from tui.drawing.canvas import Line
+from tui.drawing.table import Column, TableView
 from tui.messages import Document
-from tui.table import Column, TableView
 from tui.view import Sight, told
 
 BAD = ("instance_lost", "model_failed", "request_rejected", "missed")

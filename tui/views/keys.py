@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
-from tui.amounts import duration, rate
 from tui.asking import Ask
-from tui.canvas import Line
+from tui.drawing.amounts import duration, rate
+from tui.drawing.canvas import Line
+from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Refused, Source
-from tui.table import Column, TableView, member
 from tui.view import Action, Field, Given, Secret, Sight, told
 
 PATH = "/api/keys"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tui.canvas import Line
 from tui.conversation import Answer
-from tui.look import Look
+from tui.drawing.canvas import Line
+from tui.drawing.theme import Look
+from tui.drawing.wrapping import Wrapped
 from tui.view import Sight
 from tui.views.account import account
-from tui.wrapping import Wrapped
 
 _MARK, _PAD = "> ", "  "
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from textual import events
 from textual.app import ComposeResult
 
-from tui.amounts import size
 from tui.asking import Ask
-from tui.canvas import Canvas, Line
+from tui.drawing.amounts import size
+from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
 from tui.pools import Part, Pool, counted, mapped
 from tui.view import Sight, View, told

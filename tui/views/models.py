@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 from textual import events
 
-from tui.amounts import duration, rate, share, size, sparkline
-from tui.canvas import Line
+from tui.drawing.amounts import duration, rate, share, size, sparkline
+from tui.drawing.canvas import Line
+from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Refused, Source
-from tui.table import Column, TableView, member
 from tui.view import Action, Field, Given, Sight, told
 
 SPARK_BUCKETS = 12

@@ -5,8 +5,8 @@ from __future__ import annotations
 from textual import events
 from textual.app import ComposeResult
 
-from tui.amounts import divide, duration, rate, share, size, sparkline
-from tui.canvas import Canvas, Line
+from tui.drawing.amounts import divide, duration, rate, share, size, sparkline
+from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
 from tui.view import Sight, View, told
 from tui.views.models import attainment_style, tokens_per_second

@@ -10,11 +10,11 @@ from typing import Any
 
 from textual import events
 
-from tui.amounts import duration
 from tui.asking import Ask
-from tui.canvas import Line
+from tui.drawing.amounts import duration
+from tui.drawing.canvas import Line
+from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Refused, Source
-from tui.table import Column, TableView, member
 from tui.view import Action, Field, Given, Sight, told
 
 PATH = "/api/policies"

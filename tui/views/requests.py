@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
-from tui.amounts import duration
-from tui.canvas import Line
+from tui.drawing.amounts import duration
+from tui.drawing.canvas import Line
+from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Source
-from tui.table import Column, TableView, member
 from tui.view import Action, Given, Sight, told
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from textual import events
 from textual.app import ComposeResult
 
-from tui.amounts import duration, size
-from tui.canvas import Canvas, Line
+from tui.drawing.amounts import duration, size
+from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
 from tui.view import Sight, View
 

@@ -16,8 +16,8 @@ from appliance.batches.log import BatchLog
 from appliance.batches.records import Batch, LineDone
 from appliance.batches.requestlines import InputLost, RequestLine, RequestLines
 from appliance.batches.results import answered, refused
-from appliance.batches.scribe import Scribe
 from appliance.batches.turns import Turn, Turns
+from appliance.batches.writer import BatchWriter
 from appliance.errors import IllegalTransition
 from appliance.gateway.sessions import Answered, FrontEndLost, NoFrontEnd
 from appliance.observability.batch_metrics import BatchMetrics
@@ -49,10 +49,10 @@ log = logging.getLogger("appliance.batches")
 class Run:
     """A batch that is not over."""
 
-    def __init__(self, batch: Batch, written: BatchLog, scribe: Scribe) -> None:
+    def __init__(self, batch: Batch, written: BatchLog, writer: BatchWriter) -> None:
         self.batch = batch
         self.log = written
-        self.scribe = scribe
+        self.writer = writer
         self.lines: RequestLines | None = None
         self.requests: set[asyncio.Task[None]] = set()
         self.tries: dict[int, int] = {}
@@ -173,7 +173,7 @@ class BatchRequests:
         try:
             outcome = await self._ask(run, turn.request, caller)
             if isinstance(outcome, LineDone):
-                await run.scribe.write(outcome)
+                await run.writer.write(outcome)
                 run.tries.pop(turn.request, None)
                 if caller is not None:
                     self._access.count(caller)

@@ -38,7 +38,7 @@ from appliance.batches.records import (
 )
 from appliance.batches.requestlines import InputLost, InputRefused, RequestLines, check_input
 from appliance.batches.results import write_results
-from appliance.batches.scribe import RETRY_SECONDS, Scribe
+from appliance.batches.writer import RETRY_SECONDS, BatchWriter
 from appliance.errors import ApplianceError, IllegalTransition
 from appliance.observability.batch_metrics import BatchMetrics
 from appliance.service.interface import Service
@@ -282,9 +282,9 @@ class BatchRunner:
             return
         if run is None:
             raise IllegalTransition(f"{batch.id} is {batch.status}")
-        if run.scribe.stuck:
+        if run.writer.stuck:
             raise Unavailable("the disk does not take more; the batch stands still")
-        await run.scribe.write(CancelAsked(at=self.wall_clock()))
+        await run.writer.write(CancelAsked(at=self.wall_clock()))
         run.news.set()
 
     async def delete(self, batch: Batch) -> None:
@@ -314,8 +314,8 @@ class BatchRunner:
         return sum(running) + counted(0) * (len(self._batches) - len(running))
 
     def _begin(self, batch: Batch, written: BatchLog) -> None:
-        scribe = Scribe(batch, written, self.disk, retry_seconds=self._retry_seconds)
-        run = self._runs[batch.id] = Run(batch, written, scribe)
+        writer = BatchWriter(batch, written, self.disk, retry_seconds=self._retry_seconds)
+        run = self._runs[batch.id] = Run(batch, written, writer)
         # A context of its own: nothing of whoever asked for the batch is to stick to it.
         run.task = asyncio.get_running_loop().create_task(self._conduct(run), context=Context())
         self._metrics.unfinished(len(self._runs))
@@ -330,7 +330,7 @@ class BatchRunner:
             log.exception("%s stands still until the next start", run.batch.id)
         finally:
             await self._requests.end(run)
-            await run.scribe.stop()
+            await run.writer.stop()
             run.log.close()
             if run.lines is not None:
                 run.lines.close()
@@ -353,7 +353,7 @@ class BatchRunner:
     async def _write(self, run: Run, record: Record) -> None:
         """Unless something else came before, such as that it is cancelled."""
         with suppress(IllegalTransition):
-            await run.scribe.write(record)
+            await run.writer.write(record)
 
     async def _fail(self, run: Run, *problems: Problem) -> None:
         """It cannot go on; what is done has its files."""
@@ -407,7 +407,7 @@ class BatchRunner:
 
     async def _finalize(self, run: Run, status: Status, problems: tuple[Problem, ...] = ()) -> None:
         batch = run.batch
-        await run.scribe.flush()  # outcomes of requests that were ended just then
+        await run.writer.flush()  # outcomes of requests that were ended just then
         source = self.files.path(batch.created.input_file_id)
         while True:
             now = self.wall_clock()

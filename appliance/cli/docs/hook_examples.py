@@ -8,10 +8,10 @@ from appliance.hookspecs import hookimpl
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
+    ClusterView,
     Costs,
     DecodingView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -28,15 +28,15 @@ class Examples(Word, frozen=True, forbid_unknown_fields=True):
     """All of them together are a policy that serves."""
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
         """Every instance does everything, for every model."""
-        return [Placement(role=Role.MIXED, models=None) for _ in floor.instances]
+        return [Placement(role=Role.MIXED, models=None) for _ in cluster.instances]
 
     @hookimpl
-    def scale(self, floor: FloorView) -> Fleet:
+    def scale(self, cluster: ClusterView) -> Fleet:
         """One instance more than have something to do; the others rest."""
-        busy = sum(view.load > 0 for view in floor.instances)
-        return Fleet(interactive=0, mixed=min(busy + 1, len(floor.instances)), batch=0)
+        busy = sum(view.load > 0 for view in cluster.instances)
+        return Fleet(interactive=0, mixed=min(busy + 1, len(cluster.instances)), batch=0)
 
     @hookimpl
     def prefill(

@@ -29,7 +29,7 @@ Play = Callable[[Changes], Sequence[Outcome]]
 TPS = (1, 2, 4, 8)
 
 ROOM_FOR_KV_BYTES = 1 << 40
-"""Of the host's memory beside the masters, so that the peak of what is swapped out is seen."""
+"""Of the host's memory beside the weight_cache, so that the peak of what is swapped out is seen."""
 
 RELIEVED = 2
 """So many times a resource, to see whether it is what there is too little of."""

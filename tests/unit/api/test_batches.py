@@ -26,7 +26,7 @@ from appliance.batches import files
 from appliance.batches.log import BatchLog
 from appliance.batches.records import CancelAsked, Created, LineDone, Record
 from appliance.batches.results import Results, answered
-from appliance.batches.scribe import Scribe
+from appliance.batches.writer import BatchWriter
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.observability.batch_metrics import BatchMetrics
 from appliance.observability.registry import Registry
@@ -880,7 +880,7 @@ async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(
     """Also an answer that the disk takes only after all requests were ended."""
     cancelling, brought, looked = threading.Event(), asyncio.Event(), threading.Event()
     go_on = threading.Event()
-    append, bring, look = BatchLog.append, Scribe.write, batchrunner.write_results
+    append, bring, look = BatchLog.append, BatchWriter.write, batchrunner.write_results
 
     def slow_append(log: BatchLog, records: Sequence[Record]) -> None:
         if isinstance(records[0], CancelAsked):
@@ -890,10 +890,10 @@ async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(
             looked.wait(0.3)  # in vain, as the files are made of what the disk has
         append(log, records)
 
-    async def noted_write(scribe: Scribe, record: Record) -> None:
+    async def noted_write(writer: BatchWriter, record: Record) -> None:
         if isinstance(record, LineDone):
             brought.set()
-        await bring(scribe, record)
+        await bring(writer, record)
 
     def noted_results(*given: Any) -> Results:
         results = look(*given)
@@ -901,7 +901,7 @@ async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(
         return results
 
     monkeypatch.setattr(BatchLog, "append", slow_append)
-    monkeypatch.setattr(Scribe, "write", noted_write)
+    monkeypatch.setattr(BatchWriter, "write", noted_write)
     monkeypatch.setattr(batchrunner, "write_results", noted_results)
     house.service.script = None
     async with house.client() as client:

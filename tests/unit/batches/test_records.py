@@ -27,7 +27,7 @@ from appliance.batches.records import (
     Record,
     Status,
 )
-from appliance.batches.scribe import Scribe
+from appliance.batches.writer import BatchWriter
 from appliance.errors import IllegalTransition
 from tests.patience import PATIENCE_SECONDS
 
@@ -209,11 +209,11 @@ async def test_the_scribe_takes_nothing_after_the_end(tmp_path: Path) -> None:
     disk = Disk()
     log = BatchLog(tmp_path / "batch_1.jsonl")
     log.append([CREATED])
-    scribe = Scribe(Batch(CREATED), log, disk)
-    await scribe.write(CancelAsked(at=2.0))
-    await scribe.stop()
+    writer = BatchWriter(Batch(CREATED), log, disk)
+    await writer.write(CancelAsked(at=2.0))
+    await writer.stop()
 
     with pytest.raises(IllegalTransition):
-        await asyncio.wait_for(scribe.write(CancelAsked(at=3.0)), PATIENCE_SECONDS)
+        await asyncio.wait_for(writer.write(CancelAsked(at=3.0)), PATIENCE_SECONDS)
     log.close()
     await disk.close()

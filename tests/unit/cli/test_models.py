@@ -22,8 +22,8 @@ from appliance.vocabulary import (
     RequestArrived,
     Slo,
 )
+from tests.unit.doubles.cluster import SLO
 from tests.unit.doubles.daemon import Box, setup_of, small
-from tests.unit.doubles.floor import SLO
 from tests.unit.doubles.serving import Call, commanded, unserved
 
 

@@ -199,7 +199,7 @@ async def test_a_policy_that_failed_is_shown_and_enabled(
 ) -> None:
     """Its state, its faults and why; it is asked again when it is enabled."""
     monkeypatch.syspath_prepend(tmp_path)
-    body = "    @hookimpl\n    def place(self):\n        raise OSError('no floor')\n"
+    body = "    @hookimpl\n    def place(self):\n        raise OSError('no cluster')\n"
     install(tmp_path, "clumsy", body)
     assert (await call("set", "clumsy", "serverlessllm")).exit_code == 0
     for _ in range(2):
@@ -210,7 +210,7 @@ async def test_a_policy_that_failed_is_shown_and_enabled(
     assert ["clumsy", "disabled", "3", "3"] in rows(shown)
     fault = next(row for row in rows(shown) if "fault" in row)
     assert fault[2:6] == ["fault", "x3", "clumsy", "place"]
-    assert "no floor" in shown.stdout
+    assert "no cluster" in shown.stdout
 
     enabled = await call("enable", "clumsy")
     assert ["clumsy", "asked", "3", "3"] in rows(enabled)

@@ -12,14 +12,14 @@ import pytest
 from appliance.cli.docs.hook_examples import Examples
 from appliance.cli.docs.hooks import shipped_policies
 from appliance.conformance import Report, asking, check, kit, questions, scenes
-from appliance.conformance.family import asked
+from appliance.conformance.recorded_calls import asked
 from appliance.conformance.scenes import SCENES, Played, Question, Scene
 from appliance.conformance.trial import trial
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.scheduling.policy_api import (
+    ClusterView,
     Costs,
-    FloorView,
     InstanceView,
     Phase,
     PlannedTurn,
@@ -245,11 +245,11 @@ def test_an_attempt_to_change_a_view_is_an_exception() -> None:
 
     class Assigning(Policy, frozen=True):
         @hookimpl
-        def place(self, floor: FloorView, costs: Costs) -> None:
-            floor.models = ()  # type: ignore[misc]
+        def place(self, cluster: ClusterView, costs: Costs) -> None:
+            cluster.models = ()  # type: ignore[misc]
 
         @hookimpl
-        def scale(self, floor: FloorView, costs: Costs) -> None:
+        def scale(self, cluster: ClusterView, costs: Costs) -> None:
             costs.switch_seconds = len  # type: ignore[assignment, method-assign]
 
     assert found(check(Assigning)) == {("exceptions", "place"), ("exceptions", "scale")}
@@ -326,13 +326,13 @@ class Misspelt(Policy, frozen=True):
 
 class WrongArgument(Policy, frozen=True):
     @hookimpl
-    def phase(self, floor: FloorView) -> Phase:
+    def phase(self, cluster: ClusterView) -> Phase:
         return Phase.DECODE
 
 
 class Unmarked(Policy, frozen=True):
     @hookimpl
-    def place(self, floor: FloorView) -> None:
+    def place(self, cluster: ClusterView) -> None:
         """Marked."""
 
     def round(self, instance: InstanceView) -> None:
@@ -385,7 +385,7 @@ class Plain:
     ("kind", "message"),
     [
         (Misspelt, "hooks: policy policy: unknown hook 'prefil'"),
-        (WrongArgument, "Argument(s) {'floor'} are declared in the hookimpl but"),
+        (WrongArgument, "Argument(s) {'cluster'} are declared in the hookimpl but"),
         (Unmarked, "hooks: round: not marked with @hookimpl: nobody calls it"),
         (Mute, "hooks: it answers no question"),
         (Required, "parameters: seconds has no default"),
@@ -419,11 +419,11 @@ def test_there_are_questions_of_every_kind(hook: str) -> None:
 def test_the_questions_span_small_and_large_boxes() -> None:
     """One to sixteen instances, one to a hundred models; idle and busy, in all roles and classes,
     with places for all models and for some."""
-    floors = [q.views["floor"] for q in questions("place")]
-    views = [view for floor in floors for view in floor.instances]  # type: ignore[attr-defined]
+    floors = [q.views["cluster"] for q in questions("place")]
+    views = [view for cluster in floors for view in cluster.instances]  # type: ignore[attr-defined]
 
-    assert {len(floor.instances) for floor in floors} == {1, 2, 5, 16}  # type: ignore[attr-defined]
-    assert {len(floor.models) for floor in floors} == {1, 8, 12, 30, 100}  # type: ignore[attr-defined]
+    assert {len(cluster.instances) for cluster in floors} == {1, 2, 5, 16}  # type: ignore[attr-defined]
+    assert {len(cluster.models) for cluster in floors} == {1, 8, 12, 30, 100}  # type: ignore[attr-defined]
     assert {view.role for view in views} == set(Role)
     assert len({view.instance_class for view in views}) == 4
     assert {view.models is None for view in views} == {True, False}

@@ -1051,18 +1051,18 @@ async def test_an_image_that_went_meanwhile_is_none(make_box: MakeBox) -> None:
     """An engine compares with slabs that may be another model's by now: that says nothing."""
     box = make_box()
     box.start()
-    masters = box.daemon.machine.masters
+    weight_cache = box.daemon.machine.weight_cache
 
     task = await verifying(box)
-    masters.give_up("a", 0)
-    masters.bury(read=())
+    weight_cache.give_up("a", 0)
+    weight_cache.bury(read=())
     answer(box, 0, a=Verdict.DIFFERS, b=Verdict.DIFFERS)
     assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.DIFFERS}
 
     task = await verifying(box)
-    master = masters.take("a", 4, 0, 0.0)
+    master = weight_cache.take("a", 4, 0, 0.0)
     assert master is not None
-    masters.filled("a", master.version)
+    weight_cache.filled("a", master.version)
     answer(box, 0, a=Verdict.DIFFERS, b=Verdict.NOT_LOADED)
     assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.NOT_LOADED}
 

@@ -35,7 +35,7 @@ from appliance.vocabulary import (
     TokensProduced,
 )
 from appliance.worker import frames
-from tests.unit.doubles.floor import SLAB, SLO, shape
+from tests.unit.doubles.cluster import SLAB, SLO, shape
 from tests.unit.doubles.instance import InstanceDouble, Life, ModelDouble, World
 
 PID = 4000

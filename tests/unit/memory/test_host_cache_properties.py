@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from appliance.memory.ledger import HostLedger
-from appliance.scheduling.weight_cache import Masters
+from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import ModelSpec, Slo
 
 SLAB = 100
@@ -32,15 +32,15 @@ class HostCache(RuleBasedStateMachine):
 
     @initialize(
         slabs=st.integers(4, 24),
-        floor=st.integers(0, 4),
+        cluster=st.integers(0, 4),
         sizes=st.lists(st.integers(1, 6), min_size=6, max_size=6),
         pinned=st.sets(st.sampled_from(MODELS), max_size=2),
     )
-    def open(self, slabs: int, floor: int, sizes: list[int], pinned: set[str]) -> None:
+    def open(self, slabs: int, cluster: int, sizes: list[int], pinned: set[str]) -> None:
         self.sizes = dict(zip(MODELS, sizes, strict=True))
         self.pinned = pinned
-        self.floor = floor
-        self.ledger = HostLedger(slabs * SLAB, SLAB, floor)
+        self.cluster = cluster
+        self.ledger = HostLedger(slabs * SLAB, SLAB, cluster)
         slo = Slo(ttft_seconds=1.0, tbt_seconds=0.1)
         specs = {
             name: ModelSpec(
@@ -53,7 +53,7 @@ class HostCache(RuleBasedStateMachine):
             )
             for name in MODELS
         }
-        self.masters = Masters(specs, self.ledger)
+        self.weight_cache = HostWeightCache(specs, self.ledger)
         self.tier: dict[int, str] = {}
         """slab offset -> whose bytes are there; "half a" while they are being written."""
         self.filling: dict[str, tuple[int, int]] = {}
@@ -66,14 +66,14 @@ class HostCache(RuleBasedStateMachine):
 
     @rule(model=st.sampled_from(MODELS), instance=st.sampled_from(INSTANCES), evict=st.booleans())
     def take(self, model: str, instance: int, evict: bool) -> None:
-        if self.masters.get(model) is not None:
+        if self.weight_cache.get(model) is not None:
             return
         global gave_way
-        held = {m for m in MODELS if self.masters.get(m) is not None}
+        held = {m for m in MODELS if self.weight_cache.get(m) is not None}
         spared = set(self.reading) if evict else None
         self.now += 1
-        master = self.masters.take(model, self.sizes[model], instance, self.now, spared)
-        gone = held - {m for m in MODELS if self.masters.get(m) is not None}
+        master = self.weight_cache.take(model, self.sizes[model], instance, self.now, spared)
+        gone = held - {m for m in MODELS if self.weight_cache.get(m) is not None}
         gave_way += len(gone)
         assert evict or not gone, "nothing goes unless it may"
         assert not gone & (self.pinned | set(self.reading) | set(self.filling))
@@ -88,12 +88,12 @@ class HostCache(RuleBasedStateMachine):
     def filled(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(sorted(self.filling)))
         _, version = self.filling.pop(model)
-        master = self.masters.get(model)
+        master = self.weight_cache.get(model)
         assert master is not None
         self.tier |= dict.fromkeys(master.offsets, model)
-        self.masters.filled(model, version)
-        self.masters.bury(self.reading)
-        assert (self.masters.get(model) is None) == (model in self.doomed)
+        self.weight_cache.filled(model, version)
+        self.weight_cache.bury(self.reading)
+        assert (self.weight_cache.get(model) is None) == (model in self.doomed)
         self.doomed.discard(model)
 
     @rule(instance=st.sampled_from(INSTANCES))
@@ -101,48 +101,48 @@ class HostCache(RuleBasedStateMachine):
         """In the middle of whatever it was filling."""
         global fills_lost
         lost = {model for model, (filler, _) in self.filling.items() if filler == instance}
-        self.masters.lost(instance)
+        self.weight_cache.lost(instance)
         for model in lost:
             fills_lost += 1
             del self.filling[model]
             self.doomed.discard(model)
-            assert self.masters.get(model) is None, "half an image is none"
+            assert self.weight_cache.get(model) is None, "half an image is none"
 
     @rule(model=st.sampled_from(MODELS))
     def begin_load(self, model: str) -> None:
-        master = self.masters.get(model)
+        master = self.weight_cache.get(model)
         if master is not None and master.filler is None and model not in self.doomed:
             self.reading[model] = master.version
             self.now += 1
-            self.masters.touch(model, self.now)
+            self.weight_cache.touch(model, self.now)
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def end_load(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(sorted(self.reading)))
         version = self.reading.pop(model)
-        master = self.masters.get(model)
+        master = self.weight_cache.get(model)
         assert master is not None, "an image goes while it is being read"
         assert master.version == version, "another image is where one was being read"
         assert {self.tier[offset] for offset in master.offsets} == {model}
-        self.masters.bury(self.reading)
-        assert (self.masters.get(model) is None) == (model in self.doomed)
+        self.weight_cache.bury(self.reading)
+        assert (self.weight_cache.get(model) is None) == (model in self.doomed)
         self.doomed.discard(model)
 
     @rule(model=st.sampled_from(MODELS), instance=st.sampled_from(INSTANCES))
     def give_up(self, model: str, instance: int) -> None:
         """An instance cannot read its files; what another one writes, or somebody reads, is kept
         until that is done."""
-        self.masters.give_up(model, instance)
-        self.masters.bury(self.reading)
+        self.weight_cache.give_up(model, instance)
+        self.weight_cache.bury(self.reading)
         written = model in self.filling and self.filling[model][0] != instance
         if written or model in self.reading:
-            assert self.masters.get(model) is not None
+            assert self.weight_cache.get(model) is not None
             self.doomed.add(model)
         else:
             self.filling.pop(model, None)
             self.doomed.discard(model)
-            assert self.masters.get(model) is None
+            assert self.weight_cache.get(model) is None
 
     @rule(size=st.sampled_from([30, 100, 250]), count=st.integers(1, 6))
     def take_kv(self, size: int, count: int) -> None:
@@ -162,15 +162,15 @@ class HostCache(RuleBasedStateMachine):
     def whole_images_are_whole(self) -> None:
         global steps
         steps += 1
-        if not hasattr(self, "masters"):
+        if not hasattr(self, "weight_cache"):
             return
         self.ledger.check_integrity()
         for model in MODELS:
-            master = self.masters.get(model)
+            master = self.weight_cache.get(model)
             if master is not None:
                 wanted = model if master.filler is None else f"half {model}"
                 assert {self.tier[offset] for offset in master.offsets} == {wanted}
-        assert self.ledger.weight_slabs <= max(0, self.ledger.total_slabs - self.floor)
+        assert self.ledger.weight_slabs <= max(0, self.ledger.total_slabs - self.cluster)
 
 
 def test_images_under_any_schedule() -> None:

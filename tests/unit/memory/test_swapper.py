@@ -329,7 +329,7 @@ def test_random_transfers_end_as_if_done_one_by_one(seed: int) -> None:
             yield Copy(address[target] + start, address[source] + start, PAGE)
 
     for _ in range(400):
-        # The last places are never written: masters, from which the others become good again.
+        # The last places are never written: weight_cache, from which the others become good again.
         source, target = dice.randrange(3 * places), dice.randrange(2 * places)
         transfer = swapper.start(
             dice.choice(list(TransferKind)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.observability.request_phases import Timekeeper
+from appliance.observability.request_phases import RequestPhases
 from appliance.service.interface import RequestTimes
 from appliance.vocabulary import (
     LoadModel,
@@ -16,7 +16,7 @@ from appliance.vocabulary import (
 )
 
 
-class Clock(Timekeeper):
+class Clock(RequestPhases):
     """Orders and reports of instance 0 unless told otherwise, at whole seconds."""
 
     def load(self, now: float, model: str = "a", instance: int = 0) -> None:

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.observability.slo_window import SLICE_SECONDS, WINDOW_SECONDS, Pace
+from appliance.observability.slo_window import SLICE_SECONDS, WINDOW_SECONDS, SloWindow
 
 TIMES = st.floats(1e-5, 1e4)
 
 
 def test_nothing_came() -> None:
     """Of a model nobody asks there is nothing to say."""
-    assert Pace().lately(0.0) is None
+    assert SloWindow().lately(0.0) is None
 
 
 def test_attainment_is_of_the_last_minute() -> None:
     """Late tokens count until they are a minute old, and what was made before is still counted."""
-    pace = Pace()
+    pace = SloWindow()
     pace.tokens(0.0, 3, 3)
     pace.tokens(30.0, 1, 0)
 
@@ -32,7 +32,7 @@ def test_attainment_is_of_the_last_minute() -> None:
 
 def test_a_pooled_prompt_has_a_first_time_and_no_tokens() -> None:
     """So there is nothing of which a share could be late."""
-    pace = Pace()
+    pace = SloWindow()
     pace.tokens(1.0, 0, 0)
     pace.first_token(1.0, 0.5)
     lately = pace.lately(1.0)
@@ -46,7 +46,7 @@ def test_a_pooled_prompt_has_a_first_time_and_no_tokens() -> None:
 @given(st.lists(TIMES, min_size=1, max_size=200))
 def test_quantiles(times: list[float]) -> None:
     """To within 5 % of the time that so many were not above."""
-    pace = Pace()
+    pace = SloWindow()
     for seconds in times:
         pace.next_token(3.0, seconds)
     lately = pace.lately(3.0)
@@ -61,7 +61,7 @@ def test_quantiles(times: list[float]) -> None:
 @given(st.lists(st.tuples(st.floats(0, 40), st.booleans(), TIMES), max_size=60))
 def test_what_is_old_is_forgotten(steps: list[tuple[float, bool, float]]) -> None:
     """As if it had never been, to within a slice; and little is kept."""
-    pace, now = Pace(), 0.0
+    pace, now = SloWindow(), 0.0
     tokens: list[tuple[float, bool]] = []
     for later, late, seconds in steps:
         now += later

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from appliance.observability.timeline import KEPT, Spans
+from appliance.observability.timeline import KEPT, Timeline
 from appliance.service.interface import Span, SpanKind
 from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import BuildModel, ModelFailed, RunPrefill
+from tests.unit.doubles.cluster import SLAB
 from tests.unit.doubles.daemon import Box, box_maker
-from tests.unit.doubles.floor import SLAB
 
 Maker = Callable[..., Box]
 
@@ -139,7 +139,7 @@ def test_numbers_are_never_used_again() -> None:
     """Nor by a daemon that starts later; those of one go up though its clock stands still."""
     numbers: list[int] = []
     for started in (1_700_000_000.0, 1_700_000_060.0):
-        kept = Spans([0], partial(float, started))
+        kept = Timeline([0], partial(float, started))
         for model in "abc":
             kept.ordered(BuildModel(instance=0, model=model), 5.0)
         numbers += [one.number for one in kept.shown()]
@@ -192,7 +192,7 @@ def test_the_time_of_day_follows_steps_of_the_wall_clock() -> None:
     """After a suspension spans tell the time that it is; who was under way took no longer of it,
     who was over stays where it was, and drift moves nobody."""
     offset = 1000.0
-    spans = Spans([0], lambda: offset)
+    spans = Timeline([0], lambda: offset)
     spans.ordered(BuildModel(instance=0, model="a"), 1.0)
     spans.reported(ModelFailed(instance=0, model="a", reason="it is broken"), 2.0)
     spans.ordered(RunPrefill(instance=0, model="a", request="r", kv_slabs=1), 3.0)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from appliance.scheduling.policy_api import (
     BatchView,
+    ClusterView,
     DecodingView,
-    FloorView,
     GroupView,
     InstanceView,
     ModelView,
@@ -218,8 +218,8 @@ def model_view(
     )
 
 
-def floor_view(instances: int | Sequence[InstanceView], *models: ModelView) -> FloorView:
+def cluster_view(instances: int | Sequence[InstanceView], *models: ModelView) -> ClusterView:
     """`instances` idle ones, or these."""
     if isinstance(instances, int):
         instances = [instance_view(number) for number in range(instances)]
-    return FloorView(instances=tuple(instances), models=models)
+    return ClusterView(instances=tuple(instances), models=models)

@@ -18,14 +18,14 @@ from appliance.scheduling.policy_api import (
     PrefillChoice,
 )
 from appliance.vocabulary import ModelSpec, Role, RunTurn, Slo
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     GIB,
     FixedCosts,
     batch_view,
+    cluster_view,
     decoding_view,
-    floor_view,
     group_view,
     instance_view,
     model_view,
@@ -66,7 +66,7 @@ def test_unequal_steps() -> None:
 
 def test_the_floor_of_alpha() -> None:
     """A model far ahead of its deadlines is cut short: alpha is no smaller than its floor, so that
-    nobody is served more than twice as fast as it is read."""
+    no request is served more than twice as fast as it is read."""
     lengths = quotas([0.1], [0.02], 0.8, Q_MAX, FLOOR)
 
     assert lengths == pytest.approx([0.53333333])
@@ -105,7 +105,7 @@ def test_every_model_keeps_the_same_share_of_its_deadlines(
     batches: list[tuple[float, float]], switch: float
 ) -> None:
     """Tokens of a turn take n_i times its length to read: over a round that is the same share for
-    every model, 1 / alpha, and the longest turn is Q_MAX as long as the floor is not active."""
+    every model, 1 / alpha, and the longest turn is Q_MAX as long as the cluster is not active."""
     deadlines, steps = zip(*batches, strict=True)
     ratios = [d / t for d, t in batches]
     share = sum(1 / n for n in ratios)
@@ -136,7 +136,7 @@ def test_no_quota_is_longer_than_q_max(batches: list[tuple[float, float]], switc
 )
 def test_the_partitions(instances: int, prefill: int, decode: int) -> None:
     """Six of sixteen instances prefill, and never none or all."""
-    placements = Aegaeon().place(floor=floor_view(instances))
+    placements = Aegaeon().place(cluster=cluster_view(instances))
 
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     assert placements == [Placement(role=role) for role in roles]
@@ -144,13 +144,13 @@ def test_the_partitions(instances: int, prefill: int, decode: int) -> None:
 
 def test_a_lone_instance_is_mixed() -> None:
     """One instance has no partitions."""
-    assert Aegaeon().place(floor=floor_view(1)) == [Placement(role=Role.MIXED)]
+    assert Aegaeon().place(cluster=cluster_view(1)) == [Placement(role=Role.MIXED)]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99])
 def test_no_partition_is_empty(share: float) -> None:
     """Whatever share is asked for, somebody prefills and somebody decodes."""
-    placements = Aegaeon(prefill_share=share).place(floor=floor_view(4))
+    placements = Aegaeon(prefill_share=share).place(cluster=cluster_view(4))
 
     assert {placement.role for placement in placements} == {Role.PREFILL, Role.DECODE}
 
@@ -180,20 +180,20 @@ def test_a_group_admits_eight_in_all() -> None:
 
 def test_the_size_of_a_group_is_cumulative_in_the_machine() -> None:
     """A group that admitted eight is full, though the first of them is being computed already."""
-    floor = FloorDouble({"a": ModelDouble(4, shape())}, instances=2)
-    floor.start()
-    floor.settle()
+    cluster = ClusterDouble({"a": ModelDouble(4, shape())}, instances=2)
+    cluster.start()
+    cluster.settle()
     for index in range(9):
-        floor.ask(f"r{index}", "a", output=2)
-    prefilling = floor.machine.instances[0]
-    floor.work_until(0, lambda: len(prefilling.groups[0].members) < 8)
+        cluster.ask(f"r{index}", "a", output=2)
+    prefilling = cluster.machine.instances[0]
+    cluster.work_until(0, lambda: len(prefilling.groups[0].members) < 8)
     assert [(g.admitted, len(g.members)) for g in prefilling.groups] == [(8, 7)]
 
-    floor.ask("another", "a", output=2)
+    cluster.ask("another", "a", output=2)
 
     assert [list(g.members) for g in prefilling.groups][1:] == [["another"]]
-    floor.settle()
-    assert all([life.outcome == "length" for life in floor.world.lives.values()])
+    cluster.settle()
+    assert all([life.outcome == "length" for life in cluster.world.lives.values()])
 
 
 def test_a_new_group_goes_where_least_time_waits() -> None:
@@ -332,22 +332,24 @@ def test_turns_are_short_while_prompts_wait_here() -> None:
 def test_equal_models_are_adjacent_in_a_round() -> None:
     """Requests 1A 2B 3A 4C 5B, as they came to an instance that decodes, run as A (1, 3), B (2, 5),
     C (4): the order of the paper's list after it was regrouped."""
-    floor = FloorDouble({name: ModelDouble(2, shape()) for name in "ABC"}, instances=2, slabs=40)
-    floor.start()
-    floor.settle()
+    cluster = ClusterDouble(
+        {name: ModelDouble(2, shape()) for name in "ABC"}, instances=2, slabs=40
+    )
+    cluster.start()
+    cluster.settle()
     for name, model in zip("12345", "ABACB", strict=True):
-        floor.ask(name, model, output=20)
-        request = floor.machine.requests[name]
-        floor.work_until(0, lambda request=request: request.runnable or request.instance == 1)
-    while floor.work(0):
+        cluster.ask(name, model, output=20)
+        request = cluster.machine.requests[name]
+        cluster.work_until(0, lambda request=request: request.runnable or request.instance == 1)
+    while cluster.work(0):
         pass
-    begun = len(floor.commands(RunTurn))
+    begun = len(cluster.commands(RunTurn))
 
-    floor.work_until(1, lambda: len(floor.commands(RunTurn)) >= begun + 3)
+    cluster.work_until(1, lambda: len(cluster.commands(RunTurn)) >= begun + 3)
 
-    round_ = floor.commands(RunTurn)[begun : begun + 3]
+    round_ = cluster.commands(RunTurn)[begun : begun + 3]
     assert [sorted(turn.requests) for turn in round_] == [["1", "3"], ["2", "5"], ["4"]]
-    floor.settle()
+    cluster.settle()
 
 
 def test_the_very_next_model_is_prefetched() -> None:
@@ -359,11 +361,11 @@ def test_the_very_next_model_is_prefetched() -> None:
 def test_it_answers_every_question() -> None:
     """It is the built-in behind every stack, so there is nothing it leaves to another policy."""
     stack = PolicyStack({"built-in": Aegaeon()})
-    floor = floor_view(2, model_view("a"))
+    cluster = cluster_view(2, model_view("a"))
     view = instance_view(groups=(group_view("a"), group_view("b")), batches=(batch_view("a"),))
 
-    assert len(stack.place(0.0, floor, COSTS)) == 2
-    assert stack.scale(0.0, floor, COSTS) == Fleet(interactive=0, mixed=2, batch=0)
+    assert len(stack.place(0.0, cluster, COSTS)) == 2
+    assert stack.scale(0.0, cluster, COSTS) == Fleet(interactive=0, mixed=2, batch=0)
     assert stack.prefill(0.0, request_view("a"), [view], COSTS) == PrefillChoice(
         instance=0, group=0
     )

@@ -9,12 +9,12 @@ import pytest
 from appliance.plugins.appliance import Appliance
 from appliance.scheduling.policy_api import InstanceView, Phase, PrefillChoice
 from appliance.vocabulary import PrefetchModel, RequestClass, Role
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     FixedCosts,
     batch_view,
-    floor_view,
+    cluster_view,
     group_view,
     instance_view,
     model_view,
@@ -55,7 +55,7 @@ def running(model: str, *, batches: dict[str, float], resident: str = "") -> Ins
 
 def test_every_instance_does_everything() -> None:
     """No instance is set apart for prompts, or for some models."""
-    placements = Appliance().place(now=NOW, floor=floor_view(3, model_view("a")), costs=COSTS)
+    placements = Appliance().place(now=NOW, cluster=cluster_view(3, model_view("a")), costs=COSTS)
 
     assert [(place.role, place.models) for place in placements] == [(Role.MIXED, None)] * 3
 
@@ -133,18 +133,18 @@ def test_who_stays_late_keeps_nobody_waiting_for_ever() -> None:
 
 def test_a_model_with_too_much_to_do_starves_nobody() -> None:
     """While more is asked of one model than the instance can do, a request of another ends."""
-    floor = FloorDouble(
+    cluster = ClusterDouble(
         {name: ModelDouble(4, shape()) for name in "ab"}, max_batch=8, stranger=Appliance()
     )
-    floor.start()
-    busy = [floor.ask(f"a{n}", "a", output=30) for n in range(20)]
+    cluster.start()
+    busy = [cluster.ask(f"a{n}", "a", output=30) for n in range(20)]
     for turn in range(2000):
         if turn == 300:
-            other = floor.ask("b1", "b", output=10)
-        floor.now += 0.1
-        floor.work(0)
+            other = cluster.ask("b1", "b", output=10)
+        cluster.now += 0.1
+        cluster.work(0)
         if sum(life.outcome is None for life in busy) < 20:
-            busy.append(floor.ask(f"a{len(busy)}", "a", output=30))
+            busy.append(cluster.ask(f"a{len(busy)}", "a", output=30))
 
     assert other.outcome is not None
 
@@ -397,18 +397,18 @@ def test_a_request_looks_at_a_few_instances_anew() -> None:
 def test_estimates_are_renewed_a_few_at_a_time() -> None:
     """What is expected of a model is looked up anew after half a minute, the oldest first."""
     policy, models = Appliance(), [f"m{n}" for n in range(40)]
-    floor = floor_view(2, *[model_view(name) for name in models])
+    cluster = cluster_view(2, *[model_view(name) for name in models])
     asked = [request_view(name) for name in models]
     for number, request in enumerate(asked):
         view = instance_view(0, roster=number)
         policy.prefill(now=NOW, request=request, instances=[view], costs=COSTS)
     dear = CountingCosts(step=0.01, per_token=0.0001, switch=1.0)
 
-    policy.place(now=NOW + 29, floor=floor, costs=dear)
+    policy.place(now=NOW + 29, cluster=cluster, costs=dear)
     assert dear.asked == []
-    policy.place(now=NOW + 31, floor=floor, costs=dear)
+    policy.place(now=NOW + 31, cluster=cluster, costs=dear)
     assert dear.asked == models[:3]
-    policy.place(now=NOW + 32, floor=floor, costs=dear)
+    policy.place(now=NOW + 32, cluster=cluster, costs=dear)
     assert dear.asked == models[:6]
 
 
@@ -421,14 +421,14 @@ def test_a_model_that_is_gone_is_forgotten() -> None:
 
     later = {"gone": 1.0}
     policy, costs = Appliance(), Catalogue()
-    floor = floor_view(1, model_view("a"))
+    cluster = cluster_view(1, model_view("a"))
     for model in ("a", "gone"):
         asked = request_view(model)
-        policy.prefill(now=NOW, request=asked, instances=floor.instances, costs=costs)
+        policy.prefill(now=NOW, request=asked, instances=cluster.instances, costs=costs)
     later.clear()
 
     for seconds in (31, 32, 63):
-        placed = policy.place(now=NOW + seconds, floor=floor, costs=costs)
+        placed = policy.place(now=NOW + seconds, cluster=cluster, costs=costs)
         assert len(placed) == 1
 
 
@@ -446,15 +446,15 @@ def test_a_request_decodes_where_its_kv_is() -> None:
 def test_the_next_model_is_brought_in_while_one_runs() -> None:
     """What the outlook names is prefetched, and found in place when its turn comes."""
     models = {name: ModelDouble(4, shape()) for name in "abc"}
-    floor = FloorDouble(models, stranger=Appliance(), slabs=14)
-    floor.start()
-    floor.settle()
+    cluster = ClusterDouble(models, stranger=Appliance(), slabs=14)
+    cluster.start()
+    cluster.settle()
     for name in "abc":
-        floor.ask(f"{name}1", name, output=60)
-    floor.settle()
+        cluster.ask(f"{name}1", name, output=60)
+    cluster.settle()
 
-    assert floor.commands(PrefetchModel)
-    assert {life.outcome for life in floor.world.lives.values()} == {"length"}
+    assert cluster.commands(PrefetchModel)
+    assert {life.outcome for life in cluster.world.lives.values()} == {"length"}
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan])

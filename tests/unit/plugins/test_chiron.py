@@ -29,12 +29,12 @@ from appliance.plugins.chiron import (
 from appliance.policies.loader import PolicyStack
 from appliance.scheduling.policy_api import Fleet, InstanceView, Phase, PrefillChoice, TurnView
 from appliance.vocabulary import InstanceClass, Preempt, RequestClass, RunTurn, Ticked, TurnEnded
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     FixedCosts,
     batch_view,
-    floor_view,
+    cluster_view,
     group_view,
     instance_view,
     model_view,
@@ -279,7 +279,9 @@ def test_a_pool_that_was_sized_is_not_too_small(running: int, idle: int, theta: 
 
 def fleets(policy: Chiron, moments: Sequence[tuple[float, Sequence[InstanceView]]]) -> list[Fleet]:
     return [
-        policy.scale(now=now, floor=floor_view(views, model_view("a", output=100.0)), costs=COSTS)
+        policy.scale(
+            now=now, cluster=cluster_view(views, model_view("a", output=100.0)), costs=COSTS
+        )
         for now, views in moments
     ]
 
@@ -504,7 +506,7 @@ def test_before_any_output_ended_what_was_asked_for_counts() -> None:
     model = model_view("a", output=0.0, arrivals=2.0, tokens=2.0 * (10 + 1000))
 
     # 1000 tokens at 2560 per second, and a prompt: 0.4 s for each, 7.1 hours in all.
-    fleet = policy.scale(now=0.0, floor=floor_view(views, model), costs=COSTS)
+    fleet = policy.scale(now=0.0, cluster=cluster_view(views, model), costs=COSTS)
 
     assert fleet.batch == 2 - (fleet.interactive + fleet.mixed - 1)
 
@@ -515,7 +517,7 @@ def test_without_any_estimate_a_prompt_is_all_the_work() -> None:
     views = [waiting_batch(5), instance_view(1, kind=InstanceClass.PARKED)]
     model = model_view("a", output=0.0, arrivals=0.0)
 
-    fleet = policy.scale(now=0.0, floor=floor_view(views, model), costs=COSTS)
+    fleet = policy.scale(now=0.0, cluster=cluster_view(views, model), costs=COSTS)
 
     assert (fleet.mixed, fleet.batch) == (2, 0)
 
@@ -537,7 +539,7 @@ def test_what_batch_work_was_seen_to_yield_counts() -> None:
     model = model_view("a", output=1000.0)
 
     def wanted(of: Chiron) -> int:
-        return of.scale(now=1000.0, floor=floor_view(views, model), costs=COSTS).batch
+        return of.scale(now=1000.0, cluster=cluster_view(views, model), costs=COSTS).batch
 
     # 16000 requests in 2600 s: of 0.4 s each (and 0.01 s for the prompt), or of 0.8 s.
     assert (wanted(Chiron(quantile=0.5)), wanted(policy)) == (3, 5)
@@ -815,8 +817,8 @@ def models(count: int) -> dict[str, ModelDouble]:
     return {f"m{n}": ModelDouble(4 + n % 3, shape(3 + n % 3, 1 + n % 2)) for n in range(count)}
 
 
-def faultless(floor: FloorDouble) -> bool:
-    stack = floor.machine._desk.policy.stack  # type: ignore[attr-defined]
+def faultless(cluster: ClusterDouble) -> bool:
+    stack = cluster.machine._context.policy.stack  # type: ignore[attr-defined]
     assert isinstance(stack, PolicyStack)
     return not stack.faults
 
@@ -828,68 +830,68 @@ def test_every_request_of_either_class_ends(seed: int, instances: int) -> None:
     policy is refused; a replay by a policy that knows nothing gives the same commands."""
     dice = random.Random(seed)
 
-    def make() -> FloorDouble:
+    def make() -> ClusterDouble:
         policy = Chiron(first_batch=2, settle_turns=1, scale_in_seconds=1.0)
-        return FloorDouble(models(4), instances=instances, slabs=24, stranger=policy)
+        return ClusterDouble(models(4), instances=instances, slabs=24, stranger=policy)
 
-    floor = make()
-    floor.start()
+    cluster = make()
+    cluster.start()
     for index in range(40):
         kind = dice.choice(list(RequestClass))
         prompt, output = dice.randint(1, 60), dice.randint(1, 40)
-        floor.ask(f"r{index}", f"m{dice.randrange(4)}", prompt=prompt, output=output, kind=kind)
+        cluster.ask(f"r{index}", f"m{dice.randrange(4)}", prompt=prompt, output=output, kind=kind)
         for _ in range(dice.randrange(4)):
-            floor.work(dice.randrange(instances))
+            cluster.work(dice.randrange(instances))
         if dice.random() < 0.2:
-            floor.now += dice.choice([0.3, 2.0])
-            floor.tell(Ticked())
-    floor.settle()
+            cluster.now += dice.choice([0.3, 2.0])
+            cluster.tell(Ticked())
+    cluster.settle()
 
-    assert not floor.machine.requests
-    assert {life.outcome for life in floor.world.lives.values()} == {"length"}
-    assert all([life.prefills == 1 for life in floor.world.lives.values()])
-    assert faultless(floor)
+    assert not cluster.machine.requests
+    assert {life.outcome for life in cluster.world.lives.values()} == {"length"}
+    assert all([life.prefills == 1 for life in cluster.world.lives.values()])
+    assert faultless(cluster)
     again = make().machine
-    replayed = [again.handle(event, now) for now, event, _ in floor.journal]
-    assert replayed == [commands for _, _, commands in floor.journal]
+    replayed = [again.handle(event, now) for now, event, _ in cluster.journal]
+    assert replayed == [commands for _, _, commands in cluster.journal]
 
 
 def test_an_interactive_request_interrupts_batch_work() -> None:
     """The turn is ended, the prompt is next, and batch work goes on with the KV it had."""
-    floor = FloorDouble(models(2), slabs=24, stranger=Chiron())
-    floor.start()
+    cluster = ClusterDouble(models(2), slabs=24, stranger=Chiron())
+    cluster.start()
     for index in range(3):
-        floor.ask(f"b{index}", "m0", output=40, kind=BATCH)
-    floor.work_until(0, lambda: floor.up[0].turn is not None)
-    floor.ask("i", "m1", output=3)
-    assert len(floor.commands(Preempt)) == 1
+        cluster.ask(f"b{index}", "m0", output=40, kind=BATCH)
+    cluster.work_until(0, lambda: cluster.up[0].turn is not None)
+    cluster.ask("i", "m1", output=3)
+    assert len(cluster.commands(Preempt)) == 1
 
-    floor.work_until(0, lambda: floor.world.lives["i"].outcome is not None)
-    assert all([floor.world.lives[f"b{n}"].outcome is None for n in range(3)])
-    floor.settle()
+    cluster.work_until(0, lambda: cluster.world.lives["i"].outcome is not None)
+    assert all([cluster.world.lives[f"b{n}"].outcome is None for n in range(3)])
+    cluster.settle()
 
-    lives = floor.world.lives.values()
+    lives = cluster.world.lives.values()
     assert all([life.outcome == "length" and life.prefills == 1 for life in lives])
-    preempted = next(e for _, e, _ in floor.journal if isinstance(e, TurnEnded))
+    preempted = next(e for _, e, _ in cluster.journal if isinstance(e, TurnEnded))
     assert preempted.model == "m0"
-    first = [command.requests for command in floor.commands(RunTurn) if command.model == "m1"]
+    first = [command.requests for command in cluster.commands(RunTurn) if command.model == "m1"]
     assert first[0] == ("i",)
 
 
 def test_interactive_requests_come_first_within_a_batch() -> None:
     """Of one model: the size that was found for readers keeps batch requests out, not readers."""
-    floor = FloorDouble(models(1), slabs=24, stranger=Chiron(first_batch=2))
-    floor.start()
+    cluster = ClusterDouble(models(1), slabs=24, stranger=Chiron(first_batch=2))
+    cluster.start()
     for index in range(4):
-        floor.ask(f"b{index}", "m0", output=30, kind=BATCH)
+        cluster.ask(f"b{index}", "m0", output=30, kind=BATCH)
     for index in range(2):
-        floor.ask(f"i{index}", "m0", output=6)
-    floor.settle()
+        cluster.ask(f"i{index}", "m0", output=6)
+    cluster.settle()
 
-    ends = list(floor.world.lives)
-    order = {name: floor.world.lives[name].outcome for name in ends}
+    ends = list(cluster.world.lives)
+    order = {name: cluster.world.lives[name].outcome for name in ends}
     assert set(order.values()) == {"length"}
-    turns = [set(c.requests) for c in floor.commands(RunTurn)]
+    turns = [set(c.requests) for c in cluster.commands(RunTurn)]
     both = next(n for n, turn in enumerate(turns) if {"i0", "i1"} <= turn)
     assert turns[both] == {"i0", "i1"}
 
@@ -897,23 +899,23 @@ def test_interactive_requests_come_first_within_a_batch() -> None:
 def test_batch_work_moves_to_an_instance_that_is_added_for_it() -> None:
     """Near its deadline queued batch work gets an instance of its own, and goes there."""
     policy = Chiron(scale_in_seconds=0.5, quantile=0.5)
-    floor = FloorDouble(models(1), instances=2, slabs=24, stranger=policy)
-    floor.start()
-    floor.ask("i", "m0")
-    floor.settle()
-    floor.now += 1.5
-    floor.tell(Ticked())
-    floor.now += 1.5
-    floor.tell(Ticked())
-    kinds = {n: state.instance_class for n, state in floor.machine.instances.items()}
+    cluster = ClusterDouble(models(1), instances=2, slabs=24, stranger=policy)
+    cluster.start()
+    cluster.ask("i", "m0")
+    cluster.settle()
+    cluster.now += 1.5
+    cluster.tell(Ticked())
+    cluster.now += 1.5
+    cluster.tell(Ticked())
+    kinds = {n: state.instance_class for n, state in cluster.machine.instances.items()}
     assert kinds == {0: InstanceClass.MIXED, 1: InstanceClass.PARKED}
     for index in range(4):
-        floor.ask(f"b{index}", "m0", prompt=100, output=60, kind=BATCH)
+        cluster.ask(f"b{index}", "m0", prompt=100, output=60, kind=BATCH)
 
-    floor.now += 9.99  # the deadline is 10 s after arrival
-    floor.tell(Ticked())
+    cluster.now += 9.99  # the deadline is 10 s after arrival
+    cluster.tell(Ticked())
 
-    assert floor.machine.instances[1].instance_class is InstanceClass.BATCH
-    assert floor.machine.requests["b3"].instance == 1
-    floor.settle()
-    assert {life.outcome for life in floor.world.lives.values()} == {"length"}
+    assert cluster.machine.instances[1].instance_class is InstanceClass.BATCH
+    assert cluster.machine.requests["b3"].instance == 1
+    cluster.settle()
+    assert {life.outcome for life in cluster.world.lives.values()} == {"length"}

@@ -7,12 +7,12 @@ from itertools import pairwise
 from appliance.plugins.muxserve import MuxServe
 from appliance.scheduling.policy_api import PlannedTurn, Refusal
 from appliance.vocabulary import EvictModel, RunTurn
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     GIB,
     batch_view,
-    floor_view,
+    cluster_view,
     instance_view,
     model_view,
     request_view,
@@ -24,7 +24,9 @@ def test_what_fits_nowhere_is_refused() -> None:
     policy = MuxServe()
     models = [model_view(name, weight_bytes=28 * 10**9) for name in "abc"]
 
-    placements = policy.place(floor=floor_view([instance_view(total_bytes=80 * 10**9)], *models))
+    placements = policy.place(
+        cluster=cluster_view([instance_view(total_bytes=80 * 10**9)], *models)
+    )
 
     assert [placement.models for placement in placements] == [frozenset("abc")]
     assert policy.prefill(request=request_view("b")) is None
@@ -39,7 +41,7 @@ def test_nobody_is_refused_before_the_sizes_are_known() -> None:
 
     assert policy.prefill(request=request_view("a")) is None
     view = instance_view(up=False, total_bytes=0)
-    policy.place(floor=floor_view([view], model_view("a", weight_bytes=GIB)))
+    policy.place(cluster=cluster_view([view], model_view("a", weight_bytes=GIB)))
     assert policy.prefill(request=request_view("a")) is None
 
 
@@ -58,18 +60,18 @@ def test_a_gpu_is_taken_in_turn_for_a_moment() -> None:
 def test_residents_interleave_without_a_switch() -> None:
     """In the machine: two models on one instance take turns, no weights ever move, and requests
     of the model that does not fit end as overload."""
-    floor = FloorDouble(
+    cluster = ClusterDouble(
         {"a": ModelDouble(6, shape()), "b": ModelDouble(6, shape()), "c": ModelDouble(6, shape())},
         stranger=MuxServe(),
         slabs=20,
     )
-    floor.start()
-    floor.settle()
-    lives = [floor.ask(name, name, output=40) for name in "abc"]
+    cluster.start()
+    cluster.settle()
+    lives = [cluster.ask(name, name, output=40) for name in "abc"]
 
-    floor.settle()
+    cluster.settle()
 
     assert [life.outcome for life in lives] == ["length", "length", "overloaded"]
-    turns = [command.model for command in floor.commands(RunTurn)]
+    turns = [command.model for command in cluster.commands(RunTurn)]
     assert sum([one != other for one, other in pairwise(turns)]) > 4
-    assert not floor.commands(EvictModel)
+    assert not cluster.commands(EvictModel)

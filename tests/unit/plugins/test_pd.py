@@ -8,11 +8,11 @@ from appliance.plugins.pd_aggregated import PdAggregated
 from appliance.plugins.pd_disaggregated import PdDisaggregated
 from appliance.scheduling.policy_api import Phase, Placement, PlannedTurn, PrefillChoice
 from appliance.vocabulary import Direction, MoveKv, Role, RunPrefill, RunTurn
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     batch_view,
-    floor_view,
+    cluster_view,
     group_view,
     instance_view,
     request_view,
@@ -23,7 +23,7 @@ def test_aggregated_instances_do_both() -> None:
     """There are no partitions, and a request decodes where it was prefilled."""
     policy = PdAggregated()
 
-    assert policy.place(floor=floor_view(2)) == [Placement(role=Role.MIXED)] * 2
+    assert policy.place(cluster=cluster_view(2)) == [Placement(role=Role.MIXED)] * 2
     assert policy.decode(prefilled_on=1, instances=[instance_view(0), instance_view(1)]) == 1
 
 
@@ -89,17 +89,17 @@ def test_prompts_in_a_row_are_counted_by_instance() -> None:
 
 def test_a_prompt_is_computed_beside_its_model() -> None:
     """In the machine: a request that comes while its model decodes is prefilled in a mixed turn."""
-    floor = FloorDouble({"a": ModelDouble(4, shape())}, stranger=PdAggregated(chunk_tokens=64))
-    floor.start()
-    floor.settle()
-    floor.ask("first", "a", output=30)
-    floor.work_until(0, lambda: bool(floor.commands(RunTurn)))
-    floor.ask("second", "a", output=30)
+    cluster = ClusterDouble({"a": ModelDouble(4, shape())}, stranger=PdAggregated(chunk_tokens=64))
+    cluster.start()
+    cluster.settle()
+    cluster.ask("first", "a", output=30)
+    cluster.work_until(0, lambda: bool(cluster.commands(RunTurn)))
+    cluster.ask("second", "a", output=30)
 
-    floor.settle()
+    cluster.settle()
 
-    assert [command.request for command in floor.commands(RunPrefill)] == ["first"]
-    mixed = [command for command in floor.commands(RunTurn) if command.prompts]
+    assert [command.request for command in cluster.commands(RunPrefill)] == ["first"]
+    mixed = [command for command in cluster.commands(RunTurn) if command.prompts]
     assert [(c.requests, c.prompts, c.chunk_tokens) for c in mixed] == [
         (("first",), ("second",), 64)
     ]
@@ -108,7 +108,7 @@ def test_a_prompt_is_computed_beside_its_model() -> None:
 @pytest.mark.parametrize(("share", "prefill"), [(0.5, 2), (0.25, 1), (0.9, 3)])
 def test_disaggregated_instances_do_one_thing(share: float, prefill: int) -> None:
     """Two of four prefill, unless another ratio is set."""
-    placements = PdDisaggregated(prefill_share=share).place(floor=floor_view(4))
+    placements = PdDisaggregated(prefill_share=share).place(cluster=cluster_view(4))
 
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * (4 - prefill)
     assert [placement.role for placement in placements] == roles
@@ -150,15 +150,15 @@ def test_disaggregated_decodes_where_the_least_kv_is() -> None:
 
 def test_kv_goes_from_one_to_the_other() -> None:
     """In the machine: nothing decodes where it was prefilled."""
-    floor = FloorDouble({"a": ModelDouble(4, shape())}, stranger=PdDisaggregated(), instances=2)
-    floor.start()
-    floor.settle()
+    cluster = ClusterDouble({"a": ModelDouble(4, shape())}, stranger=PdDisaggregated(), instances=2)
+    cluster.start()
+    cluster.settle()
     for index in range(4):
-        floor.ask(f"r{index}", "a", output=10)
+        cluster.ask(f"r{index}", "a", output=10)
 
-    floor.settle()
+    cluster.settle()
 
-    assert {command.instance for command in floor.commands(RunPrefill)} == {0}
-    assert {command.instance for command in floor.commands(RunTurn)} == {1}
-    moves = [(c.instance, c.direction) for c in floor.commands(MoveKv)]
+    assert {command.instance for command in cluster.commands(RunPrefill)} == {0}
+    assert {command.instance for command in cluster.commands(RunTurn)} == {1}
+    moves = [(c.instance, c.direction) for c in cluster.commands(MoveKv)]
     assert set(moves) == {(0, Direction.OUT), (1, Direction.IN)}

@@ -16,8 +16,8 @@ from tests.unit.plugins.policy_views import (
     GIB,
     FixedCosts,
     batch_view,
+    cluster_view,
     decoding_view,
-    floor_view,
     group_view,
     instance_view,
     model_view,
@@ -204,10 +204,10 @@ def test_demand_counts_bytes_and_rate_does_not() -> None:
     strict = model_view(
         "strict", arrivals=1.5, tokens=150.0, kv_bytes_per_token=1000, ttft=0.1, requests=1
     )
-    floor = floor_view(gpus(80, 70, 60), often, heavy, strict)
+    cluster = cluster_view(gpus(80, 70, 60), often, heavy, strict)
 
-    demand = policy(weighting="demand").place(now=0.0, floor=floor)
-    rate = policy(weighting="rate").place(now=0.0, floor=floor)
+    demand = policy(weighting="demand").place(now=0.0, cluster=cluster)
+    rate = policy(weighting="rate").place(now=0.0, cluster=cluster)
 
     assert served(demand) == [{"strict"}, {"heavy"}, {"often"}]
     assert served(rate) == [{"strict"}, {"often"}, {"heavy"}]
@@ -218,10 +218,10 @@ def test_a_size_that_nobody_knows_yet_is_guessed() -> None:
     known = model_view("known", tokens=100.0, kv_bytes_per_token=1000, requests=1)
     unknown = model_view("unknown", tokens=200.0, kv_bytes_per_token=0, requests=1)
 
-    placements = policy().place(now=0.0, floor=floor_view(gpus(80, 60), known, unknown))
+    placements = policy().place(now=0.0, cluster=cluster_view(gpus(80, 60), known, unknown))
     nobody = policy().place(
         now=0.0,
-        floor=floor_view(gpus(80, 60), model_view("a", kv_bytes_per_token=0, requests=1)),
+        cluster=cluster_view(gpus(80, 60), model_view("a", kv_bytes_per_token=0, requests=1)),
     )
 
     assert served(placements) == [{"unknown"}, {"known"}]
@@ -234,9 +234,9 @@ def test_idle_models_are_confined_to_no_gpu() -> None:
     never = model_view("never", last_arrival=-math.inf)
     recent = model_view("recent", last_arrival=11.0)
     working = model_view("working", last_arrival=-100.0, requests=1)
-    floor = floor_view(gpus(80, 80), idle, never, recent, working)
+    cluster = cluster_view(gpus(80, 80), idle, never, recent, working)
 
-    placements = policy().place(now=60.5, floor=floor)
+    placements = policy().place(now=60.5, cluster=cluster)
 
     assert served(placements) == [{"idle", "never", "recent"}, {"idle", "never", "working"}]
 
@@ -245,26 +245,26 @@ def test_places_are_kept_for_a_period() -> None:
     """Demand that changes moves nobody before the period is over; a GPU that goes does."""
     prism = policy(period_seconds=10.0, migration_threshold=0.0)
 
-    def floor(a: float, b: float, *, second_up: bool = True) -> list[set[str]]:
+    def cluster(a: float, b: float, *, second_up: bool = True) -> list[set[str]]:
         views = [instance_view(0), instance_view(1, total_bytes=60 * GIB, up=second_up)]
         models = [model_view(n, tokens=t, requests=1) for n, t in (("a", a), ("b", b))]
-        return served(prism.place(now=now, floor=floor_view(views, *models)))
+        return served(prism.place(now=now, cluster=cluster_view(views, *models)))
 
     now = 0.0
-    assert floor(100.0, 50.0) == [{"a"}, {"b"}]
+    assert cluster(100.0, 50.0) == [{"a"}, {"b"}]
     now = 9.0
-    assert floor(50.0, 100.0) == [{"a"}, {"b"}]
+    assert cluster(50.0, 100.0) == [{"a"}, {"b"}]
     now = 10.0
-    assert floor(50.0, 100.0) == [{"b"}, {"a"}]
+    assert cluster(50.0, 100.0) == [{"b"}, {"a"}]
     now = 11.0
-    assert floor(100.0, 50.0, second_up=False) == [{"a", "b"}, set()]
+    assert cluster(100.0, 50.0, second_up=False) == [{"a", "b"}, set()]
 
 
 def test_before_anything_is_up_everything_goes_anywhere() -> None:
     """Without a GPU there is no plan."""
     views = [instance_view(n, up=False, total_bytes=0) for n in range(2)]
 
-    placements = policy().place(now=0.0, floor=floor_view(views, model_view("a", requests=1)))
+    placements = policy().place(now=0.0, cluster=cluster_view(views, model_view("a", requests=1)))
 
     assert [placement.models for placement in placements] == [None, None]
 
@@ -273,24 +273,24 @@ def test_an_idle_model_wakes_where_the_pressure_is_lowest() -> None:
     """And stays there: for its next request, and in the places."""
     prism = policy()
     busy = model_view("busy", requests=1)
-    floor = floor_view(gpus(80, 79), busy, model_view("idle", last_arrival=-math.inf))
-    assert served(prism.place(now=0.0, floor=floor)) == [{"busy", "idle"}, {"idle"}]
+    cluster = cluster_view(gpus(80, 79), busy, model_view("idle", last_arrival=-math.inf))
+    assert served(prism.place(now=0.0, cluster=cluster)) == [{"busy", "idle"}, {"idle"}]
 
-    first = prism.prefill(now=0.5, request=request_view("idle"), instances=floor.instances)
-    again = prism.prefill(now=0.6, request=request_view("idle"), instances=floor.instances)
+    first = prism.prefill(now=0.5, request=request_view("idle"), instances=cluster.instances)
+    again = prism.prefill(now=0.6, request=request_view("idle"), instances=cluster.instances)
 
     assert (first.instance, first.group) == (again.instance, again.group) == (1, None)
-    assert served(prism.place(now=1.0, floor=floor)) == [{"busy"}, {"idle"}]
+    assert served(prism.place(now=1.0, cluster=cluster)) == [{"busy"}, {"idle"}]
 
 
 def test_an_idle_model_that_is_in_memory_wakes_there() -> None:
     """Nothing has to be loaded for it, whatever the pressure."""
     prism = policy()
     views = [instance_view(0, resident=["idle"]), instance_view(1)]
-    floor = floor_view(
+    cluster = cluster_view(
         views, model_view("busy", requests=1), model_view("idle", last_arrival=-math.inf)
     )
-    prism.place(now=0.0, floor=floor)
+    prism.place(now=0.0, cluster=cluster)
 
     choice = prism.prefill(now=0.5, request=request_view("idle"), instances=views)
 
@@ -301,23 +301,23 @@ def test_the_parts_of_a_model_wake_apart() -> None:
     """On distinct GPUs, though it is still in memory on only one of those that it needs."""
     prism = policy()
     views = [instance_view(0, resident=["tp"]), instance_view(1), instance_view(2)]
-    floor = floor_view(views, model_view("tp", parts=2, last_arrival=-math.inf))
-    prism.place(now=0.0, floor=floor)
+    cluster = cluster_view(views, model_view("tp", parts=2, last_arrival=-math.inf))
+    prism.place(now=0.0, cluster=cluster)
 
     choice = prism.prefill(now=0.5, request=request_view("tp"), instances=views)
 
     assert choice.instance == 0
-    assert served(prism.place(now=1.0, floor=floor)) == [{"tp"}, {"tp"}, set()]
+    assert served(prism.place(now=1.0, cluster=cluster)) == [{"tp"}, {"tp"}, set()]
 
 
 def test_a_model_that_others_woke_is_confined_where_it_works() -> None:
     """If another policy placed its requests, the next plan finds it there."""
     prism = policy()
     idle = model_view("a", last_arrival=-math.inf)
-    prism.place(now=0.0, floor=floor_view(2, idle))
+    prism.place(now=0.0, cluster=cluster_view(2, idle))
     views = [instance_view(0), instance_view(1, groups=(group_view("a"),), resident=["a"])]
 
-    placements = prism.place(now=1.0, floor=floor_view(views, model_view("a", requests=1)))
+    placements = prism.place(now=1.0, cluster=cluster_view(views, model_view("a", requests=1)))
 
     assert served(placements) == [set(), {"a"}]
 
@@ -436,7 +436,7 @@ def test_a_prompt_without_room_waits_for_others() -> None:
             )
         ]
         sized = [msgspec.structs.replace(m, weight_bytes=weight_gib * GIB) for m in models]
-        prism.place(now=0.0, floor=floor_view(views, *sized))
+        prism.place(now=0.0, cluster=cluster_view(views, *sized))
         return prism.phase(instance=views[0])
 
     assert phase("a", 4096) is Phase.PREFILL
@@ -450,7 +450,7 @@ def test_requests_follow_their_model() -> None:
     prism = policy()
     models = [model_view("a", requests=1), model_view("b", requests=1)]
     views = gpus(80, 79)
-    prism.place(now=0.0, floor=floor_view(views, *models))
+    prism.place(now=0.0, cluster=cluster_view(views, *models))
     requests = [decoding_view("ra", "a"), decoding_view("rb", "b"), decoding_view("rc", "c")]
 
     moved = prism.flow(instance=views[0], requests=requests, others=views[1:])
@@ -467,7 +467,7 @@ def test_idle_models_go_first_and_of_them_the_most_patient() -> None:
         model_view("long", ttft=9.0, last_arrival=0.0),
         model_view("busy", ttft=20.0, last_arrival=55.0),
     ]
-    prism.place(now=60.0, floor=floor_view(1, *models))
+    prism.place(now=60.0, cluster=cluster_view(1, *models))
 
     order = prism.evict(now=60.0, victims=["busy", "unheard", "short", "long"])
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from appliance.plugins.qlm import Qlm
 from appliance.scheduling.policy_api import PrefillChoice
 from appliance.vocabulary import RunTurn
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     FixedCosts,
@@ -81,14 +81,14 @@ def test_a_group_that_has_begun_is_finished() -> None:
 def test_a_group_runs_until_it_is_done() -> None:
     """In the machine: the first request, then a group, then the other: two swaps for six requests,
     though their models alternate."""
-    floor = FloorDouble({m: ModelDouble(4, shape()) for m in "ab"}, stranger=Qlm())
-    floor.start()
-    floor.settle()
+    cluster = ClusterDouble({m: ModelDouble(4, shape()) for m in "ab"}, stranger=Qlm())
+    cluster.start()
+    cluster.settle()
     for index in range(6):
-        floor.ask(f"r{index}", "ab"[index % 2], output=20)
+        cluster.ask(f"r{index}", "ab"[index % 2], output=20)
 
-    floor.settle()
+    cluster.settle()
 
-    turns = groupby(floor.commands(RunTurn), key=lambda turn: turn.model)
+    turns = groupby(cluster.commands(RunTurn), key=lambda turn: turn.model)
     ran = [(model, {name for turn in run for name in turn.requests}) for model, run in turns]
     assert ran == [("a", {"r0"}), ("b", {"r1", "r3", "r5"}), ("a", {"r2", "r4"})]

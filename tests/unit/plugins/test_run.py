@@ -17,7 +17,7 @@ from appliance.plugins.static import Static
 from appliance.plugins.utilization import Utilization
 from appliance.policies.loader import PolicyStack
 from appliance.vocabulary import RequestClass
-from tests.unit.doubles.floor import FloorDouble, Watchful, shape
+from tests.unit.doubles.cluster import ClusterDouble, Watchful, shape
 from tests.unit.doubles.instance import ModelDouble
 
 REQUESTS = 40
@@ -47,7 +47,7 @@ SHIPPED: dict[str, Callable[[], object]] = {
 """Makers of the policies, by name."""
 
 
-def floor_with(policy: object, instances: int) -> FloorDouble:
+def cluster_with(policy: object, instances: int) -> ClusterDouble:
     """Five models of different sizes and shapes; two of them fit an instance with room for KV."""
     models = {
         f"m{index}": ModelDouble(
@@ -55,11 +55,11 @@ def floor_with(policy: object, instances: int) -> FloorDouble:
         )
         for index in range(5)
     }
-    return FloorDouble(models, stranger=policy, instances=instances, slabs=24, host_slabs=300)
+    return ClusterDouble(models, stranger=policy, instances=instances, slabs=24, host_slabs=300)
 
 
-def stack_of(floor: FloorDouble) -> PolicyStack:
-    watchful = floor.machine._desk.policy
+def stack_of(cluster: ClusterDouble) -> PolicyStack:
+    watchful = cluster.machine._context.policy
     assert isinstance(watchful, Watchful)
     return watchful.stack
 
@@ -69,11 +69,11 @@ def stack_of(floor: FloorDouble) -> PolicyStack:
 def test_all_requests_end(name: str, instances: int) -> None:
     """Under load, with a worker that dies and comes back, of both classes; no answer of the policy
     is refused, and the same events lead to the same commands."""
-    floor = floor_with(SHIPPED[name](), instances)
-    floor.start()
-    floor.settle()
+    cluster = cluster_with(SHIPPED[name](), instances)
+    cluster.start()
+    cluster.settle()
     for index in range(REQUESTS):
-        floor.ask(
+        cluster.ask(
             f"r{index}",
             f"m{index * index // 3 % 5}",
             prompt=1 + index * 11 % 90,
@@ -81,21 +81,21 @@ def test_all_requests_end(name: str, instances: int) -> None:
             limit=60,
             kind=RequestClass.BATCH if index % 7 == 3 else RequestClass.INTERACTIVE,
         )
-        floor.now += 0.2
-        floor.work(index % instances)
+        cluster.now += 0.2
+        cluster.work(index % instances)
         if index == REQUESTS // 2:
-            floor.lose(instances - 1)
-            floor.start(instances - 1)
-    floor.settle()
+            cluster.lose(instances - 1)
+            cluster.start(instances - 1)
+    cluster.settle()
 
-    assert not floor.machine.requests
-    lives = floor.world.lives.values()
+    assert not cluster.machine.requests
+    lives = cluster.world.lives.values()
     refused = {life.model for life in lives if life.outcome == "overloaded"}
     assert not refused or (name, instances) == ("muxserve", 1), "everything fits three instances"
     for life in lives:
         assert life.outcome == ("overloaded" if life.model in refused else "stop")
         assert life.produced == (0 if life.model in refused else life.output_tokens)
-    assert not stack_of(floor).faults
-    again = floor_with(SHIPPED[name](), instances).machine
-    replayed = [again.handle(event, now) for now, event, _ in floor.journal]
-    assert replayed == [commands for _, _, commands in floor.journal]
+    assert not stack_of(cluster).faults
+    again = cluster_with(SHIPPED[name](), instances).machine
+    replayed = [again.handle(event, now) for now, event, _ in cluster.journal]
+    assert replayed == [commands for _, _, commands in cluster.journal]

@@ -10,7 +10,7 @@ from appliance.plugins.prism import Prism, Weighting
 from appliance.plugins.taichi import Infeasible, Taichi
 from appliance.policies.loader import PolicyStack
 from appliance.vocabulary import FinishReason, MoveKv, RequestClass, RunTurn, Ticked
-from tests.unit.doubles.floor import FloorDouble, Watchful, shape
+from tests.unit.doubles.cluster import ClusterDouble, Watchful, shape
 from tests.unit.doubles.instance import ModelDouble
 
 Make = Callable[[], object]
@@ -36,12 +36,12 @@ def models() -> dict[str, ModelDouble]:
 
 def box(
     make: Make, kinds: dict[str, ModelDouble], *, instances: int = 3, slabs: int = 40
-) -> FloorDouble:
-    return FloorDouble(kinds, stranger=make(), instances=instances, slabs=slabs, max_batch=8)
+) -> ClusterDouble:
+    return ClusterDouble(kinds, stranger=make(), instances=instances, slabs=slabs, max_batch=8)
 
 
-def stack(floor: FloorDouble) -> PolicyStack:
-    policy = floor.machine._desk.policy
+def stack(cluster: ClusterDouble) -> PolicyStack:
+    policy = cluster.machine._context.policy
     assert isinstance(policy, Watchful)
     return policy.stack
 
@@ -52,47 +52,49 @@ def stack(floor: FloorDouble) -> PolicyStack:
 def test_every_request_ends(name: str, instances: int) -> None:
     """With an instance lost and back, idle times, and both classes; no answer is invalid, nobody
     is left over, and the same events lead to the same commands."""
-    floor = box(POLICIES[name], models(), instances=instances, slabs=16)
-    floor.start()
+    cluster = box(POLICIES[name], models(), instances=instances, slabs=16)
+    cluster.start()
     for index in range(60):
         kind = RequestClass.BATCH if index % 7 == 3 else RequestClass.INTERACTIVE
         model = f"m{(index + index // 20) % (2 + index // 20)}"
-        floor.ask(f"r{index}", model, prompt=1 + index * 13 % 90, output=5 + index % 30, kind=kind)
+        cluster.ask(
+            f"r{index}", model, prompt=1 + index * 13 % 90, output=5 + index % 30, kind=kind
+        )
         for number in range(3):
-            floor.work((index + number) % 3)
+            cluster.work((index + number) % 3)
         if index == 20:
-            floor.lose(instances // 2)
+            cluster.lose(instances // 2)
         if index == 30:
-            floor.start(instances // 2)
+            cluster.start(instances // 2)
         if index % 20 == 19:
-            floor.now += 1.5
-            floor.tell(Ticked())
-    floor.settle()
+            cluster.now += 1.5
+            cluster.tell(Ticked())
+    cluster.settle()
 
-    assert not floor.machine.requests
-    lives = floor.world.lives.values()
+    assert not cluster.machine.requests
+    lives = cluster.world.lives.values()
     assert {life.outcome for life in lives} == {FinishReason.LENGTH}
-    assert stack(floor).faults == []
+    assert stack(cluster).faults == []
     again = box(POLICIES[name], models(), instances=instances, slabs=16).machine
-    replayed = [again.handle(event, now) for now, event, _ in floor.journal]
-    assert replayed == [commands for _, _, commands in floor.journal]
+    replayed = [again.handle(event, now) for now, event, _ in cluster.journal]
+    assert replayed == [commands for _, _, commands in cluster.journal]
 
 
 def test_a_model_stays_on_its_gpu() -> None:
     """Under Prism, no KV goes from one instance to another, and each model of two that fit has an
     instance to itself."""
-    floor = box(lambda: Prism(), {name: ModelDouble(8, shape()) for name in "ab"})
-    floor.start()
-    floor.settle()
+    cluster = box(lambda: Prism(), {name: ModelDouble(8, shape()) for name in "ab"})
+    cluster.start()
+    cluster.settle()
     for index in range(20):
-        floor.ask(f"r{index}", "ab"[index % 2], output=30)
-        floor.work(index % 3)
-    floor.settle()
+        cluster.ask(f"r{index}", "ab"[index % 2], output=30)
+        cluster.work(index % 3)
+    cluster.settle()
 
-    places = {(turn.model, turn.instance) for turn in floor.commands(RunTurn)}
+    places = {(turn.model, turn.instance) for turn in cluster.commands(RunTurn)}
     assert len(places) == 2
     assert len({instance for _, instance in places}) == 2
-    assert not floor.commands(MoveKv)
+    assert not cluster.commands(MoveKv)
 
 
 def test_requests_flow_both_ways() -> None:
@@ -102,15 +104,15 @@ def test_requests_flow_both_ways() -> None:
     flown: dict[str, set[tuple[int, int]]] = {}
     for name, factor in alpha.items():
         policy = Taichi(watermark=0.05, alpha=factor, d_chunk_tokens=16, prefill_share=0.3)
-        floor = box(lambda policy=policy: policy, {"a": ModelDouble(8, shape())})  # type: ignore[misc]
-        floor.start()
-        floor.settle()
+        cluster = box(lambda policy=policy: policy, {"a": ModelDouble(8, shape())})  # type: ignore[misc]
+        cluster.start()
+        cluster.settle()
         for index in range(12):
-            floor.ask(f"r{index}", "a", prompt=40, output=60)
-        floor.settle()
+            cluster.ask(f"r{index}", "a", prompt=40, output=60)
+        cluster.settle()
         homes: dict[str, int] = {}
         flown[name] = set()
-        for turn in floor.commands(RunTurn):
+        for turn in cluster.commands(RunTurn):
             for request in turn.requests:
                 before = homes.get(request, turn.instance)
                 homes[request] = turn.instance
@@ -124,17 +126,17 @@ def test_requests_flow_both_ways() -> None:
 
 def test_prompts_are_computed_beside_decoding() -> None:
     """Under TaiChi, in chunks of S_P or S_D tokens."""
-    floor = box(
+    cluster = box(
         lambda: Taichi(p_chunk_tokens=64, d_chunk_tokens=16), {"a": ModelDouble(8, shape())}
     )
-    floor.start()
-    floor.settle()
+    cluster.start()
+    cluster.settle()
     for index in range(20):
-        floor.ask(f"r{index}", "a", prompt=60, output=40)
+        cluster.ask(f"r{index}", "a", prompt=60, output=40)
         for number in range(3):
-            floor.work(number)
-    floor.settle()
+            cluster.work(number)
+    cluster.settle()
 
-    mixed = {(t.instance, t.chunk_tokens) for t in floor.commands(RunTurn) if t.prompts}
+    mixed = {(t.instance, t.chunk_tokens) for t in cluster.commands(RunTurn) if t.prompts}
     assert mixed
     assert mixed <= {(0, 64), (1, 64), (2, 16)}

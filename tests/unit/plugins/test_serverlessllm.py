@@ -13,12 +13,12 @@ from appliance.policies.loader import load_stack
 from appliance.scheduling.policy_api import Phase, Placement, PlannedTurn, PrefillChoice
 from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Role, RunPrefill
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     FixedCosts,
     batch_view,
-    floor_view,
+    cluster_view,
     group_view,
     instance_view,
     request_view,
@@ -27,7 +27,7 @@ from tests.unit.plugins.policy_views import (
 
 def test_every_instance_does_everything() -> None:
     """There are no partitions."""
-    assert ServerlessLlm().place(floor=floor_view(3)) == [Placement(role=Role.MIXED)] * 3
+    assert ServerlessLlm().place(cluster=cluster_view(3)) == [Placement(role=Role.MIXED)] * 3
 
 
 def test_a_request_goes_where_the_fewest_models_are_before_it() -> None:
@@ -198,22 +198,22 @@ def test_the_shortest_job_is_first_in_the_machine() -> None:
     """While one request runs, those that wait are put in the order of their true lengths."""
     policy = ServerlessLlmSjf()
     policy.learn_oracle({"first": 5, "long": 30, "short": 3, "middle": 10})
-    floor = FloorDouble({m: ModelDouble(4, shape()) for m in "abcd"}, stranger=policy)
-    floor.start()
-    floor.settle()
+    cluster = ClusterDouble({m: ModelDouble(4, shape()) for m in "abcd"}, stranger=policy)
+    cluster.start()
+    cluster.settle()
     for name, model, output in [
         ("first", "a", 5),
         ("long", "b", 30),
         ("short", "c", 3),
         ("middle", "d", 10),
     ]:
-        floor.ask(name, model, output=output, limit=60)
+        cluster.ask(name, model, output=output, limit=60)
 
-    floor.settle()
+    cluster.settle()
 
-    prefills = [command.request for command in floor.commands(RunPrefill)]
+    prefills = [command.request for command in cluster.commands(RunPrefill)]
     assert prefills == ["first", "short", "middle", "long"]
-    assert not floor.machine.requests
+    assert not cluster.machine.requests
 
 
 def test_nobody_but_the_lab_can_load_an_oracle() -> None:

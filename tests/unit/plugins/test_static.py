@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.plugins.static import Static, partition
-from appliance.scheduling.policy_api import FloorView
-from tests.unit.plugins.policy_views import GIB, floor_view, instance_view, model_view
+from appliance.scheduling.policy_api import ClusterView
+from tests.unit.plugins.policy_views import GIB, cluster_view, instance_view, model_view
 
 GB = 10**9
 CAPACITY = [80 * GB] * 2
 
 
-def floor_of(
+def cluster_of(
     *weights: int, up: tuple[bool, ...] = (True, True), size: int = 100 * GIB
-) -> FloorView:
+) -> ClusterView:
     """Models a, b, c… of so many GiB on instances of `size` bytes."""
     models = [
         model_view(name, weight_bytes=weight * GIB)
@@ -26,7 +26,7 @@ def floor_of(
         instance_view(number, up=is_up, total_bytes=size if is_up else 0)
         for number, is_up in enumerate(up)
     ]
-    return floor_view(instances, *models)
+    return cluster_view(instances, *models)
 
 
 def test_the_busiest_models_are_apart() -> None:
@@ -105,9 +105,9 @@ def test_every_model_has_one_place(sizes: list[int], rates: list[float], instanc
 def test_the_partition_stays_when_an_instance_is_lost() -> None:
     """Whose memory is then unknown: its models wait, and others are not moved."""
     policy = Static()
-    before = policy.place(floor=floor_of(50, 40, 30, 20))
+    before = policy.place(cluster=cluster_of(50, 40, 30, 20))
 
-    lost = policy.place(floor=floor_of(50, 40, 30, 20, up=(True, False)))
+    lost = policy.place(cluster=cluster_of(50, 40, 30, 20, up=(True, False)))
 
     assert lost == before
     assert [placement.models for placement in before] == [frozenset("ad"), frozenset("bc")]
@@ -117,8 +117,8 @@ def test_a_partition_is_fixed_when_all_instances_are_there() -> None:
     """Until then models are placed where it can be seen that they fit."""
     policy = Static()
 
-    early = policy.place(floor=floor_of(20, 10, up=(True, False)))
-    later = policy.place(floor=floor_of(20, 10))
+    early = policy.place(cluster=cluster_of(20, 10, up=(True, False)))
+    later = policy.place(cluster=cluster_of(20, 10))
 
     assert [placement.models for placement in early] == [frozenset("ab"), frozenset()]
     assert [placement.models for placement in later] == [frozenset("a"), frozenset("b")]
@@ -127,7 +127,7 @@ def test_a_partition_is_fixed_when_all_instances_are_there() -> None:
 def test_other_models_or_instances_are_placed_anew() -> None:
     """What is known is of the models and instances that there were."""
     policy = Static()
-    policy.place(floor=floor_of(20, 10))
+    policy.place(cluster=cluster_of(20, 10))
 
-    assert policy.place(floor=floor_of(20, 10, 5))[1].models == frozenset("bc")
-    assert len(policy.place(floor=floor_of(20, 10, 5, up=(True, True, True)))) == 3
+    assert policy.place(cluster=cluster_of(20, 10, 5))[1].models == frozenset("bc")
+    assert len(policy.place(cluster=cluster_of(20, 10, 5, up=(True, True, True)))) == 3

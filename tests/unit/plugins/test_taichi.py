@@ -36,8 +36,8 @@ from tests.unit.plugins.policy_views import (
     GIB,
     FixedCosts,
     batch_view,
+    cluster_view,
     decoding_view,
-    floor_view,
     group_view,
     instance_view,
     model_view,
@@ -170,7 +170,7 @@ def policy(instances: int = 4, **parameters: object) -> Taichi:
     """Which knows of so many instances: the first half of them is P-heavy."""
     made = msgspec.convert(parameters, Taichi)
     models = [model_view(n, kv_bytes_per_token=PER_TOKEN, weight_bytes=20 * GIB) for n in "ab"]
-    made.place(floor=floor_view(instances, *models))
+    made.place(cluster=cluster_view(instances, *models))
     return made
 
 
@@ -291,7 +291,7 @@ def test_kinds_are_chunks() -> None:
     """All instances compute prompts and decode, in larger or smaller chunks."""
     taichi = policy(4, p_chunk_tokens=1000, d_chunk_tokens=100)
 
-    placements = taichi.place(floor=floor_view(4, model_view("a")))
+    placements = taichi.place(cluster=cluster_view(4, model_view("a")))
 
     assert {placement.role for placement in placements} == {Role.MIXED}
     chunks = [taichi.batch(instance=instance_view(n)).chunk_tokens for n in range(4)]
@@ -303,7 +303,7 @@ def test_who_is_gone_is_no_part_of_the_ratio() -> None:
     taichi = policy(4)
     views = [instance_view(0, up=False), *(instance_view(n) for n in (1, 2, 3))]
 
-    taichi.place(floor=floor_view(views))
+    taichi.place(cluster=cluster_view(views))
 
     chunks = [taichi.batch(instance=view).chunk_tokens for view in views]
     assert chunks == [256, 1024, 1024, 256]
@@ -311,11 +311,11 @@ def test_who_is_gone_is_no_part_of_the_ratio() -> None:
 
 def test_without_chunks_on_the_d_heavy_it_is_disaggregation() -> None:
     """Each kind does its own then; a lone instance does everything, prompts whole."""
-    placements = policy(d_chunk_tokens=0).place(floor=floor_view(4, model_view("a")))
+    placements = policy(d_chunk_tokens=0).place(cluster=cluster_view(4, model_view("a")))
     lone = policy(1, d_chunk_tokens=0)
 
     assert [p.role for p in placements] == [Role.PREFILL] * 2 + [Role.DECODE] * 2
-    assert lone.place(floor=floor_view(1, model_view("a")))[0].role is Role.MIXED
+    assert lone.place(cluster=cluster_view(1, model_view("a")))[0].role is Role.MIXED
     assert lone.batch(instance=instance_view(0)).chunk_tokens == 0
 
 

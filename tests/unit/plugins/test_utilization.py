@@ -9,13 +9,13 @@ from appliance.plugins.serverlessllm import ServerlessLlm
 from appliance.plugins.utilization import Utilization, utilization
 from appliance.scheduling.policy_api import InstanceView, Migration, PrefillChoice
 from appliance.vocabulary import Direction, InstanceClass, MoveKv
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.policy_views import (
     GIB,
     batch_view,
+    cluster_view,
     decoding_view,
-    floor_view,
     group_view,
     instance_view,
     model_view,
@@ -47,7 +47,7 @@ def test_the_average_stays_within_the_band(shares: list[float], mixed: int) -> N
     instances = [using(number, share) for number, share in enumerate(shares)]
     instances += [using(n, 0.0, instance_class=PARKED) for n in range(len(shares), 3)]
 
-    fleet = Utilization().scale(now=0.0, floor=floor_view(instances))
+    fleet = Utilization().scale(now=0.0, cluster=cluster_view(instances))
 
     assert (fleet.interactive, fleet.mixed, fleet.batch) == (0, mixed, 0)
 
@@ -55,11 +55,11 @@ def test_the_average_stays_within_the_band(shares: list[float], mixed: int) -> N
 def test_it_scales_by_one_and_pauses() -> None:
     """Two changes are so many seconds apart; only a change starts the pause."""
     policy = Utilization(pause_seconds=10.0)
-    idle = floor_view([using(n, 0.0) for n in range(4)])
-    steady = floor_view([using(n, 0.5) for n in range(4)])
+    idle = cluster_view([using(n, 0.0) for n in range(4)])
+    steady = cluster_view([using(n, 0.5) for n in range(4)])
 
-    counts = [policy.scale(now=now, floor=steady).mixed for now in (0.0, 1.0)]
-    counts += [policy.scale(now=now, floor=idle).mixed for now in (2.0, 11.9, 12.0)]
+    counts = [policy.scale(now=now, cluster=steady).mixed for now in (0.0, 1.0)]
+    counts += [policy.scale(now=now, cluster=idle).mixed for now in (2.0, 11.9, 12.0)]
 
     assert counts == [4, 4, 3, 4, 3]
 
@@ -70,8 +70,8 @@ def test_waiting_prompts_count_as_kv() -> None:
     waiting = using(0, 0.1, groups=(group_view("a", tokens=15),))
     idle = using(1, 0.1)
 
-    assert utilization(floor_view(2, model), [waiting]) == pytest.approx(0.5)
-    assert utilization(floor_view(2, model), [waiting, idle]) == pytest.approx(0.3)
+    assert utilization(cluster_view(2, model), [waiting]) == pytest.approx(0.5)
+    assert utilization(cluster_view(2, model), [waiting, idle]) == pytest.approx(0.3)
 
 
 def test_without_room_an_instance_is_full() -> None:
@@ -79,15 +79,15 @@ def test_without_room_an_instance_is_full() -> None:
     model = model_view("a", weight_bytes=100 * GIB)
     full = using(0, 0.0, batches=(batch_view("a"),))
 
-    assert utilization(floor_view(1, model), [full]) == 1.0
-    assert utilization(floor_view(1, model), []) == 1.0
+    assert utilization(cluster_view(1, model), [full]) == 1.0
+    assert utilization(cluster_view(1, model), []) == 1.0
 
 
 def test_instances_that_are_down_are_not_asked() -> None:
     """They are counted, but nothing is averaged over them."""
-    floor = floor_view([using(0, 0.5), using(1, 0.0, up=False)])
+    cluster = cluster_view([using(0, 0.5), using(1, 0.0, up=False)])
 
-    assert Utilization().scale(now=0.0, floor=floor).mixed == 2
+    assert Utilization().scale(now=0.0, cluster=cluster).mixed == 2
 
 
 def test_the_band_has_two_ends() -> None:
@@ -158,23 +158,23 @@ def test_an_instance_that_is_removed_is_emptied() -> None:
 def test_requests_migrate_in_the_machine() -> None:
     """With two instances that have little to do one is removed, and those that decode there go on
     elsewhere with the KV they have."""
-    floor = FloorDouble(
+    cluster = ClusterDouble(
         {"a": ModelDouble(4, shape())}, stranger=ServerlessLlm(max_group=1), instances=2
     )
-    floor.start()
-    floor.settle()
+    cluster.start()
+    cluster.settle()
     for index in range(4):
-        floor.ask(f"r{index}", "a", output=60, limit=60)
-    floor.work_until(1, lambda: bool(floor.up[1].turn))
+        cluster.ask(f"r{index}", "a", output=60, limit=60)
+    cluster.work_until(1, lambda: bool(cluster.up[1].turn))
 
-    floor.set_policy([], Utilization(high=1.0))
-    floor.settle()
+    cluster.set_policy([], Utilization(high=1.0))
+    cluster.settle()
 
-    assert [view.instance_class for view in floor.machine.instances.values()] == [
+    assert [view.instance_class for view in cluster.machine.instances.values()] == [
         InstanceClass.MIXED,
         InstanceClass.PARKED,
     ]
-    assert all([life.outcome == "length" for life in floor.world.lives.values()])
-    assert all([life.prefills == 1 for life in floor.world.lives.values()])
-    moves = [(command.instance, command.direction) for command in floor.commands(MoveKv)]
+    assert all([life.outcome == "length" for life in cluster.world.lives.values()])
+    assert all([life.prefills == 1 for life in cluster.world.lives.values()])
+    moves = [(command.instance, command.direction) for command in cluster.commands(MoveKv)]
     assert set(moves) == {(1, Direction.OUT), (0, Direction.IN)}

@@ -10,9 +10,9 @@ from appliance.hookspecs import hookimpl
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
+    ClusterView,
     DecodingView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -32,17 +32,17 @@ class Whimsical:
         self._dice = random.Random(seed)
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement]:
-        names = [model.name for model in floor.models]
+    def place(self, cluster: ClusterView) -> Sequence[Placement]:
+        names = [model.name for model in cluster.models]
         placements = []
-        for view in floor.instances:
+        for view in cluster.instances:
             some = frozenset(self._some(names)) if view.id else None
             placements.append(Placement(role=self._dice.choice(list(Role)), models=some))
         return placements
 
     @hookimpl
-    def scale(self, floor: FloorView) -> Fleet:
-        count = len(floor.instances)
+    def scale(self, cluster: ClusterView) -> Fleet:
+        count = len(cluster.instances)
         mixed = self._dice.randint(1, count)
         batch = self._dice.randint(0, count - mixed)
         return Fleet(

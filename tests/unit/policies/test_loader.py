@@ -21,7 +21,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.unit.plugins.policy_views import (
     FixedCosts,
     batch_view,
-    floor_view,
+    cluster_view,
     group_view,
     instance_view,
     request_view,
@@ -57,7 +57,7 @@ def problems(choice: PolicyChoice) -> list[tuple[str, str, str]]:
 
 
 def roles(stack: PolicyStack, instances: int) -> list[Role]:
-    return [place.role for place in stack.place(1.0, floor_view(instances), FixedCosts())]
+    return [place.role for place in stack.place(1.0, cluster_view(instances), FixedCosts())]
 
 
 def phase(stack: PolicyStack) -> Phase:

@@ -13,12 +13,12 @@ from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies import stack as policystack
-from appliance.policies.guard import RECENT, Tally
+from appliance.policies.guard import RECENT, PolicyStats
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.policy_api import (
     BatchLimits,
+    ClusterView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -32,8 +32,8 @@ from appliance.vocabulary import Role
 from tests.unit.plugins.policy_views import (
     FixedCosts,
     batch_view,
+    cluster_view,
     decoding_view,
-    floor_view,
     group_view,
     instance_view,
     model_view,
@@ -47,8 +47,8 @@ ELSEWHERE = instance_view(1, batches=(batch_view("c", 9),))
 MODELS = (model_view("a"), model_view("b"))
 
 QUESTIONS: dict[str, dict[str, Any]] = {
-    "place": {"floor": floor_view([VIEW, ELSEWHERE], *MODELS)},
-    "scale": {"floor": floor_view([VIEW, ELSEWHERE], *MODELS)},
+    "place": {"cluster": cluster_view([VIEW, ELSEWHERE], *MODELS)},
+    "scale": {"cluster": cluster_view([VIEW, ELSEWHERE], *MODELS)},
     "prefill": {"request": request_view("a"), "instances": [VIEW, ELSEWHERE]},
     "decode": {"request": request_view("a"), "prefilled_on": 0, "instances": [VIEW, ELSEWHERE]},
     "admit": {"instance": VIEW},
@@ -430,8 +430,8 @@ class Vandal:
         self._deed(instances)
 
     @hookimpl
-    def place(self, floor: FloorView) -> None:
-        self._deed(floor)
+    def place(self, cluster: ClusterView) -> None:
+        self._deed(cluster)
 
 
 def set_load(view: InstanceView, _: Any) -> None:
@@ -600,7 +600,7 @@ def test_time_is_each_policys_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_quantiles_are_of_the_last_questions() -> None:
     """The sum is of all; before there was one there are no times."""
-    tally = Tally()
+    tally = PolicyStats()
     assert tally.told() == DecisionTally(
         calls=0, faults=0, seconds=0.0, p50_seconds=None, p99_seconds=None, max_seconds=None
     )

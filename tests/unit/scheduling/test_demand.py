@@ -7,9 +7,9 @@ import math
 import pytest
 
 from appliance.scheduling.demand import OUTPUT_SMOOTHING, WINDOW_SECONDS, Demands
-from appliance.scheduling.policy_api import FloorView, Placement
+from appliance.scheduling.policy_api import ClusterView, Placement
 from appliance.vocabulary import RequestSpec, Slo
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.told import Told
 
@@ -69,29 +69,29 @@ def test_outputs_are_expected_as_they_were() -> None:
 def test_what_placement_sees_of_demand() -> None:
     """The view of a model has its sizes, its live requests, and the rates as of now; what never
     arrived has none."""
-    seen: list[FloorView] = []
+    seen: list[ClusterView] = []
 
-    def place(floor: FloorView) -> list[Placement]:
-        seen.append(floor)
+    def place(cluster: ClusterView) -> list[Placement]:
+        seen.append(cluster)
         return [Placement()]
 
-    floor = FloorDouble(
+    cluster = ClusterDouble(
         {"a": ModelDouble(4, shape()), "b": ModelDouble(3, shape())},
         stranger=Told(place=place),
         pinned=["b"],
     )
-    floor.start()
+    cluster.start()
     assert {model.kv_bytes_per_token for model in seen[-1].models} == {0}
-    floor.settle()
-    floor.ask("a1", "a", prompt=20, output=40)
-    asked = floor.now
-    floor.work_until(0, lambda: floor.world.lives["a1"].produced > 3)
+    cluster.settle()
+    cluster.ask("a1", "a", prompt=20, output=40)
+    asked = cluster.now
+    cluster.work_until(0, lambda: cluster.world.lives["a1"].produced > 3)
 
-    floor.now += WINDOW_SECONDS
-    floor.settle()
+    cluster.now += WINDOW_SECONDS
+    cluster.settle()
 
     a, b = seen[-1].models
-    late = math.exp(-(floor.journal[-1][0] - asked) / WINDOW_SECONDS)
+    late = math.exp(-(cluster.journal[-1][0] - asked) / WINDOW_SECONDS)
     assert (a.name, a.weight_bytes, a.pinned, a.requests) == ("a", 4000, False, 1)
     assert (b.name, b.weight_bytes, b.pinned, b.requests) == ("b", 3000, True, 0)
     assert a.kv_bytes_per_token == b.kv_bytes_per_token == 300 // 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from appliance.scheduling.demand import WINDOW_SECONDS, Demands
 from appliance.vocabulary import RequestSpec
-from tests.unit.doubles.floor import SLO
+from tests.unit.doubles.cluster import SLO
 
 
 def test_an_output_is_expected_as_long_as_others_were() -> None:

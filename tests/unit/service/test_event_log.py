@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 import pytest
 
-from appliance.service.event_log import BATCH, Feed, Notice, NoticeKind
+from appliance.service.event_log import BATCH, EventLog, Notice, NoticeKind
 
 
-def tell(feed: Feed, *models: object) -> None:
+def tell(feed: EventLog, *models: object) -> None:
     for model in models:
         feed.tell(NoticeKind.MODEL_WANTED, model=model)
 
@@ -21,7 +21,7 @@ def models(batch: list[Notice] | None) -> list[object] | None:
 
 async def test_a_follower_hears_everything_from_a_snapshot_on() -> None:
     """First that it missed what was before; then all that happens, in order."""
-    feed = Feed(unix_clock=lambda: 0.0)
+    feed = EventLog(unix_clock=lambda: 0.0)
     tell(feed, "before")
     async with aclosing(feed.follow(None)) as batches:  # type: ignore[type-var]
         assert await anext(batches) is None
@@ -42,7 +42,7 @@ async def test_a_follower_hears_everything_from_a_snapshot_on() -> None:
 
 async def test_a_follower_that_comes_back_goes_on() -> None:
     """Behind the last notice that it saw."""
-    feed = Feed(unix_clock=lambda: 0.0)
+    feed = EventLog(unix_clock=lambda: 0.0)
     tell(feed, "a", "b", "c")
 
     async with aclosing(feed.follow(1)) as batches:  # type: ignore[type-var]
@@ -52,7 +52,7 @@ async def test_a_follower_that_comes_back_goes_on() -> None:
 @pytest.mark.parametrize(("after", "missed"), [(2, True), (3, False), (6, False), (7, True)])
 async def test_who_is_too_far_behind_missed_something(after: int, missed: bool) -> None:
     """The ring reaches back so far; a number that was never given is of another life."""
-    feed = Feed(capacity=3, unix_clock=lambda: 0.0)
+    feed = EventLog(capacity=3, unix_clock=lambda: 0.0)
     tell(feed, *range(6))
 
     async with aclosing(feed.follow(after)) as batches:  # type: ignore[type-var]
@@ -65,7 +65,7 @@ async def test_who_is_too_far_behind_missed_something(after: int, missed: bool) 
 
 async def test_a_slow_follower_is_told_that_it_missed_something() -> None:
     """However much happens meanwhile, nothing is kept for it; then it hears what is new."""
-    feed = Feed(capacity=3, unix_clock=lambda: 0.0)
+    feed = EventLog(capacity=3, unix_clock=lambda: 0.0)
     async with aclosing(feed.follow(None)) as batches:  # type: ignore[type-var]
         assert await anext(batches) is None
         tell(feed, *range(10))
@@ -77,7 +77,7 @@ async def test_a_slow_follower_is_told_that_it_missed_something() -> None:
 
 async def test_batches_are_bounded() -> None:
     """Much at once comes in several."""
-    feed = Feed(unix_clock=lambda: 0.0)
+    feed = EventLog(unix_clock=lambda: 0.0)
     tell(feed, *range(BATCH + 1))
 
     async with aclosing(feed.follow(0)) as batches:  # type: ignore[type-var]
@@ -87,7 +87,7 @@ async def test_batches_are_bounded() -> None:
 
 async def test_the_end_is_heard() -> None:
     """After what there is, and also by who waits."""
-    feed = Feed(unix_clock=lambda: 0.0)
+    feed = EventLog(unix_clock=lambda: 0.0)
     tell(feed, "a")
     follower = feed.follow(0)
     assert models(await anext(follower)) == ["a"]
@@ -101,4 +101,4 @@ async def test_the_end_is_heard() -> None:
 
 def test_numbers_of_an_earlier_life_are_behind() -> None:
     """They begin with the time, which is later after a restart."""
-    assert Feed(unix_clock=lambda: 5.0).newest > Feed(unix_clock=lambda: 4.0).newest + 1000
+    assert EventLog(unix_clock=lambda: 5.0).newest > EventLog(unix_clock=lambda: 4.0).newest + 1000

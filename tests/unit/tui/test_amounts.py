@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tui.amounts import divide, duration, rate, share, size, sparkline
+from tui.drawing.amounts import divide, duration, rate, share, size, sparkline
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tests.unit.tui.bench import (
     tree,
 )
 from tui.dialogs import Page
-from tui.look import LOOKS
+from tui.drawing.theme import LOOKS
 from tui.messages import Message, Refused
 from tui.prompt import Prompt
 from tui.recording import Recorder, read_recording

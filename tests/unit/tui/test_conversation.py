@@ -7,10 +7,10 @@ import pytest
 from tests.unit.tui.bench import NOW, delta, model, notice, request, said, state, tree
 from tui import conversation as conversations
 from tui.conversation import LONGEST_QUESTION, MOST_LINES, Answer, Conversation, Outcome
-from tui.journey import Journey, Switch
+from tui.drawing.wrapping import Wrapped
 from tui.messages import Document, Message, Part, Piece, Refused
+from tui.request_trace import Journey, Switch
 from tui.state import State
-from tui.wrapping import Wrapped
 
 TIMING = (
     'queue;dur=1500.0, load;dur=250.5, prefill;dur=0.0, decode;dur=40.0, preempted;dur=9.0;desc="2"'

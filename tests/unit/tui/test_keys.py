@@ -30,7 +30,7 @@ from tests.unit.tui.bench import (
 from tests.unit.tui.scenes import key, keys
 from tui.app import Dashboard
 from tui.dialogs import Form, SecretPage
-from tui.look import LOOKS
+from tui.drawing.theme import LOOKS
 from tui.messages import Refused
 from tui.recording import Recorder
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from appliance.api.admin.watch import Document, difference
 from tests.unit.tui.bench import NOW, delta, lost, notice, state, tree
-from tui.series import MOST_SAMPLES, Counter
+from tui.drawing.series import MOST_SAMPLES, Counter
 from tui.state import MOST_NOTICES, MOST_SPANS, State
 
 ROWS = st.dictionaries(

@@ -25,7 +25,7 @@ from tests.unit.tui.bench import (
     tree,
 )
 from tests.unit.tui.scenes import loaded, maps, slabs
-from tui.look import LOOKS
+from tui.drawing.theme import LOOKS
 from tui.messages import Refused
 from tui.recording import read_recording
 from tui.views import VIEWS

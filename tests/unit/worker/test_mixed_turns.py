@@ -8,8 +8,8 @@ from appliance.hookspecs import hookimpl
 from appliance.scheduling.policy_api import BatchLimits, Phase
 from appliance.vocabulary import RunTurn
 from appliance.worker.frames import AddSequence
+from tests.unit.doubles.cluster import ClusterDouble, policy_stack, shape
 from tests.unit.doubles.daemon import Box, setup_of, small
-from tests.unit.doubles.floor import FloorDouble, policy_stack, shape
 from tests.unit.doubles.instance import ModelDouble
 
 CHUNK = 4
@@ -27,57 +27,57 @@ class Mixing:
         return BatchLimits(requests=100, chunk_tokens=CHUNK)
 
 
-def built(*, max_batch: int = 64, slabs: int = 40) -> FloorDouble:
+def built(*, max_batch: int = 64, slabs: int = 40) -> ClusterDouble:
     """One instance with the engine of its only model built, and nothing to do."""
     models = {"a": ModelDouble(4, shape())}
-    floor = FloorDouble(models, max_batch=max_batch, slabs=slabs, stranger=Mixing())
-    floor.start()
-    floor.settle()
-    return floor
+    cluster = ClusterDouble(models, max_batch=max_batch, slabs=slabs, stranger=Mixing())
+    cluster.start()
+    cluster.settle()
+    return cluster
 
 
-def until_turn(floor: FloorDouble, *prompts: str) -> RunTurn:
+def until_turn(cluster: ClusterDouble, *prompts: str) -> RunTurn:
     """Work until a turn with these prompts runs."""
-    running = floor.up[0]
-    floor.work_until(0, lambda: running.turn is not None and running.turn.prompts == prompts)
+    running = cluster.up[0]
+    cluster.work_until(0, lambda: running.turn is not None and running.turn.prompts == prompts)
     assert running.turn is not None
     return running.turn
 
 
 def test_a_prompt_takes_a_place_of_the_batch() -> None:
     """Who decodes and whose prompt is computed are together no more than the engine can step."""
-    floor = built(max_batch=3)
+    cluster = built(max_batch=3)
     for number in range(8):
-        floor.ask(f"r{number}", "a", output=30)
+        cluster.ask(f"r{number}", "a", output=30)
 
-    floor.settle()
+    cluster.settle()
 
-    sizes = [(len(turn.requests), len(turn.prompts)) for turn in floor.commands(RunTurn)]
+    sizes = [(len(turn.requests), len(turn.prompts)) for turn in cluster.commands(RunTurn)]
     assert max(sum(size) for size in sizes) == 3
     assert (2, 1) in sizes
 
 
 def test_a_batch_of_one_has_no_place_for_a_prompt() -> None:
     """An engine that steps one request at a time computes prompts alone, and everybody ends."""
-    floor = built(max_batch=1)
-    lives = [floor.ask(f"r{number}", "a", output=30) for number in range(3)]
+    cluster = built(max_batch=1)
+    lives = [cluster.ask(f"r{number}", "a", output=30) for number in range(3)]
 
-    floor.settle()
+    cluster.settle()
 
-    assert not any(turn.prompts for turn in floor.commands(RunTurn))
+    assert not any(turn.prompts for turn in cluster.commands(RunTurn))
     assert all(life.outcome is not None for life in lives)
 
 
 def test_a_mixed_turn_may_grow_for_as_long_as_its_prompt_takes() -> None:
     """Who decodes gets a token per chunk of the prompt, and slabs for them if there are any."""
-    floor = built(slabs=60)
-    floor.ask("r", "a", prompt=16, output=200)
-    until_turn(floor)
-    floor.ask("p", "a", prompt=200, output=5)
+    cluster = built(slabs=60)
+    cluster.ask("r", "a", prompt=16, output=200)
+    until_turn(cluster)
+    cluster.ask("p", "a", prompt=200, output=5)
 
-    turn = until_turn(floor, "p")
+    turn = until_turn(cluster, "p")
 
-    tokens = floor.world.lives["r"].kv_tokens + 200 // CHUNK
+    tokens = cluster.world.lives["r"].kv_tokens + 200 // CHUNK
     assert turn.kv_slabs == shape().slabs(shape().blocks(tokens) + shape().blocks(200))
 
 

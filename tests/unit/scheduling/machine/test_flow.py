@@ -24,24 +24,24 @@ from appliance.vocabulary import (
     RunPrefill,
     RunTurn,
 )
-from tests.unit.doubles.floor import SLO, FloorDouble, shape
+from tests.unit.doubles.cluster import SLO, ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.told import Told
 
 EVERYWHERE = Placement()
 
 
-def floor_of(instances: int, stranger: Told, names: str = "ab") -> FloorDouble:
+def cluster_of(instances: int, stranger: Told, names: str = "ab") -> ClusterDouble:
     """Instances with every engine built and nothing to do."""
-    floor = FloorDouble(
+    cluster = ClusterDouble(
         {name: ModelDouble(4, shape()) for name in names},
         instances=instances,
         slabs=40,
         stranger=stranger,
     )
-    floor.start()
-    floor.settle()
-    return floor
+    cluster.start()
+    cluster.settle()
+    return cluster
 
 
 # --- flow ----------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_request_flows_between_turns() -> None:
         flowed.append(requests[0].id)
         return [Migration(request=requests[0].id, target=others[0].id)]
 
-    floor = floor_of(
+    cluster = cluster_of(
         2,
         Told(
             place=lambda: [EVERYWHERE] * 2,
@@ -68,20 +68,20 @@ def test_a_request_flows_between_turns() -> None:
         ),
         "a",
     )
-    lives = {name: floor.ask(name, "a", output=40) for name in ("r", "s")}
+    lives = {name: cluster.ask(name, "a", output=40) for name in ("r", "s")}
 
-    floor.settle()
+    cluster.settle()
 
     (name,) = flowed
     (stays,) = lives.keys() - {name}
-    turns = floor.commands(RunTurn)
+    turns = cluster.commands(RunTurn)
     assert {turn.instance for turn in turns if stays in turn.requests} == {0}
     where = [turn.instance for turn in turns if name in turn.requests]
     assert where == sorted(where)
     assert set(where) == {0, 1}
-    moves = [(move.instance, move.direction) for move in floor.commands(MoveKv) if move.moves]
+    moves = [(move.instance, move.direction) for move in cluster.commands(MoveKv) if move.moves]
     assert moves == [(0, Direction.OUT), (1, Direction.IN)]
-    assert floor.commands(Release) == [Release(instance=0, model="a", request=name)]
+    assert cluster.commands(Release) == [Release(instance=0, model="a", request=name)]
     assert all(life.prefills == 1 for life in lives.values())
     assert all(life.outcome == FinishReason.LENGTH for life in lives.values())
 
@@ -98,20 +98,20 @@ def test_what_flow_is_shown() -> None:
         return []
 
     roles = [Role.PREFILL, Role.DECODE, Role.MIXED, Role.DECODE]
-    floor = floor_of(
+    cluster = cluster_of(
         4,
         Told(place=lambda: [Placement(role=role) for role in roles], decode=lambda: 1, flow=flow),
     )
-    floor.up[1].steps_per_turn = 3
-    floor.ask("r", "a", prompt=20, output=40)
-    floor.work_until(0, lambda: not floor.up[0].busy)
-    floor.work_until(1, lambda: len(shown) == 2)
+    cluster.up[1].steps_per_turn = 3
+    cluster.ask("r", "a", prompt=20, output=40)
+    cluster.work_until(0, lambda: not cluster.up[0].busy)
+    cluster.work_until(1, lambda: len(shown) == 2)
 
     instance, (view,), others = shown[-1]
     assert (instance, others) == (1, [2, 3])
     assert (view.id, view.model, view.slo) == ("r", "a", SLO)
     assert (view.output_tokens, view.here_tokens, view.tokens) == (7, 6, 27)
-    assert view.arrived < view.first_token < view.newest_token <= floor.now
+    assert view.arrived < view.first_token < view.newest_token <= cluster.now
     assert view.tpot_seconds() == pytest.approx((view.newest_token - view.first_token) / 6)
 
 
@@ -121,16 +121,16 @@ def test_nobody_flows_without_another_decoder() -> None:
     def flow() -> list[Migration]:
         raise AssertionError("asked though there is nowhere to go")
 
-    floor = floor_of(
+    cluster = cluster_of(
         2,
         Told(place=lambda: [Placement(role=Role.PREFILL), Placement(role=Role.DECODE)], flow=flow),
     )
-    life = floor.ask("r", "a", output=40)
+    life = cluster.ask("r", "a", output=40)
 
-    floor.settle()
+    cluster.settle()
 
     assert life.outcome == FinishReason.LENGTH
-    assert floor.stack.faults == []
+    assert cluster.stack.faults == []
 
 
 def test_one_token_has_no_time_per_token() -> None:
@@ -175,13 +175,13 @@ def placed(**hooks: object) -> Told:
 def test_roles_say_who_does_what(roles: list[Role], prefills: int, decodes: int) -> None:
     """Prompts are computed where the role is for them, and decoded where it is for that; if there
     is no such instance, on any."""
-    floor = floor_of(2, placed(place=lambda: [Placement(role=role) for role in roles]))
+    cluster = cluster_of(2, placed(place=lambda: [Placement(role=role) for role in roles]))
 
-    life = floor.ask("r", "a", output=20)
-    floor.settle()
+    life = cluster.ask("r", "a", output=20)
+    cluster.settle()
 
-    assert [command.instance for command in floor.commands(RunPrefill)] == [prefills]
-    assert {command.instance for command in floor.commands(RunTurn)} == {decodes}
+    assert [command.instance for command in cluster.commands(RunPrefill)] == [prefills]
+    assert {command.instance for command in cluster.commands(RunTurn)} == {decodes}
     assert life.outcome == FinishReason.LENGTH
 
 
@@ -196,15 +196,15 @@ def test_roles_say_who_does_what(roles: list[Role], prefills: int, decodes: int)
 def test_classes_say_who_is_served_where(fleet: Fleet, interactive: int, batch: int) -> None:
     """Batch work goes where it is taken and interactive requests elsewhere; if an instance of the
     class is missing, whoever has the model does it."""
-    floor = floor_of(2, placed(place=lambda: [EVERYWHERE] * 2, scale=lambda: fleet))
+    cluster = cluster_of(2, placed(place=lambda: [EVERYWHERE] * 2, scale=lambda: fleet))
 
     lives = [
-        floor.ask("i", "a"),
-        floor.ask("b", "a", kind=RequestClass.BATCH),
+        cluster.ask("i", "a"),
+        cluster.ask("b", "a", kind=RequestClass.BATCH),
     ]
-    floor.settle()
+    cluster.settle()
 
-    where = {command.request: command.instance for command in floor.commands(RunPrefill)}
+    where = {command.request: command.instance for command in cluster.commands(RunPrefill)}
     assert where == {"i": interactive, "b": batch}
     assert all(life.outcome == FinishReason.LENGTH for life in lives)
 
@@ -212,15 +212,15 @@ def test_classes_say_who_is_served_where(fleet: Fleet, interactive: int, batch: 
 def test_classes_change_as_little_as_possible() -> None:
     """When the fleet changes, an instance keeps its class if there is still a place in it."""
     fleet = Fleet(interactive=1, mixed=1, batch=1)
-    floor = floor_of(4, Told(place=lambda: [EVERYWHERE] * 4, scale=lambda: fleet))
+    cluster = cluster_of(4, Told(place=lambda: [EVERYWHERE] * 4, scale=lambda: fleet))
 
     def classes() -> list[InstanceClass]:
-        return [instance.instance_class for instance in floor.machine.instances.values()]
+        return [instance.instance_class for instance in cluster.machine.instances.values()]
 
     before = classes()
     assert sorted(before) == sorted(InstanceClass)
     fleet = Fleet(interactive=2, mixed=1, batch=1)
-    floor.set_policy(["aegaeon"], Told(place=lambda: [EVERYWHERE] * 4, scale=lambda: fleet))
+    cluster.set_policy(["aegaeon"], Told(place=lambda: [EVERYWHERE] * 4, scale=lambda: fleet))
 
     changed = [(old, new) for old, new in zip(before, classes(), strict=True) if old is not new]
     assert changed == [(InstanceClass.PARKED, InstanceClass.INTERACTIVE)]
@@ -229,28 +229,28 @@ def test_classes_change_as_little_as_possible() -> None:
 def test_models_are_served_where_they_are_placed() -> None:
     """A request goes where its model is placed; if that instance is gone, wherever one is up."""
     places = [Placement(models=frozenset("a")), Placement(models=frozenset("b"))]
-    floor = floor_of(2, placed(place=lambda: places))
-    floor.ask("a1", "a")
-    floor.ask("b1", "b")
-    floor.settle()
-    assert {(c.model, c.instance) for c in floor.commands(RunPrefill)} == {("a", 0), ("b", 1)}
+    cluster = cluster_of(2, placed(place=lambda: places))
+    cluster.ask("a1", "a")
+    cluster.ask("b1", "b")
+    cluster.settle()
+    assert {(c.model, c.instance) for c in cluster.commands(RunPrefill)} == {("a", 0), ("b", 1)}
 
-    floor.lose(1)
-    life = floor.ask("b2", "b")
-    floor.settle()
+    cluster.lose(1)
+    life = cluster.ask("b2", "b")
+    cluster.settle()
 
-    assert floor.commands(RunPrefill)[-1].instance == 0
+    assert cluster.commands(RunPrefill)[-1].instance == 0
     assert life.outcome == FinishReason.LENGTH
 
 
 def test_only_placed_models_are_built_unasked() -> None:
     """An instance builds the engines of the models it may serve, and no others."""
     places = [Placement(models=frozenset("ac")), Placement(models=frozenset("b"))]
-    floor = floor_of(2, Told(place=lambda: places), "abc")
+    cluster = cluster_of(2, Told(place=lambda: places), "abc")
 
     built = [
         {name for name, engine in instance.engines.items() if engine.built}
-        for instance in floor.machine.instances.values()
+        for instance in cluster.machine.instances.values()
     ]
     assert built == [{"a", "c"}, {"b"}]
 
@@ -259,22 +259,22 @@ def test_who_decodes_stays_when_places_change() -> None:
     """New places move who waits for its prompt; who decodes goes on where it is, even if the
     engine has to be built there."""
     places = [EVERYWHERE, EVERYWHERE]
-    floor = FloorDouble(
+    cluster = ClusterDouble(
         {name: ModelDouble(4, shape()) for name in "ab"},
         instances=2,
         slabs=40,
         stranger=placed(place=lambda: places),
     )
-    floor.start()
-    floor.settle()
-    life = floor.ask("r", "a", output=60)
-    floor.work_until(0, lambda: life.produced > 5)
+    cluster.start()
+    cluster.settle()
+    life = cluster.ask("r", "a", output=60)
+    cluster.work_until(0, lambda: life.produced > 5)
 
     places = [Placement(models=frozenset("b")), Placement(models=frozenset("a"))]
-    floor.set_policy(["aegaeon"], placed(place=lambda: places))
-    floor.settle()
+    cluster.set_policy(["aegaeon"], placed(place=lambda: places))
+    cluster.settle()
 
-    assert {command.instance for command in floor.commands(RunTurn)} == {0}
+    assert {command.instance for command in cluster.commands(RunTurn)} == {0}
     assert life.outcome == FinishReason.LENGTH
     assert life.prefills == 1
 
@@ -282,12 +282,12 @@ def test_who_decodes_stays_when_places_change() -> None:
 def test_a_request_may_go_where_its_engine_is_not_built() -> None:
     """KV that goes to an instance that never had the model waits until the engine is built."""
     places = [Placement(models=frozenset("a")), Placement(models=frozenset("b"))]
-    floor = floor_of(2, placed(place=lambda: places))
-    life = floor.ask("r", "a", output=60)
-    floor.work_until(0, lambda: life.produced > 5)
+    cluster = cluster_of(2, placed(place=lambda: places))
+    life = cluster.ask("r", "a", output=60)
+    cluster.work_until(0, lambda: life.produced > 5)
 
     places = [EVERYWHERE, EVERYWHERE]
-    floor.set_policy(
+    cluster.set_policy(
         ["aegaeon"],
         Told(
             place=lambda: places,
@@ -296,9 +296,9 @@ def test_a_request_may_go_where_its_engine_is_not_built() -> None:
             ),
         ),
     )
-    floor.settle()
+    cluster.settle()
 
-    assert floor.commands(RunTurn)[-1].instance == 1
+    assert cluster.commands(RunTurn)[-1].instance == 1
     assert life.outcome == FinishReason.LENGTH
     assert life.prefills == 1
 
@@ -306,21 +306,21 @@ def test_a_request_may_go_where_its_engine_is_not_built() -> None:
 def test_kv_in_the_host_tier_survives_every_instance() -> None:
     """When the last instance is gone, KV in the host tier waits for one to come back."""
     roles = [Placement(role=Role.PREFILL), Placement(role=Role.DECODE)]
-    floor = FloorDouble(
+    cluster = ClusterDouble(
         {name: ModelDouble(4, shape()) for name in "ab"},
         instances=2,
         stranger=Told(place=lambda: roles),
     )
-    floor.start()
-    floor.work_until(0, lambda: not floor.up[0].busy)
-    life = floor.ask("r", "b", output=20)
-    floor.work_until(0, lambda: floor.machine.requests["r"].kv is KvPlace.HOST)
+    cluster.start()
+    cluster.work_until(0, lambda: not cluster.up[0].busy)
+    life = cluster.ask("r", "b", output=20)
+    cluster.work_until(0, lambda: cluster.machine.requests["r"].kv is KvPlace.HOST)
 
-    floor.lose(0)
-    floor.lose(1)
-    assert floor.machine.requests["r"].instance is None
-    floor.start(0)
-    floor.settle()
+    cluster.lose(0)
+    cluster.lose(1)
+    assert cluster.machine.requests["r"].instance is None
+    cluster.start(0)
+    cluster.settle()
 
     assert life.outcome == FinishReason.LENGTH
     assert life.prefills == 1

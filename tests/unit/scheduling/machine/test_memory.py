@@ -19,85 +19,85 @@ from appliance.vocabulary import (
     RunTurn,
     TrimKv,
 )
-from tests.unit.doubles.floor import SLO, FloorDouble, shape
+from tests.unit.doubles.cluster import SLO, ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 
 
 def built(
     names: str, *, slabs: int, weight_slabs: int = 4, policy: str = "serverlessllm", **sizes: int
-) -> FloorDouble:
+) -> ClusterDouble:
     """One instance with every engine built; `sizes` are weights that differ from the others'."""
     models = {name: ModelDouble(sizes.get(name, weight_slabs), shape()) for name in names}
-    floor = FloorDouble(models, policy=policy, slabs=slabs)
-    floor.start()
-    floor.settle()
-    return floor
+    cluster = ClusterDouble(models, policy=policy, slabs=slabs)
+    cluster.start()
+    cluster.settle()
+    return cluster
 
 
-def serve(floor: FloorDouble, *names: str) -> None:
+def serve(cluster: ClusterDouble, *names: str) -> None:
     """One short request of each of these models, one after the other."""
     for name in names:
-        life = floor.ask(f"{name}-{floor.now}", name)
-        floor.settle()
+        life = cluster.ask(f"{name}-{cluster.now}", name)
+        cluster.settle()
         assert life.outcome == FinishReason.LENGTH
 
 
-def evicted(floor: FloorDouble) -> list[str]:
-    return [command.model for command in floor.commands(EvictModel)]
+def evicted(cluster: ClusterDouble) -> list[str]:
+    return [command.model for command in cluster.commands(EvictModel)]
 
 
-def until_turn_of(floor: FloorDouble, model: str) -> None:
-    floor.work_until(0, lambda: any(turn.model == model for turn in floor.commands(RunTurn)))
+def until_turn_of(cluster: ClusterDouble, model: str) -> None:
+    cluster.work_until(0, lambda: any(turn.model == model for turn in cluster.commands(RunTurn)))
 
 
 def test_weights_stay_while_there_is_room() -> None:
     """A model that is in place is not loaded again, and nobody is evicted without need."""
-    floor = built("ab", slabs=20)
+    cluster = built("ab", slabs=20)
 
-    serve(floor, "a", "b", "a", "b")
+    serve(cluster, "a", "b", "a", "b")
 
-    assert [command.model for command in floor.commands(LoadModel)] == ["a", "b"]
-    assert evicted(floor) == []
+    assert [command.model for command in cluster.commands(LoadModel)] == ["a", "b"]
+    assert evicted(cluster) == []
 
 
 def test_the_least_recently_used_goes_first() -> None:
     """Of idle models the one that ran longest ago makes room, and no more go than are needed."""
-    floor = built("abcd", slabs=15)
+    cluster = built("abcd", slabs=15)
 
-    serve(floor, "a", "b", "c", "a", "d")
-    assert evicted(floor) == ["b"]
-    serve(floor, "c", "b")
+    serve(cluster, "a", "b", "c", "a", "d")
+    assert evicted(cluster) == ["b"]
+    serve(cluster, "c", "b")
 
-    assert evicted(floor) == ["b", "a"]
+    assert evicted(cluster) == ["b", "a"]
 
 
 def test_idle_weights_go_before_those_that_run_again() -> None:
     """Weights of a model with requests stay when those of an idle one are enough."""
-    floor = built("abc", slabs=15, policy="aegaeon")
-    serve(floor, "c")
-    floor.ask("a1", "a", output=40)
-    until_turn_of(floor, "a")
+    cluster = built("abc", slabs=15, policy="aegaeon")
+    serve(cluster, "c")
+    cluster.ask("a1", "a", output=40)
+    until_turn_of(cluster, "a")
 
-    floor.ask("b1", "b", output=40)
-    until_turn_of(floor, "b")
+    cluster.ask("b1", "b", output=40)
+    until_turn_of(cluster, "b")
 
-    assert evicted(floor) == ["c"]
+    assert evicted(cluster) == ["c"]
 
 
 def test_the_model_that_runs_again_last_goes_first() -> None:
     """Among models with work, the one whose turn is farthest away makes room: under the rounds of
     a fixed order that is the one that has just run."""
-    floor = built("abcd", slabs=21, policy="aegaeon")
+    cluster = built("abcd", slabs=21, policy="aegaeon")
     for name in "abcd":
-        floor.ask(f"{name}1", name, output=60)
+        cluster.ask(f"{name}1", name, output=60)
 
-    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 8)
+    cluster.work_until(0, lambda: len(cluster.commands(RunTurn)) == 8)
 
-    rounds = [command.model for command in floor.commands(RunTurn)]
+    rounds = [command.model for command in cluster.commands(RunTurn)]
     assert rounds == list("abcd") * 2
     last_round = [
         [command.model for command in commands if isinstance(command, EvictModel)]
-        for _, _, commands in floor.journal
+        for _, _, commands in cluster.journal
         if any(isinstance(command, RunTurn) for command in commands)
     ][4:]
     assert any(last_round)
@@ -107,28 +107,28 @@ def test_the_model_that_runs_again_last_goes_first() -> None:
 
 def test_weights_go_before_kv() -> None:
     """Weights cost no copy to give up, so KV stays on the device as long as they are enough."""
-    floor = built("ab", slabs=20, weight_slabs=8, policy="aegaeon")
-    floor.ask("a1", "a", prompt=150, output=60)
-    until_turn_of(floor, "a")
+    cluster = built("ab", slabs=20, weight_slabs=8, policy="aegaeon")
+    cluster.ask("a1", "a", prompt=150, output=60)
+    until_turn_of(cluster, "a")
 
-    floor.ask("b1", "b", output=30)
-    until_turn_of(floor, "b")
+    cluster.ask("b1", "b", output=30)
+    until_turn_of(cluster, "b")
 
-    assert "a" in evicted(floor)
-    assert floor.commands(MoveKv) == []
+    assert "a" in evicted(cluster)
+    assert cluster.commands(MoveKv) == []
 
 
 def test_kv_goes_when_weights_are_not_enough() -> None:
     """What weights cannot free, KV of the models that are not running does, through the host
     tier, and it comes back without being computed again."""
-    floor = built("ab", slabs=20, weight_slabs=8, policy="aegaeon")
-    lives = [floor.ask(f"a{index}", "a", prompt=180, output=40) for index in range(2)]
-    until_turn_of(floor, "a")
+    cluster = built("ab", slabs=20, weight_slabs=8, policy="aegaeon")
+    lives = [cluster.ask(f"a{index}", "a", prompt=180, output=40) for index in range(2)]
+    until_turn_of(cluster, "a")
 
-    lives.append(floor.ask("b1", "b", output=30))
-    floor.settle()
+    lives.append(cluster.ask("b1", "b", output=30))
+    cluster.settle()
 
-    directions = {command.direction for command in floor.commands(MoveKv)}
+    directions = {command.direction for command in cluster.commands(MoveKv)}
     assert directions == {Direction.OUT, Direction.IN}
     assert all(life.outcome == FinishReason.LENGTH for life in lives)
     assert all(life.prefills == 1 for life in lives)
@@ -136,52 +136,52 @@ def test_kv_goes_when_weights_are_not_enough() -> None:
 
 def test_growth_is_granted_from_free_slabs() -> None:
     """A turn may map the KV its requests are going to need when nobody else needs the slabs."""
-    floor = built("a", slabs=40)
+    cluster = built("a", slabs=40)
 
-    floor.ask("r", "a", prompt=10, output=200)
-    until_turn_of(floor, "a")
+    cluster.ask("r", "a", prompt=10, output=200)
+    until_turn_of(cluster, "a")
 
-    assert floor.commands(RunTurn)[0].kv_slabs == shape().slabs(-(-210 // 16))
+    assert cluster.commands(RunTurn)[0].kv_slabs == shape().slabs(-(-210 // 16))
 
 
 def test_growth_costs_nobody_anything() -> None:
     """For growth alone no weights are evicted and no KV is swapped out."""
-    floor = built("ab", slabs=13)
-    serve(floor, "b")
+    cluster = built("ab", slabs=13)
+    serve(cluster, "b")
 
-    floor.ask("r", "a", prompt=10, output=200)
-    until_turn_of(floor, "a")
+    cluster.ask("r", "a", prompt=10, output=200)
+    until_turn_of(cluster, "a")
 
-    assert floor.commands(RunTurn)[-1].kv_slabs == 4
-    assert evicted(floor) == []
+    assert cluster.commands(RunTurn)[-1].kv_slabs == 4
+    assert evicted(cluster) == []
 
 
 def test_a_resident_batch_makes_way_for_one_that_waited_longer() -> None:
     """If the request whose turn it is does not fit beside its model's KV, that KV leaves."""
-    floor = built("a", slabs=4 + 8, policy="aegaeon")
-    lives = [floor.ask(f"r{index}", "a", prompt=150, output=40) for index in range(3)]
+    cluster = built("a", slabs=4 + 8, policy="aegaeon")
+    lives = [cluster.ask(f"r{index}", "a", prompt=150, output=40) for index in range(3)]
 
-    floor.settle()
+    cluster.settle()
 
     assert all(life.outcome == FinishReason.LENGTH for life in lives)
     assert all(life.prefills == 1 for life in lives)
-    ran = [turn.requests for turn in floor.commands(RunTurn)]
+    ran = [turn.requests for turn in cluster.commands(RunTurn)]
     assert {("r0",), ("r1",), ("r2",)} == set(ran)
 
 
 def test_the_next_model_is_prefetched_into_free_slabs() -> None:
     """While a model has a job, the weights of the next one come in beside it, and its own job
     finds them in place."""
-    floor = built("abc", slabs=40, policy="aegaeon")
-    floor.ask("a1", "a", output=40)
-    until_turn_of(floor, "a")
-    floor.ask("b1", "b", output=40)
-    floor.ask("c1", "c", output=40)
+    cluster = built("abc", slabs=40, policy="aegaeon")
+    cluster.ask("a1", "a", output=40)
+    until_turn_of(cluster, "a")
+    cluster.ask("b1", "b", output=40)
+    cluster.ask("c1", "c", output=40)
 
-    floor.settle()
+    cluster.settle()
 
-    assert [command.model for command in floor.commands(PrefetchModel)] == ["c"]
-    loads = [event for _, event, _ in floor.journal if isinstance(event, ModelLoaded)]
+    assert [command.model for command in cluster.commands(PrefetchModel)] == ["c"]
+    loads = [event for _, event, _ in cluster.journal if isinstance(event, ModelLoaded)]
     assert [(load.model, load.prefetched) for load in loads] == [
         ("a", False),
         ("b", False),
@@ -191,121 +191,121 @@ def test_the_next_model_is_prefetched_into_free_slabs() -> None:
 
 def test_a_prefetch_takes_the_place_of_idle_weights() -> None:
     """For a prefetch as many idle weights go as it needs, and none of a model with work."""
-    floor = built("abcde", slabs=18, policy="aegaeon")
-    serve(floor, "b", "c", "d")
-    floor.ask("a1", "a", output=40)
-    until_turn_of(floor, "a")
+    cluster = built("abcde", slabs=18, policy="aegaeon")
+    serve(cluster, "b", "c", "d")
+    cluster.ask("a1", "a", output=40)
+    until_turn_of(cluster, "a")
 
-    floor.ask("d1", "d", output=10)
-    floor.ask("e1", "e", output=10)
-    floor.work_until(0, lambda: bool(floor.commands(PrefetchModel)))
+    cluster.ask("d1", "d", output=10)
+    cluster.ask("e1", "e", output=10)
+    cluster.work_until(0, lambda: bool(cluster.commands(PrefetchModel)))
 
-    assert floor.commands(PrefetchModel) == [PrefetchModel(instance=0, model="e")]
-    assert evicted(floor) == ["b", "c"]
+    assert cluster.commands(PrefetchModel) == [PrefetchModel(instance=0, model="e")]
+    assert evicted(cluster) == ["b", "c"]
 
 
 def test_a_prefetch_takes_the_place_of_weights_needed_later() -> None:
     """If nothing else is there, a model that runs after the prefetched one makes room for it."""
-    floor = built("ade", slabs=14, policy="aegaeon")
-    serve(floor, "d")
-    floor.ask("a1", "a", output=40)
-    until_turn_of(floor, "a")
+    cluster = built("ade", slabs=14, policy="aegaeon")
+    serve(cluster, "d")
+    cluster.ask("a1", "a", output=40)
+    until_turn_of(cluster, "a")
 
-    floor.ask("d1", "d", output=10)
-    floor.ask("e1", "e", output=10)
-    floor.work_until(0, lambda: bool(floor.commands(PrefetchModel)))
+    cluster.ask("d1", "d", output=10)
+    cluster.ask("e1", "e", output=10)
+    cluster.work_until(0, lambda: bool(cluster.commands(PrefetchModel)))
 
-    assert floor.commands(PrefetchModel) == [PrefetchModel(instance=0, model="e")]
-    assert evicted(floor) == ["a"]
-    floor.settle()
-    assert floor.world.lives["a1"].outcome == FinishReason.LENGTH
+    assert cluster.commands(PrefetchModel) == [PrefetchModel(instance=0, model="e")]
+    assert evicted(cluster) == ["a"]
+    cluster.settle()
+    assert cluster.world.lives["a1"].outcome == FinishReason.LENGTH
 
 
 def test_a_prefetch_swaps_no_kv_out() -> None:
     """If only KV could make room for the next model, it is not prefetched."""
-    floor = built("abc", slabs=20, weight_slabs=4, policy="aegaeon", c=10)
-    floor.ask("a1", "a", prompt=150, output=40)
-    until_turn_of(floor, "a")
-    floor.ask("b1", "b", prompt=20, output=40)
-    floor.ask("c1", "c", prompt=20, output=40)
-    floor.work_until(0, lambda: floor.commands(RunPrefill)[-1].model == "b")
+    cluster = built("abc", slabs=20, weight_slabs=4, policy="aegaeon", c=10)
+    cluster.ask("a1", "a", prompt=150, output=40)
+    until_turn_of(cluster, "a")
+    cluster.ask("b1", "b", prompt=20, output=40)
+    cluster.ask("c1", "c", prompt=20, output=40)
+    cluster.work_until(0, lambda: cluster.commands(RunPrefill)[-1].model == "b")
 
-    assert floor.commands(PrefetchModel) == []
-    floor.settle()
-    assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())
+    assert cluster.commands(PrefetchModel) == []
+    cluster.settle()
+    assert all(life.outcome == FinishReason.LENGTH for life in cluster.world.lives.values())
 
 
 def test_one_prefetch_at_a_time() -> None:
     """While weights are on their way in beside a job, no others set out; the double insists."""
-    floor = built("abcdef", slabs=40, policy="aegaeon")
+    cluster = built("abcdef", slabs=40, policy="aegaeon")
     for name in "abcdef":
-        floor.ask(f"{name}1", name, output=40)
+        cluster.ask(f"{name}1", name, output=40)
 
-    floor.settle()
+    cluster.settle()
 
-    prefetched = [command.model for command in floor.commands(PrefetchModel)]
+    prefetched = [command.model for command in cluster.commands(PrefetchModel)]
     assert len(prefetched) >= 2
-    assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())
+    assert all(life.outcome == FinishReason.LENGTH for life in cluster.world.lives.values())
 
 
 def test_who_left_while_an_engine_was_built_was_not_preempted() -> None:
     """A request that is cancelled between two turns does not count as one that had to stop."""
-    floor = FloorDouble({name: ModelDouble(4, shape()) for name in "ab"}, policy="aegaeon")
-    floor.start()
-    floor.ask("a1", "a", output=40)
-    until_turn_of(floor, "a")
-    floor.ask("b1", "b", output=5)
-    floor.work_until(0, lambda: floor.commands(BuildModel)[-1].model == "b")
+    cluster = ClusterDouble({name: ModelDouble(4, shape()) for name in "ab"}, policy="aegaeon")
+    cluster.start()
+    cluster.ask("a1", "a", output=40)
+    until_turn_of(cluster, "a")
+    cluster.ask("b1", "b", output=5)
+    cluster.work_until(0, lambda: cluster.commands(BuildModel)[-1].model == "b")
 
-    floor.cancel("a1")
-    floor.settle()
+    cluster.cancel("a1")
+    cluster.settle()
 
-    assert floor.machine.preemptions == {"a": 0, "b": 0}
-    assert floor.world.lives["b1"].outcome == FinishReason.LENGTH
+    assert cluster.machine.preemptions == {"a": 0, "b": 0}
+    assert cluster.world.lives["b1"].outcome == FinishReason.LENGTH
 
 
-def caching(floor: FloorDouble) -> FloorDouble:
+def caching(cluster: ClusterDouble) -> ClusterDouble:
     """Its instances keep groups that nobody uses, as prefix cache."""
-    for instance in floor.up.values():
+    for instance in cluster.up.values():
         instance.caching = True
-    return floor
+    return cluster
 
 
 def test_cold_cache_goes_before_weights() -> None:
     """Prefix cache that nobody uses makes room first; nobody is evicted while it is enough."""
-    floor = caching(built("ab", slabs=16))
-    serve(floor, "a")
-    assert floor.machine.instances[0].ledger.cold == {"a": 2}
-    a = floor.ask("a1", "a", prompt=100)
-    floor.settle()
+    cluster = caching(built("ab", slabs=16))
+    serve(cluster, "a")
+    assert cluster.machine.instances[0].ledger.cold == {"a": 2}
+    a = cluster.ask("a1", "a", prompt=100)
+    cluster.settle()
     assert a.outcome == FinishReason.LENGTH
-    assert floor.machine.instances[0].ledger.cold == {"a": 4}
+    assert cluster.machine.instances[0].ledger.cold == {"a": 4}
 
-    floor.ask("b1", "b", prompt=200)
-    floor.settle()
+    cluster.ask("b1", "b", prompt=200)
+    cluster.settle()
 
-    (trim,) = floor.commands(TrimKv)
+    (trim,) = cluster.commands(TrimKv)
     assert (trim.model, trim.kv_slabs) == ("a", 0)
-    assert evicted(floor) == []
+    assert evicted(cluster) == []
 
 
 def test_a_prefetch_takes_cold_cache() -> None:
     """Weights that are wanted next come in where only cold cache was: of who ran longest ago, and
     no more than is needed."""
-    floor = caching(built("abcd", slabs=16))
-    floor.ask("c1", "c", prompt=200)
-    floor.settle()
-    instance = floor.machine.instances[0]
+    cluster = caching(built("abcd", slabs=16))
+    cluster.ask("c1", "c", prompt=200)
+    cluster.settle()
+    instance = cluster.machine.instances[0]
     instance.ledger.set_kv("d", 2, 2)
     assert instance.ledger.cold == {"c": 8, "d": 2}
-    floor.machine.requests["b1"] = RequestState(
+    cluster.machine.requests["b1"] = RequestState(
         spec=RequestSpec(id="b1", model="b", prompt_tokens=1, max_tokens=1, slo=SLO),
         arrived=0.0,
         progressed=0.0,
     )
-    instance.queue(floor.machine.requests["b1"], None)
+    instance.queue(cluster.machine.requests["b1"], None)
 
-    trim, prefetch = floor.machine.residency.prefetch(instance, "a", "b")
+    trim, prefetch = cluster.machine.residency.prefetch(instance, "a", "b")
 
     assert (trim, prefetch) == (
         TrimKv(instance=0, model="d", kv_slabs=0),
@@ -316,57 +316,57 @@ def test_a_prefetch_takes_cold_cache() -> None:
 
 def test_a_prefetch_nobody_wants_any_more_is_stopped() -> None:
     """Weights on their way in for requests that are gone are evicted when the next job begins."""
-    floor = built("abc", slabs=20)
-    instance, double = floor.machine.instances[0], floor.up[0]
+    cluster = built("abc", slabs=20)
+    instance, double = cluster.machine.instances[0], cluster.up[0]
     instance.ledger.begin_load("c", 4)
     instance.engines["c"].to_stage(Engine.LOADING, "c")
     double.engines["c"].loaded = double.loading["c"] = True
 
-    floor.ask("a1", "a")
+    cluster.ask("a1", "a")
 
-    assert evicted(floor) == ["c"]
-    floor.settle()
-    assert floor.machine.instances[0].ledger.weights.keys() == {"a"}
+    assert evicted(cluster) == ["c"]
+    cluster.settle()
+    assert cluster.machine.instances[0].ledger.weights.keys() == {"a"}
 
 
 def test_places_of_who_is_given_up_come_back() -> None:
     """A request that ends with the worker that was bringing its KV in holds nothing."""
-    floor = built("ab", slabs=15, policy="aegaeon")
+    cluster = built("ab", slabs=15, policy="aegaeon")
     for name in ("a1", "b1", "a2", "b2"):
-        floor.ask(name, name[0], prompt=100, output=100)
+        cluster.ask(name, name[0], prompt=100, output=100)
 
     def arriving() -> list[RequestState]:
-        found = floor.machine.requests.values()
+        found = cluster.machine.requests.values()
         return [request for request in found if request.kv is KvPlace.ARRIVING]
 
-    floor.work_until(0, lambda: bool(arriving()))
-    for request in floor.machine.requests.values():
+    cluster.work_until(0, lambda: bool(arriving()))
+    for request in cluster.machine.requests.values():
         request.losses = MAX_REQUEST_LOSSES - 1  # the worker died under them before
 
-    floor.lose(0)
+    cluster.lose(0)
 
-    assert floor.machine._zombies == {}
-    floor.start()
-    floor.settle()
-    assert floor.machine.host.kv_slabs == 0
+    assert cluster.machine._zombies == {}
+    cluster.start()
+    cluster.settle()
+    assert cluster.machine.host.kv_slabs == 0
 
 
 def test_places_are_kept_while_they_are_read() -> None:
     """KV of a request that is cancelled on its way in keeps its places until it has arrived."""
-    floor = built("ab", slabs=15, policy="aegaeon")
+    cluster = built("ab", slabs=15, policy="aegaeon")
     for name in ("a1", "b1", "a2", "b2"):
-        floor.ask(name, name[0], prompt=100, output=100)
+        cluster.ask(name, name[0], prompt=100, output=100)
 
     def arriving() -> list[MoveKv]:
-        return [c for c in floor.commands(MoveKv) if c.direction is Direction.IN]
+        return [c for c in cluster.commands(MoveKv) if c.direction is Direction.IN]
 
-    floor.work_until(0, lambda: bool(arriving()))
+    cluster.work_until(0, lambda: bool(arriving()))
     name = arriving()[0].moves[0].request
-    places = floor.machine.requests[name].host_offsets
+    places = cluster.machine.requests[name].host_offsets
 
-    floor.cancel(name)
+    cluster.cancel(name)
 
-    assert floor.machine._zombies[name] == (0, places)
-    floor.settle()
-    assert floor.machine._zombies == {}
-    assert floor.machine.host.kv_slabs == 0
+    assert cluster.machine._zombies[name] == (0, places)
+    cluster.settle()
+    assert cluster.machine._zombies == {}
+    assert cluster.machine.host.kv_slabs == 0

@@ -30,7 +30,7 @@ from appliance.vocabulary import (
     Ticked,
     TurnEnded,
 )
-from tests.unit.doubles.floor import SLO, FloorDouble, shape
+from tests.unit.doubles.cluster import SLO, ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 from tests.unit.plugins.whimsical import Whimsical
 
@@ -48,7 +48,7 @@ def models(count: int) -> dict[str, ModelDouble]:
     }
 
 
-class BusyFloor(RuleBasedStateMachine):
+class BusyCluster(RuleBasedStateMachine):
     """Anything may happen at any time; books balance, promises hold, and in the end all end."""
 
     @initialize(
@@ -76,7 +76,7 @@ class BusyFloor(RuleBasedStateMachine):
         steps: int,
         max_batch: int,
     ) -> None:
-        self.floor = FloorDouble(
+        self.cluster = ClusterDouble(
             models(count),
             policy="aegaeon" if policy == WHIMSICAL else policy,
             stranger=Whimsical(seed) if policy == WHIMSICAL else None,
@@ -99,11 +99,11 @@ class BusyFloor(RuleBasedStateMachine):
         self.whims = policy == WHIMSICAL
         self.rosters: dict[int, tuple[int, tuple[frozenset[str], ...]]] = {}
         """What each instance was seen with last: its roster, and who is in which group or batch."""
-        self.floor.start()
+        self.cluster.start()
         self.tune()
 
     def tune(self) -> None:
-        for instance in self.floor.up.values():
+        for instance in self.cluster.up.values():
             instance.fragmentation = self.fragmentation
             instance.caching = self.caching
             instance.steps_per_turn = self.steps
@@ -115,37 +115,37 @@ class BusyFloor(RuleBasedStateMachine):
         kind=st.sampled_from(RequestClass),
     )
     def ask(self, data: st.DataObject, prompt: int, output: int, kind: RequestClass) -> None:
-        model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
+        model = data.draw(st.sampled_from(sorted(self.cluster.world.models)))
         limit = data.draw(st.integers(output, 100)) if output else 0  # its prompt is embedded
         name = f"r{self.asked}"
-        self.floor.ask(name, model, prompt=prompt, output=output, limit=limit, kind=kind)
+        self.cluster.ask(name, model, prompt=prompt, output=output, limit=limit, kind=kind)
         self.asked += 1
 
     @rule(seconds=st.sampled_from([0.002, 1.5]))
     def wait(self, seconds: float) -> None:
         """Time passes; whoever asked to be woken is."""
-        self.floor.now += seconds
-        self.floor.tell(Ticked())
+        self.cluster.now += seconds
+        self.cluster.tell(Ticked())
 
     @rule(policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32), whim=st.booleans())
     def change_policy(self, policy: str, seed: int, whim: bool) -> None:
         """Another stack answers from now on."""
         self.whims |= whim
-        self.floor.set_policy([policy], Whimsical(seed) if whim else None)
+        self.cluster.set_policy([policy], Whimsical(seed) if whim else None)
 
-    @precondition(lambda self: self.floor.machine.models)
+    @precondition(lambda self: self.cluster.machine.models)
     @rule(data=st.data(), wanted=st.booleans())
     def want_or_dismiss(self, data: st.DataObject, wanted: bool) -> None:
         """An operator wants a model on a device, or off all of them."""
-        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
-        self.floor.tell(ModelWanted(model=model) if wanted else ModelDismissed(model=model))
+        model = data.draw(st.sampled_from(sorted(self.cluster.machine.models)))
+        self.cluster.tell(ModelWanted(model=model) if wanted else ModelDismissed(model=model))
 
-    @precondition(lambda self: self.floor.machine.models)
+    @precondition(lambda self: self.cluster.machine.models)
     @rule(data=st.data(), pinned=st.booleans(), draining=st.booleans())
     def change_model(self, data: st.DataObject, pinned: bool, draining: bool) -> None:
         """An operator has a model kept, or let go, and take requests, or none."""
-        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
-        self.floor.tell(
+        model = data.draw(st.sampled_from(sorted(self.cluster.machine.models)))
+        self.cluster.tell(
             ModelChanged(model=model, slo=SLO, batch_slo=SLO, pinned=pinned, draining=draining)
         )
 
@@ -153,122 +153,122 @@ class BusyFloor(RuleBasedStateMachine):
     def add_model(self, pick: int, floor_slabs: int, pinned: bool) -> None:
         """A model joins, perhaps one that was there before, if its name is free."""
         name = f"m{pick}"
-        if name not in self.floor.machine.models:
-            pins = {n for n, model in self.floor.machine.models.items() if model.pinned}
-            self.floor.add(name, models(7)[name], floor_slabs, pinned=pinned and not pins)
-            self.floor.world.unreadable.discard(name)
+        if name not in self.cluster.machine.models:
+            pins = {n for n, model in self.cluster.machine.models.items() if model.pinned}
+            self.cluster.add(name, models(7)[name], floor_slabs, pinned=pinned and not pins)
+            self.cluster.world.unreadable.discard(name)
 
-    @precondition(lambda self: len(self.floor.machine.models) > 1)
+    @precondition(lambda self: len(self.cluster.machine.models) > 1)
     @rule(data=st.data())
     def remove_model(self, data: st.DataObject) -> None:
         """A model leaves, whatever it does."""
-        model = data.draw(st.sampled_from(sorted(self.floor.machine.models)))
-        if model not in self.floor.machine.leaving:
-            self.floor.tell(ModelRemoved(model=model))
+        model = data.draw(st.sampled_from(sorted(self.cluster.machine.models)))
+        if model not in self.cluster.machine.leaving:
+            self.cluster.tell(ModelRemoved(model=model))
 
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 30))
     def work(self, number: int, pieces: int) -> None:
         for _ in range(pieces):
-            self.floor.work(number)
+            self.cluster.work(number)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.floor.cancel(f"r{data.draw(st.integers(0, self.asked - 1))}")
+        self.cluster.cancel(f"r{data.draw(st.integers(0, self.asked - 1))}")
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), reads=st.booleans())
     def stall_or_read_on(self, data: st.DataObject, reads: bool) -> None:
         """A client takes nothing, or takes what was made."""
         name = f"r{data.draw(st.integers(0, self.asked - 1))}"
-        self.floor.read_on(name) if reads else self.floor.stall(name)
+        self.cluster.read_on(name) if reads else self.cluster.stall(name)
 
-    @precondition(lambda self: self.floor.up)
+    @precondition(lambda self: self.cluster.up)
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        self.end_worker(data.draw(st.sampled_from(sorted(self.floor.up))))
+        self.end_worker(data.draw(st.sampled_from(sorted(self.cluster.up))))
 
     def end_worker(self, number: int) -> None:
         self.dying.discard(number)
-        self.floor.lose(number)
+        self.cluster.lose(number)
         self.losses += 1
 
     @rule(data=st.data(), at_once=st.booleans())
     def quarantine(self, data: st.DataObject, at_once: bool) -> None:
         """An instance is taken out of service, up or not; its worker ends sooner or later."""
-        number = data.draw(st.sampled_from(sorted(self.floor.machine.instances)))
-        self.floor.quarantine(number)
-        self.emptied |= self.floor.machine.floor.all_quarantined()
-        if number in self.floor.up:
+        number = data.draw(st.sampled_from(sorted(self.cluster.machine.instances)))
+        self.cluster.quarantine(number)
+        self.emptied |= self.cluster.machine.cluster.all_quarantined()
+        if number in self.cluster.up:
             self.dying.add(number)
             if at_once:
                 self.end_worker(number)
 
     @rule(number=st.integers(0, 2))
     def release(self, number: int) -> None:
-        if number in self.floor.machine.instances:
-            self.floor.release(number)
+        if number in self.cluster.machine.instances:
+            self.cluster.release(number)
 
-    @precondition(lambda self: not self.floor.world.unreadable)
+    @precondition(lambda self: not self.cluster.world.unreadable)
     @rule(data=st.data())
     def lose_files(self, data: st.DataObject) -> None:
         """From now on the model can be loaded only from an image in the host tier."""
-        model = data.draw(st.sampled_from(sorted(self.floor.world.models)))
-        self.floor.world.unreadable.add(model)
+        model = data.draw(st.sampled_from(sorted(self.cluster.world.models)))
+        self.cluster.world.unreadable.add(model)
 
-    @precondition(lambda self: self.asked and self.floor.up)
+    @precondition(lambda self: self.asked and self.cluster.up)
     @rule(data=st.data())
     def defer(self, data: st.DataObject) -> None:
         """A prompt will not fit, once, though its room was granted."""
         name = f"r{data.draw(st.integers(0, self.asked - 1))}"
-        self.floor.up[data.draw(st.sampled_from(sorted(self.floor.up)))].deferring.add(name)
+        self.cluster.up[data.draw(st.sampled_from(sorted(self.cluster.up)))].deferring.add(name)
 
     @rule(number=st.integers(0, 2))
     def swap_ends(self, number: int) -> None:
         """A swap outwards is over before anybody waits for it."""
-        instance = self.floor.up.get(number)
+        instance = self.cluster.up.get(number)
         for event in [] if instance is None else instance.end_leaving():
-            self.floor.tell(event)
+            self.cluster.tell(event)
 
     @rule(number=st.integers(0, 2))
     def come_back(self, number: int) -> None:
-        instance = self.floor.machine.instances.get(number)
+        instance = self.cluster.machine.instances.get(number)
         if instance is not None and instance.quarantine is None and not instance.up:
-            self.floor.start(number)
+            self.cluster.start(number)
             self.tune()
 
     @invariant()
     def nobody_is_lost(self) -> None:
         """The machine knows exactly the requests that have no outcome."""
-        open_lives = {n for n, life in self.floor.world.lives.items() if life.outcome is None}
-        assert set(self.floor.machine.requests) == open_lives
+        open_lives = {n for n, life in self.cluster.world.lives.items() if life.outcome is None}
+        assert set(self.cluster.machine.requests) == open_lives
 
     @invariant()
     def no_work_is_given_to_the_quarantined(self) -> None:
         """Of what an event ordered, nothing begins on an instance that is out of service, nor on
         one that was released while its worker was still being ended."""
-        for command in self.floor.journal[-1][2] if self.floor.journal else []:
+        for command in self.cluster.journal[-1][2] if self.cluster.journal else []:
             if isinstance(command, BuildModel | RunPrefill | RunTurn | PrefetchModel):
-                assert self.floor.machine.instances[command.instance].quarantine is None
+                assert self.cluster.machine.instances[command.instance].quarantine is None
                 assert command.instance not in self.dying
 
     @invariant()
     def who_waits_could_be_served(self) -> None:
         """Nobody waits for instances that all are out of service and without a worker."""
-        waiting = [r for r in self.floor.machine.requests.values() if r.stage is Stage.UNPLACED]
-        assert not waiting or not self.floor.machine.floor.all_quarantined()
+        waiting = [r for r in self.cluster.machine.requests.values() if r.stage is Stage.UNPLACED]
+        assert not waiting or not self.cluster.machine.cluster.all_quarantined()
 
     @invariant()
     def every_wait_has_a_reason(self) -> None:
         """Who is in no job can say why, and that changes nothing."""
-        for request in self.floor.machine.requests.values():
-            reason = wait_reason(self.floor.machine, request, self.floor.now)
+        for request in self.cluster.machine.requests.values():
+            reason = wait_reason(self.cluster.machine, request, self.cluster.now)
             assert reason is not None or request.stage in (Stage.RUNNING, Stage.PREFILLING)
 
     @invariant()
     def who_is_held_is_in_nobody_s_way(self) -> None:
         """It is in no batch, and its KV is on no device, or on its way from there."""
-        for request in self.floor.machine.requests.values():
+        for request in self.cluster.machine.requests.values():
             if request.stage is Stage.HELD:
                 assert request.stalled
                 assert request.batch is None
@@ -278,12 +278,12 @@ class BusyFloor(RuleBasedStateMachine):
     def preempted_is_not_recomputed(self) -> None:
         """Without losses a prompt is computed once, however often its request is preempted."""
         if not self.losses:
-            assert all(life.prefills <= 1 for life in self.floor.world.lives.values())
+            assert all(life.prefills <= 1 for life in self.cluster.world.lives.values())
 
     @invariant()
     def a_roster_tells_who_came_or_went(self) -> None:
         """Whoever derived something from it has to look again only if it is another."""
-        for number, instance in self.floor.machine.instances.items():
+        for number, instance in self.cluster.machine.instances.items():
             holders = [*instance.groups, *instance.batches.values()]
             members = tuple(frozenset(holder.members) for holder in holders)
             roster, before = self.rosters.get(number, (-1, ()))
@@ -291,23 +291,23 @@ class BusyFloor(RuleBasedStateMachine):
             self.rosters[number] = instance.roster, members
 
     def teardown(self) -> None:
-        if not hasattr(self, "floor"):
+        if not hasattr(self, "cluster"):
             return
         for number in sorted(self.dying):
             self.end_worker(number)
-        for number in self.floor.machine.instances:
-            self.floor.release(number)
+        for number in self.cluster.machine.instances:
+            self.cluster.release(number)
             self.come_back(number)
-        self.floor.settle()
-        while self.floor.machine.foreman.host_queue:  # who is held keeps nobody from that
+        self.cluster.settle()
+        while self.cluster.machine.dispatcher.host_queue:  # who is held keeps nobody from that
             self.wait(1.5)
-            assert self.floor.settle()
-        held = dict(self.floor.machine.requests)
+            assert self.cluster.settle()
+        held = dict(self.cluster.machine.requests)
         assert all(request.stage is Stage.HELD for request in held.values())
         for name in held:
-            self.floor.read_on(name)
-        self.floor.settle()
-        assert not self.floor.machine.requests
+            self.cluster.read_on(name)
+        self.cluster.settle()
+        assert not self.cluster.machine.requests
         ended = {"stop", "length"}
         allowed = (
             ended
@@ -317,23 +317,23 @@ class BusyFloor(RuleBasedStateMachine):
         )
         if self.losses >= MAX_BUILD_LOSSES:
             allowed.add("model_failed")
-        unreadable = self.floor.world.unreadable
-        for life in self.floor.world.lives.values():
+        unreadable = self.cluster.world.unreadable
+        for life in self.cluster.world.lives.values():
             failed = {"model_failed"} if life.model in unreadable else set()
             assert life.outcome in allowed | failed
             done = life.prefills > 0 if life.pooled else life.produced == life.output_tokens
             assert (life.outcome in ended) == done
-        assert self.floor.machine.host.kv_slabs == 0
-        assert not self.floor.machine._zombies
-        assert not self.floor.machine.leaving
-        for instance in self.floor.machine.instances.values():
-            assert instance.engines.keys() == self.floor.machine.models.keys()
+        assert self.cluster.machine.host.kv_slabs == 0
+        assert not self.cluster.machine._zombies
+        assert not self.cluster.machine.leaving
+        for instance in self.cluster.machine.instances.values():
+            assert instance.engines.keys() == self.cluster.machine.models.keys()
 
 
 def test_anything_may_happen() -> None:
     """Random arrivals, work, cancellations, losses and returns break no promise."""
     run_state_machine_as_test(
-        BusyFloor,
+        BusyCluster,
         settings=settings(
             max_examples=100,
             stateful_step_count=40,
@@ -350,17 +350,17 @@ def test_no_request_starves(policy: str, seed: int, instances: int) -> None:
     """Between two steps of a request that could run, no more happens than one round: at most one
     turn and one group of prompts of every model on its instance (serverlessllm: until the others
     are done)."""
-    floor = FloorDouble(models(5), policy=policy, instances=instances, slabs=24, host_slabs=300)
-    floor.start()
+    cluster = ClusterDouble(models(5), policy=policy, instances=instances, slabs=24, host_slabs=300)
+    cluster.start()
     for index in range(30):
         pick = (seed >> (index % 24)) + index
-        floor.ask(f"r{index}", f"m{pick % 5}", prompt=1 + pick % 60, output=5 + pick % 30)
-    floor.settle()
-    assert not floor.machine.requests
+        cluster.ask(f"r{index}", f"m{pick % 5}", prompt=1 + pick % 60, output=5 + pick % 30)
+    cluster.settle()
+    assert not cluster.machine.requests
     if policy == "serverlessllm":
         return
     waits: dict[str, int] = {}
-    for _, event, commands in floor.journal:
+    for _, event, commands in cluster.journal:
         if isinstance(event, TurnEnded):
             for name in waits:
                 waits[name] += 1
@@ -369,23 +369,23 @@ def test_no_request_starves(policy: str, seed: int, instances: int) -> None:
                 for name in command.requests:
                     assert waits.pop(name, 0) <= 3 * 5 * instances
                     waits[name] = 0
-        waits = {n: w for n, w in waits.items() if n in floor.world.lives}
+        waits = {n: w for n, w in waits.items() if n in cluster.world.lives}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_replay_gives_the_same_commands(policy: str) -> None:
     """The machine depends on nothing but events and their times."""
-    floor = FloorDouble(models(5), policy=policy, instances=2, slabs=24)
-    floor.start()
+    cluster = ClusterDouble(models(5), policy=policy, instances=2, slabs=24)
+    cluster.start()
     for index in range(40):
-        floor.ask(f"r{index}", f"m{index % 5}", prompt=index + 1, output=1 + index * 7 % 50)
-        floor.work(index % 2)
+        cluster.ask(f"r{index}", f"m{index % 5}", prompt=index + 1, output=1 + index * 7 % 50)
+        cluster.work(index % 2)
         if index == 20:
-            floor.lose(1)
-            floor.start(1)
-    floor.settle()
-    again = FloorDouble(models(5), policy=policy, instances=2, slabs=24).machine
+            cluster.lose(1)
+            cluster.start(1)
+    cluster.settle()
+    again = ClusterDouble(models(5), policy=policy, instances=2, slabs=24).machine
 
-    replayed = [again.handle(event, now) for now, event, _ in floor.journal]
+    replayed = [again.handle(event, now) for now, event, _ in cluster.journal]
 
-    assert replayed == [commands for _, _, commands in floor.journal]
+    assert replayed == [commands for _, _, commands in cluster.journal]

@@ -24,7 +24,7 @@ from appliance.vocabulary import (
     TokenCount,
     TokensProduced,
 )
-from tests.unit.doubles.floor import FloorDouble, shape
+from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 
 
@@ -32,17 +32,17 @@ def small(count: int = 2, weight_slabs: int = 4) -> dict[str, ModelDouble]:
     return {name: ModelDouble(weight_slabs, shape()) for name in "abcdef"[:count]}
 
 
-def ready_floor(**options: Any) -> FloorDouble:
+def ready_cluster(**options: Any) -> ClusterDouble:
     """One instance with every engine built and nothing to do."""
-    floor = FloorDouble(small(), **options)
-    floor.start()
-    floor.settle()
-    return floor
+    cluster = ClusterDouble(small(), **options)
+    cluster.start()
+    cluster.settle()
+    return cluster
 
 
-def at(floor: FloorDouble, name: str, stage: Stage, kv: KvPlace) -> Callable[[], bool]:
+def at(cluster: ClusterDouble, name: str, stage: Stage, kv: KvPlace) -> Callable[[], bool]:
     def there() -> bool:
-        request = floor.machine.requests[name]
+        request = cluster.machine.requests[name]
         return request.stage is stage and request.kv is kv
 
     return there
@@ -50,35 +50,35 @@ def at(floor: FloorDouble, name: str, stage: Stage, kv: KvPlace) -> Callable[[],
 
 def test_an_unknown_model_is_refused() -> None:
     """A request for a model that is not in the catalogue is rejected at once."""
-    floor = ready_floor()
+    cluster = ready_cluster()
 
-    life = floor.ask("r", "nobody")
+    life = cluster.ask("r", "nobody")
 
     assert life.outcome == "model_not_found"
-    assert floor.settle() == 0
+    assert cluster.settle() == 0
 
 
 @pytest.mark.parametrize(("limit", "outcome"), [(236, "stop"), (237, "context_length_exceeded")])
 def test_the_context_is_a_limit(limit: int, outcome: str) -> None:
     """Prompt and new tokens may fill the model's context to the last token, and not one more."""
-    floor = ready_floor()
+    cluster = ready_cluster()
 
-    life = floor.ask("r", "a", prompt=20, output=5, limit=limit)
-    floor.settle()
+    life = cluster.ask("r", "a", prompt=20, output=5, limit=limit)
+    cluster.settle()
 
     assert life.outcome == outcome
 
 
 def test_tokens_and_outcomes_of_strangers_are_ignored() -> None:
     """Reports about requests that ended before change nothing and order nothing."""
-    floor = ready_floor()
+    cluster = ready_cluster()
     token = TokenCount(request="ghost", count=1)
 
-    assert floor.tell(TokensProduced(instance=0, model="a", tokens=(token,))) == []
-    assert floor.tell(RequestFailed(instance=0, model="a", request="ghost", reason="?")) == []
-    floor.cancel("ghost")
+    assert cluster.tell(TokensProduced(instance=0, model="a", tokens=(token,))) == []
+    assert cluster.tell(RequestFailed(instance=0, model="a", request="ghost", reason="?")) == []
+    cluster.cancel("ghost")
 
-    assert floor.journal[-1][2] == []
+    assert cluster.journal[-1][2] == []
 
 
 def test_an_unknown_event_is_an_error() -> None:
@@ -88,31 +88,31 @@ def test_an_unknown_event_is_an_error() -> None:
         pass
 
     with pytest.raises(TypeError, match="Eclipse"):
-        ready_floor().machine.handle(Eclipse(), 1.0)
+        ready_cluster().machine.handle(Eclipse(), 1.0)
 
 
 def test_an_event_that_contradicts_the_books_is_an_error() -> None:
     """A prompt reported as computed twice is an illegal transition, not a second life."""
-    floor = ready_floor()
-    floor.ask("r", "a", output=50)
-    floor.work_until(0, lambda: bool(floor.commands(RunTurn)))
-    again = next(event for _, event, _ in floor.journal if isinstance(event, PrefillDone))
+    cluster = ready_cluster()
+    cluster.ask("r", "a", output=50)
+    cluster.work_until(0, lambda: bool(cluster.commands(RunTurn)))
+    again = next(event for _, event, _ in cluster.journal if isinstance(event, PrefillDone))
 
     with pytest.raises(IllegalTransition):
-        floor.machine.handle(again, floor.now)
+        cluster.machine.handle(again, cluster.now)
 
-    assert floor.machine.requests["r"].stage is Stage.RUNNING
+    assert cluster.machine.requests["r"].stage is Stage.RUNNING
 
 
 def test_a_request_is_cancelled_before_any_instance_is_up() -> None:
     """A request nobody could take yet ends like any other."""
-    floor = FloorDouble(small())
+    cluster = ClusterDouble(small())
 
-    life = floor.ask("r", "a")
-    floor.cancel("r")
+    life = cluster.ask("r", "a")
+    cluster.cancel("r")
 
     assert life.outcome == FinishReason.CANCELLED
-    assert floor.commands(Release) == []
+    assert cluster.commands(Release) == []
 
 
 @pytest.mark.parametrize(
@@ -131,156 +131,160 @@ def test_cancelled_in_any_stage(stage: Stage, kv: KvPlace) -> None:
     """A cancelled request ends at once wherever it is, its workers forget it, no memory stays
     taken, and everybody else comes to an end."""
     models = {name: ModelDouble(8, shape()) for name in "ab"}
-    floor = FloorDouble(models)
-    floor.start()
-    floor.settle()
-    others = [floor.ask("first", "a", output=1)]
-    victim = floor.ask("victim", "a", prompt=180, output=40)
+    cluster = ClusterDouble(models)
+    cluster.start()
+    cluster.settle()
+    others = [cluster.ask("first", "a", output=1)]
+    victim = cluster.ask("victim", "a", prompt=180, output=40)
     others += [
-        floor.ask("a2", "a", prompt=180, output=40),
-        floor.ask("b1", "b", prompt=100, output=40),
-        floor.ask("b2", "b", prompt=100, output=40),
+        cluster.ask("a2", "a", prompt=180, output=40),
+        cluster.ask("b1", "b", prompt=100, output=40),
+        cluster.ask("b2", "b", prompt=100, output=40),
     ]
-    floor.work_until(0, at(floor, "victim", stage, kv))
+    cluster.work_until(0, at(cluster, "victim", stage, kv))
 
-    floor.cancel("victim")
+    cluster.cancel("victim")
 
-    commands = floor.journal[-1][2]
+    commands = cluster.journal[-1][2]
     assert commands[:2] == [
         Finish(request="victim", reason=FinishReason.CANCELLED),
         Release(instance=0, model="a", request="victim"),
     ]
-    floor.settle()
+    cluster.settle()
     assert victim.outcome == FinishReason.CANCELLED
     assert all(life.outcome == FinishReason.LENGTH for life in others)
-    assert floor.machine.requests == {}
-    assert floor.machine.host.kv_slabs == 0
+    assert cluster.machine.requests == {}
+    assert cluster.machine.host.kv_slabs == 0
 
 
-def two_partitions() -> FloorDouble:
+def two_partitions() -> ClusterDouble:
     """One instance that prefills and one that decodes."""
-    floor = FloorDouble(small(), instances=2)
-    floor.start()
-    floor.settle()
-    return floor
+    cluster = ClusterDouble(small(), instances=2)
+    cluster.start()
+    cluster.settle()
+    return cluster
 
 
 def test_places_being_written_come_free_when_the_move_has_ended() -> None:
     """A request cancelled while its KV leaves keeps its places in the host tier till the move is
     over: its worker is writing there."""
-    floor = two_partitions()
-    floor.ask("r", "a")
-    floor.work_until(0, at(floor, "r", Stage.READY, KvPlace.LEAVING))
+    cluster = two_partitions()
+    cluster.ask("r", "a")
+    cluster.work_until(0, at(cluster, "r", Stage.READY, KvPlace.LEAVING))
 
-    floor.cancel("r")
+    cluster.cancel("r")
 
-    assert floor.machine.host.kv_slabs > 0
-    floor.settle()
-    assert floor.machine.host.kv_slabs == 0
+    assert cluster.machine.host.kv_slabs > 0
+    cluster.settle()
+    assert cluster.machine.host.kv_slabs == 0
 
 
 def test_places_being_written_come_free_when_the_instance_is_lost() -> None:
     """If the worker that was writing dies instead, nobody writes there any more."""
-    floor = two_partitions()
-    floor.ask("r", "a")
-    floor.work_until(0, at(floor, "r", Stage.READY, KvPlace.LEAVING))
-    floor.cancel("r")
+    cluster = two_partitions()
+    cluster.ask("r", "a")
+    cluster.work_until(0, at(cluster, "r", Stage.READY, KvPlace.LEAVING))
+    cluster.cancel("r")
 
-    floor.lose(1)
-    assert floor.machine.host.kv_slabs > 0
-    floor.lose(0)
+    cluster.lose(1)
+    assert cluster.machine.host.kv_slabs > 0
+    cluster.lose(0)
 
-    assert floor.machine.host.kv_slabs == 0
+    assert cluster.machine.host.kv_slabs == 0
 
 
 def test_a_worker_refuses_a_request() -> None:
     """A request that the engine does not take is rejected with the engine's reason."""
-    floor = ready_floor()
-    life = floor.ask("r", "a")
+    cluster = ready_cluster()
+    life = cluster.ask("r", "a")
 
-    commands = floor.tell(
+    commands = cluster.tell(
         RequestFailed(instance=0, model="a", request="r", reason="top_k is too large")
     )
 
     assert commands[0] == Reject(request="r", code="request_failed", message="top_k is too large")
-    floor.settle()
+    cluster.settle()
     assert life.outcome == "request_failed"
-    assert floor.machine.host.kv_slabs == 0
+    assert cluster.machine.host.kv_slabs == 0
 
 
-def defer_prefill(floor: FloorDouble) -> None:
+def defer_prefill(cluster: ClusterDouble) -> None:
     """The worker finds no room for the prompt that it was about to compute."""
-    order = floor.up[0].queue.pop()
+    order = cluster.up[0].queue.pop()
     assert isinstance(order, RunPrefill)
-    floor.tell(PrefillDeferred(instance=0, model=order.model, request=order.request, kv_slabs=0))
+    cluster.tell(PrefillDeferred(instance=0, model=order.model, request=order.request, kv_slabs=0))
 
 
 def test_a_deferred_prompt_is_first_in_line() -> None:
     """A prompt that did not fit is tried again before those behind it."""
-    floor = ready_floor()
-    floor.ask("r1", "a")
-    floor.ask("r2", "a")
-    floor.work_until(0, lambda: len(floor.up[0].queue) == 1)
+    cluster = ready_cluster()
+    cluster.ask("r1", "a")
+    cluster.ask("r2", "a")
+    cluster.work_until(0, lambda: len(cluster.up[0].queue) == 1)
 
-    defer_prefill(floor)
-    floor.settle()
+    defer_prefill(cluster)
+    cluster.settle()
 
-    assert [command.request for command in floor.commands(RunPrefill)] == ["r1", "r1", "r2"]
-    assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())
+    assert [command.request for command in cluster.commands(RunPrefill)] == ["r1", "r1", "r2"]
+    assert all(life.outcome == FinishReason.LENGTH for life in cluster.world.lives.values())
 
 
 def test_a_deferred_prompt_of_a_cancelled_request_is_forgotten() -> None:
     """Nobody computes a prompt again for a client that left."""
-    floor = ready_floor()
-    floor.ask("r1", "a")
-    floor.work_until(0, lambda: len(floor.up[0].queue) == 1)
-    floor.cancel("r1")
+    cluster = ready_cluster()
+    cluster.ask("r1", "a")
+    cluster.work_until(0, lambda: len(cluster.up[0].queue) == 1)
+    cluster.cancel("r1")
 
-    defer_prefill(floor)
-    floor.settle()
+    defer_prefill(cluster)
+    cluster.settle()
 
-    assert len(floor.commands(RunPrefill)) == 1
-    assert floor.machine.host.kv_slabs == 0
+    assert len(cluster.commands(RunPrefill)) == 1
+    assert cluster.machine.host.kv_slabs == 0
 
 
 def test_one_token_is_a_whole_answer() -> None:
     """A request that ends with its first token never gets a turn."""
-    floor = ready_floor()
+    cluster = ready_cluster()
 
-    life = floor.ask("r", "a", output=1)
-    floor.settle()
+    life = cluster.ask("r", "a", output=1)
+    cluster.settle()
 
     assert life.outcome == FinishReason.LENGTH
-    assert floor.commands(RunTurn) == []
+    assert cluster.commands(RunTurn) == []
 
 
 def test_requests_wait_for_the_host_tier_in_order() -> None:
     """Who needs much of a full host tier is not overtaken by those who need little."""
-    floor = FloorDouble(small(1), policy="serverlessllm", instances=2, host_slabs=4 + 8)
-    floor.start()
-    floor.settle()
-    floor.ask("first", "a", prompt=200, output=40)
-    floor.work_until(0, lambda: floor.up[0].turn is not None)
-    floor.ask("big", "a", prompt=200, output=40)
-    floor.ask("little", "a")
-    floor.work_until(0, lambda: len(floor.commands(RunTurn)) == 2)
-    assert [command.request for command in floor.commands(RunPrefill)] == ["first"]
+    cluster = ClusterDouble(small(1), policy="serverlessllm", instances=2, host_slabs=4 + 8)
+    cluster.start()
+    cluster.settle()
+    cluster.ask("first", "a", prompt=200, output=40)
+    cluster.work_until(0, lambda: cluster.up[0].turn is not None)
+    cluster.ask("big", "a", prompt=200, output=40)
+    cluster.ask("little", "a")
+    cluster.work_until(0, lambda: len(cluster.commands(RunTurn)) == 2)
+    assert [command.request for command in cluster.commands(RunPrefill)] == ["first"]
 
-    floor.settle()
+    cluster.settle()
 
-    assert [command.request for command in floor.commands(RunPrefill)] == ["first", "big", "little"]
-    assert all(life.outcome == FinishReason.LENGTH for life in floor.world.lives.values())
+    assert [command.request for command in cluster.commands(RunPrefill)] == [
+        "first",
+        "big",
+        "little",
+    ]
+    assert all(life.outcome == FinishReason.LENGTH for life in cluster.world.lives.values())
 
 
 def test_too_long_for_the_host_tier() -> None:
     """A request whose KV could never be swapped out is rejected; those behind it are served."""
-    floor = FloorDouble(small(), host_slabs=8 + 2)
-    floor.start()
-    floor.settle()
-    long = [floor.ask(f"long{index}", "a", prompt=90, output=7) for index in range(3)]
-    fits = floor.ask("fits", "a", prompt=90, output=6)
+    cluster = ClusterDouble(small(), host_slabs=8 + 2)
+    cluster.start()
+    cluster.settle()
+    long = [cluster.ask(f"long{index}", "a", prompt=90, output=7) for index in range(3)]
+    fits = cluster.ask("fits", "a", prompt=90, output=6)
 
-    floor.settle()
+    cluster.settle()
 
     assert [life.outcome for life in long] == ["kv_too_large"] * 3
     assert fits.outcome == FinishReason.LENGTH
@@ -288,22 +292,22 @@ def test_too_long_for_the_host_tier() -> None:
 
 def test_very_many_requests_too_long_for_the_host_tier() -> None:
     """However many of them wait for an engine, each is rejected when it is there."""
-    floor = FloorDouble(small(1), host_slabs=4 + 2)
-    floor.start()
-    lives = [floor.ask(f"r{index}", "a", prompt=90, output=7) for index in range(1200)]
+    cluster = ClusterDouble(small(1), host_slabs=4 + 2)
+    cluster.start()
+    lives = [cluster.ask(f"r{index}", "a", prompt=90, output=7) for index in range(1200)]
 
-    floor.settle()
+    cluster.settle()
 
     assert {life.outcome for life in lives} == {"kv_too_large"}
 
 
 def test_arrivals_preempt_once() -> None:
     """A turn that is to end is not told so again."""
-    floor = ready_floor()
-    floor.ask("r1", "a", output=50)
-    floor.work_until(0, lambda: floor.up[0].turn is not None)
+    cluster = ready_cluster()
+    cluster.ask("r1", "a", output=50)
+    cluster.work_until(0, lambda: cluster.up[0].turn is not None)
 
-    floor.ask("r2", "a")
-    floor.ask("r3", "a")
+    cluster.ask("r2", "a")
+    cluster.ask("r3", "a")
 
-    assert len(floor.commands(Preempt)) == 1
+    assert len(cluster.commands(Preempt)) == 1

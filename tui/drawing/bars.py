@@ -9,8 +9,8 @@ from rich.cells import cell_len, set_cell_size
 from textual import events
 from textual.message import Message
 
-from tui.amounts import duration
-from tui.canvas import Canvas, Line, plain
+from tui.drawing.amounts import duration
+from tui.drawing.canvas import Canvas, Line, plain
 from tui.messages import Source
 from tui.view import Sight, View
 

@@ -11,9 +11,9 @@ from appliance.hookspecs import hookimpl
 from appliance.scheduling.policy_api import (
     Admitted,
     BatchLimits,
+    ClusterView,
     DecodingView,
     Fleet,
-    FloorView,
     InstanceView,
     Migration,
     Phase,
@@ -25,14 +25,14 @@ from appliance.scheduling.policy_api import (
 from appliance.vocabulary import InstanceId, ModelName, Role
 
 PLAN_SHARE = 0.2
-"""Places and classes stay for a while; a floor that changes every second serves nobody."""
+"""Places and classes stay for a while; a cluster that changes every second serves nobody."""
 SHARE = 0.5
 """Of the other questions that it answers."""
 
 T = TypeVar("T")
 
 
-class Dice:
+class RandomPolicy:
     """Every hook. The same seed and questions make the same answers, in every process."""
 
     def __init__(self, seed: int) -> None:
@@ -41,23 +41,23 @@ class Dice:
         self._fleet: Fleet | None = None
 
     @hookimpl
-    def place(self, floor: FloorView) -> Sequence[Placement] | None:
+    def place(self, cluster: ClusterView) -> Sequence[Placement] | None:
         """All of them on the first instance, some on the others."""
         if self._dice.random() < PLAN_SHARE:
-            names = [model.name for model in floor.models]
+            names = [model.name for model in cluster.models]
             self._placements = [
                 Placement(
                     role=self._dice.choice(list(Role)),
                     models=frozenset(self._some(names)) if view.id else None,
                 )
-                for view in floor.instances
+                for view in cluster.instances
             ]
         return self._placements
 
     @hookimpl
-    def scale(self, floor: FloorView) -> Fleet | None:
+    def scale(self, cluster: ClusterView) -> Fleet | None:
         if self._dice.random() < PLAN_SHARE:
-            count = len(floor.instances)
+            count = len(cluster.instances)
             mixed = self._dice.randint(1, count)
             batch = self._dice.randint(0, count - mixed)
             interactive = self._dice.randint(0, count - mixed - batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from appliance.conformance.dice import Dice
+from appliance.conformance.random_policy import RandomPolicy
 from appliance.conformance.scenes import SCENES, Question, Scene, play
 from appliance.hookspecs import HOOKS
 from appliance.plugins.aegaeon import Aegaeon
@@ -28,7 +28,7 @@ def questions(hook: str) -> list[Question]:
 @cache
 def asked(scene: Scene) -> tuple[Question, ...]:
     """Questions of a scene, in the order of time; of each kind as many, evenly taken."""
-    stack = PolicyStack({"dice": Dice(seed=len(scene.name)), "built-in": Aegaeon()})
+    stack = PolicyStack({"dice": RandomPolicy(seed=len(scene.name)), "built-in": Aegaeon()})
     heard: list[Question] = []
 
     def answer(question: Question) -> object:

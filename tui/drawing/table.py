@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 from textual import events
 from textual.app import ComposeResult
 
-from tui.canvas import Canvas, Line
+from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
 from tui.view import Sight, View
 

@@ -19,7 +19,7 @@ RETRY_SECONDS: Final = 5.0
 log = logging.getLogger("appliance.batches")
 
 
-class Scribe:
+class BatchWriter:
     """Takes records of a batch until it is stopped. While the disk does not take them (it is full,
     say), whoever has one waits."""
 

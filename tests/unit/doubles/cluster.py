@@ -12,7 +12,7 @@ from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
-from appliance.scheduling.policy_api import FloorView, InstanceView, Policy
+from appliance.scheduling.policy_api import ClusterView, InstanceView, Policy
 from appliance.service.policy_report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
     Command,
@@ -55,7 +55,7 @@ def shape(group_blocks: int = 4, group_slabs: int = 2, block_bytes: int = 300) -
 class Watchful:
     """Passes questions on, after a look at every view: it has to be what a fresh one would be."""
 
-    def __init__(self, double: FloorDouble, stack: PolicyStack) -> None:
+    def __init__(self, double: ClusterDouble, stack: PolicyStack) -> None:
         self._double = double
         self.stack = stack
 
@@ -63,7 +63,7 @@ class Watchful:
         def ask(*arguments: object) -> object:
             for argument in arguments:
                 views = argument if isinstance(argument, list) else [argument]
-                if isinstance(argument, FloorView):
+                if isinstance(argument, ClusterView):
                     views = list(argument.instances)
                 for view in views:
                     if isinstance(view, InstanceView):
@@ -83,7 +83,7 @@ def fresh_view(machine: Machine, number: int) -> InstanceView:
         part.view = None
     for batch in instance.batches.values():
         batch.last_view = None
-    view = machine.floor.view(instance)
+    view = machine.cluster.view(instance)
     for part, old in zip(parts, shown, strict=True):
         part.view = old  # type: ignore[assignment]
     for batch, old_view in zip(instance.batches.values(), last, strict=True):
@@ -106,7 +106,7 @@ def installed() -> dict[str, Callable[[], object]]:
     return {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
 
 
-class FloorDouble:
+class ClusterDouble:
     """`models` on `instances` instances of `slabs` slabs each, and a host tier of `host_slabs`.
 
     Time advances by a millisecond per event. Every command and event is kept, in order.
@@ -275,7 +275,7 @@ class FloorDouble:
         done = 0
         while any([self.work(number) for number in list(self.up)]):
             done += 1
-            assert done < limit, "the floor never comes to rest"
+            assert done < limit, "the cluster never comes to rest"
         return done
 
     def commands(self, kind: type[C]) -> list[C]:

@@ -1,0 +1,1 @@
+"""What views are drawn with: amounts, bars, curves, tables, colours."""
