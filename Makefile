@@ -120,6 +120,7 @@ generate: $(VENV)/.appliance ## Write the files that come from the schema, the h
 	$(BIN)/appliance config docs > docs/configuration.md
 	$(BIN)/appliance policy docs > docs/hooks.md
 	$(BIN)/python -m appliance.cli.docs.metrics > docs/metrics.md
+	$(BIN)/python -m appliance.cli.docs.states docs/architecture.md
 	$(BIN)/python -m appliance.frontend.openapi > appliance/api/openapi/inference.json
 
 results: $(VENV)/.dev ## Play the papers' tables in the lab and write docs/results.md

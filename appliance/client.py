@@ -62,7 +62,7 @@ def connect(url: str) -> httpx.Client:
 
 
 def own_key() -> str | None:
-    """The key that whoever calls has in the environment. Ends the command if it is none."""
+    """The key in the environment of the command. Ends the command if it cannot be a key."""
     key = os.environ.get(KEY_VARIABLE) or None
     if key is not None and not key.isascii():
         fail(f"${KEY_VARIABLE} is no API key: there are only ASCII characters in one", 2)

@@ -272,7 +272,7 @@ def make_admin_server(
     server: Server, config: Config, front_ends: FrontEnds | None = None
 ) -> AdminServer | None:
     """The application of `server` on the admin socket, which listens from now on; None if it is to
-    have none, or nobody said where and another daemon is there.
+    have none, or if no path is configured and another daemon uses the default one.
 
     Raises `AdminSocketError`.
     """

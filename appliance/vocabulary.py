@@ -122,7 +122,7 @@ class WaitCode(StrEnum):
     """Other requests of its model are computed on its instance."""
     QUEUE = "queue"
     """Its instance computes nothing: who is before it waits for something else."""
-    READER = "reader"
+    SLOW_CLIENT = "slow_client"
     """Its client takes nothing of what was made for it."""
     TURN = "turn"
     """The appliance is full, and its API key has its turn later."""

@@ -112,7 +112,7 @@ class Busy:
             "models": {
                 name: {"model": name, "state": "loaded", "running": 1, "waiting": 2,
                        "residency": {str(n): "stored" for n in range(INSTANCES)},
-                       "lately": {"attainment": 0.98, "ttft_p50_seconds": 0.3}}
+                       "window": {"attainment": 0.98, "ttft_p50_seconds": 0.3}}
                 for name in self._names
             },
             "requests": {f"chat-{n}": self._request(n, now) for n in range(REQUESTS)},
@@ -135,7 +135,7 @@ class Busy:
         return {
             "models": {name: {"output_tokens": self._tokens[name]} for name in some},
             "instances": {
-                str(n): {"model": self._model(), "computing_seconds": now, "switches": int(now)}
+                str(n): {"model": self._model(), "busy_seconds": now, "switches": int(now)}
                 for n in range(INSTANCES)
             },
             "requests": {

@@ -285,7 +285,7 @@ class Dashboard(App[None]):
         self.show_view(message.view)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Some keys belong to whoever lies over the view, or is being typed in."""
+        """Some keys belong to a screen over the view, or to an input that has the focus."""
         if action == "next_view":
             return self._keys_are_ours
         if action in ("prompt", "numbered_view"):

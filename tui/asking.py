@@ -35,7 +35,7 @@ class Asking:
         self._under_way: set[str] = set()
 
     def due(self, asks: Iterable[Ask], now: float) -> list[Ask]:
-        """Those to be asked now; whoever takes them calls `ended` for each."""
+        """Those to be asked now; the caller calls `ended` for each."""
         found = []
         for ask in asks:
             before = self._asked_at.get(ask.path)

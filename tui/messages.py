@@ -41,7 +41,7 @@ class Part(StrEnum):
     DATA = "data"
     """An event of it, as the API tells it."""
     REMARK = "remark"
-    """`text`, for whoever reads the stream itself."""
+    """`text`, for readers of the stream itself."""
 
 
 class Piece(NamedTuple):

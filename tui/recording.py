@@ -107,8 +107,8 @@ class Replay:
             yield Message(self._clock(), kind, data)
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
-        raise Refused("this is a recording: there is nobody to ask")
+        raise Refused("this is a recording: there is no daemon to ask")
 
     async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
-        raise Refused("this is a recording: there is nobody to talk to")
+        raise Refused("this is a recording: there is no daemon to talk to")
         yield

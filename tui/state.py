@@ -22,7 +22,7 @@ SAME_START_SECONDS = 1.0
 """A daemon's start is told by its age, and so never twice the same to the last digit."""
 
 COUNTED = {
-    "instances": ("switches", "computing_seconds", "moved_bytes"),
+    "instances": ("switches", "busy_seconds", "moved_bytes"),
     "models": ("output_tokens",),
 }
 """Members of the rows that only go up."""

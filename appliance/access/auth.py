@@ -138,10 +138,10 @@ class Caller:
         return self.key is None or self.key.allows(model)
 
 
-NOBODY: Final = Caller()
-"""Whoever reaches an appliance that has no keys, and the appliance itself."""
+KEYLESS: Final = Caller()
+"""The caller without a key: a client of an appliance without keys, and the appliance itself."""
 
-current: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+current: ContextVar[Caller] = ContextVar("caller", default=KEYLESS)
 """Who asks, while a request is answered."""
 
 
@@ -164,8 +164,8 @@ class Access:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` measures rates, `wall_clock` tells the end of keys. With `open_metrics` nobody
-        needs a key for the metrics."""
+        """`clock` measures rates, `wall_clock` tells the end of keys. With `open_metrics` the
+        metrics need no key."""
         self.clock = clock
         self.wall_clock = wall_clock
         self.keys = keys
@@ -223,7 +223,7 @@ class Access:
         """Who is meant by what the appliance does later for the key of this hash, "" for somebody
         who needed none; None if that key is not valid any more."""
         if not owner:
-            return NOBODY
+            return KEYLESS
         key = None if self.keys is None else self.keys.known(owner, self.wall_clock())
         if key is None or KeyScope.INFER not in key.scopes:
             return None
@@ -239,14 +239,14 @@ class Access:
         caller.bill.clear()
 
     def use_of(self, key: Key) -> KeyUse | None:
-        """What a key has had; None if nobody has shown it since the daemon began."""
+        """What a key has had; None if no client has presented it since the daemon began."""
         meter = self._meters.get(key.sha256)
         if meter is None:
             return None
         return msgspec.structs.replace(self.metrics.use(key.name), live=meter.live)
 
     def is_open(self, path: str) -> bool:
-        """Whether nobody needs a key for an endpoint."""
+        """Whether an endpoint needs no key."""
         return scope_of(path) is None or (path == _METRICS and self._open_metrics)
 
     def _check_local(self, asking: Asking) -> None:
@@ -372,7 +372,7 @@ def _is_local(address: str) -> bool:
 def _with_slo(asking: Asking, meter: Meter | None) -> Caller:
     header = asking.headers.get(SLO_HEADER)
     if header is None:
-        return NOBODY if meter is None else Caller(meter)
+        return KEYLESS if meter is None else Caller(meter)
     if meter is not None and not meter.key.slo:
         raise Forbidden(f"{SLO_HEADER}: not allowed by the API key", SLO_HEADER)
     return Caller(meter, _asked_slo(header))

@@ -1,9 +1,10 @@
-"""Who goes next when the appliance is full: a bounded queue for each key, fair in tokens.
+"""Which request goes next when the appliance is full: a bounded queue for each key, fair in tokens.
 
 The virtual token counter of "Fairness in Serving Large Language Models" (OSDI 2024): every key has
 a counter of the tokens it was served, prompts when they leave the queue and outputs as they come,
-and the one that was served least goes next. A key that begins to wait is lifted to where the others
-are, so that nobody saves up for later; when nobody waits any more, all is forgotten.
+and the one that was served least goes next. The counter of a key that begins to wait is raised to
+the level of the others, so that no key saves credit for later; when no request waits any more, all
+counters are deleted.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class FairQueue(Generic[_Item]):
         return True
 
     def peek(self) -> tuple[Hashable, _Item] | None:
-        """Who goes next, and for which key; None if nobody waits."""
+        """The key and the item that go next; None if no item waits."""
         if not self._waiting:
             return None
         key = min(self._waiting, key=self._served.__getitem__)

@@ -1,7 +1,7 @@
 """API keys: what each allows, kept as hashes in a file that is read again when it changes.
 
-A key is 256 random bits, shown once. The file holds its SHA-256: nobody finds a preimage of that by
-trying, so a slow password hash would protect nothing and cost every request time.
+A key is 256 random bits, shown once. The file holds its SHA-256: no attacker finds a preimage of
+that by trying, so a slow password hash would protect nothing and cost every request time.
 """
 
 from __future__ import annotations
@@ -238,10 +238,10 @@ class KeyFile:
     def _write(self, keys: list[Key]) -> None:
         self._check(keys)
         data = msgspec.json.format(msgspec.json.encode(_Keys(keys=keys)), indent=2)
-        if len(data) > MAX_FILE_BYTES:  # nobody could read it
+        if len(data) > MAX_FILE_BYTES:  # it could not be read back
             raise KeysError(
                 f"{self.path}: would be larger than {MAX_FILE_BYTES} bytes: "
-                "name fewer models, or revoke keys that nobody needs"
+                "name fewer models, or revoke keys that are not needed"
             )
         temporary = None
         try:
@@ -329,8 +329,8 @@ class KeyRing:
         return key
 
     def known(self, sha256: str, now: float) -> Key | None:
-        """The key of this hash, if there is one and the Unix time `now` is before its end. Nobody
-        has shown that they have it."""
+        """The key of this hash, if there is one and the Unix time `now` is before its end. No
+        client has proved that it has the key."""
         self._refresh()
         key = self._keys.get(sha256)
         return None if key is None or key.expired(now) else key

@@ -100,7 +100,7 @@ def _shown(instance: InstanceActivity, key: Key) -> InstanceActivity:
 
 
 def _known(sizes: Mapping[str, int], key: Key) -> dict[str, int]:
-    """Sizes by owner, of nobody and of the models that the key knows."""
+    """Sizes by owner, without those of models that the key does not know."""
     return {
         owner: size
         for owner, size in sizes.items()

@@ -1,11 +1,11 @@
-"""Deletes the files of models that were removed: not before nobody reads them, and not half.
+"""Deletes the files of removed models: completely, and only when no process reads them any more.
 
     FOLDER, marked (.FOLDER.delete) --rename--> .FOLDER.gone --> nothing
 
 A mark beside the folder says that it is to go, from before the model is removed until the folder is
 set aside. If the daemon ends meanwhile, the next one finds either, and finishes what was begun. The
-mark is of that folder as it was: not of another one that got its name since, nor of one that
-somebody has put files into. Whoever wants the folder takes the mark back.
+mark is of that folder as it was: not of another one that got its name since, nor of one to which
+files were added since. If the folder is needed again, `take_back` removes the mark.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def take_back(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Nobody finds the folder any more, nor half of it; the mark is gone. Raises `OSError`, also if
-    it is not what was marked."""
+    """Rename the folder, so that no reader finds it or a part of it, and remove the mark. Raises
+    `OSError`, also if it is not what was marked."""
     aside = _beside(folder, _ASIDE)
     if aside.exists():  # of a deletion that failed
         shutil.rmtree(aside)

@@ -217,8 +217,8 @@ def _verified(model: str, path: Path, tell: Tell) -> CatalogEntry:
 
 
 def _drop_foreign_sums(part: Path) -> None:
-    """Of checksums, keep those of files that were not left out: whoever compares them later finds
-    all that they name."""
+    """Of checksums, keep those of files that were not left out, so that a later comparison finds
+    all files that they name."""
     try:
         sums = read_sums(part)
     except CheckpointError:

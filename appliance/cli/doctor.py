@@ -348,7 +348,7 @@ class Daemon(NamedTuple):
 
     url: str
     ready: bool | None = None
-    """None: nobody answers, or it is not the appliance."""
+    """None: no process answers, or it is not the appliance."""
     reasons: tuple[str, ...] = ()
     """Why not, in both cases."""
     answers: bool = False
@@ -357,7 +357,7 @@ class Daemon(NamedTuple):
 
     @classmethod
     def find(cls, config: Config) -> Daemon:
-        """On its admin socket, where nobody needs a key, or else on TCP."""
+        """On its admin socket, which needs no key, or else on TCP."""
         path = admin_path(config.api.admin_socket)
         if path is not None and path.is_socket():
             found = cls._at(f"{UNIX}{path}")

@@ -11,7 +11,7 @@ import click
 
 VARIABLE: Final = "APPLIANCE_CONFIG"
 PLACES: Final = (Path("etc/appliance.toml"), Path("/etc/appliance/appliance.toml"))
-"""Where it is looked for if nobody says where it is: in a working copy, then what is installed."""
+"""Where it is looked for if no path is given: in a working copy, then what is installed."""
 
 
 def default_config() -> Path:

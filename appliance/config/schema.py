@@ -532,7 +532,7 @@ class Model(Section, kw_only=True):
     ] = 1024
     pin: Annotated[
         bool,
-        Meta(description="Keep its weights in the host cache, whoever else wants the room."),
+        Meta(description="Keep its weights in the host cache, even if other models need the room."),
     ] = False
     verify: Annotated[
         bool,

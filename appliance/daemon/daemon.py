@@ -650,7 +650,7 @@ class Daemon:
             self._forget_models()
 
     def _note_failures(self) -> None:
-        """Models that are not served from now on, whoever found that out."""
+        """Report models that are not served from now on, however the failure was found."""
         found = self.machine.failed
         for model in found.keys() - self._failed - set(self.machine.leaving):
             log.error("model %s cannot be served: %s", model, found[model])

@@ -26,7 +26,7 @@ _Answer: TypeAlias = asyncio.Future[object]
 
 
 class GuideUnanswered(Exception):
-    """Nobody said in time whether a guide can be compiled; trying again makes sense."""
+    """The workers did not say in time whether a guide can be compiled; a retry makes sense."""
 
 
 class GuideChecks:
@@ -57,7 +57,7 @@ class GuideChecks:
     async def _all_could(
         self, instances: Sequence[InstanceId], model: ModelName, body: bytes
     ) -> bool:
-        """Whether they compiled it, or nobody was asked; not so if all of them died."""
+        """Whether they compiled it, or none was asked; False if all of their workers died."""
         self._asked += 1
         number = self._asked
         answers: dict[InstanceId, _Answer] = {}

@@ -40,7 +40,7 @@ class Served(Protocol):
     async def stop(self) -> None: ...
 
     def progresses(self) -> bool:
-        """Whether ending this process would help nobody."""
+        """Whether ending this process would help no request."""
 
     def summary(self) -> str:
         """How things stand, in a few words."""

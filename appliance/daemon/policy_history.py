@@ -119,7 +119,7 @@ class PolicyWatch:
         return False
 
     def _place_of(self, happening: PolicyHappening) -> int | None:
-        """Where the same fault is noted, if nobody changed anything since."""
+        """Where the same fault is noted, if only faults were noted since."""
         for place in reversed(range(len(self._happenings))):
             known = self._happenings[place]
             if known.what is not Happening.FAULT or happening.what is not Happening.FAULT:

@@ -82,8 +82,8 @@ class Quarantine:
                 self.impose(number, reason)
 
     def stillborn(self, number: InstanceId, deaths: int) -> None:
-        """A worker died before it was up, so often in a row. Where nobody else serves, it may be
-        everybody's trouble, and is tried again."""
+        """A worker died before it was up, so often in a row. If no other instance serves, the
+        cause may affect all instances, and the worker is started again."""
         now = self._clock()
         if deaths == 1:
             self._stillborn_since[number] = now

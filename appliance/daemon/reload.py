@@ -204,7 +204,7 @@ class LiveConfig:
             return Removal(model=name, live=live, files=folder is not None)
 
     async def finish_deletions(self) -> None:
-        """Delete the files that an earlier daemon was to delete, and nobody has since."""
+        """Delete the files that an earlier daemon was to delete, if they still exist."""
         if folder := self._running.catalog.folder:
             models = self._running.models
             wanted = lambda left: any(_has(model, left.resolve()) for model in models)  # noqa: E731
@@ -276,7 +276,7 @@ class LiveConfig:
         return True
 
     async def _delete(self, name: ModelName, folder: Path, gone: asyncio.Event) -> None:
-        """Delete a model's files when nobody reads them any more, nor will."""
+        """Delete a model's files when no process reads them any more or will read them."""
         await gone.wait()
         try:
             async with self._changing:
@@ -584,8 +584,8 @@ def _written(value: object) -> str:
 
 
 async def _in_thread(act: Callable[[], T]) -> T:
-    """What `act` returns or raises. Nobody waits for its thread when the daemon ends, which would
-    take as long as a download."""
+    """What `act` returns or raises. The daemon does not wait for its thread when it ends: that
+    could take as long as a download."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

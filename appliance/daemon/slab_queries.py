@@ -25,7 +25,7 @@ class _Question:
 
 
 class SlabQuestions:
-    """The questions that are open, one for each instance at most: whoever asks meanwhile gets the
+    """The open questions, at most one for each instance: a caller that asks meanwhile gets the
     same answer. Used on one event loop."""
 
     def __init__(
@@ -47,7 +47,7 @@ class SlabQuestions:
         elif now - question.asked_seconds >= ANSWER_SECONDS:  # the worker may have missed it
             question.asked_seconds = now
             self._send(instance, frames.TellSlabs())
-        # Who leaves, or waited for long enough, takes the answer from nobody else.
+        # A caller that is cancelled or times out does not cancel the answer for other callers.
         await asyncio.wait([question.answer], timeout=ANSWER_SECONDS)
         if not question.answer.done():
             raise SlabsUnanswered(f"instance {instance} did not answer in {ANSWER_SECONDS:g} s")
@@ -56,7 +56,7 @@ class SlabQuestions:
         return question.answer.result()
 
     def answered(self, message: frames.SlabsTold) -> None:
-        """A worker answers: whoever waits is told, and whoever asks next asks anew."""
+        """A worker answers: the waiting callers get the answer, and the next caller asks again."""
         question = self._open.pop(message.instance, None)
         if question is not None:
             question.answer.set_result(message.slabs)

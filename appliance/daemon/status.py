@@ -82,7 +82,7 @@ class InstanceActivities:
             pool_high_water_bytes=0 if report is None else report.high_water_slabs * size,
             runtime_bytes=self._runtime_slabs * size,
             prefetched=self._switches.prefetched(instance.id),
-            computing_seconds=work.computing_seconds,
+            busy_seconds=work.busy_seconds,
             switches=work.switches,
             moved_bytes=dict(work.moved_bytes),
             gpus=()
@@ -157,7 +157,7 @@ class ModelActivities:
             draining=spec.draining,
             wanted=name in self._machine.dispatcher.wishes,
             output_tokens=0 if pace is None else pace.output_tokens,
-            lately=None if pace is None else pace.lately(self._clock()),
+            window=None if pace is None else pace.window(self._clock()),
             terms=ModelTerms(
                 slo=spec.slo,
                 batch_slo=spec.batch_slo,

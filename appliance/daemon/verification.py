@@ -1,9 +1,9 @@
 """Asking workers whether the weights on their devices are what the master images say.
 
 Each call is a question to every instance, all at the same time; a worker answers between two jobs.
-Images come and go meanwhile, and an engine keeps comparing with the slabs it was told of, whoever
-has them now. So a verdict counts only if the same version of the image was there when the question
-was put and when its answer came.
+Images come and go meanwhile, and an engine keeps comparing with the slabs that it was given, even
+if another image has them now. So a verdict counts only if the same version of the image was there
+when the question was put and when its answer came.
 """
 
 from __future__ import annotations

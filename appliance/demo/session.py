@@ -77,7 +77,7 @@ async def recorded(url: str, path: Path) -> AsyncIterator[Session]:
 
 
 async def _newest_event(source: Connection) -> int:
-    """What has happened last, as the daemon says to whoever begins to follow it."""
+    """The number of the newest event, as the daemon reports it to a new follower."""
     async with aclosing(source.follow()) as messages:  # type: ignore[type-var]
         async for message in messages:
             if message.kind is Kind.STATE:

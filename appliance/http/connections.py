@@ -4,12 +4,12 @@ uvicorn bounds only how long a connection may be idle between two requests. Here
 
 - a request's head has to be whole in time, and its body has to come on: else 408, where nothing was
   answered yet, and the end of the connection;
-- who offers another protocol is served as if it had not (`appliance.http.upgrades`);
+- a client that offers another protocol is served as if it had not (`appliance.http.upgrades`);
 - what is around a body (a head, the sizes of chunks, trailers) is bounded, too: 431;
-- who does not take what is sent is noticed soon, as the system is given little to keep, and in the
-  end loses the connection, and with it what is being made for it;
-- all requests of a connection that is lost hear of that. uvicorn tells only the last one; with
-  several sent at once (pipelining) an earlier one is being answered, and would go on for nobody.
+- a client that does not read what is sent is detected soon, because the system may buffer only
+  little for it; in the end its connection is closed, and its requests end;
+- all requests of a lost connection are notified. uvicorn notifies only the last one; with several
+  sent at once (pipelining) an earlier one is being answered, and would go on without a client.
 
 Where it is we who keep a client waiting (an earlier answer is under way, a body is not read yet)
 its time does not run out. The event loop looks for bytes before it looks at the time: a loop that
@@ -209,7 +209,7 @@ class Connection(HttpToolsProtocol):
             what = "head" if self._awaited is Awaited.HEAD else "body"
             self._refuse(ApiError(408, f"the request's {what} did not come in time", code="slow"))
         else:
-            self.transport.close()  # whoever sent nothing expects no answer
+            self.transport.close()  # a client that sent nothing expects no answer
 
     def _all_answered(self) -> bool:
         return all(one.response_complete for one in self.unanswered)
@@ -240,7 +240,7 @@ class Connection(HttpToolsProtocol):
         return False  # to WebSockets: there are none
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Reached by CONNECT alone: what follows is no request, and has nobody to go to."""
+        """Reached by CONNECT alone: what follows is no request, and no handler takes it."""
         told = "CONNECT is for proxies, and this is none; ask for a path"
         none = {"allow": ""}  # of what has no path (RFC 9110, 10.2.1)
         self._refuse(ApiError(405, told, code="not_a_proxy", headers=none))

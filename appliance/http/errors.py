@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 from litestar.exceptions import HTTPException
@@ -97,24 +98,31 @@ _TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
+_AS_THEY_ARE: Final[tuple[tuple[type[BaseException], int, str, str | None], ...]] = (
+    (ModelNotFound, 404, "model_not_found", "model"),
+    (FilesLeft, 404, "files_left", "model"),
+    (ModelExists, 409, "model_exists", "name"),
+    (InstanceNotFound, 404, "instance_not_found", "number"),
+    (RequestNotFound, 404, "request_not_found", "id"),
+    (CheckpointError, 422, "checkpoint", "path"),
+    (PullError, 422, "checkpoint", "path"),
+    (KeyNotFound, 404, "key_not_found", "name"),
+    (NothingPrevious, 409, "nothing_previous", None),
+)
+"""Errors whose messages are answered as they are: status, code, and the field that is wrong."""
+
+
 def as_api_error(error: BaseException) -> ApiError:
-    """The answer to `error`; one that nobody foresaw is logged and answered without its details."""
+    """The answer to `error`; an unexpected one is logged and answered without its details."""
+    for kind, status, named, field in _AS_THEY_ARE:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), param=field, code=named)
     match error:
         case ApiError():
             return error
-        case ModelNotFound():
-            return ApiError(404, str(error), param="model", code="model_not_found")
-        case FilesLeft():
-            return ApiError(404, str(error), param="model", code="files_left")
-        case ModelExists():
-            return ApiError(409, str(error), param="name", code="model_exists")
-        case InstanceNotFound():
-            return ApiError(404, str(error), param="number", code="instance_not_found")
         case SlabsUnanswered():
             message = f"{error}; try again later"
             return ApiError(503, message, code="slabs_unanswered", headers={"Retry-After": "1"})
-        case RequestNotFound():
-            return ApiError(404, str(error), param="id", code="request_not_found")
         case QueueFull() | ModelQueueFull():
             seconds = str(max(1, round(error.retry_after_seconds)))
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
@@ -129,12 +137,8 @@ def as_api_error(error: BaseException) -> ApiError:
         case ConfigError():
             key = error.problems[0].key
             return ApiError(422, "; ".join(map(str, error.problems)), param=key, code="config")
-        case CheckpointError() | PullError():
-            return ApiError(422, str(error), param="path", code="checkpoint")
         case NotSaved():
             return ApiError(409, f"{error}; nothing was changed", code="not_saved")
-        case KeyNotFound():
-            return ApiError(404, str(error), param="name", code="key_not_found")
         case KeyExists():
             message = f"{error}; take another name, or revoke it first"
             return ApiError(409, message, param="name", code="key_exists")
@@ -142,8 +146,6 @@ def as_api_error(error: BaseException) -> ApiError:
             return BadRequest(str(error), error.field)
         case KeysError():
             return ApiError(409, f"{error}; nothing was changed", code="not_saved")
-        case NothingPrevious():
-            return ApiError(409, str(error), code="nothing_previous")
         case PolicyNotActive():
             return ApiError(404, str(error), param=error.policy, code="policy_not_active")
         case GuideRefused():

@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class HungUp(ApiError):
-    """The client left before its answer was complete; nobody hears this one."""
+    """The client left before its answer was complete; no client receives this error."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed")

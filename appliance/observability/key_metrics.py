@@ -44,7 +44,7 @@ class KeyMetrics:
             "kind",
         )
         self._refusals = self.registry.counter(
-            "appliance_key_refusals",
+            "appliance_key_rejections",
             "Requests of a key that got 429; `limit` is `requests`, `tokens`, `concurrency`, or "
             "`waiting` if too many of its requests wait, or one has waited too long.",
             "key",

@@ -1,7 +1,7 @@
 """What the appliance counts, in Prometheus' terms.
 
 Names that vLLM has are vLLM's (``vllm:…``, label ``model_name``), so that its dashboards work here.
-The daemon calls the methods; label values are checked by nobody, so they stay few.
+The daemon calls the methods. Label values are not checked, so the callers must use only few.
 """
 
 from __future__ import annotations
@@ -215,8 +215,13 @@ class Metrics:
             self._success.labels(model, reason.value).inc()
 
     def _add_appliance(self) -> None:
-        counter, gauge = self._registry.counter, self._registry.gauge
-        histogram, weighted = self._registry.histogram, self._registry.weighted
+        self._add_transfers()
+        self._add_memory()
+        self._add_decisions()
+        self._add_state()
+
+    def _add_transfers(self) -> None:
+        counter, histogram = self._registry.counter, self._registry.histogram
         self._switches = counter(
             "appliance_switches", "Model switches.", "instance", "model", "reason"
         )
@@ -239,6 +244,9 @@ class Metrics:
             "kind",
         )
         self._prefills = counter("appliance_prefills", "Prompts computed.", "model")
+
+    def _add_memory(self) -> None:
+        gauge = self._registry.gauge
         self._pool = gauge("appliance_pool_bytes", "Device pool by owner.", "instance", "owner")
         self._pool_owners: dict[InstanceId, set[str]] = {}
         self._pool_high_water = gauge(
@@ -255,10 +263,13 @@ class Metrics:
         self._kv_fragmentation_overall = gauge(
             "appliance_kv_fragmentation_overall", "The same for all shapes of a tier.", "tier"
         )
+
+    def _add_decisions(self) -> None:
+        counter, weighted = self._registry.counter, self._registry.weighted
         self._requests = counter("appliance_requests", "Requests ended.", "model", "outcome")
         self._prefetches = counter("appliance_prefetches", "Weight prefetches.", "outcome")
         self._recoveries = counter(
-            "appliance_recoveries", "Requests that outlived their worker.", "model"
+            "appliance_requests_recovered", "Requests that outlived their worker.", "model"
         )
         self._worker_restarts = counter(
             "appliance_worker_restarts", "Worker processes restarted.", "instance"
@@ -275,6 +286,9 @@ class Metrics:
             _POLICY_CALL_BUCKETS,
             "event",
         )
+
+    def _add_state(self) -> None:
+        gauge = self._registry.gauge
         self._queue_age = gauge(
             "appliance_queue_age_seconds", "How long the oldest request has waited.", "model"
         )

@@ -12,7 +12,7 @@ from appliance.service.interface import GenerationFailed, RequestTimes
 from appliance.vocabulary import FinishReason
 
 CLIENT_LEFT = 499
-"""The status of an answer that nobody waited for, as in nginx's log."""
+"""The status of a request whose client left before the answer, as in nginx's log."""
 
 log = logging.getLogger("appliance.requests")
 

@@ -26,8 +26,11 @@ class RequestMetrics:
     """
 
     def __init__(self, registry: Registry) -> None:
-        name = "model_name"
+        self._add_vllm(registry)
+        self._add_appliance(registry)
 
+    def _add_vllm(self, registry: Registry) -> None:
+        name = "model_name"
         self._queue = registry.histogram(
             "vllm:request_queue_time_seconds", "Time until the prompt ran.", LATENCY_BUCKETS, name
         )
@@ -67,8 +70,10 @@ class RequestMetrics:
             _PREEMPTIONS_BUCKETS,
             name,
         )
+
+    def _add_appliance(self, registry: Registry) -> None:
         self._load = registry.histogram(
-            "appliance_request_load_seconds",
+            "appliance_request_model_load_seconds",
             "Time of a request in which its weights came in.",
             LATENCY_BUCKETS,
             "model",
@@ -81,14 +86,14 @@ class RequestMetrics:
         )
         self._slo_tokens = registry.counter(
             "appliance_slo_tokens",
-            "Tokens that were kept or late: token k is due at arrival + TTFT + k * TBT.",
+            "Tokens that met or missed their deadline: token k is due at arrival + TTFT + k * TBT.",
             "model",
             "class",
             "outcome",
         )
         self._slo_requests = registry.counter(
             "appliance_slo_requests",
-            "Requests whose TTFT and mean TBT were as promised (kept), or not (missed).",
+            "Requests whose TTFT and mean TBT met their SLO, or missed it.",
             "model",
             "class",
             "outcome",
@@ -115,6 +120,6 @@ class RequestMetrics:
             self._per_token.labels(model).observe(mean)
         kind, slo = request.request_class.value, stream.slo
         kept = stream.first - stream.arrived <= slo.ttft_seconds and mean <= slo.tbt_seconds
-        self._slo_requests.labels(model, kind, "kept" if kept else "missed").inc()
-        self._slo_tokens.labels(model, kind, "kept").inc(tokens - stream.late)
-        self._slo_tokens.labels(model, kind, "late").inc(stream.late)
+        self._slo_requests.labels(model, kind, "met" if kept else "missed").inc()
+        self._slo_tokens.labels(model, kind, "met").inc(tokens - stream.late)
+        self._slo_tokens.labels(model, kind, "missed").inc(stream.late)

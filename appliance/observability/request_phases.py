@@ -86,8 +86,8 @@ class RequestPhases:
         )
 
     def reader(self, request: RequestId, *, reads: bool) -> None:
-        """Its client takes nothing, or takes what is made again. What waits for that counts as
-        preempted, but was stopped by nobody."""
+        """Its client takes nothing, or takes what is made again. A request that waits for that
+        is in the phase "preempted", but does not count as a preemption."""
         self._records[request].reads = reads
 
     def lost(self, instance: InstanceId, now: float) -> None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from appliance.service.interface import LatePace
+from appliance.service.interface import WindowStats
 
 WINDOW_SECONDS = 60.0
 SLICE_SECONDS = 5.0
@@ -80,12 +80,12 @@ class SloWindow:
         """So many came, each so long after the one before."""
         self._slice(now).between[self._between.add(seconds, count)] += count
 
-    def lately(self, now: float) -> LatePace | None:
+    def window(self, now: float) -> WindowStats | None:
         """The last minute; None if nothing came in it."""
         self._forget(now)
         if not self._slices:
             return None
-        return LatePace(
+        return WindowStats(
             attainment=None if not self._tokens else 1 - self._late / self._tokens,
             ttft_p50_seconds=self._first.quantile(0.5),
             ttft_p99_seconds=self._first.quantile(0.99),

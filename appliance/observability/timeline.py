@@ -69,7 +69,7 @@ Key = tuple[InstanceId, str, str]
 class Work(msgspec.Struct):
     """What an instance did since the daemon started. Counters only go up."""
 
-    computing_seconds: float = 0.0
+    busy_seconds: float = 0.0
     switches: int = 0
     moved_bytes: Counter[str] = msgspec.field(default_factory=Counter)
     """By what moved: ``weights``, ``kv_in``, ``kv_out``."""
@@ -331,7 +331,7 @@ class Timeline:
             )
         )
         if span.kind in COMPUTING:
-            self.work[span.instance].computing_seconds += end - began
+            self.work[span.instance].busy_seconds += end - began
 
 
 def _slot(kind: SpanKind) -> str:

@@ -101,7 +101,7 @@ def group_id(group: str) -> int | None:
 
 
 def _make_way(path: Path) -> None:
-    """Remove a socket on which nobody listens any more."""
+    """Remove a socket on which no process listens any more."""
     try:
         found = path.lstat()
     except FileNotFoundError:

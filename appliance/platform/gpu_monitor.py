@@ -101,8 +101,8 @@ class GpuWatch:
                 nvml.nvmlEventSetFree(events)
 
     def _watch_with(self, nvml: Any, events: Any) -> None:
-        """Until the watch is over, or a GPU is lost: then nobody's errors are heard with these
-        events any more."""
+        """Until the watch is over, or a GPU is lost: then these events report the errors of no GPU
+        any more."""
         self._look(nvml)
         present = [number for number in self._gpus if number not in self._lost]
         heard = [self._register(nvml, number, events) for number in present]

@@ -25,9 +25,9 @@ class SocketsRefused(ApplianceError):
 
 
 class Notifier:
-    """Tells the service manager how the daemon does; nobody is told if none listens.
+    """Reports the daemon's state to the service manager; sends nothing if none listens.
 
-    `watchdog_seconds` is how often it wants to hear ``WATCHDOG=1`` at least; None if it does not.
+    The manager expects ``WATCHDOG=1`` at least every `watchdog_seconds`; None if it expects none.
     """
 
     def __init__(self, address: str = "", watchdog_seconds: float | None = None) -> None:
@@ -89,8 +89,8 @@ def take_sockets(environment: MutableMapping[str, str]) -> list[socket.socket]:
 
 
 def refuse_strangers(sockets: Sequence[socket.socket]) -> None:
-    """Raises `SocketsRefused` for one that others than this machine reach: without keys nobody
-    there may be answered, whoever opened it."""
+    """Raises `SocketsRefused` for one that other machines can reach: without keys the daemon must
+    not answer other machines, also on a socket that another process opened."""
     for listener in sockets:
         host, port = listener.getsockname()[:2]
         address = ipaddress.ip_address(host)

@@ -459,11 +459,7 @@ class Dispatcher:
         horizon = int(planned.quota_seconds / step)
         if prompt is not None:
             horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
-        wish = sum(
-            engine.shape.blocks(request.tokens + min(request.remaining_tokens, horizon))
-            - engine.shape.blocks(request.tokens)
-            for request in batch
-        )
+        wish = _growth(batch, engine.shape, horizon)
         cold = not engine.on_device
         grant = self._residency.grant(instance, model, blocks, wish, context.now)
         instance.turns += 1
@@ -487,25 +483,37 @@ class Dispatcher:
             quota_seconds=planned.quota_seconds,
         )
         self._begin(instance, job, grant.commands)
+        self._order_turn(instance, job, batch, grant.kv_slabs, limits.chunk_tokens)
+        return True
+
+    def _order_turn(
+        self,
+        instance: InstanceState,
+        job: TurnJob,
+        batch: Sequence[RequestState],
+        kv_slabs: int,
+        chunk_tokens: int,
+    ) -> None:
+        """The commands of a turn: KV that is on the host comes in, then the steps."""
+        context = self._context
         arriving = [request for request in batch if request.kv is KvPlace.HOST]
         if arriving:
-            context.out.append(self._residency.swap_in(instance, model, arriving, grant.kv_slabs))
+            context.out.append(self._residency.swap_in(instance, job.model, arriving, kv_slabs))
         for request in batch:
             request.to_stage(Stage.RUNNING)
             request.ran = context.now
         context.out.append(
             RunTurn(
                 instance=instance.id,
-                model=model,
-                turn=instance.turns,
-                requests=names,
-                quota_seconds=planned.quota_seconds,
-                kv_slabs=grant.kv_slabs,
-                prompts=prompts,
-                chunk_tokens=limits.chunk_tokens if prompts else 0,
+                model=job.model,
+                turn=job.turn,
+                requests=job.requests,
+                quota_seconds=job.quota_seconds,
+                kv_slabs=kv_slabs,
+                prompts=job.prompts,
+                chunk_tokens=chunk_tokens if job.prompts else 0,
             )
         )
-        return True
 
     def _next_turn(self, instance: InstanceState) -> PlannedTurn:
         """The next turn with something to run; a round is planned when the last one is over."""
@@ -582,3 +590,12 @@ class Dispatcher:
                 context.out += self._residency.prefetch(instance, model, target)
                 instance.view = None
         self._grant_wish(instance, model)
+
+
+def _growth(batch: Sequence[RequestState], shape: KvShape, steps: int) -> int:
+    """Blocks that a batch takes more after so many steps, if no request ends before its bound."""
+    return sum(
+        shape.blocks(request.tokens + min(request.remaining_tokens, steps))
+        - shape.blocks(request.tokens)
+        for request in batch
+    )

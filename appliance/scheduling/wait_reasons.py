@@ -20,7 +20,7 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
         return _under_way(machine, request, instance)
     if request.stage is Stage.HELD:
         return WaitReason(
-            code=WaitCode.READER,
+            code=WaitCode.SLOW_CLIENT,
             message="its client takes nothing of what was made for it",
             instance=instance.id,
         )

@@ -1,7 +1,7 @@
-"""What happens in the daemon, told to those who follow: a ring of the newest notices.
+"""Events of the daemon for its followers: a ring buffer of the newest notices.
 
-Who follows keeps a number, not a queue: whoever falls further behind than the ring reaches is told
-to take a snapshot instead, so a slow follower costs nothing.
+A follower keeps a number, not a queue. A follower that falls further behind than the ring reaches
+is notified to take a snapshot instead, so a slow follower costs nothing.
 """
 
 from __future__ import annotations

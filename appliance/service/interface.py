@@ -54,7 +54,7 @@ class InstanceNotFound(Exception):
 
 
 class SlabsUnanswered(Exception):
-    """Nobody says which slab of an instance is whose, now; the message says why."""
+    """The owners of an instance's slabs cannot be determined now; the message says why."""
 
 
 class QueueFull(Exception):
@@ -268,7 +268,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """Whether requests make progress; when not, why, in words for the operator. `degraded` says
-    what is out of order beside that. Who has no key hears it, so it quotes nobody."""
+    what else is out of order. Clients without a key can read it, so it quotes no text of others."""
 
     ok: bool
     reasons: tuple[str, ...] = ()
@@ -306,7 +306,7 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a GPU beside the pool, for its context, its graphs and its kernels' own."""
     prefetched: tuple[ModelName, ...] = ()
     """Models whose weights came before they were asked for, and did not run since."""
-    computing_seconds: float = 0.0
+    busy_seconds: float = 0.0
     """Of turns and prompts that are over, since the daemon started."""
     switches: int = 0
     """Since then."""
@@ -323,7 +323,7 @@ class ModelTerms(msgspec.Struct, frozen=True, kw_only=True):
     batch_slo: Slo
     max_queue: int
     pinned: bool
-    """Whether its weights stay in the host cache, whoever else wants the room."""
+    """Whether its weights stay in the host cache, even if other models need the room."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,7 +343,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
-class LatePace(msgspec.Struct, frozen=True, kw_only=True):
+class WindowStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a model delivered in the last minute. `attainment` is the share of tokens that came
     before they were due: token k at arrival + TTFT + k times TBT. Other times to within 5 %."""
 
@@ -370,7 +370,7 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an operator wants it on a device, where it is not yet."""
     output_tokens: int = 0
     """Since the daemon started."""
-    lately: LatePace | None = None
+    window: WindowStats | None = None
     """None if nothing came of it in the last minute."""
     terms: ModelTerms | None = None
     facts: ModelFacts | None = None
@@ -402,7 +402,7 @@ class KvShapeActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Whole slabs."""
     used_bytes: int
     cold_bytes: int
-    """Prefix cache that nobody uses now."""
+    """Prefix cache that no request uses now."""
     peak_bytes: int
     fragmentation: float
 
@@ -541,7 +541,8 @@ class Service(Protocol):
         """Raises `ModelNotFound`."""
 
     def load_model(self, name: ModelName) -> None:
-        """Have its weights brought to a device as soon as there is room that nobody waits for.
+        """Have its weights brought to a device as soon as there is room that no request waits
+        for.
         Raises `ModelNotFound`, `GenerationFailed` for one that cannot be served."""
 
     def evict_model(self, name: ModelName) -> None:

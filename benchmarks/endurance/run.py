@@ -176,7 +176,7 @@ def judge(life: Life, watch: Watch, log: Path) -> Result:
         kills=killed,
         policies=disturbances.policies,
         cancelled=len(disturbances.cancelled),
-        recoveries=life.total("appliance_recoveries_total"),
+        recoveries=life.total("appliance_requests_recovered_total"),
         preemptions=life.total("appliance_preemptions_total"),
         stalls=stalls(watch.journal),
         switches=life.total("appliance_switches_total"),

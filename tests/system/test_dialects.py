@@ -161,7 +161,7 @@ def test_models(appliance: Appliance, llama: ollama.Client) -> None:
     running = {model.model: model for model in llama.ps().models}
     shown = llama.show("qwen2-a")
 
-    names = [configured.name for configured in appliance.config.schema.models]
+    names = [configured.name for configured in appliance.config.models]
     assert set(listed) == {f"{name}:latest" for name in names}
     assert llama.show(EMBEDDER).capabilities == ["embedding"]
     assert llama.show(THINKER).capabilities == ["completion", "tools", "thinking"]
@@ -170,7 +170,7 @@ def test_models(appliance: Appliance, llama: ollama.Client) -> None:
     assert (running["llama-a:latest"].size or 0) >= (listed["llama-a:latest"].size or 0)
     assert shown.details is not None
     assert shown.details.family == "qwen2"
-    (configured,) = (m for m in appliance.config.schema.models if m.name == "qwen2-a")
+    (configured,) = (m for m in appliance.config.models if m.name == "qwen2-a")
     assert shown.modelinfo is not None
     assert shown.modelinfo["qwen2.context_length"] == configured.max_context
 

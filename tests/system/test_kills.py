@@ -45,7 +45,7 @@ def test_ten_kills_in_a_row(
         recovered = sum(
             value
             for (name, _), value in appliance.metrics().items()
-            if name == "appliance_recoveries_total"
+            if name == "appliance_requests_recovered_total"
         )
         assert recovered > 0
         workers = appliance.worker_pids()

@@ -252,7 +252,7 @@ def test_hanging_up_while_the_model_is_cold(appliance: Appliance, checkpoints: P
 def _asked(appliance: Appliance, body: dict[str, object]) -> Iterator[None]:
     """A connection that has sent a request; leaving hangs up."""
     content = json.dumps(body).encode()
-    host, port = appliance.config.schema.api.bind.host, appliance.config.schema.api.bind.port
+    host, port = appliance.config.api.bind.host, appliance.config.api.bind.port
     with socket.create_connection((host, port)) as connection:
         connection.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"

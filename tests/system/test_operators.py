@@ -79,7 +79,7 @@ async def operate(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str],
 def test_models_are_dismissed_and_wanted_under_load(appliance: Appliance) -> None:
     """Weights and KV leave and come back as an operator says: every answer is token for token what
     it was undisturbed, no prompt is computed twice, and the journal replays."""
-    chats = burst([model.name for model in appliance.config.schema.models], PER_MODEL)
+    chats = burst([model.name for model in appliance.config.models], PER_MODEL)
     undisturbed = asyncio.run(send(appliance.url, chats, lambda _: None))
 
     answers, done, reasons = asyncio.run(operate(appliance.url, chats))
@@ -106,7 +106,7 @@ def test_models_are_dismissed_and_wanted_under_load(appliance: Appliance) -> Non
 def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     """A wanted model is loaded by an idle daemon, and a dismissed one gives all its slabs back; a
     drained one takes no requests, and a request that is cancelled hears it."""
-    url, model = appliance.url, appliance.config.schema.models[-1].name
+    url, model = appliance.url, appliance.config.models[-1].name
 
     def post(verb: str) -> dict[str, Any]:
         answer = httpx.post(
@@ -134,7 +134,7 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     assert f"weights:{model}" in {row["name"] for one in maps for row in one["owners"]}
     for one in maps:
         told = sum(count for _, count in one["runs"]) * one["slab_bytes"]
-        assert told == appliance.config.schema.devices.memory_bytes
+        assert told == appliance.config.devices.memory_bytes
     until(
         lambda: (
             not httpx.get(f"{url}/api/models/{model}", timeout=PATIENCE_SECONDS).json()["wanted"]
@@ -195,7 +195,7 @@ def switches(url: str, instance: int) -> float:
 def test_an_instance_is_set_aside_and_comes_back(appliance: Appliance) -> None:
     """In the midst of answers its worker is ended: they go on at the other one, token for token as
     undisturbed. When it is released it has a worker again, and work."""
-    chats = burst([model.name for model in appliance.config.schema.models], PER_MODEL)
+    chats = burst([model.name for model in appliance.config.models], PER_MODEL)
 
     answers, told = asyncio.run(set_aside(appliance.url, chats))
 
@@ -220,7 +220,7 @@ def test_an_instance_is_set_aside_and_comes_back(appliance: Appliance) -> None:
 
 def test_a_signal_reloads(appliance: Appliance, file: Path) -> None:
     """HUP applies what needs no restart; what an operator changed is in the file for the next."""
-    url, model = appliance.url, appliance.config.schema.models[0].name
+    url, model = appliance.url, appliance.config.models[0].name
     body = {"slo": {"ttft": "7s"}, "max_queue": 5}
     httpx.put(
         f"{url}/api/models/{model}/limits", json=body, timeout=PATIENCE_SECONDS

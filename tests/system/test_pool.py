@@ -47,7 +47,7 @@ def test_48_requests(
         # weights would be another 129 MB.
         weights = sum(
             read_checkpoint(model.name, Path(model.path), model.dtype).weight_bytes
-            for model in appliance.config.schema.models
+            for model in appliance.config.models
         )
         assert private < 1.6 * weights * len(pids), "no weights stay outside of pool and host tier"
         instances = appliance.status()["instances"]

@@ -1,4 +1,4 @@
-"""Batches: files of requests that nobody waits for, how far each one is, and what becomes of it."""
+"""Batches: files of requests that no client waits for, with the progress and outcome of each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _cancel(source: Source, key: str, given: Given) -> str:
 
 
 class Batches(TableView):
-    """Those of whoever looks: a key sees what it made, without one what was made without one."""
+    """Those that were made with the dashboard's key, or without a key if it has none."""
 
     title = "Batches"
     names = ("batches", "b")

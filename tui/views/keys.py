@@ -54,7 +54,7 @@ def _until_style(left: float | None, sight: Sight) -> str:
 
 
 def _had(name: str) -> Any:
-    """Of what it has had; nothing if nobody has shown it yet."""
+    """A field of its use; None if no client has presented the key yet."""
     return lambda key, row, sight: (row["use"] or {}).get(name)
 
 

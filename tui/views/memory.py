@@ -71,7 +71,7 @@ class Memory(View):
         return [*(f"instance {key}" for key in sight.state.rows("instances")), *host]
 
     def _pool(self, name: str, sight: Sight, room: int | None = None) -> Pool:
-        """With not more than `room` cells; with any, if nobody is to see them."""
+        """With at most `room` cells; with any number of them if it is not drawn."""
         path = _path(name)
         document, refused = sight.state.answer(path)
         if document is not None and not refused:

@@ -29,7 +29,7 @@ def _spark(key: str, row: Document, sight: Sight) -> list[float]:
 
 
 def _lately(name: str) -> Any:
-    return lambda key, row, sight: row.get("lately", {}).get(name)
+    return lambda key, row, sight: row.get("window", {}).get(name)
 
 
 def _marks(key: str, row: Document, sight: Sight) -> str:

@@ -137,7 +137,7 @@ class Overview(View):
         name = f" {key} {row.get('role', '')}"
         up = row.get("state") == "up"
         model = row.get("model")
-        busy = state.counter("instances", key, "computing_seconds")
+        busy = state.counter("instances", key, "busy_seconds")
         switches = state.counter("instances", key, "switches").rate(sight.now, RATE_SECONDS)
         moved = state.counter("instances", key, "moved_bytes").rate(sight.now, RATE_SECONDS)
         head: Line = [
@@ -203,7 +203,7 @@ class Overview(View):
 
 def _busy(key: str, sight: Sight) -> float:
     """The share of the last seconds in which it computed, also what is not over yet."""
-    counter = sight.state.counter("instances", key, "computing_seconds")
+    counter = sight.state.counter("instances", key, "busy_seconds")
     open_seconds: float = sum(
         min(RATE_SECONDS, max(0.0, sight.now - span["began_unix_seconds"]))
         for span in sight.state.rows("spans").values()
@@ -217,9 +217,9 @@ def _busy(key: str, sight: Sight) -> float:
 def _attainment(models: dict[str, Document], speeds: dict[str, float]) -> float | None:
     """Of all models, each as much as it delivers; None if nothing was delivered."""
     known: list[tuple[float, float]] = [
-        (row["lately"]["attainment"], speeds[key])
+        (row["window"]["attainment"], speeds[key])
         for key, row in models.items()
-        if "attainment" in row.get("lately", {})
+        if "attainment" in row.get("window", {})
     ]
     weight = sum(speed for _, speed in known)
     if not known:

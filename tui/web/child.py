@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _end_with_server() -> None:
-    """A server that is killed asks nobody to end; all that is heard is that the pipe is closed."""
+    """A killed server does not ask this process to end; the only sign is that the pipe closes."""
     pipe = select.poll()
     pipe.register(sys.stdin.fileno(), 0)  # nothing but that
     pipe.poll()

@@ -46,8 +46,8 @@ class Site:
     """The dashboard of the daemon at `url`, as one `aiohttp` application.
 
     `local`: it can only be reached from this machine. `encrypted`: over HTTPS. With an `own_key`,
-    or where `url` is an admin socket, there is a link that lets one browser in with the rights of
-    whoever serves; `announce` is told each new one.
+    or where `url` is an admin socket, there is a link that lets one browser in with the server's
+    own rights; `announce` is called with each new link.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class Site:
 
     def _visitor(self, request: web.Request) -> Visitor:
         if (visitor := self._known(request)) is None:
-            raise web.HTTPUnauthorized(text="a dashboard is open to whoever has an admin key")
+            raise web.HTTPUnauthorized(text="a dashboard requires an admin key")
         return visitor
 
     async def _let_in(
         self, request: web.Request, response: web.StreamResponse, key: str | None, by_link: bool
     ) -> None:
-        """A browser is one visitor: whoever it was before is no more."""
+        """A browser is one visitor: the visitor that it was before is forgotten."""
         await self._forget(request)
         cookie = self._visitors.admit(key, by_link=by_link)
         response.set_cookie(
@@ -133,7 +133,7 @@ class Site:
         )  # fmt: skip
 
     async def _forget(self, request: web.Request) -> None:
-        """Whoever has this cookie is not let in any more, and what they have open ends."""
+        """The visitor with this cookie is not let in any more, and its open dashboards end."""
         visitor = self._visitors.forget(request.cookies.get(_cookie_name(request), ""))
         if visitor is not None:
             await asyncio.gather(*(one.close() for one in list(visitor.open)))
@@ -156,7 +156,7 @@ class Site:
         if self._visitors.redeem(request.query.get("link", "")):
             response = web.HTTPSeeOther("/")
             await self._let_in(request, response, self._own_key, by_link=True)
-            with suppress(OSError):  # nobody reads any more what is announced
+            with suppress(OSError):  # the output for announcements is closed
                 self.make_link()
             raise response
         visitor = self._known(request)
@@ -191,7 +191,7 @@ class Site:
     # --- dashboards ------------------------------------------------------------------------------
 
     async def _converse(self, request: web.Request) -> web.StreamResponse:
-        """One dashboard, until its page is gone, or nobody is let in by that cookie any more."""
+        """One dashboard, until its page is closed, or its cookie is not valid any more."""
         visitor = self._visitor(request)
         if sum(1 for _ in self._visitors.open()) >= MOST_DASHBOARDS:
             raise web.HTTPServiceUnavailable(text=f"{MOST_DASHBOARDS} dashboards are open already")

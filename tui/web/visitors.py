@@ -21,7 +21,7 @@ class Open(Protocol):
 
 class Visitor:
     """A browser that was let in, until then. Its dashboards send this key to the daemon; `by_link`:
-    they have the rights of whoever serves."""
+    they have the server's own rights."""
 
     def __init__(self, key: str | None, until: float, *, by_link: bool) -> None:
         self.key = key

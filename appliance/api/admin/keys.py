@@ -33,8 +33,8 @@ Done = TypeVar("Done")
 
 
 class ShownKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key and what it allows; `use` is null for one that nobody has shown since the daemon
-    began."""
+    """A key and what it allows; `use` is null for a key that no client has presented since
+    the daemon began."""
 
     name: str
     created_unix_seconds: float

@@ -30,23 +30,7 @@ def file_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
 
     @post("/v1/files", status_code=200, operation_id="createFile", request_max_body_size=bound)
     async def create(request: Request[Any, Any, Any]) -> ASGIResponse:
-        here = configured(batches)
-        form = Form()
-        try:
-            await read_form(request, form, "file", here.files, here.disk)
-            _check(form, here.settings.max_file_bytes)
-            assert form.upload is not None
-            filename = form.filename[:_MAX_FILENAME]
-            now = here.wall_clock()
-            file = await here.disk(here.files.keep, form.upload, owner(), filename, now)
-        except StoreFull as error:
-            raise ApiError(413, f"{error}; delete some", code="storage_full") from error
-        except OSError as error:
-            refuse_for_disk(error)
-        finally:
-            if form.upload is not None:
-                await here.disk(here.files.drop, form.upload)
-        return json_answer(_worded(file))
+        return json_answer(_worded(await _receive(configured(batches), request)))
 
     @get("/v1/files", operation_id="listFiles")
     async def listed(request: Request[Any, Any, Any]) -> ASGIResponse:
@@ -90,6 +74,25 @@ def file_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
         return json_answer({"id": file.id, "object": "file", "deleted": True})
 
     return [create, listed, retrieve, content, remove]
+
+
+async def _receive(here: BatchRunner, request: Request[Any, Any, Any]) -> StoredFile:
+    """The file of a form, kept for its owner."""
+    form = Form()
+    try:
+        await read_form(request, form, "file", here.files, here.disk)
+        _check(form, here.settings.max_file_bytes)
+        assert form.upload is not None
+        filename = form.filename[:_MAX_FILENAME]
+        now = here.wall_clock()
+        return await here.disk(here.files.keep, form.upload, owner(), filename, now)
+    except StoreFull as error:
+        raise ApiError(413, f"{error}; delete some", code="storage_full") from error
+    except OSError as error:
+        refuse_for_disk(error)
+    finally:
+        if form.upload is not None:
+            await here.disk(here.files.drop, form.upload)
 
 
 def configured(batches: BatchRunner | None) -> BatchRunner:

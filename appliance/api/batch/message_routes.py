@@ -49,21 +49,7 @@ def message_batch_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
     async def create(request: Request[Any, Any, Any]) -> ASGIResponse:
         here = configured(batches)
         check_caller()
-        body = await request.body()
-        lines, count = await here.disk(_lines, body, here.settings.max_requests)
-        now = here.wall_clock()
-        with refusals():
-            try:
-                file = await here.disk(_store, here.files, lines, owner(), now)
-            except OSError as error:
-                refuse_for_disk(error)
-            try:
-                batch = await here.create(owner(), MESSAGES, file, "24h", None, checked=count)
-            except BaseException:
-                with suppress(OSError):  # it is swept up later
-                    await here.disk(here.files.delete, file)
-                raise
-        return json_answer(_worded(batch, request))
+        return json_answer(_worded(await _create(here, await request.body()), request))
 
     @get("/v1/messages/batches", operation_id="listMessageBatches")
     async def listed(request: Request[Any, Any, Any]) -> ASGIResponse:
@@ -107,17 +93,37 @@ def message_batch_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
     @get("/v1/messages/batches/{id:str}/results", operation_id="messageBatchResults")
     async def results(id: FromPath[str]) -> ASGIResponse:
         here = configured(batches)
-        batch = _own(here, id)
-        if batch.output_file_id is None:
-            raise ApiError(404, "a batch has results once it has ended", code="batch_not_over")
-        path = here.files.path(batch.output_file_id)
-        try:
-            opened = await here.disk(path.open, "rb")
-        except FileNotFoundError as error:  # it is being deleted
-            raise _no_batch(id) from error
-        return Download(opened, f"{batch.id}_results.jsonl", "application/x-jsonl", here.disk)
+        return await _results(here, _own(here, id))
 
     return [create, listed, retrieve, cancel, remove, results]
+
+
+async def _create(here: BatchRunner, body: bytes) -> Batch:
+    """A batch of the requests in `body`, which are on disk before it exists."""
+    lines, count = await here.disk(_lines, body, here.settings.max_requests)
+    now = here.wall_clock()
+    with refusals():
+        try:
+            file = await here.disk(_store, here.files, lines, owner(), now)
+        except OSError as error:
+            refuse_for_disk(error)
+        try:
+            return await here.create(owner(), MESSAGES, file, "24h", None, checked=count)
+        except BaseException:
+            with suppress(OSError):  # it is swept up later
+                await here.disk(here.files.delete, file)
+            raise
+
+
+async def _results(here: BatchRunner, batch: Batch) -> ASGIResponse:
+    if batch.output_file_id is None:
+        raise ApiError(404, "a batch has results once it has ended", code="batch_not_over")
+    path = here.files.path(batch.output_file_id)
+    try:
+        opened = await here.disk(path.open, "rb")
+    except FileNotFoundError as error:  # it is being deleted
+        raise _no_batch(batch.id) from error
+    return Download(opened, f"{batch.id}_results.jsonl", "application/x-jsonl", here.disk)
 
 
 def _lines(body: bytes, max_requests: int) -> tuple[bytes, int]:

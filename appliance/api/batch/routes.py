@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/batches``: many requests in a file, answered when nobody waits."""
+"""OpenAI's ``/v1/batches``: many requests in a file, answered when no other request waits."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class BatchRunner:
             written = await asyncio.shield(creating)
         except OSError as error:
             raise Unavailable(f"the batch cannot be written down: {error.strerror}") from error
-        except asyncio.CancelledError:  # nobody will hear of it, so there is to be none
+        except asyncio.CancelledError:  # no client gets its id, so it is removed
             with suppress(OSError):
                 (await creating).close()
                 await self.disk(path.unlink)
@@ -316,7 +316,7 @@ class BatchRunner:
     def _begin(self, batch: Batch, written: BatchLog) -> None:
         writer = BatchWriter(batch, written, self.disk, retry_seconds=self._retry_seconds)
         run = self._runs[batch.id] = Run(batch, written, writer)
-        # A context of its own: nothing of whoever asked for the batch is to stick to it.
+        # A context of its own: it must not inherit that of the request that created the batch.
         run.task = asyncio.get_running_loop().create_task(self._conduct(run), context=Context())
         self._metrics.unfinished(len(self._runs))
 

@@ -91,7 +91,7 @@ class Endpoint:
     refusals: tuple[int, ...] = ()
     error: type = ErrorBody
     open: bool = False
-    """Whether nobody needs a key."""
+    """Whether it needs no key."""
     form: bool = False
     """Whether the body is a form, not JSON."""
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from appliance.access.admission import Admission
-from appliance.access.auth import NOBODY, Access, Caller
+from appliance.access.auth import KEYLESS, Access, Caller
 from appliance.access.keys import Key, KeyFile, KeyRing, digest
 from appliance.engines.protocol import Produced
 from appliance.service.interface import GenerationFailed, QueueFull, RequestTimes, SubmitRequest
@@ -228,7 +228,7 @@ async def test_batches_take_no_place_in_the_queue(house: House, file: KeyFile) -
     submit("4", batch)
 
     assert len(service.submitted) == 1
-    assert house.access.on_behalf_of("") is NOBODY
+    assert house.access.on_behalf_of("") is KEYLESS
     assert house.access.on_behalf_of(digest("sk-nobody")) is None
 
 

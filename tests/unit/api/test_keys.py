@@ -395,7 +395,7 @@ async def test_what_a_key_had_is_in_the_metrics(house: House) -> None:
     assert 'appliance_key_requests_total{key="alice"} 2.0' in both
     assert 'appliance_key_tokens_total{key="alice",kind="prompt"} 4.0' in both
     assert f'appliance_key_tokens_total{{key="alice",kind="output"}} {2 * said}.0' in both
-    assert 'appliance_key_refusals_total{key="alice",limit="requests"} 1.0' in both
+    assert 'appliance_key_rejections_total{key="alice",limit="requests"} 1.0' in both
     assert 'appliance_key_requests_total{key="bob"} 1.0' in both
     assert alice not in both
     assert digest(alice) not in both

@@ -41,7 +41,7 @@ def test_what_the_appliance_counts() -> None:
     assert found["appliance_host_bytes{owner=weights:m}"] == 128
     assert found["appliance_requests_total{model=m,outcome=stop}"] == 1
     assert found["appliance_prefetches_total{outcome=hit}"] == 1
-    assert found["appliance_recoveries_total{model=m}"] == 1
+    assert found["appliance_requests_recovered_total{model=m}"] == 1
     assert found["appliance_worker_restarts_total{instance=1}"] == 1
     assert found["appliance_policy_errors_total{policy=mine}"] == 1
 

@@ -142,7 +142,7 @@ async def test_who_does_not_read_makes_room(make_box: MakeBox) -> None:
     assert len(await read_all(other)) == 40
     (shown,) = box.daemon.requests()
     assert shown.reason is not None
-    assert (shown.id, shown.phase, shown.reason.code) == ("slow", "held", "reader")
+    assert (shown.id, shown.phase, shown.reason.code) == ("slow", "held", "slow_client")
     box.now += 1000.0
     slow.reader(reads=True)
     box.settle()
@@ -198,7 +198,7 @@ async def test_a_request_outlives_its_worker(make_box: MakeBox) -> None:
 
     assert introductions(box) == [("r", ()), ("r", (1, 2, 3))]
     assert await tokens_of(stream) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert box.samples("appliance_recoveries_total") == {"model=a": 1, "model=b": 0}
+    assert box.samples("appliance_requests_recovered_total") == {"model=a": 1, "model=b": 0}
 
 
 async def test_a_worker_that_was_told_to_forget_is_told_again(make_box: MakeBox) -> None:
@@ -633,7 +633,7 @@ async def test_work_is_counted(make_box: MakeBox) -> None:
     assert box.samples("appliance_prefills_total") == {"model=a": 2, "model=b": 0}
     moved = {"direction=in,model=a": 600, "direction=out,model=a": 600}
     assert box.samples("appliance_kv_swapped_bytes_total") == zero | moved
-    assert box.samples("appliance_recoveries_total") == {"model=a": 0, "model=b": 0}
+    assert box.samples("appliance_requests_recovered_total") == {"model=a": 0, "model=b": 0}
 
 
 async def test_transfers_are_measured(make_box: MakeBox) -> None:
@@ -918,7 +918,7 @@ async def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
 def without_counts(box: Box) -> InstanceActivity:
     """The only instance, less what it did so far."""
     (shown,) = box.daemon.activity().instances
-    return msgspec.structs.replace(shown, computing_seconds=0.0, moved_bytes={})
+    return msgspec.structs.replace(shown, busy_seconds=0.0, moved_bytes={})
 
 
 async def test_activity_of_instances(make_box: MakeBox) -> None:
@@ -1401,12 +1401,12 @@ async def test_promises_are_counted(make_box: MakeBox) -> None:
     box.settle()
 
     assert box.samples("appliance_slo_requests_total") == {
-        "class=interactive,model=a,outcome=kept": 1,
+        "class=interactive,model=a,outcome=met": 1,
         "class=batch,model=a,outcome=missed": 1,
     }
     tokens = box.samples("appliance_slo_tokens_total")
-    assert tokens["class=interactive,model=a,outcome=kept"] == 5
-    assert tokens["class=batch,model=a,outcome=late"] == 5
+    assert tokens["class=interactive,model=a,outcome=met"] == 5
+    assert tokens["class=batch,model=a,outcome=missed"] == 5
 
 
 async def test_ages_are_those_of_now(make_box: MakeBox) -> None:

@@ -25,7 +25,7 @@ from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.policy_api import (
     BatchLimits,
-    FloorView,
+    ClusterView,
     InstanceView,
     Phase,
     Placement,
@@ -169,8 +169,8 @@ class Chunking:
     """Computes prompts beside decoding, on any instance; everything else is the built-in's."""
 
     @hookimpl
-    def place(self, floor: FloorView) -> list[Placement]:
-        return [Placement() for _ in floor.instances]
+    def place(self, cluster: ClusterView) -> list[Placement]:
+        return [Placement() for _ in cluster.instances]
 
     @hookimpl
     def decode(self, prefilled_on: int) -> int:

@@ -13,7 +13,7 @@ TIMES = st.floats(1e-5, 1e4)
 
 def test_nothing_came() -> None:
     """Of a model nobody asks there is nothing to say."""
-    assert SloWindow().lately(0.0) is None
+    assert SloWindow().window(0.0) is None
 
 
 def test_attainment_is_of_the_last_minute() -> None:
@@ -23,8 +23,8 @@ def test_attainment_is_of_the_last_minute() -> None:
     pace.tokens(30.0, 1, 0)
 
     def attained(now: float) -> float | None:
-        lately = pace.lately(now)
-        return None if lately is None else lately.attainment
+        window = pace.window(now)
+        return None if window is None else window.attainment
 
     assert [attained(now) for now in (30.0, WINDOW_SECONDS, 91.0)] == [0.25, 1.0, None]
     assert pace.output_tokens == 4
@@ -35,12 +35,12 @@ def test_a_pooled_prompt_has_a_first_time_and_no_tokens() -> None:
     pace = SloWindow()
     pace.tokens(1.0, 0, 0)
     pace.first_token(1.0, 0.5)
-    lately = pace.lately(1.0)
+    window = pace.window(1.0)
 
-    assert lately is not None
-    assert lately.attainment is None
-    assert lately.ttft_p50_seconds == pytest.approx(0.5, rel=0.05)
-    assert lately.tbt_p99_seconds is None
+    assert window is not None
+    assert window.attainment is None
+    assert window.ttft_p50_seconds == pytest.approx(0.5, rel=0.05)
+    assert window.tbt_p99_seconds is None
 
 
 @given(st.lists(TIMES, min_size=1, max_size=200))
@@ -49,11 +49,11 @@ def test_quantiles(times: list[float]) -> None:
     pace = SloWindow()
     for seconds in times:
         pace.next_token(3.0, seconds)
-    lately = pace.lately(3.0)
+    window = pace.window(3.0)
     ordered = sorted(times)
 
-    assert lately is not None
-    for found, share in [(lately.tbt_p50_seconds, 0.5), (lately.tbt_p99_seconds, 0.99)]:
+    assert window is not None
+    for found, share in [(window.tbt_p50_seconds, 0.5), (window.tbt_p99_seconds, 0.99)]:
         exact = ordered[-(-int(share * 100) * len(times) // 100) - 1]
         assert found == pytest.approx(exact, rel=0.05)
 
@@ -68,11 +68,11 @@ def test_what_is_old_is_forgotten(steps: list[tuple[float, bool, float]]) -> Non
         pace.tokens(now, 1, int(late))
         pace.first_token(now, seconds)
         tokens.append((now, late))
-    lately = pace.lately(now)
+    window = pace.window(now)
     surely = [late for at, late in tokens if now - at < WINDOW_SECONDS - SLICE_SECONDS]
     perhaps = [late for at, late in tokens if now - at < WINDOW_SECONDS + SLICE_SECONDS]
 
-    assert (lately is None) <= (not surely)
-    if lately is not None and lately.attainment is not None and len(surely) == len(perhaps):
-        assert lately.attainment == pytest.approx(1 - sum(surely) / len(surely))
+    assert (window is None) <= (not surely)
+    if window is not None and window.attainment is not None and len(surely) == len(perhaps):
+        assert window.attainment == pytest.approx(1 - sum(surely) / len(surely))
     assert len(pace._slices) <= WINDOW_SECONDS / SLICE_SECONDS + 1

@@ -93,7 +93,7 @@ async def test_swaps_are_seen_and_counted(make: Maker) -> None:
     assert shown.switches > 1
     assert shown.moved_bytes["weights"] > 0
     assert shown.moved_bytes["kv_out"] > 0
-    assert shown.computing_seconds > 0
+    assert shown.busy_seconds > 0
     assert all(one.ended_unix_seconds is not None for one in spans(box))
 
 
@@ -170,12 +170,12 @@ async def test_models_pace_is_shown(make: Maker) -> None:
     a, b = box.daemon.activity().models
 
     assert (a.output_tokens, b.output_tokens) == (5, 0)
-    assert a.lately is not None
-    assert a.lately.attainment == 1.0
-    assert a.lately.ttft_p50_seconds is not None
-    assert b.lately is None
+    assert a.window is not None
+    assert a.window.attainment == 1.0
+    assert a.window.ttft_p50_seconds is not None
+    assert b.window is None
     box.now += 120
-    assert box.daemon.activity().models[0].lately is None
+    assert box.daemon.activity().models[0].window is None
 
 
 async def test_memory_is_shown_by_owner(make: Maker) -> None:
@@ -206,4 +206,4 @@ def test_the_time_of_day_follows_steps_of_the_wall_clock() -> None:
     still, prompt = spans.shown()
     assert still == over
     assert (prompt.began_unix_seconds, prompt.ended_unix_seconds) == (5003.0, 5005.0)
-    assert spans.work[0].computing_seconds == 2.0
+    assert spans.work[0].busy_seconds == 2.0

@@ -68,9 +68,9 @@ def pool() -> Document:
                     waiting=number % 2, output_tokens=1000 * number)
         for number, (name, stage) in enumerate(zip(MODELS, stages, strict=True))
     }  # fmt: skip
-    models["llama-a"] |= {"lately": lately, "terms": {"pinned": True}}
-    models["llama-b"] |= {"lately": lately | {"attainment": 0.93}, "draining": True}
-    models["phi-mini"] |= {"lately": lately | {"attainment": 0.41}, "residency": {"1": "loaded"}}
+    models["llama-a"] |= {"window": lately, "terms": {"pinned": True}}
+    models["llama-b"] |= {"window": lately | {"attainment": 0.93}, "draining": True}
+    models["phi-mini"] |= {"window": lately | {"attainment": 0.41}, "residency": {"1": "loaded"}}
     phases = ("ready", "running", "running", "ready", "running", "queued")
     requests = [
         request(f"chat-{number}", MODELS[number % 6], phase=phase, instance=number % 2,
@@ -97,7 +97,7 @@ def pool() -> Document:
                     "free": 19 * GIB,
                 },
                 "prefetched": ["gemma-a"], "runtime_bytes": 4 * GIB, "switches": 40,
-                "computing_seconds": 500.0, "moved_bytes": {"weights": 900 * GIB},
+                "busy_seconds": 500.0, "moved_bytes": {"weights": 900 * GIB},
                 "gpus": [{"gpu": 0, "celsius": 61.0, "power_watts": 405.0}],
             },
             "1": {
@@ -107,7 +107,7 @@ def pool() -> Document:
                     "kv:phi-mini": 2 * GIB, "free": 45 * GIB,
                 },
                 "prefetched": [], "runtime_bytes": 4 * GIB, "switches": 12,
-                "computing_seconds": 300.0, "moved_bytes": {"weights": 200 * GIB},
+                "busy_seconds": 300.0, "moved_bytes": {"weights": 200 * GIB},
                 "gpus": [{"gpu": 1, "celsius": 48.0, "power_watts": 210.0}],
             },
         },
@@ -285,7 +285,7 @@ def loaded() -> Told:
         patch: Document = {
             "instances": {
                 number: {
-                    "computing_seconds": start + second * busy,
+                    "busy_seconds": start + second * busy,
                     "switches": switches + second // 4,
                     "moved_bytes": {"weights": (start + second) * GIB},
                 }

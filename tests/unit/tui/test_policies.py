@@ -178,7 +178,7 @@ async def test_a_change_is_seen_at_once() -> None:
 
 async def test_without_an_answer() -> None:
     """Why there is none; what was known stays when it is refused later."""
-    source = decided(Refused("this is a recording: there is nobody to ask"))
+    source = decided(Refused("this is a recording: there is no daemon to ask"))
     async with dashboard(source) as app:
         await command(app, "policies")
         assert "this is a recording" in seen(app)

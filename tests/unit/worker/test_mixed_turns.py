@@ -104,6 +104,6 @@ async def test_a_worker_is_told_of_a_prompt_before_its_turn(
     told = [frame.sequence for frame in box.workers[0].heard(AddSequence)]
     assert [(one.request, len(one.output)) for one in told[:2]] == [("r", 0), ("s", 0)]
     assert {one.request: bool(one.output) for one in told[2:]} == {"r": True, "s": True}
-    assert box.samples("appliance_recoveries_total") == {"model=a": 2}
+    assert box.samples("appliance_requests_recovered_total") == {"model=a": 2}
     box.daemon.host.close()
     assert box.take_failures() == []

@@ -111,7 +111,7 @@ def test_between_turns() -> None:
     assert (held.stage, held.kv) == (Stage.HELD, KvPlace.LEAVING)
     found = wait_reason(cluster.machine, held, cluster.now)
     assert found is not None
-    assert found.code is WaitCode.READER
+    assert found.code is WaitCode.SLOW_CLIENT
     assert cluster.machine.oldest_progress() == cluster.machine.requests["other"].progressed
     cluster.settle()
     assert [command.request for command in cluster.commands(Finish)] == ["other"]

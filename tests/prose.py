@@ -1,0 +1,46 @@
+"""``python -m tests.prose``: words that our prose does without, in code and documents.
+
+They hide the subject of a sentence ("whoever asks" is a client, an instance or a thread), or are
+home-made names of what has a common one. `make lint` runs this, which prints where each word is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+PLACES: Final = ("appliance", "tui", "docs", "README.md", "CONTRIBUTING.md")
+WORDS: Final = {
+    "whoever": "name the client, the request, the thread",
+    "nobody": "name the client, the request, the thread",
+    "scribe": "batch writer",
+    "foreman": "dispatcher",
+}
+_PATTERN: Final = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
+
+
+def findings(path: Path, text: str) -> Iterator[str]:
+    """A line for each word of a file that is to be replaced, and what to write instead."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for found in _PATTERN.finditer(line):
+            word = found.group().lower()
+            yield f"{path}:{number}: {word!r}: {WORDS[word]}"
+
+
+def all_findings() -> Iterator[str]:
+    """Of everything that people read."""
+    for place in (ROOT / place for place in PLACES):
+        files = [place] if place.is_file() else sorted(place.rglob("*"))
+        for file in files:
+            if file.suffix in {".py", ".md"}:
+                yield from findings(file.relative_to(ROOT), file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    found = list(all_findings())
+    sys.stderr.write("".join(f"{line}\n" for line in found))
+    sys.exit(bool(found))
