@@ -110,6 +110,7 @@ lint: $(VENV)/.dev ## Style, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
 format: $(VENV)/.dev ## Rewrite the sources in the house's style
 	$(BIN)/ruff check --fix .

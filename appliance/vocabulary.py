@@ -180,7 +180,7 @@ class ModelSpec(Word, frozen=True):
     batch_slo: Slo = Slo(ttft_seconds=3600.0, tbt_seconds=2.0)
     """What batch requests are promised; `slo` is for the others."""
     pinned: bool = False
-    """Whether its master image stays in the host tier, whoever else wants the room."""
+    """Whether its master image stays in the host tier, even if other models need the room."""
     draining: bool = False
     """Whether no new requests are taken for it; those that are live go on."""
 
@@ -293,7 +293,7 @@ class RequestArrived(Event, frozen=True, kw_only=True):
 
 
 class RequestCancelled(Event, frozen=True, kw_only=True):
-    """Nobody waits for the request any more."""
+    """The client does not wait for the request any more."""
 
     request: RequestId
 
@@ -321,7 +321,7 @@ class RequestFailed(Event, frozen=True, kw_only=True):
 
 class PrefillDone(Event, frozen=True, kw_only=True):
     """The prompt is computed (its first token was reported as produced). `kv_slabs` are mapped,
-    `cold_slabs` of them hold nothing but prefix cache that nobody uses."""
+    `cold_slabs` of them hold nothing but prefix cache that no request uses."""
 
     instance: InstanceId
     model: ModelName

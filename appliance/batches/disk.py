@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 class Disk:
-    """A few threads. What was begun goes on when nobody waits for it any more."""
+    """A few threads. Work that has begun goes on even if its caller stops waiting."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "disk")
@@ -30,7 +30,7 @@ class Disk:
     def _ended(self, work: asyncio.Future[Any]) -> None:
         self._works.discard(work)
         if not work.cancelled():
-            work.exception()  # whoever waits for it hears it, and nobody else has to
+            work.exception()  # its caller gets it; asyncio need not report it
 
     async def close(self) -> None:
         """Returns when all that was begun is over."""

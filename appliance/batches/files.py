@@ -56,7 +56,7 @@ class StoreFull(Exception):
 
 
 class Upload:
-    """A file on its way in. It is one once it is `kept`; until then nobody sees it."""
+    """A file on its way in. It is one once it is `kept`; until then it is not listed."""
 
     def __init__(self, folder: Path) -> None:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=_UPLOAD)
@@ -76,7 +76,7 @@ class Upload:
         self._path.replace(path)
 
     def drop(self) -> None:
-        """Nobody wants it. Without effect once it is kept."""
+        """Give it up. Without effect once it is kept."""
         with contextlib.suppress(OSError):
             self._stream.close()
         self._path.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ class FileStore:
         try:
             upload.keep(self.path(id))
             file = self._add(id, owner, filename, purpose, upload.size_bytes, now)
-        except BaseException:  # nobody would know of its content
+        except BaseException:  # no record would name its content
             self.path(id).unlink(missing_ok=True)
             raise
         self._uploads.discard(upload)

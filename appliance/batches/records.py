@@ -1,6 +1,6 @@
 """What is written down of a batch, one record a line, and the batch that its records make.
 
-Sans-IO. A batch is what its records say and nothing else: whoever reads the same log has the same
+Sans-IO. A batch is what its records say and nothing else: the same log gives the same
 batch, wherever it ends. Times are Unix seconds.
 """
 

@@ -52,7 +52,7 @@ class Turns:
             self._owners.remove(queue.owner)
 
     def next(self, now: float) -> Turn | None:
-        """Who runs now; None if nobody may. It is to be `ended`, or `put_back`."""
+        """The request that runs now; None if none may. It is to be `ended`, or `put_back`."""
         if len(self._running) >= self._at_once:
             return None
         for _ in range(len(self._owners)):

@@ -21,7 +21,7 @@ log = logging.getLogger("appliance.batches")
 
 class BatchWriter:
     """Takes records of a batch until it is stopped. While the disk does not take them (it is full,
-    say), whoever has one waits."""
+    say), callers that bring one wait."""
 
     def __init__(
         self, batch: Batch, written: BatchLog, disk: Disk, *, retry_seconds: float = RETRY_SECONDS
@@ -42,7 +42,7 @@ class BatchWriter:
     async def write(self, record: Record) -> None:
         """The batch has this record from now on, also after a power cut. Raises `IllegalTransition`
         for one that it cannot have any more. A record is not taken back by not waiting for it."""
-        if self._task.done():  # though whoever stopped it may not have heard so yet
+        if self._task.done():  # though the caller that stopped it may not know yet
             raise IllegalTransition(f"{self._batch.id}: it is over, and then {record!r:.200}")
         written = asyncio.get_running_loop().create_future()
         self._queue.append((record, written))
@@ -51,7 +51,7 @@ class BatchWriter:
         await written
 
     async def flush(self) -> None:
-        """Returns when all that was brought is written, also what nobody waits for any more."""
+        """Returns when all that was brought is written, also records whose callers left."""
         await self._idle.wait()
 
     async def stop(self) -> None:

@@ -146,7 +146,7 @@ class _Examination:
         for name in HOOKS:
             method = getattr(self._kind, name, None)
             if callable(method) and not hasattr(method, "appliance_impl"):
-                self._find("hooks", "not marked with @hookimpl: nobody calls it", name)
+                self._find("hooks", "not marked with @hookimpl: it is never called", name)
         if not self._is_struct:
             self._find("parameters", f"{self._kind.__name__} is not a msgspec.Struct class")
             return False
@@ -214,7 +214,7 @@ class _Examination:
             self._find(kind, reply.wrong, question.hook, reply.trace)
         if reply.spoiled:
             self._find("mutation", "it changed what it was shown", question.hook)
-            asked.cache_clear()  # nobody else is to be shown that
+            asked.cache_clear()  # the next policy must not see that
 
     def _time(self) -> None:
         for hook, seconds in self._seconds.items():

@@ -25,7 +25,7 @@ from appliance.scheduling.policy_api import (
 from appliance.vocabulary import InstanceId, ModelName, Role
 
 PLAN_SHARE = 0.2
-"""Places and classes stay for a while; a cluster that changes every second serves nobody."""
+"""Places and classes stay for a while; a cluster that changes every second serves no request."""
 SHARE = 0.5
 """Of the other questions that it answers."""
 

@@ -30,7 +30,7 @@ from appliance.vocabulary import (
 )
 
 DRAIN_SECONDS = 3600.0
-"""After the last arrival; whoever has not ended by then never will."""
+"""After the last arrival; a request that has not ended by then never will."""
 MAX_EVENTS = 200_000
 BATCH_EVERY = 5
 """Of so many requests one is batch work."""

@@ -12,7 +12,7 @@ from appliance.policies.stack import PolicyStack
 
 
 def ignore(question: Question, reply: Reply) -> None:
-    """Nobody looks."""
+    """For trials that are not watched."""
 
 
 def trial(policy: object, scene: Scene, look: Callable[[Question, Reply], None] = ignore) -> Played:

@@ -136,8 +136,8 @@ class Engine(Protocol):
     def add(self, sequence: SequenceSpec) -> None:
         """Make a request known. It has no KV yet: `prefill` computes it or `swap_in` brings it.
 
-        A guide that nobody prepared is compiled here. Raises `ValueError` (`GuideRefused`) for what
-        cannot be computed.
+        A guide that was not prepared is compiled here. Raises `ValueError` (`GuideRefused`) for
+        what cannot be computed.
         """
 
     def knows(self, request: RequestId) -> bool:

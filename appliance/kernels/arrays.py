@@ -12,8 +12,8 @@ from torch.utils.dlpack import from_dlpack
 def device_bytes(address: int, nbytes: int, device: int = 0) -> torch.Tensor:
     """The bytes at an address as a uint8 tensor, without a copy.
 
-    Nothing has to be mapped there yet, and nobody keeps it mapped: as with any view of a reserved
-    range, it is for the caller to use it only while there are slabs behind it.
+    Nothing has to be mapped there yet, and this does not keep it mapped: as with any view of a
+    reserved range, the caller may use it only while there are slabs behind it.
     """
     cupy: Any = importlib.import_module("cupy")
     with cupy.cuda.Device(device):

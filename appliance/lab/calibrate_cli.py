@@ -98,7 +98,7 @@ def _name(one: Calibrated) -> str:
 
 def _lacks(one: Calibrated) -> str:
     if one.sizes is None:
-        return "nobody told its sizes (--models)"
+        return "its sizes are not known (--models)"
     return "too few prompts" if one.prefill is None else "too few steps"
 
 

@@ -88,7 +88,7 @@ class ModelProfile(Word, frozen=True, kw_only=True):
     shape: KvShape | None = None
     """Its blocks as an engine reported them; else as small as they can be."""
     measured: Measured | None = None
-    """What the times were fitted to; None if nobody says."""
+    """What the times were fitted to; None if that is not known."""
 
     @property
     def shard_bytes(self) -> int:

@@ -90,7 +90,7 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Slabs that nobody has."""
+        """Slabs that are free."""
         return len(self._free)
 
     @property
@@ -186,7 +186,7 @@ class Arena:
 
 
 class _FreeSlabs:
-    """Slab numbers that nobody has, handed out in runs as long as they come.
+    """Slab numbers that are free, handed out in runs as long as they come.
 
     A byte per slab, searched in C: a pool of tens of thousands costs microseconds a run.
     """

@@ -6,8 +6,8 @@ the weights of a model. Pure bookkeeping; a stream does the waiting.
 Of the three rules for swapping KV (Aegaeon, §5.3) these are the two between transfers, in general
 form; the first, compute after its KV is in, is `Transfer.wait`:
 
-    reads P    after whoever writes P now, and not at all if that fails            (rule 2)
-    writes P   after whoever writes or reads P now, whatever becomes of them       (rule 3)
+    reads P    after the transfer that writes P now, never if that fails            (rule 2)
+    writes P   after those that write or read P now, failed or not                 (rule 3)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TransferBook:
 
     `enter` and `leave` take time in proportion to the places of the transfer and what it waits
     for. What a transfer that failed left at its places is undefined. Until it leaves the book,
-    whoever reads them fails with it; then its owner knows, and what happens there is its owner's.
+    transfers that read them fail with it; then its owner knows, and decides what happens there.
     """
 
     def __init__(self) -> None:

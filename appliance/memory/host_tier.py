@@ -73,8 +73,8 @@ class HostTier:
     def lock(self, progress: Callable[[int], None] | None = None) -> bool:
         """Have all pages in memory, huge ones if the kernel has them, and lock them; `locked`.
 
-        Takes seconds per GiB, so it is for a thread of its own, once; whoever uses the tier
-        meanwhile is not disturbed. `progress` hears after every piece how many bytes are there.
+        Takes seconds per GiB, so it is for a thread of its own, once; uses of the tier
+        meanwhile are not disturbed. `progress` hears after every piece how many bytes are there.
         Being refused is no error: `unlocked_because` says why and what to do.
         """
         try:

@@ -11,8 +11,8 @@ same stretch of `extent_slabs` slabs in every layer; its blocks are usable while
 Blocks that straddle two groups (b3, b6) are never used. Neither is group 0: the engine keeps
 block 0 as its null block, which must have no memory.
 
-A block of a mapped group is *used* (somebody's KV), *cold* (nobody's, but what it holds may be
-wanted again: the prefix cache) or *free*. Cold blocks count for nothing when room is needed:
+A block of a mapped group is *used* (somebody's KV), *cold* (unused, but its content may be
+needed again: the prefix cache) or *free*. Cold blocks count for nothing when room is needed:
 
     ensure:  free blocks, then groups not mapped yet, then cold blocks, coldest first
     trim:    empty groups go; on demand those with cold blocks only, too, coldest first
@@ -174,7 +174,7 @@ class KvPool:
 
     @property
     def cold(self) -> int:
-        """Blocks that nobody uses, and whose content is still good."""
+        """Blocks that are not in use, and whose content is still good."""
         return len(self._cold)
 
     @property

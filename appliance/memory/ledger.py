@@ -18,8 +18,8 @@ class DeviceLedger:
     """Slabs of one instance, by model: weights (in flight while they load) and KV.
 
     KV counts are caps: what a model may have mapped until the worker reports what it did map. Some
-    of those slabs are *cold*: they hold prefix cache that nobody uses, and cost only that to give
-    up. All operations are O(1) but `free_slabs`, which is O(models on the device).
+    of those slabs are *cold*: they hold prefix cache that no request uses, and cost only that to
+    give up. All operations are O(1) but `free_slabs`, which is O(models on the device).
     """
 
     def __init__(self, total_slabs: int) -> None:
@@ -304,7 +304,7 @@ class HostLedger:
         return range(last, first - 1, -needed)
 
     def _free_run(self, first: int, slabs: int) -> None:
-        """Nobody uses these slabs any more."""
+        """These slabs are not in use any more."""
         self._taken[first : first + slabs] = bytes(slabs)
         self._free_slabs += slabs
         self._first_free = min(self._first_free, first)

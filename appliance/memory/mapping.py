@@ -21,7 +21,7 @@ POPULATE: Final = mmap.MAP_POPULATE
 HUGE_BYTES: Final = 2 << 20
 """A huge page of x86-64, and of arm64 with pages of 4 KiB."""
 STREAMED_BYTES: Final = 1 << 20
-"""From this size on a copy need not come to rest in a cache: nobody reads it again soon."""
+"""From this size on a copy need not come to rest in a cache: it is not read again soon."""
 _MAP_FIXED: Final = 0x10
 # Linux on x86-64 and arm64; Python has no name for either.
 _MAP_NORESERVE: Final = 0x4000
@@ -62,7 +62,7 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def reserve(nbytes: int, alignment: int = mmap.PAGESIZE) -> int:
-    """Address of a new range that nothing backs and nobody may touch."""
+    """Address of a new range that nothing backs and that may not be touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | _MAP_NORESERVE
     if alignment <= mmap.PAGESIZE or nbytes < 1:
         return _mmap(None, nbytes, NO_ACCESS, flags, -1, 0)

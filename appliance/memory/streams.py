@@ -50,7 +50,7 @@ class Stream(Protocol):
 
         It begins when all of `after` and `needs` are over, on whatever streams they are. It fails
         if one of `needs` failed, for it reads what that one wrote; `after` only had to be out of
-        the way. Also one that is cancelled or fails never ends before all of these have: whoever
+        the way. Also one that is cancelled or fails never ends before all of these have: what
         comes after it comes after them, too.
 
         `after` and `needs` have been given to a stream before, so there is always one that can

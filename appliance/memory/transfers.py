@@ -32,13 +32,13 @@ class TransferFailed(Exception):
 
 
 class TransferCancelled(TransferFailed):
-    """Nobody wants the bytes any more."""
+    """The bytes are not needed any more."""
 
 
 class Transfer:
     """`nbytes` bytes for `owner`, landing in order. One thread advances it, any may wait.
 
-    Bytes land from the first to the last, so whoever needs only the first layers of a model waits
+    Bytes land from the first to the last, so a wait for the first layers of a model is a wait
     for as many bytes as those take. `finish` or `fail` is called exactly once, by the executor.
     """
 

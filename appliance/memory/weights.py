@@ -6,7 +6,7 @@ the host tier the same bytes are cut in slabs, which need not be neighbours:
     region   | embed |qkv.0 .. |      |      |      addresses fixed for the engine's life
     image    [ slab 0 ] ... [ slab 2 ] .. [ slab 1 ]  offsets given by the ledger
 
-The image comes from the checkpoint's files, by whoever knows how. Without room for it in the host
+The caller makes the image from the checkpoint's files. Without room for it in the host
 tier the files are read at every load.
 """
 

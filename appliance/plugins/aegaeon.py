@@ -169,7 +169,7 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @hookimpl
     def flow(self) -> Sequence[Migration]:
-        """Nobody: requests stay where they decode."""
+        """None: requests stay where they decode."""
         return []
 
     @hookimpl

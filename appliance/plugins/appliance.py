@@ -1,11 +1,11 @@
 """The appliance's own policy: one model runs until another one's deadline asks for the instance.
 
 Every instance prefills and decodes. A model that runs makes tokens faster than they are due, and so
-earns slack. It goes on while nobody else would be late for it, takes in every request for it that
-comes meanwhile, and gives way when it has earned as much as a new request may wait, and at the last
-moment at which whoever is most urgent is still in time.
-The order in which models come next is known ahead, and their weights are brought in meanwhile.
-docs/policies/appliance.md derives it and says what each part is worth.
+earns slack. It goes on while no other model would be late for it, takes in every request for it
+that comes meanwhile, and gives way when it has earned as much as a new request may wait, and at the
+last moment at which the most urgent request is still in time. The order in which models come next
+is known ahead, and their weights are brought in meanwhile. docs/policies/appliance.md derives it
+and says what each part is worth.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     enough: Annotated[float, Meta(gt=0)] = 1.0
     """Who has earned this many times the TTFT that its requests are promised lets others go on."""
     longest_turn_seconds: Seconds = 60.0
-    """The longest turn while nobody else waits."""
+    """The longest turn while no other model has work."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
     """How long an answer is taken to be, of any model: only who has more to do counts. (Estimates
     of each model, from its own answers, made it worse: they vary more than the truth.)"""
@@ -149,9 +149,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
     ) -> PrefillChoice:
         """Where everything, the request included, would be done first. Beside others of its model
-        it costs little, as steps are shared; elsewhere a switch, and a whole answer that nobody
-        shares. What that costs depends on who could use the time: while half of the instances would
-        do for all models with work, nobody."""
+        it costs little, as steps are shared; elsewhere a switch, and a whole answer that shares
+        no steps. What that costs depends on the other models: while half of the instances would do
+        for all models with work, nothing."""
         model = request.model
         expected = self._expect(model, now, costs)
         alone = self._answers_seconds(model, 1, expected, costs)
@@ -386,7 +386,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
 
 def _own_group(request: RequestView, view: InstanceView) -> int | None:
-    """The group of its model and class: whoever is waited for does not stand behind batch work."""
+    """The group of its model and class: interactive requests do not queue behind batch work."""
     interactive = request.request_class is RequestClass.INTERACTIVE
     for index, group in enumerate(view.groups):
         if group.model == request.model and (group.interactive > 0) == interactive:

@@ -1,7 +1,7 @@
 """Prefill and decoding aggregated, with chunked prefill: TaiChi's first baseline (§2.1, §4.1).
 
 Every instance does both; a prompt of the model that decodes is computed in chunks beside its steps
-(Sarathi-Serve), so that nobody waits for a whole prompt.
+(Sarathi-Serve), so that no request waits for a whole prompt.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     turn_seconds: Positive = 0.05
     """Length of a turn while several models, or prompts, share a GPU: the stand-in for MPS."""
     alone_seconds: Positive = 4.0
-    """Length of a turn while nobody else wants the GPU."""
+    """Length of a turn while no other model needs the GPU."""
     swap_ratio: Positive = 4.0
     """A model that has to be brought in for a turn runs for this times what that takes."""
     chunk_tokens: Annotated[int, Meta(ge=0)] = 2048
@@ -176,7 +176,7 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     reserve_share: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Of a GPU's memory, what is left for the KV of running requests to grow."""
     patience_seconds: Positive = 60.0
-    """Prompts later than this go first, whatever Moore-Hodgson says: nobody waits for ever."""
+    """Prompts later than this go first, whatever Moore-Hodgson says: no request waits for ever."""
 
     def __post_init__(self) -> None:
         """What is kept from one question to the next; it follows from the questions alone."""

@@ -42,8 +42,8 @@ class ServerlessLlm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @hookimpl
     def prefill(self, request: RequestView, instances: Sequence[InstanceView]) -> PrefillChoice:
-        """With the waiting requests of its model; else where it runs and nobody waits; else where
-        the fewest models are."""
+        """With the waiting requests of its model; else where it runs and no request waits; else
+        where the fewest models are."""
         waiting = open_group(request, instances, self.max_group)
         if waiting is not None:
             return waiting

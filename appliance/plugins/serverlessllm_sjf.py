@@ -1,6 +1,6 @@
 """ServerlessLLM+ (Aegaeon §7.1): ServerlessLLM, with the shortest job first instead of the oldest.
 
-Needs to know how long every answer will be, which nobody does but the lab: it cannot be loaded
+Needs to know how long every answer will be, which only the lab does: it cannot be loaded
 anywhere else, and what it is told reaches no view.
 """
 

@@ -91,7 +91,7 @@ def degrade(
     alpha: float,
 ) -> list[DecodingView]:
     """The degrading set D: the longest outputs first, until `excess_bytes` are released (Alg. 1,
-    lines 5-11), or nobody is left who can bear it.
+    lines 5-11), or no request is left that can bear it.
 
     An output is counted from when the request came here, so it restarts on backflow. TPOT does
     not: who is at risk still is not sent away again. O(n log n).

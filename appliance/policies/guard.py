@@ -122,7 +122,7 @@ class _Thread:
         self._questions: SimpleQueue[tuple[pluggy.HookCaller, Check, Views] | None] = SimpleQueue()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._late = False
-        """An answer is out that nobody waits for."""
+        """A call is still running whose answer is not awaited any more."""
         self._began = False
 
     @property

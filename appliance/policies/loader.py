@@ -56,7 +56,7 @@ def load_stack(
     With a budget, policies that are not ours are asked in threads of their own and have so long to
     answer; without, everything is deterministic. `observe` is told of every question, its hook and
     how long it took. `lengths` are the true lengths of the outputs, which only the lab has: they go
-    to policies that declare ``oracle = True`` and to nobody else.
+    to policies that declare ``oracle = True`` and to no others.
 
     Raises `PolicyChoiceError` with everything that is wrong with the choice.
     """

@@ -96,7 +96,7 @@ class PolicyStack:
 
     @property
     def faults(self) -> Sequence[PolicyFault]:
-        """What went wrong since whoever watches last took it."""
+        """What went wrong since this was last taken."""
         return self._faults
 
     def take_faults(self) -> list[PolicyFault]:
@@ -143,7 +143,7 @@ class PolicyStack:
             policy.close()
 
     # --- the questions ---------------------------------------------------------------------------
-    # What is shown is nobody's to change: lists of the machine's become tuples.
+    # Policies must not change what they are shown: lists of the machine's become tuples.
 
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         check = partial(validation.place, cluster=cluster)

@@ -30,7 +30,7 @@ LONGEST_SHOWN = 120
 LONGEST_TURN_SECONDS = 1e9
 """A quota beyond that, in steps, overflows."""
 MOST = 1 << 31
-"""Larger integers are nobody's count, and overflow when they are reckoned with or sent."""
+"""Larger integers are no counts, and overflow when they are reckoned with or sent."""
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def scale(answer: object, cluster: ClusterView) -> str | None:
     if not all(_is_count(count) for count in counts) or sum(counts) > len(cluster.instances):
         return f"{shown(counts)} instances of {len(cluster.instances)}"
     if not answer.mixed + answer.interactive:
-        return "nobody serves interactive requests"
+        return "no instance serves interactive requests"
     return None
 
 

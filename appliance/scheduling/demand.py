@@ -43,7 +43,7 @@ class Demands:
         """Smoothed mean over all models; 0 before any output ended."""
 
     def add(self, model: ModelName) -> None:
-        """A model that nobody asked for yet."""
+        """A model without requests so far."""
         self.of[model] = Demand()
 
     def forget(self, model: ModelName) -> None:

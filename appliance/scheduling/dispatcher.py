@@ -44,7 +44,7 @@ EMBEDDED_TOKENS: Final = 2048
 class Dispatcher:
     """Gives instances their jobs.
 
-    Whoever is to be prefilled first gets room in the host tier for its KV at full length, in the
+    A request gets room in the host tier for its KV at full length before it is prefilled, in the
     order of asking (`host_queue`), interactive requests before batch work: then a swap outwards can
     never fail, and any single request can always be brought to its end by swapping out everything
     else.
@@ -294,7 +294,7 @@ class Dispatcher:
         self, instance: InstanceState, first: RequestState, limits: BatchLimits
     ) -> list[RequestState]:
         """The prompts behind one in its group that are embedded, too, as many as fit a step with it
-        and the memory that is left. Batch work waits until nobody does."""
+        and the memory that is left. Batch work waits until no such prompt does."""
         shape = instance.engines[first.model].shape
         room = self._residency.room_blocks(instance, first.model) - shape.blocks(first.tokens)
         tokens = EMBEDDED_TOKENS - first.tokens
@@ -387,8 +387,8 @@ class Dispatcher:
         """Room in the host tier for the request's KV at full length. Who asked first gets it first,
         interactive requests before batch work.
 
-        False if there is none now. If nobody holds any and there is still too little once weights
-        are out of the way, there never will be enough: the request is rejected.
+        False if there is none now. If no request holds any, and there is too little even without
+        weights, there never will be enough: the request is rejected.
         """
         self.host_queue.setdefault(request.id)
         if self._next_for_host() is not request:
@@ -426,8 +426,8 @@ class Dispatcher:
         return started
 
     def _limit_resumed(self, instance: InstanceState) -> None:
-        """Who came since the turn was ended for one more of its model was not asked about. (That
-        it is to end at once is said of who joins it: whoever could, has.)"""
+        """Ask how long a resumed turn may go on: requests for other models that came since its
+        end was decided were not considered. (Those for its own model that can join have joined.)"""
         turn, context = instance.job, self._context
         if isinstance(turn, TurnJob) and (instance.groups or len(instance.batches) > 1):
             more = context.policy.preempt(context.now, self._cluster.view(instance), context.costs)

@@ -429,7 +429,7 @@ class Machine:
         if short := self.host.short_slabs:
             self.weight_cache.make_kv_room(self.residency.being_read())
             self._again |= self.host.short_slabs < short
-        # Who waits for room that nobody's KV takes waits for weights that are read or written.
+        # If no KV takes the room, requests wait for weights that are being read or written.
         self._again |= bool(self.dispatcher.host_queue) and not self.host.kv_slabs
         if self._held and self.dispatcher.host_queue:
             for request in list(self._held.values()):
@@ -450,8 +450,8 @@ class Machine:
         self._again |= changed or bool(stray)
 
     def _astray(self, changed: bool) -> list[RequestState]:
-        """Requests that wait where they are not served any more; and batch requests, which nobody
-        placed for good, when what instances are for `changed` or one that takes them idles."""
+        """Requests that wait where they are not served any more; and batch requests, whose place
+        is not final, when what instances are for `changed` or one that takes them idles."""
         idle = [instance for instance in self.instances.values() if instance.idle]
         if not changed and not idle:
             return []
@@ -554,7 +554,7 @@ class Machine:
             (awaited or set()).discard(instance.id)
         if not ordered:  # else it is not for what it was at
             self._blame(instance)
-        # Behind the blame, which may end requests whose KV is on its way: nobody reports that now.
+        # After the blame, which may end requests whose KV is on its way: no report of it will come.
         for zombie in [z for z, (holder, _) in self._zombies.items() if holder == instance.id]:
             self.host.give_blocks(self._zombies.pop(zombie)[1])
         stranded = [
@@ -644,7 +644,7 @@ class Machine:
 
     def _first_store(self, instance: InstanceState, model: ModelName, slabs: int) -> Command:
         """A new engine adopts the master image, or fills it if it is the first and there is room.
-        Nobody waits for an image that another instance fills: files will do until it is whole."""
+        No engine waits for an image that another instance fills: it reads files until then."""
         master = self.weight_cache.get(model)
         if master is None:
             master = self.weight_cache.take(model, slabs, instance.id, self._context.now)
@@ -761,7 +761,7 @@ class Machine:
 
     @_on.register
     def _on_model_removed(self, event: ModelRemoved) -> bool:
-        """It leaves as one that failed does, and is forgotten when nobody speaks of it any more."""
+        """It leaves as a failed one does, and is forgotten once no report about it can come."""
         model = event.model
         self._leaving[model] = None
         self.failed[model] = f"{model} was removed"

@@ -275,7 +275,7 @@ Admitted: TypeAlias = Sequence[int]
 
 
 class Policy(Protocol):
-    """The questions of the machine. Answers are valid: whoever implements this checked them."""
+    """The questions of the machine. Answers are valid: implementations have checked them."""
 
     def place(self, now: float, cluster: ClusterView, costs: Costs) -> Sequence[Placement]:
         """What each instance is for, in order."""

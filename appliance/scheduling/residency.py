@@ -1,7 +1,7 @@
 """Making room on a device: whose weights go, whose KV is swapped out, how much KV a job may map.
 
 Works on one `InstanceState` while no job is out, so that every command given earlier is done, or
-on its way in order, when these run. Cold prefix cache goes first, as nobody waits for it; then
+on its way in order, when these run. Cold prefix cache goes first, as no request needs it; then
 weights, which cost no copy, then KV that is swapped out; idle models before those that run again
 soon.
 """

@@ -3,8 +3,8 @@
     none -> being filled by one instance -> whole, and shared by all
 
 A model without a whole image is served all the same: instances load it from its files. When an
-image is wanted and there is no room, whole images that nobody reads go, the least recently used
-first, never a pinned one.
+image is wanted and there is no room, whole images that are not being read go, the least recently
+used first, never a pinned one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Master:
     offsets: tuple[int, ...]
     version: int
     filler: InstanceId | None
-    """Who writes it; nobody once it is whole."""
+    """The instance that writes it; None once it is whole."""
     used: float
 
 
@@ -46,7 +46,7 @@ class HostWeightCache:
 
     @property
     def doomed(self) -> Collection[ModelName]:
-        """Nobody wants these any more, but they are still being written or read."""
+        """Not needed any more, but still being written or read."""
         return self._doomed
 
     def get(self, model: ModelName) -> Master | None:
@@ -126,8 +126,8 @@ class HostWeightCache:
         master.filler = None
 
     def give_up(self, model: ModelName, instance: InstanceId | None) -> None:
-        """The model cannot be served, says an instance, or nobody wants it any more: neither image
-        nor room for one is kept. The image goes with `bury`: somebody may be at it."""
+        """The model cannot be served, as an instance reports, or was removed: neither image nor
+        room for one is kept. The image goes with `bury`, as it may be in use."""
         self._host.hold_back(model, 0)
         master = self._weight_cache.get(model)
         if master is None:

@@ -95,7 +95,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
     kv_slabs: int
     drawn: int
-    """Checksum of the tokens drawn before, of all models: whoever has another goes astray."""
+    """Checksum of the tokens drawn before, of all models: a rank with another one is wrong."""
 
 
 class BeginPrefill(msgspec.Struct, frozen=True, tag=True):

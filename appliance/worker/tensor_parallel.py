@@ -323,7 +323,7 @@ def lead(configuration: frames.Configure, host_fd: int) -> tuple[Seat, Followers
         for process in processes:
             process.kill()
         for process in processes:
-            process.wait()  # no zombie is left to whoever adopts it
+            process.wait()  # no zombie is left to the process that adopts it
         os._exit(1)
 
     for _ in others:

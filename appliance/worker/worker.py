@@ -99,7 +99,7 @@ class Worker:
     """Carries out commands one after the other. `build` makes an engine, `send` reports.
 
     What comes of a step and what comes of its being the last one are told at once: the daemon then
-    orders what is next before it turns to whoever reads the tokens, and nothing is computed until
+    orders what is next before it passes on the tokens, and nothing is computed until
     it has.
 
     Copies go on beside: a load until a prefill or a turn of its model needs the weights, KV on its
@@ -547,7 +547,7 @@ class Worker:
                 end, batch = TurnEnd.KV_FULL, []
                 continue
             steps += 1
-            if produced:  # nobody drew a token if nothing but part of a prompt was computed
+            if produced:  # no token was drawn if only a part of a prompt was computed
                 self._tokens(turn.model, produced)
             released = {release.request for release in self._look_around()}
             if begun:
@@ -591,7 +591,7 @@ class Worker:
         released: set[RequestId],
         produced: list[Produced],
     ) -> None:
-        """Those that produced their token are done, and those that nobody wants any more."""
+        """Those that produced their token are done, and those that were released."""
         over = released.union(one.request for one in produced)
         for request in [request for request in begun if request in over]:
             self._report_prompt(model, request, time.monotonic() - begun.pop(request))

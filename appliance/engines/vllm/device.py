@@ -43,7 +43,7 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """The CPU. Addresses are the process's own, and whoever waits, waits."""
+    """The CPU. Addresses are the process's own, and a wait blocks its thread."""
 
     engine_args: Final[Mapping[str, Any]] = {
         "worker_cls": "appliance.engines.vllm.worker_cpu.ArenaWorker",

@@ -104,7 +104,7 @@ class CudaDevice:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While vLLM builds a model: large empty tensors are scrap, and nobody may keep one."""
+        """While vLLM builds a model: large empty tensors are scratch, and may not be kept."""
         try:
             with _OnScrap(self._scrap, self.bytes_at):
                 yield

@@ -297,7 +297,7 @@ class VllmEngine:
             return Verdict.NOT_LOADED
         if master is None:
             return Verdict.NO_IMAGE
-        # Tensor by tensor: what lies between them is nobody's, and may differ.
+        # Tensor by tensor: what lies between them belongs to none, and may differ.
         layout = self._weights.layout
         for tensor, start in zip(layout.tensors, layout.offsets, strict=True):
             device = region.address + start
@@ -515,7 +515,7 @@ class VllmEngine:
     def swap_out(self, request: RequestId, host_offsets: Sequence[int]) -> Transfer:
         """Each place takes one block of ``kv.block_bytes``; places beyond the last are not used.
 
-        Full blocks stay cached, cold once nobody else uses them.
+        Full blocks stay cached, cold once no other request uses them.
         """
         known = self._resident(request)
         self._await_kv([request])

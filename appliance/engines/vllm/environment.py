@@ -21,7 +21,7 @@ def prepare_environment(threads_bind: str, device: str = "cpu") -> None:
     os.sched_setaffinity(0, cpus)
     os.environ |= {
         "OMP_NUM_THREADS": str(len(cpus)),
-        # Threads that spin between two parallel regions take the CPUs of whoever else runs here:
+        # Threads that spin between two parallel regions take the CPUs of all others that run here:
         # the other workers, the daemon, a transfer. Steps were 20 to 50 times slower then.
         "OMP_WAIT_POLICY": "PASSIVE",
         # Models run eagerly. Left on, torch would call a compiler for the first logprobs.

@@ -54,7 +54,7 @@ class Gates:
             end += parameter.numel() * parameter.element_size()
             gate = layer_of(model, name) or owner
             if gate == owner and any(True for _ in module.children()):
-                # Nobody calls the model around the layers in a way that a hook would see.
+                # vLLM calls the model around the layers in a way that a hook does not see.
                 self._ahead = max(self._ahead, end)
             else:
                 ends[gate] = max(ends.get(gate, 0), end)

@@ -24,7 +24,7 @@ from appliance.memory.kv_pool import BLOCK_TOKENS, KvPool
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     """vLLM's block objects and its map of hashes, over the blocks that `KvPool` has now.
 
-    A block that nobody references is cold in the pool while it has a hash, and free without one.
+    A block that no request uses is cold in the pool while it has a hash, and free without one.
     The engine provides blocks before a step (`provide`), and that is when cold ones are lost: what
     vLLM is then handed out is free, and empty.
 

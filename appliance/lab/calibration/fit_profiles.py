@@ -88,7 +88,7 @@ class Calibrated(Word, frozen=True, kw_only=True):
     gpu: str
     tp: int
     sizes: Sizes | None
-    """None if nobody told them: it can be no profile then."""
+    """None if they are not known: it can be no profile then."""
     prefill: Quality | None
     """None without rows."""
     step: Quality | None

@@ -53,7 +53,7 @@ from appliance.vocabulary import (
 )
 
 LAYERS = 16
-"""Of a model whose layers nobody counted; only how late a prompt is behind its load hangs on it."""
+"""Of a model whose layers are not known; only how late a prompt is behind its load hangs on it."""
 
 FEW = 3
 """Observations of a model from which its times are scaled to its own."""

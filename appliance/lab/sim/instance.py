@@ -65,7 +65,7 @@ from appliance.vocabulary import (
 )
 
 MAX_STEPS = sys.maxsize
-"""Of a turn that decodes nobody: its prompts end it."""
+"""Of a turn without decoding: its prompts end it."""
 
 Report = Callable[[Event], None]
 
@@ -171,7 +171,7 @@ class SimulatedInstance:
             case MoveKv():
                 return self.holdings.move_in(command, self._known)
             case TrimKv():
-                return True  # nothing is kept that nobody uses
+                return True  # nothing unused is kept
             case LoadModel() | PrefetchModel():
                 return self._load(command)
             case EvictModel():
@@ -223,7 +223,7 @@ class SimulatedInstance:
         return starts and self._engines[model].mapped
 
     def _activate(self, model: ModelName) -> bool:
-        """Stand still once the weights are there; whoever asked for the engine is asked again."""
+        """Wait for activation once the weights are there; the command is tried again after that."""
         if self._engines[model].load is None:
             self._job = Activation(model)
             end = self._agenda.now + self._box.activation_seconds
@@ -262,7 +262,7 @@ class SimulatedInstance:
     # --- transfers -------------------------------------------------------------------------------
 
     def _notice(self, event: ModelLoaded | KvMoved) -> None:
-        """A transfer is over: who waits may go on. While a prompt is computed, nobody looks."""
+        """A transfer is over: what waits for it may go on, but not while a prompt is computed."""
         job = self._job
         if isinstance(job, Prefill):
             if isinstance(event, ModelLoaded) and event.model == job.command.model:

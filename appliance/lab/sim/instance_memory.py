@@ -1,8 +1,8 @@
 """What a simulated instance holds: weights and KV in the slabs of its pool, and what is on its
 way.
 
-As strict as a worker's pool: what cannot be raises `LabError`. Whoever asks for slabs that KV on
-its way out still holds has to wait, and is told so.
+As strict as a worker's pool: what cannot be raises `LabError`. A job that asks for slabs that
+KV on its way out still holds is refused for now, and has to wait.
 """
 
 from __future__ import annotations

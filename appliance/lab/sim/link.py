@@ -95,7 +95,7 @@ class Link:
         return transfer
 
     def cancel(self, lane: str, transfer: Transfer) -> None:
-        """Stop a transfer, under way or in line. Nobody is told."""
+        """Stop a transfer, under way or in line, without a notice."""
         self._catch_up()
         self._lanes[lane].remove(transfer)
         self._go_on()
@@ -118,7 +118,7 @@ class Link:
         self._since = now
 
     def _go_on(self) -> None:
-        """The first of every lane moves; whoever shares the root hears if that is new."""
+        """The first of every lane moves; links that share the root are notified if that is new."""
         used = any(self._lanes.values())
         if used != self._used and self._root is not None:
             (self._root.enter if used else self._root.leave)(self)

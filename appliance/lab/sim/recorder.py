@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 class Switch(NamedTuple):
     """Another model became the one that runs; `waited` seconds went by for that alone (NaN where
-    nobody knows)."""
+    that is not known)."""
 
     instance: InstanceId
     model: ModelName

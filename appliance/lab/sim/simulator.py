@@ -51,7 +51,7 @@ class Run:
     preemptions: int
     """Requests that stopped in mid-generation for another model or a prompt."""
     samples: Sequence[Sample] = ()
-    """Looks at the box; none if nobody looked."""
+    """Samples of the box; none if none were asked for."""
     tp: int = 1
     """GPUs of each instance."""
     pool_bytes: int = 0

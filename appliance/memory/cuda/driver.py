@@ -57,7 +57,7 @@ class CudaContext:
     def use(self) -> None:
         """Make it the calling thread's; every thread has to, before its first call.
 
-        Costs about what a Python call costs, so nobody remembers whether it was done.
+        Costs about what a Python call costs, so whether it was done is not remembered.
         """
         call("cuCtxSetCurrent", self._handle)
 

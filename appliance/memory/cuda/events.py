@@ -1,7 +1,7 @@
 """CUDA events: how far the copies of a transfer are, for other streams, threads and processes.
 
-A wait for an event that nobody has recorded yet is no wait. So whoever makes a stream wait for
-bytes first waits, in its own thread, until the copy of these bytes is in line behind a mark.
+A wait for an event that is not recorded yet is no wait. So a thread that makes a stream wait for
+bytes first waits itself until the copy of these bytes is in line behind a mark.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Flights:
             self._changed.notify_all()
 
     def land(self, transfer: Transfer) -> None:
-        """Its oldest mark has been reached; nobody begins to wait for it any more."""
+        """Its oldest mark has been reached; no new wait for it begins."""
         with self._changed:
             self._flights[transfer].marks.popleft()
 

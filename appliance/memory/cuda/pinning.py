@@ -11,7 +11,7 @@ from appliance.memory.cuda.driver import CudaContext, CudaError, call, driver
 from appliance.memory.streams import Copy
 
 CHUNK_BYTES: Final = 256 << 20
-"""What is registered at one go; the driver serves nobody else during that."""
+"""What is registered at one go; the driver serves no other thread during that."""
 
 
 class HostPinning:

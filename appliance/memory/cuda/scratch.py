@@ -34,7 +34,7 @@ class Scrap:
         return any(start <= address < start + size for start, size in self._ranges.items())
 
     def release(self) -> None:
-        """Give all ranges back; nobody may touch them any more."""
+        """Give all ranges back; they may not be touched any more."""
         while self._ranges:
             address, size = self._ranges.popitem()
             self._vmm.release(address, size)

@@ -18,7 +18,7 @@ class CudaVmm:
     """Slabs of one GPU's memory, all of them taken at the start.
 
     Every slab is an allocation of its own: the driver maps an allocation from its beginning only.
-    Nobody else gets the memory of the pool, and nobody has to ask the driver for memory later.
+    No other process gets the memory of the pool, and none is asked of the driver later.
     """
 
     def __init__(self, device: int, slabs: int, slab_bytes: int) -> None:

@@ -129,8 +129,8 @@ def unwhole(path: Path) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[int | None]:
-    """A descriptor of the file at `path`, made if it is not there, that nobody else has locked;
-    None if somebody has. Raises `OSError`."""
+    """A descriptor of the file at `path`, made if it is not there, locked by this process;
+    None if another one has it locked. Raises `OSError`."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield fd if _is_ours(fd, path) else None
@@ -140,7 +140,7 @@ def locked(path: Path) -> Iterator[int | None]:
 
 def prepare_folder(folder: Path, wanted: Collection[str]) -> None:
     """Make the folder if it is not there, and remove images that are not `wanted`, by name, and
-    those that nobody is writing any more. Other files are left alone. Raises `OSError`.
+    unfinished ones that are not being written. Other files are left alone. Raises `OSError`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in filter(Path.is_file, folder.iterdir()):

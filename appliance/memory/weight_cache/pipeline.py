@@ -47,7 +47,7 @@ def make_pieces(
 ) -> None:
     """Have all pieces made, by threads on these processors; `bench` is called in each of them.
 
-    A piece lands when all before it have, so whoever waits for the first layers waits for nothing
+    A piece lands when all before it have, so a wait for the first layers is a wait for nothing
     else. What has landed before does not land again. Raises `TransferCancelled`, and the first
     error of a thread; none of them touches the image any more then.
     """

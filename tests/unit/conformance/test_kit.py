@@ -386,7 +386,7 @@ class Plain:
     [
         (Misspelt, "hooks: policy policy: unknown hook 'prefil'"),
         (WrongArgument, "Argument(s) {'cluster'} are declared in the hookimpl but"),
-        (Unmarked, "hooks: round: not marked with @hookimpl: nobody calls it"),
+        (Unmarked, "hooks: round: not marked with @hookimpl: it is never called"),
         (Mute, "hooks: it answers no question"),
         (Required, "parameters: seconds has no default"),
         (Tolerant, "parameters: unknown ones are taken: set forbid_unknown_fields=True"),

@@ -101,7 +101,7 @@ def test_a_model_without_sizes_is_no_profile(tmp_path: Path) -> None:
     result = invoke(first_steps(tmp_path / "steps.csv.gz"), "--write", written)
 
     assert result.exit_code == 0
-    assert "Tiny-1B on A100 tp=1 (steps): no profile: nobody told its sizes" in result.stderr
+    assert "Tiny-1B on A100 tp=1 (steps): no profile: its sizes are not known" in result.stderr
     assert len(written.read_text().splitlines()) == 1
 
 

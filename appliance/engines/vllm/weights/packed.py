@@ -140,7 +140,7 @@ def plan(shape: tuple[int, int], dtype: torch.dtype) -> Packing:
 
 
 def view_at(address: int, packing: Packing) -> torch.Tensor:
-    """A tensor over packed bytes at a host address; whoever mapped them keeps them.
+    """A tensor over packed bytes at a host address; the caller keeps them mapped.
 
     The bytes are not looked at, and need not be mapped, until something is multiplied. Raises
     `SeamMoved` if torch makes anything else than a view.

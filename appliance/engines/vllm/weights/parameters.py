@@ -143,7 +143,7 @@ def check_moved(
 def _is_linear(module: torch.nn.Module, head_dtypes: set[torch.dtype | None]) -> bool:
     """Whether vLLM would give this layer a packed copy, and read nothing else of its weight.
 
-    An embedding has a `cpu_linear` that nobody calls; a layer of which vLLM reads the rows has
+    An embedding has a `cpu_linear` that is never called; a layer of which vLLM reads the rows has
     torch's own function; and so does, in effect, a head that computes in another type.
     """
     linear = vars(module).get("cpu_linear")

@@ -281,7 +281,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1])
         if func is torch.ops.aten.clone.default and _key(args[0]) in self._origins:
-            # Of what nobody writes to, a view is as good. Pooling models are loaded from clones.
+            # Of what is never written to, a view is as good. Pooling models are loaded from clones.
             return torch.ops.aten.alias.default(args[0])
         if func.name() == f"_C::{PREPACK}":
             return self._pack(*args)
