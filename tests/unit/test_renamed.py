@@ -14,7 +14,7 @@ RENAMED = {
     "appliance_request_load_seconds": "appliance_request_model_load_seconds",
     "computing_seconds": "busy_seconds",
     r'"lately"': '"window"',
-    r'code[":= ]+reader"': "slow_client",
+    r'code[":= ]+reader"|`reader`': "slow_client",
     r'outcome=\\*"(kept|late)\\*"': 'outcome="met" or "missed"',
     "FloorView": "ClusterView",
     r"scheduling\.questions": "scheduling.policy_api",
