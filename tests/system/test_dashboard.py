@@ -31,7 +31,7 @@ from tests.tmux import Terminal, terminal
 from tests.unit.policies.strangers import install
 
 IDLE = "llama-a"
-"""Nobody asks it for anything."""
+"""No client asks it for anything."""
 CLIENTS = 6
 UNSURE = """
     @hookimpl
@@ -108,7 +108,7 @@ class Watched:
 
 @contextmanager
 def daemon(file: Path, socket: Path) -> Iterator[httpx.Client]:
-    """One that runs, with all instances up, as whoever may open its admin socket reaches it."""
+    """One that runs, with all instances up, reached through its admin socket."""
     admin = httpx.Client(
         base_url="http://appliance",
         transport=httpx.HTTPTransport(uds=str(socket)),
@@ -271,7 +271,7 @@ def test_a_request_is_cancelled(watched: Watched) -> None:
         until(lambda: mine() != [])
         (request,) = mine()
         watched.go("requests", request)
-        watched.do("K", told=f"cancelled {request}")
+        watched.do("K", told="cancelled")  # the identifier after it does not fit in the line
         answer = asked.result()
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
