@@ -37,7 +37,7 @@ def _read(
                 mailbox.put(message)
     except ConnectionError:
         pass  # the daemon is gone in a hurry
-    except Exception:
+    except Exception:  # whatever it is, the process must end: the daemon starts another
         log.exception("the daemon sent what cannot be read")
         os._exit(1)
     os._exit(0)
@@ -91,13 +91,12 @@ def main(arguments: list[str]) -> None:
     send([frames.Hello(configuration.instance, os.getpid(), configuration.slabs)])
     reader.start()
     # Engines share process-wide state that cannot be torn down piece by piece; the system does it.
-    # The same goes for a worker that failed: its books are void, the daemon starts another.
+    # The same goes for a worker that failed: the daemon starts another.
     try:
         worker = Worker(configuration, arena, swapper, mailbox, build, send)
-        worker.prepare_guides()
-        worker.tell_slabs()
+        worker.background.start()
         worker.run()
-    except Exception:
+    except Exception:  # whatever it is, its books are void
         log.exception("worker failed")
         os._exit(1)
     os._exit(0)

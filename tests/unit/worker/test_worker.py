@@ -610,7 +610,7 @@ def test_an_idle_worker_tells_what_its_pool_holds() -> None:
         bench.reports.extend(reports)
         bench.mailbox.put(wire.Shutdown())
 
-    bench.worker._send = send
+    bench.worker._outbox._send = send
     bench.mailbox.put(EvictModel(instance=3, model="a"))
     working = threading.Thread(target=bench.worker.run, daemon=True)
     working.start()
@@ -712,7 +712,8 @@ def test_the_end_of_a_turn_is_told_with_its_last_tokens() -> None:
     told: list[list[str]] = []
     bench = Bench("a")
     bench.ready("r", output=4)
-    bench.worker._send = lambda reports: told.append([type(one).__name__ for one in reports])
+    outbox = bench.worker._outbox
+    outbox._send = lambda reports: told.append([type(one).__name__ for one in reports])
     before: list[int] = []
     bench.engines["a"].on_step = lambda step: before.append(len(told))
 
@@ -727,7 +728,8 @@ def test_a_first_token_is_told_with_the_end_of_its_prompt() -> None:
     told: list[list[str]] = []
     bench = Bench("a")
     bench.carry_out(build("a"), load("a"), add("r"))
-    bench.worker._send = lambda reports: told.append([type(one).__name__ for one in reports])
+    outbox = bench.worker._outbox
+    outbox._send = lambda reports: told.append([type(one).__name__ for one in reports])
 
     bench.carry_out(prefill("r"))
 
@@ -1267,7 +1269,7 @@ def test_guides_are_compiled_beside_the_jobs(model: str, text: str, refused: str
     asked = wire.PrepareGuide(5, model, text.encode())
 
     bench.carry_out(build("a"), asked)
-    bench.worker.prepare_guide(bench.mailbox.guides.get_nowait())
+    bench.worker.background.prepare_guide(bench.mailbox.guides.get_nowait())
 
     (answer,) = [r for r in bench.reports if isinstance(r, wire.GuidePrepared)]
     assert (answer.instance, answer.number) == (3, 5)
@@ -1279,15 +1281,15 @@ def test_details_are_told_in_frames_that_are_not_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of a step's tokens, in their order; plain ones cost no frame."""
-    monkeypatch.setattr("appliance.worker.worker.MOST_DETAIL_BYTES", 10)
+    monkeypatch.setattr("appliance.worker.outbox.MOST_DETAIL_BYTES", 10)
     bench = Bench("a")
     sizes = (None, 6, 4, 1, 20, None, 3)
     produced = [
         Produced(f"r{number}", 7, detail=None if size is None else bytes(size))
         for number, size in enumerate(sizes)
     ]
-    bench.worker._tokens("a", produced)
-    bench.worker._flush()
+    bench.worker._outbox.tokens("a", produced)
+    bench.worker._outbox.flush()
 
     frames = [report.produced for report in bench.reports if isinstance(report, wire.Tokens)]
     assert [len(frame) for frame in frames] == [3, 1, 2, 1]
@@ -1303,7 +1305,7 @@ def test_a_slow_guide_holds_up_no_other() -> None:
 
     bench.carry_out(build("a"), *asked)
     (built,) = said.get(timeout=PATIENCE_SECONDS)
-    bench.worker.prepare_guides()
+    bench.worker.background.start()
     answers = [said.get(timeout=PATIENCE_SECONDS)[0] for _ in asked]
 
     assert isinstance(built, ModelBuilt)
@@ -1315,7 +1317,7 @@ def test_slabs_are_told_in_the_middle_of_a_step() -> None:
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     found: list[wire.SlabsTold] = []
     bench = Bench("a", send=said.put)
-    bench.worker.tell_slabs()
+    bench.worker.background.start()
 
     def ask(step: int) -> None:
         bench.mailbox.put(wire.TellSlabs())
@@ -1346,8 +1348,8 @@ def test_a_map_that_cannot_be_drawn_is_not_the_last(
             raise outcome
         return outcome(*state)
 
-    monkeypatch.setattr("appliance.worker.worker.pool_map", draw)
-    bench.worker.tell_slabs()
+    monkeypatch.setattr("appliance.worker.background.pool_map", draw)
+    bench.worker.background.start()
     bench.mailbox.put(wire.TellSlabs())
     assert tried.wait(PATIENCE_SECONDS)
     bench.mailbox.put(wire.TellSlabs())
