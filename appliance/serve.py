@@ -26,7 +26,7 @@ from appliance.api.operator_socket import protocol_for
 from appliance.config.checks import warnings
 from appliance.config.schema import Config
 from appliance.config.sizing import kv_floor_slabs, read_model, uncached
-from appliance.daemon.daemon import Daemon, Limits
+from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
 from appliance.daemon.lifecycle import GRACE_SECONDS, Lifetime, Server
 from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.daemon.served_model import served_model
@@ -136,12 +136,18 @@ def make_daemon(config: Config) -> Daemon:
     return Daemon(
         setup,
         models,
-        devices.slabs,
-        share_cpus(
-            allowed,
-            devices.instances,
-            devices.tensor_parallel,
-            front_end_count(config.api.processes, len(allowed)),
+        WorkerPlan(
+            pool_slabs=devices.slabs,
+            cpus=share_cpus(
+                allowed,
+                devices.instances,
+                devices.tensor_parallel,
+                front_end_count(config.api.processes, len(allowed)),
+            ),
+            ranks=devices.tensor_parallel,
+            devices=[f"cuda:{n}" for n in range(devices.instances)] if devices.cuda else (),
+            runtime_slabs=devices.runtime_slabs,
+            images=_prepared_images(config),
         ),
         Limits(
             queue=config.api.max_queue,
@@ -149,16 +155,12 @@ def make_daemon(config: Config) -> Daemon:
             policy_seconds=float(config.policy.budget_seconds),
         ),
         Journal(Path(config.journal.path), setup) if config.journal.path else None,
-        ranks=devices.tensor_parallel,
-        devices=[f"cuda:{number}" for number in range(devices.instances)] if devices.cuda else (),
-        runtime_slabs=devices.runtime_slabs,
-        images=_prepared_images(config),
         traces=_traces(config),
     )
 
 
 def _traces(config: Config) -> Traces | None:
-    """Who is told of requests, if anybody is. Imported here: others need it not."""
+    """Where traces of requests go, if that is configured. Imported here: others need it not."""
     if not config.telemetry.traces:
         return None
     from appliance.observability.tracing import Traces, otlp
@@ -194,7 +196,7 @@ def make_gateway(daemon: Daemon, config: Config) -> Gateway:
         root_path=api.root_path,
     )
     sessions = Sessions(daemon, access, admission, settings)
-    daemon.on_catalogue = sessions.catalogue_changed
+    daemon.catalogue.on_change = sessions.catalogue_changed
     return Gateway(access, admission, sessions)
 
 

@@ -17,11 +17,11 @@ from appliance.http.errors import BadRequest
 from appliance.observability.key_metrics import WAITING
 from appliance.service.interface import (
     Generation,
+    Inference,
     ModelNotFound,
     QueueFull,
     RequestActivity,
     RequestTimes,
-    Service,
     Sink,
     SubmitRequest,
     cancelled,
@@ -52,7 +52,7 @@ class Admission:
 
     def __init__(
         self,
-        service: Service,
+        service: Inference,
         access: Access,
         *,
         max_waiting: int = MAX_WAITING,

@@ -12,13 +12,13 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance.http.json import json_answer
-from appliance.service.interface import ModelCard, ModelNotFound, Service
+from appliance.service.interface import Inference, ModelCard, ModelNotFound
 
 LATEST: Final = ":latest"
 """Ollama's clients know every model by this tag, and some ask for it here."""
 
 
-def model_routes(service: Service) -> list[HTTPRouteHandler]:
+def model_routes(service: Inference) -> list[HTTPRouteHandler]:
     """A client of Anthropic's, which sends ``anthropic-version``, is answered in its words."""
 
     @get("/v1/models", operation_id="listModels")
@@ -36,7 +36,7 @@ def model_routes(service: Service) -> list[HTTPRouteHandler]:
     return [models, model]
 
 
-def _find(service: Service, name: str) -> ModelCard:
+def _find(service: Inference, name: str) -> ModelCard:
     """Raises `ModelNotFound`, which names what was asked for."""
     try:
         return service.model(name)

@@ -12,7 +12,7 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance.access.auth import current
-from appliance.api.admin.events import KEEP_ALIVE, Watch
+from appliance.api.admin.events import KEEP_ALIVE, WatchResponse
 from appliance.gateway.responses import StoredResponse, StoredResponses
 from appliance.http.errors import ApiError, BadRequest
 from appliance.http.json import json_answer
@@ -41,7 +41,7 @@ def response_routes(
                 "stream: only a response that was made with background and stream", "stream"
             )
         start = _start(query.get("starting_after"))
-        return Watch(_sent(response, start, keep_alive_seconds))
+        return WatchResponse(_sent(response, start, keep_alive_seconds))
 
     @delete("/v1/responses/{id:str}", status_code=200, operation_id="deleteResponse")
     async def remove(id: FromPath[str]) -> ASGIResponse:

@@ -1,7 +1,7 @@
 """The composition root: one machine, its workers, the API's requests. One event loop, one writer.
 
-Events come from workers and from the API; each goes through the machine at once, and the commands
-that follow are performed before the next event is taken. Nothing here waits, so order is total.
+Reports of workers and calls of the API become events of the decision loop, whose commands go to the
+workers, or end requests. What happens to requests and models is in modules of their own.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial, singledispatchmethod
-from itertools import islice
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 import appliance
 from appliance.daemon import health
+from appliance.daemon.decision_loop import DecisionLoop, Hands
 from appliance.daemon.gauges import Gauges
 from appliance.daemon.guide_checks import GuideChecks, GuideUnanswered
-from appliance.daemon.policy_history import PolicyWatch
+from appliance.daemon.models import Models
 from appliance.daemon.quarantine import Quarantine
+from appliance.daemon.requests import RETRY_AFTER_SECONDS, Requests
 from appliance.daemon.served_model import ServedModel
 from appliance.daemon.slab_queries import SlabQuestions
 from appliance.daemon.status import (
@@ -35,100 +35,52 @@ from appliance.daemon.status import (
     request_activity,
 )
 from appliance.daemon.verification import Verifications
+from appliance.daemon.worker_links import WorkerLinks
 from appliance.journal import Journal, Setup
 from appliance.memory.host_tier import HostTier
 from appliance.memory.slab_maps import host_map
 from appliance.observability.metrics import Metrics
-from appliance.observability.request_log import log_request
-from appliance.observability.request_phases import RequestPhases
-from appliance.observability.slo_window import SloWindow
-from appliance.observability.switches import Switches
-from appliance.observability.timeline import HOOKS, MOST_PLANNED, Timeline
+from appliance.observability.timeline import Timeline
+from appliance.observability.work_counters import WorkCounters
 from appliance.platform.gpu_monitor import GpuWatch
 from appliance.policies.guard import BUDGET_SECONDS
 from appliance.policies.loader import installed
-from appliance.policies.stack import PolicyStack
-from appliance.scheduling.machine import Machine
 from appliance.service.event_log import EventLog, Notice, NoticeKind
 from appliance.service.front_frames import FrontModel
-from appliance.service.generation import RequestStream
 from appliance.service.interface import (
     Activity,
-    Decision,
     Generation,
     GenerationFailed,
     InstanceNotFound,
     InstanceVerification,
     ModelActivity,
     ModelCard,
-    ModelExists,
-    ModelNotFound,
-    ModelQueueFull,
-    ModelTerms,
-    QueueFull,
     Readiness,
     RequestActivity,
-    RequestNotFound,
     Sink,
     SlabsUnanswered,
     Snapshot,
     SubmitRequest,
-    cancelled,
+    shutting_down,
 )
-from appliance.service.policy_report import PolicyChoice, PolicyChosen, PolicyEnabled, PolicyReport
+from appliance.service.policy_report import PolicyChoice, PolicyReport
 from appliance.vocabulary import (
     Command,
-    Direction,
     Event,
-    EvictModel,
     Finish,
-    FinishReason,
     InstanceId,
     InstanceLost,
     InstanceUp,
-    KvMoved,
-    ModelAdded,
-    ModelChanged,
-    ModelDismissed,
-    ModelLoaded,
     ModelName,
-    ModelRemoved,
-    ModelWanted,
-    MoveKv,
-    PrefetchModel,
-    PrefillDone,
-    ReaderStalled,
-    ReaderWentOn,
     Reject,
-    Release,
-    RequestArrived,
-    RequestCancelled,
     RequestId,
-    RequestSpec,
-    RunPrefill,
-    RunTurn,
     SlabMap,
-    Ticked,
-    TokenCount,
-    TokensProduced,
 )
 from appliance.worker import frames
 from appliance.worker.process import WorkerProcess
 
 if TYPE_CHECKING:
     from appliance.observability.tracing import Traces
-
-RETRY_AFTER_SECONDS = 1.0
-REJECTION_STATUS = {
-    "model_not_found": 404,
-    "context_length_exceeded": 400,
-    "kv_too_large": 400,
-    "request_failed": 400,
-    "overloaded": 503,
-    "model_draining": 503,
-    "no_instance": 503,
-    "model_removed": 404,
-}
 
 log = logging.getLogger("appliance.daemon")
 
@@ -142,6 +94,43 @@ class Limits(msgspec.Struct, frozen=True):
     policy_seconds: float = BUDGET_SECONDS
 
 
+class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers run on. `cpus[i]` are the processors of instance i, `devices[i]` is what it
+    computes on, if that is not the CPU. Each of its `ranks` has a pool of `pool_slabs`; a GPU has
+    `runtime_slabs` beside its pool. Packed weights are kept in the folder `images`, if that is
+    one."""
+
+    pool_slabs: int
+    cpus: Sequence[str]
+    ranks: int = 1
+    devices: Sequence[str] = ()
+    runtime_slabs: int = 0
+    images: str = ""
+
+    def configuration(
+        self, number: InstanceId, setup: Setup, models: Sequence[ServedModel]
+    ) -> frames.Configure:
+        """The first message to the worker of an instance."""
+        return frames.Configure(
+            version=frames.PROTOCOL_VERSION,
+            instance=number,
+            cpus=self.cpus[number],
+            slabs=self.pool_slabs,
+            slab_bytes=setup.slab_bytes,
+            host_bytes=setup.host_bytes,
+            models=[model.worker for model in models],
+            ranks=self.ranks,
+            device=self.devices[number] if self.devices else "cpu",
+            runtime_slabs=self.runtime_slabs,
+            images=self.images,
+        )
+
+    def gpus(self) -> GpuWatch | None:
+        """What watches the GPUs among the devices; None if there is none."""
+        numbers = [int(n.removeprefix("cuda:")) for n in self.devices if n.startswith("cuda:")]
+        return GpuWatch(numbers) if numbers else None
+
+
 class Daemon:
     """Owns the box. Implements `appliance.service.interface.Service`; used on one event loop."""
 
@@ -149,21 +138,13 @@ class Daemon:
         self,
         setup: Setup,
         models: Sequence[ServedModel],
-        pool_slabs: int,
-        cpus: Sequence[str],
+        plan: WorkerPlan,
         limits: Limits,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
-        ranks: int = 1,
-        devices: Sequence[str] = (),
-        runtime_slabs: int = 0,
-        images: str = "",
         traces: Traces | None = None,
     ) -> None:
-        """`pool_slabs` is the pool of each rank of an instance, which has `ranks` of them;
-        `cpus[i]` are the processors of instance i, and `devices[i]` is what it computes on, if that
-        is not the CPU. A GPU has `runtime_slabs` beside its pool. Packed weights are kept in the
-        folder `images`, if that is one. `traces` are told of every request that ends.
+        """`traces` get every request that ends.
 
         Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
         """
@@ -171,70 +152,30 @@ class Daemon:
         self.feed = EventLog()
         self.limits = limits
         """As they are now; they may be replaced."""
-        self._policies = PolicyWatch(setup.policy, self._stack(setup), self.metrics_of_run)
-        self.machine: Machine = setup.machine(self._policies.stack)
-        self.host = HostTier.create(setup.host_bytes)
         self.on_failure: Callable[[BaseException], None] = _log_failure
         """Called when the daemon cannot go on: its books are no longer true."""
-        self.on_catalogue: Callable[[], None] = _ignore
-        """Called when `front_models` has changed."""
         self.front_ends_missing: Callable[[], str | None] = _nothing
         """Why no front end answers requests; None if one does."""
-        self._setup = setup
-        self._served: dict[ModelName, ServedModel] = {m.spec.name: m for m in models}
-        self._journal = journal
         self._clock = clock
         self._started = clock()
-        self._heard = self._started
+        self._reported = self._started
         """When a worker last reported something, or died."""
-        self._streams: dict[RequestId, RequestStream] = {}
-        self._live: Counter[ModelName] = Counter()
-        """Streams of each model."""
-        self._inbox: deque[Callable[[], None]] = deque()
-        """What is to be done next: each an event, or a change of policies."""
-        self._changing = asyncio.Lock()
-        """Held while policies are changed."""
-        self._handling = False
-        self._broken = False
-        """The machine contradicted itself; nothing more is decided."""
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at: float | None = None
-        self._known: dict[InstanceId, set[RequestId]] = {}
-        self._switches = Switches(self.metrics_of_run, self.feed)
         self._pools: dict[InstanceId, frames.PoolReport] = {}
-        self._traces = traces
-        self._times = RequestPhases(keeps_stretches=traces is not None)
-        self._spans = Timeline(list(self.machine.instances), lambda: time.time() - clock())
-        self._paces: defaultdict[ModelName, SloWindow] = defaultdict(SloWindow)
-        self._verifications = Verifications(self._send_to, self._images)
-        self._guides = GuideChecks(self._send_to)
-        self._slab_questions = SlabQuestions(self._send_to)
-        self._leaving: dict[ModelName, asyncio.Event] = {}
-        """Models that were removed, and when they are gone."""
-        self._failed: set[ModelName] = set()
-        """Models of which it was told that they cannot be served."""
-        self._refused: dict[ModelName, str] = {}
-        """Models whose front half cannot be built, and why."""
-        for name in self._served:
-            self.metrics_of_run.declare(name)
+        self._decisions = DecisionLoop(
+            setup,
+            lambda: self.limits.policy_seconds,
+            self.metrics_of_run,
+            self.feed,
+            journal,
+            clock,
+            Hands(self._perform, self._decided, self._performed, self._broke),
+        )
+        self.machine = self._decisions.machine
+        self.host = HostTier.create(setup.host_bytes)
         self.workers = {
             number: WorkerProcess(
-                frames.Configure(
-                    version=frames.PROTOCOL_VERSION,
-                    instance=number,
-                    cpus=cpus[number],
-                    slabs=pool_slabs,
-                    slab_bytes=setup.slab_bytes,
-                    host_bytes=setup.host_bytes,
-                    models=[model.worker for model in models],
-                    ranks=ranks,
-                    device=devices[number] if devices else "cpu",
-                    runtime_slabs=runtime_slabs,
-                    images=images,
-                ),
+                plan.configuration(number, setup, models),
                 self.host.fd,
                 self._on_message,
                 self._on_lost,
@@ -243,28 +184,48 @@ class Daemon:
             )
             for number in self.machine.instances
         }
-        self._quarantine = Quarantine(
-            self.machine.instances, self.workers, devices, self.feed, self._tell, clock
+        self._compose(models, plan)
+        if traces is not None:
+            self._requests.trace(traces)
+
+    def _compose(self, models: Sequence[ServedModel], plan: WorkerPlan) -> None:
+        """Make what stands between the machine, the workers and the API."""
+        machine, metrics, feed, clock = self.machine, self.metrics_of_run, self.feed, self._clock
+        handle = self._decisions.handle
+        self.catalogue = Models(
+            models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
-        gpus = [int(name.removeprefix("cuda:")) for name in devices if name.startswith("cuda:")]
-        self._gpus = GpuWatch(gpus) if gpus else None
+        self._requests = Requests(self.catalogue, machine, handle, feed, metrics, clock)
+        self._links = WorkerLinks(self.workers, self._requests.streams, metrics)
+        self._counters = WorkCounters(metrics, feed)
+        self._timeline = Timeline(
+            list(machine.instances), lambda: time.time() - clock(), self._decisions.explain
+        )
+        self._decisions.observers = (self._requests.phases, self._timeline, self._counters)
+        self._verifications = Verifications(self._links.send, self._images)
+        self._guides = GuideChecks(self._links.send)
+        self._slab_questions = SlabQuestions(self._links.send)
+        self._quarantine = Quarantine(
+            machine.instances, self.workers, plan.devices, feed, handle, clock
+        )
+        self._gpus = plan.gpus()
         self._instance_activities = InstanceActivities(
-            self.machine,
+            machine,
             self.workers,
             self._pools,
-            self._switches,
-            self._spans,
-            runtime_slabs,
+            self._counters,
+            self._timeline,
+            plan.runtime_slabs,
             self._gpus,
-            devices,
+            plan.devices,
         )
         self._model_activities = ModelActivities(
-            self.machine, self._served, self._leaving, self._paces, clock, self._refused
+            machine, self.catalogue, self._requests.windows, clock
         )
-        self._kv_activities = KvActivities(self.machine.host, self._pools)
+        self._kv_activities = KvActivities(machine.host, self._pools)
         self._gauges = Gauges(
-            self.metrics_of_run,
-            self.machine,
+            metrics,
+            machine,
             self.workers,
             self._instance_activities,
             self._model_activities,
@@ -290,107 +251,103 @@ class Daemon:
             log.info("the host cache is not page-locked: %s", self.host.unlocked_because)
 
     async def drain(self, patience_seconds: float) -> None:
-        """Take no more requests; let those that run end, and tell the rest after a while."""
+        """Take no more requests; let those that run end, and end the rest after a while."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), patience_seconds)
-        for stream in self._streams.values():
-            self._end(stream, "shutting_down", _shutting_down())
+            await asyncio.wait_for(self._requests.idle(), patience_seconds)
+        self._requests.give_up(shutting_down())
         self.feed.close()
 
     async def stop(self) -> None:
         """End the workers and give all memory back."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        self._decisions.silence()
         if self._gpus is not None:
             self._gpus.stop()
         stops = (worker.stop() for worker in self.workers.values())
-        # What a worker's keeper failed of was told to `on_failure` when it happened.
+        # A worker whose supervision failed called `on_failure` when it happened.
         await asyncio.gather(*stops, return_exceptions=True)
-        if self._alarm is not None:  # of a worker's end
-            self._alarm.cancel()
-        if self._traces is not None:
-            await self._traces.stop()
-        self._policies.stack.close()
+        self._decisions.silence()  # the end of a worker may have set an alarm
+        await self._requests.close()
+        self._decisions.close()
         self.host.close()
-        if self._journal is not None:
-            with contextlib.suppress(OSError):  # a full disk must not keep us from stopping
-                self._journal.close()
-            self._journal = None  # operators may still ask for something
 
-    # --- the service the API sees ----------------------------------------------------------------
-
-    def models(self) -> list[ModelCard]:
-        return [self.model(name) for name in self._served if name not in self._leaving]
-
-    def model(self, name: ModelName) -> ModelCard:
-        self._find(name)
-        return self._model_activities.card(name)
-
-    def front_models(self) -> tuple[FrontModel, ...]:
-        return tuple(
-            served.front for name, served in self._served.items() if name not in self._leaving
-        )
-
-    def refuse_model(self, name: ModelName, reason: str) -> None:
-        if name not in self._served or name in self._refused:
-            return
-        self._refused[name] = reason
-        log.error("model %s cannot be served: %s", name, reason)
-        self.feed.tell(NoticeKind.MODEL_FAILED, model=name, reason=reason)
+    # --- requests --------------------------------------------------------------------------------
 
     async def check_guide(self, name: ModelName, body: bytes) -> None:
-        self._find(name)
-
-        def up() -> list[InstanceId]:
-            return [instance.id for instance in self.machine.instances.values() if instance.up]
-
+        self.catalogue.find(name)
         try:
-            await self._guides.ask(up, name, body)
+            await self._guides.ask(self._up, name, body)
         except GuideUnanswered as error:
             raise GenerationFailed(
                 "guide_unanswered", str(error), 503, RETRY_AFTER_SECONDS
             ) from error
 
     def submit(self, request: SubmitRequest, sink: Sink) -> Generation:
-        served = self._find(request.model)
-        spec = served.spec
-        if self._draining or self._broken:
-            raise _shutting_down()
-        if (reason := self._refused.get(request.model)) is not None:
-            raise GenerationFailed("model_failed", reason, 500)
-        if len(self._streams) >= self.limits.queue:
-            raise QueueFull(RETRY_AFTER_SECONDS)
-        if self._live[request.model] >= served.max_queue:
-            raise ModelQueueFull(RETRY_AFTER_SECONDS, request.model)
-        slo = request.slo.over(spec.promised(request.request_class))
-        stream = RequestStream(request, self._clock(), sink, self._cancel, self._on_reader, slo)
-        self._streams[request.id] = stream
-        self._times.arrived(request.id, request.model, stream.arrived)
-        self._live[request.model] += 1
-        self._idle.clear()
-        self.feed.tell(
-            NoticeKind.REQUEST_ARRIVED,
-            id=request.id,
-            model=request.model,
-            request_class=request.request_class,
-        )
-        self._tell(
-            RequestArrived(
-                request=RequestSpec(
-                    id=request.id,
-                    model=request.model,
-                    prompt_tokens=len(request.prompt),
-                    max_tokens=request.max_tokens,
-                    slo=slo,
-                    request_class=request.request_class,
-                )
+        self.catalogue.find(request.model)
+        if self._draining or self._decisions.broken:
+            raise shutting_down()
+        return self._requests.submit(request, sink, self.limits.queue)
+
+    def cancel_request(self, request: RequestId) -> None:
+        self._requests.cancel(request)
+
+    # --- models ----------------------------------------------------------------------------------
+
+    def front_models(self) -> tuple[FrontModel, ...]:
+        return self.catalogue.front()
+
+    def refuse_model(self, name: ModelName, reason: str) -> None:
+        self.catalogue.refuse(name, reason)
+
+    def load_model(self, name: ModelName) -> None:
+        self.catalogue.load(name)
+
+    def evict_model(self, name: ModelName) -> None:
+        self.catalogue.evict(name)
+
+    def drain_model(self, name: ModelName, draining: bool) -> None:
+        self.catalogue.drain(name, draining)
+
+    # --- instances -------------------------------------------------------------------------------
+
+    def quarantine_instance(self, number: InstanceId, reason: str) -> None:
+        self._quarantine.impose(number, reason)
+
+    def release_instance(self, number: InstanceId) -> None:
+        self._quarantine.lift(number)
+
+    async def verify(self) -> list[InstanceVerification]:
+        answers = await self._verifications.ask(self._up())
+        return [
+            InstanceVerification(
+                instance=number, answered=number in answers, models=dict(answers.get(number, {}))
             )
-        )
-        if stream.failure is not None:
-            raise stream.failure
-        stream.taken = True
-        return stream
+            for number in self.machine.instances
+        ]
+
+    async def pool_map(self, number: InstanceId) -> SlabMap:
+        instance = self.machine.instances.get(number)
+        if instance is None:
+            raise InstanceNotFound(number)
+        if not instance.up:
+            raise SlabsUnanswered(f"instance {number} is not up")
+        return await self._slab_questions.ask(number)
+
+    # --- policies --------------------------------------------------------------------------------
+
+    async def policies(self) -> PolicyReport:
+        return self._decisions.policies.report(await asyncio.to_thread(installed))
+
+    async def set_policy(self, choice: PolicyChoice) -> None:
+        await self._decisions.set_policy(choice)
+
+    async def rollback_policy(self) -> None:
+        await self._decisions.rollback_policy()
+
+    def enable_policy(self, policy: str) -> None:
+        self._decisions.enable_policy(policy)
+
+    # --- what can be seen ------------------------------------------------------------------------
 
     def readiness(self) -> Readiness:
         return health.readiness(
@@ -402,20 +359,28 @@ class Daemon:
         )
 
     def progresses(self) -> bool:
+        """Whether something still happens, or nothing has to: the watchdog's question."""
         return health.progresses(
             self.machine,
             self._clock(),
-            self._heard,
+            self._reported,
             self.limits.progress_seconds,
-            broken=self._broken,
+            broken=self._decisions.broken,
         )
+
+    def models(self) -> list[ModelCard]:
+        return [self._model_activities.card(name) for name in self.catalogue.names()]
+
+    def model(self, name: ModelName) -> ModelCard:
+        self.catalogue.find(name)
+        return self._model_activities.card(name)
 
     def summary(self) -> str:
         instances = self.machine.instances.values()
         up = sum(instance.up for instance in instances)
         return (
-            f"{len(self._served)} models, {up} of {len(instances)} instances up, "
-            f"{len(self._streams)} requests"
+            f"{len(self.catalogue.served)} models, {up} of {len(instances)} instances up, "
+            f"{len(self._requests.streams)} requests"
         )
 
     def activity(self) -> Activity:
@@ -434,116 +399,10 @@ class Daemon:
     def request(self, request: RequestId) -> RequestActivity:
         return request_activity(self.machine, request, self._clock())
 
-    def cancel_request(self, request: RequestId) -> None:
-        stream = self._streams.get(request)
-        if stream is None:
-            raise RequestNotFound(request)
-        stream.end(cancelled())
-        self._cancel(request)
-
-    def quarantine_instance(self, number: InstanceId, reason: str) -> None:
-        self._quarantine.impose(number, reason)
-
-    def release_instance(self, number: InstanceId) -> None:
-        self._quarantine.lift(number)
-
     def model_activity(self, name: ModelName) -> ModelActivity:
-        if name not in self._leaving:
-            self._find(name)
+        if name not in self.catalogue.leaving:
+            self.catalogue.find(name)
         return self._model_activities.one(name)
-
-    def load_model(self, name: ModelName) -> None:
-        self._find(name)
-        reason = self.machine.failed.get(name) or self._refused.get(name)
-        if reason is not None:
-            raise GenerationFailed("model_failed", reason, 409)
-        self.feed.tell(NoticeKind.MODEL_WANTED, model=name)
-        self._tell(ModelWanted(model=name))
-
-    def evict_model(self, name: ModelName) -> None:
-        self._find(name)
-        self.feed.tell(NoticeKind.MODEL_DISMISSED, model=name)
-        self._tell(ModelDismissed(model=name))
-
-    def drain_model(self, name: ModelName, draining: bool) -> None:
-        served = self._find(name)
-        spec = msgspec.structs.replace(served.spec, draining=draining)
-        self._change(msgspec.structs.replace(served, spec=spec))
-
-    def change_model(self, name: ModelName, terms: ModelTerms) -> None:
-        """Serve the model on other terms from now on. Raises `ModelNotFound`."""
-        served = self._find(name)
-        spec = msgspec.structs.replace(
-            served.spec, slo=terms.slo, batch_slo=terms.batch_slo, pinned=terms.pinned
-        )
-        self._change(msgspec.structs.replace(served, spec=spec, max_queue=terms.max_queue))
-
-    def add_model(self, served: ServedModel, kv_floor_slabs: int) -> None:
-        """Serve a model more from now on; the host tier has `kv_floor_slabs` for KV at least.
-        Raises `ModelExists`."""
-        name = served.spec.name
-        self.check_free(name)
-        self._served[name] = served
-        self.metrics_of_run.declare(name)
-        for worker in self.workers.values():
-            worker.add(served.worker)
-        self.feed.tell(NoticeKind.MODEL_ADDED, model=name)
-        self._tell(ModelAdded(model=served.spec, kv_floor_slabs=kv_floor_slabs))
-        self.on_catalogue()
-
-    def check_free(self, name: ModelName) -> None:
-        """Raises `ModelExists` unless a model may be added under this name."""
-        if name in self._served:
-            raise ModelExists(name, leaving=name in self._leaving)
-
-    def remove_model(self, name: ModelName, *, force: bool) -> asyncio.Event:
-        """Take no more requests for the model, and forget it when its last one has ended; with
-        `force`, end them. The event is set when it is gone. Raises `ModelNotFound`."""
-        if name not in self._leaving:
-            self._find(name)
-            self._leaving[name] = asyncio.Event()
-            self.feed.tell(NoticeKind.MODEL_LEAVING, model=name)
-            self.on_catalogue()
-        gone = self._leaving[name]
-        if name not in self.machine.leaving and (force or not self._live[name]):
-            self._tell(ModelRemoved(model=name))
-        return gone
-
-    def _forget_models(self) -> None:
-        """Those that the machine has forgotten."""
-        for name in [name for name in self._leaving if name not in self.machine.models]:
-            del self._served[name], self._live[name]
-            self._refused.pop(name, None)
-            self._paces.pop(name, None)
-            for worker in self.workers.values():
-                worker.drop(name)
-            self._switches.forget(name)
-            self._gauges.forget(name)
-            self.metrics_of_run.forget(name)
-            self.feed.tell(NoticeKind.MODEL_REMOVED, model=name)
-            self._leaving.pop(name).set()
-
-    def _change(self, served: ServedModel) -> None:
-        spec = served.spec
-        self._served[spec.name] = served
-        self.feed.tell(
-            NoticeKind.MODEL_CHANGED,
-            model=spec.name,
-            draining=spec.draining,
-            pinned=spec.pinned,
-            slo=spec.slo,
-            batch_slo=spec.batch_slo,
-            max_queue=served.max_queue,
-        )
-        self._tell(
-            ModelChanged(
-                model=spec.name,
-                slo=spec.slo,
-                batch_slo=spec.batch_slo,
-                pinned=spec.pinned,
-                draining=spec.draining,
-            )
-        )
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
@@ -552,32 +411,11 @@ class Daemon:
             readiness=self.readiness(),
             status=self.activity(),
             requests=tuple(self.requests()),
-            spans=self._spans.shown(),
+            spans=self._timeline.shown(),
         )
 
     def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
         return self.feed.follow(after)
-
-    async def verify(self) -> list[InstanceVerification]:
-        up = [instance.id for instance in self.machine.instances.values() if instance.up]
-        answers = await self._verifications.ask(up)
-        verifications = []
-        for number in self.machine.instances:
-            verdicts = answers.get(number)
-            verifications.append(
-                InstanceVerification(
-                    instance=number, answered=verdicts is not None, models=dict(verdicts or {})
-                )
-            )
-        return verifications
-
-    async def pool_map(self, number: InstanceId) -> SlabMap:
-        instance = self.machine.instances.get(number)
-        if instance is None:
-            raise InstanceNotFound(number)
-        if not instance.up:
-            raise SlabsUnanswered(f"instance {number} is not up")
-        return await self._slab_questions.ask(number)
 
     def host_map(self) -> SlabMap:
         return host_map(self.machine.host)
@@ -585,12 +423,6 @@ class Daemon:
     def metrics(self) -> bytes:
         self._gauges.refresh()
         return self.metrics_of_run.exposition()
-
-    def _find(self, name: ModelName) -> ServedModel:
-        served = self._served.get(name)
-        if served is None or name in self._leaving:
-            raise ModelNotFound(name)
-        return served
 
     def _images(self, instance: InstanceId) -> dict[ModelName, int]:
         """Versions of the whole master images that the instance's engines load from."""
@@ -601,164 +433,46 @@ class Daemon:
                 found[name] = master.version
         return found
 
-    # --- events in, commands out -----------------------------------------------------------------
+    def _up(self) -> list[InstanceId]:
+        return [instance.id for instance in self.machine.instances.values() if instance.up]
 
-    def _tell(self, event: Event) -> None:
-        """Have the machine handle an event, after those that wait, and do what follows."""
-        self._do(partial(self._handle, event))
+    # --- what the decision loop calls ------------------------------------------------------------
 
-    def _do(self, step: Callable[[], None]) -> None:
-        self._inbox.append(step)
-        if self._handling or self._broken:
-            return
-        self._handling = True
-        try:
-            while self._inbox:
-                self._inbox.popleft()()
-        except Exception as error:
-            self._broken = True
-            self.on_failure(error)
-            for stream in self._streams.values():
-                failure = GenerationFailed("internal_error", "the appliance failed; see its log")
-                self._end(stream, failure.code, failure)
-            raise
-        finally:
-            self._handling = False
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Finish():
+                self._requests.finish(command)
+            case Reject():
+                self._requests.reject(command)
+            case _:
+                self._links.perform(command)
 
-    def _handle(self, event: Event) -> None:
-        now = self._clock()
-        commands: list[Command] = []
-        began = time.perf_counter()
-        try:
-            commands = self.machine.handle(event, now)
-        finally:
-            self.metrics_of_run.decision(type(event).__name__, time.perf_counter() - began)
-            self._write_down(now, event, commands)
-        self._follow(now, commands, type(event).__name__)
+    def _decided(self) -> None:
+        self.catalogue.note_failures()
 
-    def _follow(self, now: float, commands: list[Command], after: str) -> None:
-        if self.machine.failed.keys() != self._failed:
-            self._note_failures()
-        for command in commands:
-            self._times.ordered(command, now)
-            if type(command) in HOOKS:
-                self._spans.ordered(command, now, self._explain(command, after))
-            self._perform(command)
-        self._set_alarm(now)
-        self._policies.note_faults()
-        if self._leaving:
-            self._forget_models()
+    def _performed(self) -> None:
+        self.catalogue.forget_removed()
 
-    def _note_failures(self) -> None:
-        """Report models that are not served from now on, however the failure was found."""
-        found = self.machine.failed
-        for model in found.keys() - self._failed - set(self.machine.leaving):
-            log.error("model %s cannot be served: %s", model, found[model])
-            self.feed.tell(NoticeKind.MODEL_FAILED, model=model, reason=found[model])
-        self._failed = set(found)
-
-    # --- policies --------------------------------------------------------------------------------
-
-    # Finding and importing policies takes time: that is done beside the event loop.
-
-    async def policies(self) -> PolicyReport:
-        return self._policies.report(await asyncio.to_thread(installed))
-
-    async def set_policy(self, choice: PolicyChoice) -> None:
-        async with self._changing:
-            stack = await self._load(choice)
-            self._swap(choice, stack, partial(self._policies.chosen, choice, stack))
-
-    async def rollback_policy(self) -> None:
-        async with self._changing:
-            choice = self._policies.previous()
-            stack = await self._load(choice)
-            self._swap(choice, stack, partial(self._policies.returned, stack))
-
-    def enable_policy(self, policy: str) -> None:
-        self._policies.enable(policy)
-        self._write_down(self._clock(), PolicyEnabled(policy=policy), [])
-
-    async def _load(self, choice: PolicyChoice) -> PolicyStack:
-        setup = msgspec.structs.replace(self._setup, policy=choice)
-        return await asyncio.to_thread(self._stack, setup)
-
-    def _stack(self, setup: Setup) -> PolicyStack:
-        return setup.stack(
-            budget_seconds=self.limits.policy_seconds, observe=self.metrics_of_run.policy_call
+    def _broke(self, error: Exception) -> None:
+        self.on_failure(error)
+        self._requests.give_up(
+            GenerationFailed("internal_error", "the appliance failed; see its log")
         )
 
-    def _swap(self, choice: PolicyChoice, stack: PolicyStack, note: Callable[[], None]) -> None:
-        """Have another stack decide, between two events."""
+    def _forget_model(self, name: ModelName) -> None:
+        for part in (self._requests, self._counters, self._gauges):
+            part.forget_model(name)
 
-        def swap() -> None:
-            now = self._clock()
-            note()
-            self.feed.tell(NoticeKind.POLICIES_CHOSEN, choice=choice)
-            commands: list[Command] = []
-            try:
-                commands = self.machine.set_policy(stack, now)
-            finally:
-                self._write_down(now, PolicyChosen(choice=choice), commands)
-            self._follow(now, commands, PolicyChosen.__name__)
-
-        if self._broken:
-            raise _shutting_down()
-        self._do(swap)
-
-    def _explain(self, command: Command, after: str) -> Decision:
-        """What led to a command that a span begins with."""
-        hook = HOOKS[type(command)]
-        if hook is None:
-            return Decision(after=after)
-        instance: InstanceId = command.instance  # type: ignore[attr-defined]
-        work = self.machine.instances[instance].work
-        return Decision(
-            after=after,
-            hook=hook,
-            policy=self._policies.stack.answered(hook, instance),
-            plan=tuple((turn.model, turn.quota_seconds) for turn in islice(work, MOST_PLANNED)),
-        )
-
-    def _set_alarm(self, now: float) -> None:
-        """Be woken when the machine has something to do that no event brings about."""
-        deadline = self.machine.next_deadline()
-        if deadline == self._alarm_at:
-            return
-        self._alarm_at = deadline
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        if deadline is not None:
-            loop = asyncio.get_running_loop()
-            self._alarm = loop.call_later(max(0.0, deadline - now), self._ring)
-
-    def _ring(self) -> None:
-        self._alarm = self._alarm_at = None
-        self._tell(Ticked())
-
-    def _write_down(self, now: float, event: Event, commands: list[Command]) -> None:
-        """A journal that cannot be written must not stop the service."""
-        missed = self._policies.stack.take_missed()
-        if self._journal is None:
-            return
-        try:
-            self._journal.record(now, event, commands, missed)
-        except OSError:
-            log.exception("the journal ends here")
-            self._journal = None
+    # --- what workers report ---------------------------------------------------------------------
 
     def _on_message(self, message: frames.Up) -> None:
-        self._heard = self._clock()
+        self._reported = self._clock()
         match message:
             case frames.Hello():
-                log.info("instance %d is up (pid %d)", message.instance, message.pid)
-                self._known[message.instance] = set()
-                self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
-                self._tell(InstanceUp(instance=message.instance, slabs=message.slabs))
-                self._guides.greeted()
+                self._on_hello(message)
             case frames.Tokens():
-                self._on_tokens(message)
+                self._links.produced(message)
+                self._requests.produced(message)
             case frames.PoolReport():
                 self._pools[message.instance] = message
             case frames.Verified():
@@ -768,238 +482,40 @@ class Daemon:
             case frames.SlabsTold():
                 self._slab_questions.answered(message)
             case _:
-                self._observe(message)
-                self._tell(message)
+                self._on_report(message)
+
+    def _on_hello(self, message: frames.Hello) -> None:
+        log.info("instance %d is up (pid %d)", message.instance, message.pid)
+        self._links.began(message.instance)
+        self.feed.tell(NoticeKind.INSTANCE_UP, instance=message.instance, pid=message.pid)
+        self._decisions.handle(InstanceUp(instance=message.instance, slabs=message.slabs))
+        self._guides.greeted()
+
+    def _on_report(self, event: Event) -> None:
+        """A worker reports what the machine needs to know."""
+        now = self._clock()
+        for observer in self._decisions.observers:
+            observer.reported(event, now)
+        self._decisions.handle(event)
 
     def _on_lost(self, instance: InstanceId) -> None:
-        self._heard = self._clock()
-        self._switches.lost(instance)
+        now = self._reported = self._clock()
         self._pools.pop(instance, None)
-        self._verifications.lost(instance)
-        self._guides.lost(instance)
-        self._slab_questions.lost(instance)
+        self._links.began(instance)
+        for calls in (self._verifications, self._guides, self._slab_questions):
+            calls.lost(instance)
         self.feed.tell(NoticeKind.INSTANCE_LOST, instance=instance)
-        self._known[instance] = set()
-        self._times.lost(instance, self._clock())
-        self._spans.lost(instance, self._clock())
-        self._tell(InstanceLost(instance=instance))
+        for observer in self._decisions.observers:
+            observer.lost(instance, now)
+        self._decisions.handle(InstanceLost(instance=instance))
 
     def _on_stillborn(self, instance: InstanceId, deaths: int) -> None:
         self._quarantine.stillborn(instance, deaths)
 
     def _on_failure(self, error: BaseException) -> None:
-        """A worker's keeper failed; if the machine did before, that was told."""
-        if not self._broken:
+        """The supervision of a worker failed; a failure of the machine was reported already."""
+        if not self._decisions.broken:
             self.on_failure(error)
-
-    def _on_tokens(self, message: frames.Tokens) -> None:
-        """Every token of every request comes by here: what can be counted once for the whole frame
-        is."""
-        now = self._clock()
-        model, streams = message.model, self._streams
-        known = self._known[message.instance]
-        counts: list[TokenCount] = []
-        tokens = late = 0
-        gaps: dict[float, int] = {}
-        """How many tokens came so long after the ones before; those of one step are alike."""
-        for produced in message.produced:
-            finished = produced.finished
-            if finished is not None:
-                known.discard(produced.request)
-            stream = streams.get(produced.request)
-            if stream is None:
-                continue
-            count = produced.tokens
-            tokens += count
-            if stream.held:
-                self._excuse(stream)
-            if now > stream.due():
-                late += count
-                stream.late += count
-            if stream.output:
-                gap = now - stream.newest
-                gaps[gap] = gaps.get(gap, 0) + 1
-            else:
-                self._first_token(stream, now, count)
-            stream.newest = now
-            stream.push(produced)
-            counts.append(TokenCount(request=stream.id, count=count, finished=finished))
-        if not counts:
-            return
-        pace = self._paces[model]
-        pace.tokens(now, tokens, late)
-        for gap, count in gaps.items():
-            pace.next_token(now, gap, count)
-            self.metrics_of_run.tokens(model, count, gap)
-        self._tell(TokensProduced(instance=message.instance, model=model, tokens=tuple(counts)))
-
-    def _excuse(self, stream: RequestStream) -> None:
-        """Its client stopped reading for a while: its tokens are due so much later."""
-        state = self.machine.requests.get(stream.id)
-        if state is not None and state.excused > stream.excused:
-            stream.excuse(state.excused - stream.excused)
-
-    def _first_token(self, stream: RequestStream, now: float, tokens: int) -> None:
-        model, seconds = stream.request.model, now - stream.arrived
-        stream.first = now
-        self._paces[model].first_token(now, seconds)
-        self.metrics_of_run.first_token(model, len(stream.request.prompt), tokens, seconds)
-
-    def _observe(self, event: Event) -> None:
-        """What a worker reports beside what the machine needs to know."""
-        self._times.reported(event, self._clock())
-        self._spans.reported(event, self._clock())
-        if isinstance(event, KvMoved):
-            self.metrics_of_run.kv_swapped(event.direction, event.model, event.moved_bytes)
-            if event.moved:
-                self._measure_transfer(f"kv_{event.direction.value}", event)
-        elif isinstance(event, ModelLoaded):
-            self._measure_transfer("weights", event)
-            self.feed.tell(
-                NoticeKind.MODEL_LOADED,
-                instance=event.instance,
-                model=event.model,
-                seconds=event.seconds,
-                prefetched=event.prefetched,
-            )
-        elif isinstance(event, PrefillDone):
-            self.metrics_of_run.prefill(event.model)
-
-    def _measure_transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
-        self.metrics_of_run.transfer(
-            kind, event.model, event.moved_bytes, event.queued_seconds, event.seconds
-        )
-
-    def _cancel(self, request: RequestId) -> None:
-        if request in self._streams:
-            self._tell(RequestCancelled(request=request))
-
-    def _on_reader(self, request: RequestId, reads: bool) -> None:
-        if request not in self._streams:
-            return
-        self._times.reader(request, reads=reads)
-        self._tell(ReaderWentOn(request=request) if reads else ReaderStalled(request=request))
-
-    # --- performing commands ---------------------------------------------------------------------
-
-    @singledispatchmethod
-    def _perform(self, command: Command) -> None:
-        """Whatever needs nothing from here goes to its worker as it is."""
-        self._send(command)
-
-    @_perform.register
-    def _perform_finish(self, command: Finish) -> None:
-        stream = self._forget(command.request)
-        cancelled = command.reason is FinishReason.CANCELLED
-        reason = stream.cancel_reason if cancelled else command.reason
-        self.feed.tell(
-            NoticeKind.REQUEST_ENDED,
-            id=stream.id,
-            model=stream.request.model,
-            outcome=reason,
-            output_tokens=len(stream.output),
-            seconds=self._clock() - stream.arrived,
-        )
-        self._end(stream, reason)
-
-    @_perform.register
-    def _perform_reject(self, command: Reject) -> None:
-        stream = self._forget(command.request)
-        self.feed.tell(
-            NoticeKind.REQUEST_REJECTED,
-            id=stream.id,
-            model=stream.request.model,
-            code=command.code,
-            reason=command.message,
-        )
-        status = REJECTION_STATUS.get(command.code, 500)
-        retry = RETRY_AFTER_SECONDS if status == 503 else None
-        self._end(
-            stream, command.code, GenerationFailed(command.code, command.message, status, retry)
-        )
-
-    def _end(
-        self, stream: RequestStream, outcome: str, failure: GenerationFailed | None = None
-    ) -> None:
-        """Tell the client, the metrics and the log, each once."""
-        if stream.times is not None:
-            return
-        now = self._clock()
-        stream.times = self._times.ended(stream.id, now)
-        self.metrics_of_run.request_ended(stream.request.model, outcome)
-        if failure is None:
-            reason = FinishReason(outcome)
-            self.metrics_of_run.finished(stream.request.model, reason, now - stream.arrived)
-            self.metrics_of_run.requests.ended(stream, stream.times)
-        log_request(stream, stream.times, outcome, failure, now)
-        if self._traces is not None:
-            self._traces.ended(stream, stream.times, outcome, failure, now)
-        stream.end(failure)
-
-    def _forget(self, request: RequestId) -> RequestStream:
-        stream = self._streams.pop(request)
-        self._live[stream.request.model] -= 1
-        if not self._streams:
-            self._idle.set()
-        model = stream.request.model
-        told = model in self.machine.leaving
-        if model in self._leaving and not self._live[model] and not told:
-            self._tell(ModelRemoved(model=model))
-        return stream
-
-    @_perform.register
-    def _perform_run_prefill(self, command: RunPrefill) -> None:
-        self._introduce_prompt(command.instance, command.model, command.request)
-        self._switches.runs(command.instance, command.model, "prefill")
-        self._send(command)
-
-    @_perform.register
-    def _perform_run_turn(self, command: RunTurn) -> None:
-        for prompt in command.prompts:
-            self._introduce_prompt(command.instance, command.model, prompt)
-        self._switches.runs(command.instance, command.model, "turn")
-        self._send(command)
-
-    @_perform.register
-    def _perform_move_kv(self, command: MoveKv) -> None:
-        if command.direction is Direction.IN:
-            for kv_move in command.moves:
-                self._introduce(command.instance, kv_move.request)
-        self._send(command)
-
-    @_perform.register
-    def _perform_release(self, command: Release) -> None:
-        self._known[command.instance].discard(command.request)
-        self._send(command)
-
-    @_perform.register
-    def _perform_prefetch_model(self, command: PrefetchModel) -> None:
-        self._switches.prefetches(command.instance, command.model)
-        self._send(command)
-
-    @_perform.register
-    def _perform_evict_model(self, command: EvictModel) -> None:
-        self._switches.evicts(command.instance, command.model)
-        self._send(command)
-
-    def _send(self, command: Command) -> None:
-        self.workers[command.instance].send(command)  # type: ignore[attr-defined,arg-type]
-
-    def _send_to(self, instance: InstanceId, message: frames.Down) -> None:
-        self.workers[instance].send(message)
-
-    def _introduce(self, instance: InstanceId, request: RequestId) -> None:
-        """Make sure the worker knows the request, with every token it has so far."""
-        if request not in self._known[instance]:
-            self._known[instance].add(request)
-            sequence = self._streams[request].sequence()
-            self.workers[instance].send(frames.AddSequence(sequence))
-
-    def _introduce_prompt(self, instance: InstanceId, model: ModelName, request: RequestId) -> None:
-        """The worker is about to compute a prompt, and the output that others produced of it."""
-        self._introduce(instance, request)
-        if self._streams[request].output:
-            self.metrics_of_run.recovery(model)
 
 
 def _call_on(
@@ -1008,14 +524,6 @@ def _call_on(
     """Have something done on an event loop, from another thread, if it still runs."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(act, *arguments)
-
-
-def _shutting_down() -> GenerationFailed:
-    return GenerationFailed("shutting_down", "the appliance is shutting down", 503)
-
-
-def _ignore() -> None:
-    pass
 
 
 def _nothing() -> None:

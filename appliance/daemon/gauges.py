@@ -1,4 +1,4 @@
-"""The metrics of what is counted elsewhere, brought up to date when somebody asks for them."""
+"""The metrics of what is counted elsewhere, brought up to date for each scrape."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gauges:
         """Of each model, as far as the metrics have them."""
         self._restarts: Counter[InstanceId] = Counter()
 
-    def forget(self, model: ModelName) -> None:
+    def forget_model(self, model: ModelName) -> None:
         """The model is gone; one that gets its name begins at 0."""
         del self._preemptions[model]
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
+from appliance.daemon.worker_calls import WorkerCalls
 from appliance.engines.protocol import GuideRefused
 from appliance.vocabulary import InstanceId, ModelName
 from appliance.worker import frames
@@ -19,23 +20,16 @@ a worker may take to come up after none survived it."""
 MOST_LOSSES: Final = 2
 """A guide that no worker survived so often in a row is not asked again: it may be what kills."""
 
-_LOST: Final = object()
-"""Instead of an answer: the worker died."""
-
-_Answer: TypeAlias = asyncio.Future[object]
-
 
 class GuideUnanswered(Exception):
     """The workers did not say in time whether a guide can be compiled; a retry makes sense."""
 
 
 class GuideChecks:
-    """The questions that are open. Used on one event loop."""
+    """The checks that are open. Used on one event loop."""
 
-    def __init__(self, send: Callable[[InstanceId, frames.PrepareGuide], None]) -> None:
-        self._send = send
-        self._asked = 0
-        self._open: dict[tuple[InstanceId, int], _Answer] = {}
+    def __init__(self, send: Callable[[InstanceId, frames.Down], None]) -> None:
+        self._calls = WorkerCalls[frames.GuidePrepared](send)
         self._greeted = asyncio.Event()
 
     async def ask(
@@ -57,27 +51,17 @@ class GuideChecks:
     async def _all_could(
         self, instances: Sequence[InstanceId], model: ModelName, body: bytes
     ) -> bool:
-        """Whether they compiled it, or none was asked; False if all of their workers died."""
-        self._asked += 1
-        number = self._asked
-        answers: dict[InstanceId, _Answer] = {}
-        for instance in instances:
-            answer: _Answer = asyncio.get_running_loop().create_future()
-            answers[instance] = self._open[instance, number] = answer
-            self._send(instance, frames.PrepareGuide(number, model, body))
-        try:
-            if answers:
-                await asyncio.wait(answers.values(), timeout=COMPILE_SECONDS)
-        finally:
-            for instance in answers:
-                self._open.pop((instance, number), None)
-        said = [answer.result() for answer in answers.values() if answer.done()]
-        for reason in said:
-            if isinstance(reason, str):
-                raise GuideRefused(reason)
-        if len(said) < len(answers):
+        """Whether they compiled it, or there was none; False if all of their workers died."""
+        answers = await self._calls.call(
+            instances, lambda number: frames.PrepareGuide(number, model, body), COMPILE_SECONDS
+        )
+        prepared = [answer for answer in answers.values() if answer is not None]
+        for answer in prepared:
+            if answer.refused is not None:
+                raise GuideRefused(answer.refused)
+        if len(answers) < len(instances):
             raise GuideUnanswered(f"no compiler had time for the guide in {COMPILE_SECONDS:g} s")
-        return not said or any(reason is not _LOST for reason in said)
+        return bool(prepared) or not answers
 
     async def _until_one_is_up(self) -> None:
         try:
@@ -94,12 +78,9 @@ class GuideChecks:
         self._greeted = asyncio.Event()
 
     def answered(self, message: frames.GuidePrepared) -> None:
-        """A worker answers; too late is as good as never."""
-        answer = self._open.pop((message.instance, message.number), None)
-        if answer is not None:
-            answer.set_result(message.refused)
+        """A worker compiled a guide, or refused it."""
+        self._calls.answered(message.instance, message.number, message)
 
     def lost(self, instance: InstanceId) -> None:
         """The worker died, perhaps of the guide."""
-        for key in [key for key in self._open if key[0] == instance]:
-            self._open.pop(key).set_result(_LOST)
+        self._calls.lost(instance)

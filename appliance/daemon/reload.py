@@ -157,7 +157,7 @@ class LiveConfig:
                     "on it: restart first, or take that change back"
                 )
             described = await asyncio.to_thread(_described, found, [name])
-            self._daemon.check_free(name)
+            self._daemon.catalogue.check_free(name)
             await self._write(_text(rows))
             self._join(found, *described)
             return name
@@ -167,7 +167,7 @@ class LiveConfig:
             activity = self._daemon.model_activity(name)
             row = next((model for model in self._running.models if model.name == name), None)
             if row is None:  # it is leaving already
-                self._daemon.remove_model(name, force=force)
+                self._daemon.catalogue.remove(name, force=force)
                 live = activity.running + activity.waiting
                 pending = name in self._deletions
                 return Removal(model=name, live=0 if force else live, files=pending)
@@ -194,7 +194,7 @@ class LiveConfig:
                 if folder is not None:
                     await asyncio.to_thread(delete.take_back, folder)
                 raise
-            gone = self._daemon.remove_model(name, force=force)
+            gone = self._daemon.catalogue.remove(name, force=force)
             self._running = msgspec.structs.replace(self._running, models=others)
             log.info("model %s is removed", name)
             if folder is not None:
@@ -268,7 +268,7 @@ class LiveConfig:
     def _is_free(self, model: Model) -> bool:
         """Whether neither the name nor the files are about to go; the log says so if they are."""
         try:
-            self._daemon.check_free(model.name)
+            self._daemon.catalogue.check_free(model.name)
             self._check_stays(model.name, Path(model.path))
         except (ModelExists, NotSaved) as error:
             log.warning("%s is not added yet: %s", model.name, error)
@@ -390,7 +390,7 @@ class LiveConfig:
         for model in self._running.models:
             new = read.get(model.name, model)
             if terms_of(new) != terms_of(model):
-                self._daemon.change_model(model.name, terms_of(new))
+                self._daemon.catalogue.change(model.name, terms_of(new))
             models.append(
                 msgspec.structs.replace(
                     model,
@@ -406,7 +406,7 @@ class LiveConfig:
         """Serve these, too, of the models that were read."""
         names = {served.spec.name for served in models}
         for served in models:
-            self._daemon.add_model(served, kv_floor)
+            self._daemon.catalogue.add(served, kv_floor)
             self._deletions.pop(served.spec.name, None)  # one that failed
             log.info("model %s was added", served.spec.name)
         added = [model for model in found.models if model.name in names]
@@ -421,7 +421,7 @@ class LiveConfig:
             return
         for model in self._running.models:
             if model.name not in read:
-                self._daemon.remove_model(model.name, force=False)
+                self._daemon.catalogue.remove(model.name, force=False)
                 log.info("model %s is removed", model.name)
         self._keep(stay)
 

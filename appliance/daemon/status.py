@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from appliance.daemon.served_model import ServedModel
+from appliance.daemon.models import Models
 from appliance.engines.protocol import KvBytes
 from appliance.memory.ledger import HostLedger
 from appliance.observability.slo_window import SloWindow
-from appliance.observability.switches import Switches
 from appliance.observability.timeline import Timeline
+from appliance.observability.work_counters import WorkCounters
 from appliance.platform.gpu_monitor import GpuReading, GpuWatch
 from appliance.scheduling.lifecycle import Engine, Stage
 from appliance.scheduling.machine import Machine
@@ -44,8 +44,8 @@ class InstanceActivities:
         machine: Machine,
         workers: Mapping[InstanceId, WorkerProcess],
         pools: Mapping[InstanceId, PoolReport],
-        switches: Switches,
-        spans: Timeline,
+        counters: WorkCounters,
+        timeline: Timeline,
         runtime_slabs: int,
         gpus: GpuWatch | None,
         devices: Sequence[str],
@@ -54,8 +54,8 @@ class InstanceActivities:
         self._machine = machine
         self._workers = workers
         self._pools = pools
-        self._switches = switches
-        self._spans = spans
+        self._counters = counters
+        self._timeline = timeline
         self._runtime_slabs = runtime_slabs
         self._gpus = gpus
         self._devices = devices
@@ -70,18 +70,18 @@ class InstanceActivities:
         if instance.quarantine is not None:
             state = "quarantined"
         size = self._machine.host.slab_bytes
-        work = self._spans.work[instance.id]
+        work = self._timeline.work[instance.id]
         return InstanceActivity(
             instance=instance.id,
             role=instance.placement.role.value,
             state=state,
             quarantine=instance.quarantine,
             pid=worker.pid,
-            model=self._switches.running(instance.id),
+            model=self._counters.running(instance.id),
             pool_bytes={} if report is None else {k: n * size for k, n in report.slabs.items()},
             pool_high_water_bytes=0 if report is None else report.high_water_slabs * size,
             runtime_bytes=self._runtime_slabs * size,
-            prefetched=self._switches.prefetched(instance.id),
+            prefetched=self._counters.prefetched(instance.id),
             busy_seconds=work.busy_seconds,
             switches=work.switches,
             moved_bytes=dict(work.moved_bytes),
@@ -97,24 +97,19 @@ class ModelActivities:
     def __init__(
         self,
         machine: Machine,
-        served: Mapping[ModelName, ServedModel],
-        leaving: Mapping[ModelName, object],
-        paces: Mapping[ModelName, SloWindow],
+        catalogue: Models,
+        windows: Mapping[ModelName, SloWindow],
         clock: Callable[[], float],
-        refused: Mapping[ModelName, str],
     ) -> None:
-        """`leaving` are those of the `served` that were removed and are not gone yet. A model
-        without a pace delivered nothing. `refused` are those that front ends cannot serve."""
-        self._refused = refused
+        """A model without a window delivered nothing."""
         self._machine = machine
-        self._served = served
-        self._leaving = leaving
-        self._paces = paces
+        self._catalogue = catalogue
+        self._windows = windows
         self._clock = clock
 
     def card(self, name: ModelName) -> ModelCard:
         """What clients are told of a model."""
-        served = self._served[name]
+        served = self._catalogue.served[name]
         return ModelCard(
             id=name,
             created=served.created,
@@ -136,28 +131,28 @@ class ModelActivities:
     def all(self) -> tuple[ModelActivity, ...]:
         """All of them, for which every request is looked at once."""
         live = self._machine.requests.values()
-        everybody = Counter([request.model for request in live])
+        total = Counter([request.model for request in live])
         running = Counter([request.model for request in live if request.stage in COMPUTED])
         return tuple(
-            self._activity_of(name, running[name], everybody[name] - running[name])
-            for name in self._served
+            self._activity_of(name, running[name], total[name] - running[name])
+            for name in self._catalogue.served
         )
 
     def _activity_of(self, name: ModelName, running: int, waiting: int) -> ModelActivity:
-        served = self._served[name]
+        served = self._catalogue.served[name]
         spec = served.spec
-        pace = self._paces.get(name)
+        window = self._windows.get(name)
         return ModelActivity(
             model=name,
             state=self._state(name),
-            failure=None if name in self._leaving else self._failure(name),
+            failure=None if name in self._catalogue.leaving else self._failure(name),
             residency=self._residency(name),
             running=running,
             waiting=waiting,
             draining=spec.draining,
             wanted=name in self._machine.dispatcher.wishes,
-            output_tokens=0 if pace is None else pace.output_tokens,
-            window=None if pace is None else pace.window(self._clock()),
+            output_tokens=0 if window is None else window.output_tokens,
+            window=None if window is None else window.window(self._clock()),
             terms=ModelTerms(
                 slo=spec.slo,
                 batch_slo=spec.batch_slo,
@@ -168,7 +163,7 @@ class ModelActivities:
         )
 
     def _failure(self, name: ModelName) -> str | None:
-        return self._machine.failed.get(name) or self._refused.get(name)
+        return self._machine.failed.get(name) or self._catalogue.refused.get(name)
 
     def _residency(self, name: ModelName) -> dict[str, str]:
         return {
@@ -179,7 +174,7 @@ class ModelActivities:
 
     def _state(self, name: ModelName) -> str:
         """Where the model stands on the instance where it stands best."""
-        if name in self._leaving:
+        if name in self._catalogue.leaving:
             return "leaving"
         if self._failure(name) is not None:
             return Engine.FAILED.value

@@ -8,10 +8,10 @@ when the question was put and when its answer came.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
 
+from appliance.daemon.worker_calls import WorkerCalls
 from appliance.engines.protocol import Verdict
 from appliance.vocabulary import InstanceId, ModelName
 from appliance.worker import frames
@@ -24,62 +24,45 @@ Images: TypeAlias = Mapping[ModelName, int]
 Verdicts: TypeAlias = Mapping[ModelName, Verdict]
 
 
-class _Question(NamedTuple):
-    images: Images
-    answer: asyncio.Future[Verdicts | None]
-
-
 class Verifications:
     """The questions that are open. Used on one event loop."""
 
     def __init__(
         self,
-        send: Callable[[InstanceId, frames.Verify], None],
+        send: Callable[[InstanceId, frames.Down], None],
         images: Callable[[InstanceId], Images],
     ) -> None:
-        self._send = send
+        self._calls = WorkerCalls[tuple[frames.Verified, Images]](send)
         self._images = images
-        self._asked = 0
-        self._open: dict[tuple[InstanceId, int], _Question] = {}
 
-    async def ask(self, instances: Iterable[InstanceId]) -> Mapping[InstanceId, Verdicts | None]:
-        """The verdicts of each instance by model; None for one that did not answer."""
-        self._asked += 1
-        number = self._asked
-        questions: dict[InstanceId, _Question] = {}
-        for instance in instances:
-            answer: asyncio.Future[Verdicts | None] = asyncio.get_running_loop().create_future()
-            questions[instance] = _Question(self._images(instance), answer)
-            self._open[instance, number] = questions[instance]
-            self._send(instance, frames.Verify(number))
-        answers = {instance: question.answer for instance, question in questions.items()}
-        try:
-            if answers:
-                await asyncio.wait(answers.values(), timeout=ANSWER_SECONDS)
-        finally:
-            for instance in answers:
-                self._open.pop((instance, number), None)
-        return {i: answer.result() if answer.done() else None for i, answer in answers.items()}
+    async def ask(self, instances: Sequence[InstanceId]) -> Mapping[InstanceId, Verdicts]:
+        """The verdicts of each instance that answered, by model."""
+        before = {instance: self._images(instance) for instance in instances}
+        answers = await self._calls.call(instances, frames.Verify, ANSWER_SECONDS)
+        return {
+            instance: _verdicts(answer[0].models, before[instance], answer[1])
+            for instance, answer in answers.items()
+            if answer is not None
+        }
 
     def answered(self, message: frames.Verified) -> None:
-        """A worker answers; too late is as good as never."""
-        question = self._open.pop((message.instance, message.number), None)
-        if question is None:
-            return
-        now = self._images(message.instance)
-        question.answer.set_result(
-            {
-                model: verdict
-                if verdict is Verdict.NOT_LOADED or _same(question.images, now, model)
-                else Verdict.NO_IMAGE
-                for model, verdict in message.models.items()
-            }
-        )
+        """A worker answers, with the images that its engines load from now."""
+        images = self._images(message.instance)
+        self._calls.answered(message.instance, message.number, (message, images))
 
     def lost(self, instance: InstanceId) -> None:
         """The worker died; it will not answer."""
-        for key in [key for key in self._open if key[0] == instance]:
-            self._open.pop(key).answer.set_result(None)
+        self._calls.lost(instance)
+
+
+def _verdicts(found: Verdicts, before: Images, now: Images) -> Verdicts:
+    """The verdicts that count: of a model that is not loaded, or whose image is the same."""
+    return {
+        model: verdict
+        if verdict is Verdict.NOT_LOADED or _same(before, now, model)
+        else Verdict.NO_IMAGE
+        for model, verdict in found.items()
+    }
 
 
 def _same(before: Images, now: Images, model: ModelName) -> bool:

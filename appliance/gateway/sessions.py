@@ -55,8 +55,8 @@ from appliance.service.front_frames import (
 from appliance.service.interface import (
     Generation,
     GenerationFailed,
+    Inference,
     RequestTimes,
-    Service,
     SubmitRequest,
     Trace,
 )
@@ -103,7 +103,7 @@ class Sessions:
     """The conversations with all front ends."""
 
     def __init__(
-        self, service: Service, access: Access, admission: Admission, settings: FrontSettings
+        self, service: Inference, access: Access, admission: Admission, settings: FrontSettings
     ) -> None:
         self.service = service
         self.access = access

@@ -57,7 +57,7 @@ class RequestPhases:
 
     def __init__(self, *, keeps_stretches: bool = False) -> None:
         """With `keeps_stretches` it also tells when each phase was, of the first of them."""
-        self._keeps_stretches = keeps_stretches
+        self.keeps_stretches = keeps_stretches
         self._records: dict[RequestId, _Record] = {}
         self._loads: dict[tuple[InstanceId, ModelName], tuple[float, float | None]] = {}
         """When the last one was ordered, and when it was over."""
@@ -187,7 +187,7 @@ class RequestPhases:
         load = loaded[1] - loaded[0]
         record.seconds[LOAD] += load
         record.seconds[record.phase] += now - record.since - load
-        if self._keeps_stretches:
+        if self.keeps_stretches:
             _keep(record, record.phase, record.since, now)
             _keep(record, LOAD, *loaded)
         record.phase, record.since = phase, now

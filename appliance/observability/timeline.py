@@ -80,10 +80,17 @@ class Work(msgspec.Struct):
 class Timeline:
     """The newest spans of every instance. An order or a report costs O(what it names)."""
 
-    def __init__(self, instances: Sequence[InstanceId], offset: Callable[[], float]):
+    def __init__(
+        self,
+        instances: Sequence[InstanceId],
+        offset: Callable[[], float],
+        explain: Callable[[Command], Decision | None] = lambda command: None,
+    ) -> None:
         """`offset` is how far Unix seconds are ahead of the machine's clock now. It is followed in
-        steps: what is under way is moved, what is over keeps what was told of it."""
+        steps: spans under way are moved, finished ones are not. `explain` says what led to a
+        command that was given just now."""
         self.work = {instance: Work() for instance in instances}
+        self._explain = explain
         self._offset_now = offset
         self._offset = offset()
         self._number = 0
@@ -116,13 +123,11 @@ class Timeline:
     # --- orders ----------------------------------------------------------------------------------
 
     @singledispatchmethod
-    def ordered(self, command: Command, now: float, decision: Decision | None = None) -> None:
-        """A command was given, and what led to it. Most take no time worth showing."""
+    def ordered(self, command: Command, now: float) -> None:
+        """A command was given. Most take no time worth showing."""
 
     @ordered.register
-    def _ordered_run_turn(
-        self, command: RunTurn, now: float, decision: Decision | None = None
-    ) -> None:
+    def _ordered_run_turn(self, command: RunTurn, now: float) -> None:
         self._runs(command.instance, command.model)
         self._begin(
             Span(
@@ -136,15 +141,13 @@ class Timeline:
                 quota_seconds=command.quota_seconds,
                 kv_slabs=command.kv_slabs,
                 chunk_tokens=command.chunk_tokens,
-                decision=decision,
             ),
             str(command.turn),
+            command,
         )
 
     @ordered.register
-    def _ordered_run_prefill(
-        self, command: RunPrefill, now: float, decision: Decision | None = None
-    ) -> None:
+    def _ordered_run_prefill(self, command: RunPrefill, now: float) -> None:
         self._runs(command.instance, command.model)
         self._begin(
             Span(
@@ -155,48 +158,36 @@ class Timeline:
                 began_unix_seconds=self._unix(now),
                 prompts=(command.request,),
                 kv_slabs=command.kv_slabs,
-                decision=decision,
             ),
             command.request,
+            command,
         )
 
     @ordered.register
-    def _ordered_build_model(
-        self, command: BuildModel, now: float, decision: Decision | None = None
-    ) -> None:
-        self._begin_of_model(SpanKind.BUILD, command, now, decision)
+    def _ordered_build_model(self, command: BuildModel, now: float) -> None:
+        self._begin_of_model(SpanKind.BUILD, command, now)
 
     @ordered.register
-    def _ordered_store_weights(
-        self, command: StoreWeights, now: float, decision: Decision | None = None
-    ) -> None:
+    def _ordered_store_weights(self, command: StoreWeights, now: float) -> None:
         if command.fill:
-            self._begin_of_model(SpanKind.FILL, command, now, decision)
+            self._begin_of_model(SpanKind.FILL, command, now)
 
     @ordered.register
-    def _ordered_load_model(
-        self, command: LoadModel, now: float, decision: Decision | None = None
-    ) -> None:
+    def _ordered_load_model(self, command: LoadModel, now: float) -> None:
         """One that is on its way already goes on as what it was."""
         if (command.instance, "weights", command.model) not in self._open:
-            self._begin_of_model(SpanKind.LOAD, command, now, decision)
+            self._begin_of_model(SpanKind.LOAD, command, now)
 
     @ordered.register
-    def _ordered_prefetch_model(
-        self, command: PrefetchModel, now: float, decision: Decision | None = None
-    ) -> None:
-        self._begin_of_model(SpanKind.PREFETCH, command, now, decision)
+    def _ordered_prefetch_model(self, command: PrefetchModel, now: float) -> None:
+        self._begin_of_model(SpanKind.PREFETCH, command, now)
 
     @ordered.register
-    def _ordered_evict_model(
-        self, command: EvictModel, now: float, decision: Decision | None = None
-    ) -> None:
+    def _ordered_evict_model(self, command: EvictModel, now: float) -> None:
         self._end((command.instance, "weights", command.model), now, outcome="given up")
 
     @ordered.register
-    def _ordered_move_kv(
-        self, command: MoveKv, now: float, decision: Decision | None = None
-    ) -> None:
+    def _ordered_move_kv(self, command: MoveKv, now: float) -> None:
         kind = SpanKind.SWAP_IN if command.direction is Direction.IN else SpanKind.SWAP_OUT
         requests = tuple(move.request for move in command.moves)[:MOST_REQUESTS]
         self._begin(
@@ -207,9 +198,9 @@ class Timeline:
                 model=command.model,
                 began_unix_seconds=self._unix(now),
                 requests=requests,
-                decision=decision,
             ),
             _first(command.model, tuple(move.request for move in command.moves)),
+            command,
         )
 
     def _begin_of_model(
@@ -217,7 +208,6 @@ class Timeline:
         kind: SpanKind,
         command: BuildModel | StoreWeights | LoadModel | PrefetchModel,
         now: float,
-        decision: Decision | None,
     ) -> None:
         span = Span(
             number=0,
@@ -225,20 +215,21 @@ class Timeline:
             kind=kind,
             model=command.model,
             began_unix_seconds=self._unix(now),
-            decision=decision,
         )
-        self._begin(span, command.model)
+        self._begin(span, command.model, command)
 
     def _runs(self, instance: InstanceId, model: ModelName) -> None:
         work = self.work[instance]
         work.switches += work.model not in (None, model)
         work.model = model
 
-    def _begin(self, span: Span, which: str) -> None:
+    def _begin(self, span: Span, which: str, command: Command) -> None:
         # It begins with the time, so that no number is that of a span from before a restart.
         self._number = max(self._number + 1, int(span.began_unix_seconds * 1e6))
         key = (span.instance, _slot(span.kind), which)
-        self._open[key] = msgspec.structs.replace(span, number=self._number)
+        self._open[key] = msgspec.structs.replace(
+            span, number=self._number, decision=self._explain(command)
+        )
 
     # --- reports ---------------------------------------------------------------------------------
 

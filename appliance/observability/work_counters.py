@@ -1,4 +1,4 @@
-"""Which model each instance runs, and which were brought in ahead: switches and prefetches."""
+"""Metrics and events of the work of instances: switches, prefetches, loads, KV swaps, prefills."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ from collections import defaultdict
 
 from appliance.observability.metrics import Metrics
 from appliance.service.event_log import EventLog, NoticeKind
-from appliance.vocabulary import InstanceId, ModelName
+from appliance.vocabulary import (
+    Command,
+    Event,
+    EvictModel,
+    InstanceId,
+    KvMoved,
+    ModelLoaded,
+    ModelName,
+    PrefetchModel,
+    PrefillDone,
+    RunPrefill,
+    RunTurn,
+)
 
 
-class Switches:
-    """Counted and told as they are ordered. An order costs O(1), a model that is forgotten
-    O(instances)."""
+class WorkCounters:
+    """Counts what the machine orders and what workers report. A command or a report costs O(1), a
+    model that is forgotten O(instances)."""
 
     def __init__(self, metrics: Metrics, feed: EventLog) -> None:
         self._metrics = metrics
@@ -27,12 +39,39 @@ class Switches:
         """Models that were brought in ahead and did not run since, by name."""
         return tuple(sorted(self._prefetched.get(instance, ())))
 
-    def prefetches(self, instance: InstanceId, model: ModelName) -> None:
-        """The model is brought in ahead."""
-        self._prefetched[instance].add(model)
-        self._metrics.prefetch("started")
+    def ordered(self, command: Command, now: float) -> None:
+        """A command was given."""
+        match command:
+            case RunTurn():
+                self._runs(command.instance, command.model, "turn")
+            case RunPrefill():
+                self._runs(command.instance, command.model, "prefill")
+            case PrefetchModel():
+                self._prefetched[command.instance].add(command.model)
+                self._metrics.prefetch("started")
+            case EvictModel():
+                self._evicts(command.instance, command.model)
 
-    def runs(self, instance: InstanceId, model: ModelName, reason: str) -> None:
+    def reported(self, event: Event, now: float) -> None:
+        """A worker reported something."""
+        match event:
+            case KvMoved():
+                self._metrics.kv_swapped(event.direction, event.model, event.moved_bytes)
+                if event.moved:
+                    self._transfer(f"kv_{event.direction.value}", event)
+            case ModelLoaded():
+                self._transfer("weights", event)
+                self._feed.tell(
+                    NoticeKind.MODEL_LOADED,
+                    instance=event.instance,
+                    model=event.model,
+                    seconds=event.seconds,
+                    prefetched=event.prefetched,
+                )
+            case PrefillDone():
+                self._metrics.prefill(event.model)
+
+    def _runs(self, instance: InstanceId, model: ModelName, reason: str) -> None:
         """The model computes now: a ``prefill`` or a ``turn``, which is the `reason`."""
         if model in self._prefetched[instance]:
             self._prefetched[instance].remove(model)
@@ -42,19 +81,23 @@ class Switches:
             self._metrics.switch(instance, model, reason)
             self._feed.tell(NoticeKind.MODEL_SWITCHED, instance=instance, model=model)
 
-    def evicts(self, instance: InstanceId, model: ModelName) -> None:
-        """The model loses its place."""
+    def _evicts(self, instance: InstanceId, model: ModelName) -> None:
         if model in self._prefetched[instance]:
             self._prefetched[instance].remove(model)
             self._metrics.prefetch("wasted")
         self._feed.tell(NoticeKind.MODEL_EVICTED, instance=instance, model=model)
 
-    def lost(self, instance: InstanceId) -> None:
+    def _transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
+        self._metrics.transfer(
+            kind, event.model, event.moved_bytes, event.queued_seconds, event.seconds
+        )
+
+    def lost(self, instance: InstanceId, now: float) -> None:
         """Its worker died; what it had is neither used nor wasted."""
         self._running.pop(instance, None)
         self._prefetched.pop(instance, None)
 
-    def forget(self, model: ModelName) -> None:
+    def forget_model(self, model: ModelName) -> None:
         """The model is gone everywhere."""
         for prefetched in self._prefetched.values():
             prefetched.discard(model)

@@ -104,6 +104,12 @@ def cancelled() -> GenerationFailed:
     return GenerationFailed("cancelled", "an operator cancelled the request", 499)
 
 
+def shutting_down() -> GenerationFailed:
+    """What a client gets whose request cannot be taken in, or cannot end, because the daemon
+    stops."""
+    return GenerationFailed("shutting_down", "the appliance is shutting down", 503)
+
+
 class NothingPrevious(Exception):
     """No other choice of policies came before the one that is active."""
 
@@ -502,8 +508,8 @@ class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[ModelName, Verdict] = {}
 
 
-class Service(Protocol):
-    """The appliance, as far as the API needs it. The daemon implements it."""
+class Inference(Protocol):
+    """What takes requests in, and the models that may be asked for."""
 
     def models(self) -> list[ModelCard]:
         """All catalogued models, also cold ones, in the order of the catalogue."""
@@ -513,6 +519,9 @@ class Service(Protocol):
 
     def front_models(self) -> tuple[FrontModel, ...]:
         """The models that may be asked for, as front ends need them."""
+
+    def refuse_model(self, name: ModelName, reason: str) -> None:
+        """A front end cannot build the model's front half: its requests fail with this reason."""
 
     async def check_guide(self, name: ModelName, body: bytes) -> None:
         """Have the guide of a request's body compiled wherever the model may run, before the
@@ -525,8 +534,16 @@ class Service(Protocol):
         """Take a request in. Raises `ModelNotFound`, `QueueFull`, `ModelQueueFull` and
         `GenerationFailed`; the sink hears nothing then."""
 
-    def refuse_model(self, name: ModelName, reason: str) -> None:
-        """A front end cannot build the model's front half: its requests fail with this reason."""
+
+class Watch(Protocol):
+    """What can be seen of the appliance; nothing is changed by looking."""
+
+    def readiness(self) -> Readiness: ...
+
+    def activity(self) -> Activity: ...
+
+    def model_activity(self, name: ModelName) -> ModelActivity:
+        """Raises `ModelNotFound`."""
 
     def requests(self) -> list[RequestActivity]:
         """All live requests, the oldest first."""
@@ -534,11 +551,30 @@ class Service(Protocol):
     def request(self, request: RequestId) -> RequestActivity:
         """Raises `RequestNotFound`."""
 
+    def snapshot(self) -> Snapshot: ...
+
+    def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
+        """What happens behind the event of this number. None stands for what was missed: a
+        snapshot, taken then, accounts for it. Ends with the appliance."""
+
+    async def pool_map(self, number: InstanceId) -> SlabMap:
+        """Which slab of an instance is whose; requests do not wait meanwhile. Raises
+        `InstanceNotFound`, and `SlabsUnanswered` within a few seconds."""
+
+    def host_map(self) -> SlabMap:
+        """Which slab of the host tier is whose."""
+
+    async def policies(self) -> PolicyReport: ...
+
+    def metrics(self) -> bytes:
+        """Prometheus text exposition."""
+
+
+class Admin(Protocol):
+    """What an operator does to requests, models, instances and policies."""
+
     def cancel_request(self, request: RequestId) -> None:
         """End a request for its client, who is told. Raises `RequestNotFound`."""
-
-    def model_activity(self, name: ModelName) -> ModelActivity:
-        """Raises `ModelNotFound`."""
 
     def load_model(self, name: ModelName) -> None:
         """Have its weights brought to a device as soon as there is room that no request waits
@@ -558,33 +594,11 @@ class Service(Protocol):
     def release_instance(self, number: InstanceId) -> None:
         """Have it serve again. Raises `InstanceNotFound`."""
 
-    def readiness(self) -> Readiness: ...
-
-    def activity(self) -> Activity: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
-        """What happens behind the event of this number. None stands for what was missed: a
-        snapshot, taken then, accounts for it. Ends with the appliance."""
-
     async def verify(self) -> list[InstanceVerification]:
         """Have every instance compare its weights; ends when all have answered, or after a while.
 
         Requests wait while their instance compares.
         """
-
-    async def pool_map(self, number: InstanceId) -> SlabMap:
-        """Which slab of an instance is whose; requests do not wait meanwhile. Raises
-        `InstanceNotFound`, and `SlabsUnanswered` within a few seconds."""
-
-    def host_map(self) -> SlabMap:
-        """Which slab of the host tier is whose."""
-
-    def metrics(self) -> bytes:
-        """Prometheus text exposition."""
-
-    async def policies(self) -> PolicyReport: ...
 
     async def set_policy(self, choice: PolicyChoice) -> None:
         """Have other policies decide from now on; requests go on. Raises `PolicyChoiceError`."""
@@ -594,3 +608,7 @@ class Service(Protocol):
 
     def enable_policy(self, policy: str) -> None:
         """Have a policy asked again that failed too often. Raises `PolicyNotActive`."""
+
+
+class Service(Inference, Watch, Admin, Protocol):
+    """The appliance, as far as the API needs it. The daemon implements it."""

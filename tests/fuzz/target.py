@@ -131,7 +131,7 @@ class Whole:
             setup_of(models),
             limits=Limits(queue=8, progress_seconds=60.0),
         )
-        served = self._box.daemon._served
+        served = self._box.daemon.catalogue.served
         worker = msgspec.structs.replace(served[EMBEDDER].worker, task=Task.EMBED)
         served[EMBEDDER] = msgspec.structs.replace(served[EMBEDDER], worker=worker)
         self._box.daemon.on_failure = _fail
@@ -322,7 +322,7 @@ def _held(whole: Whole, server: Server, front_ends: Supervisor, port: int) -> He
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     return Held(
         port=port,
-        requests=len(whole.daemon.requests()) + len(whole.daemon._streams),
+        requests=len(whole.daemon.requests()) + len(whole.daemon._requests.streams),
         connections=sum(
             (
                 len(server.server_state.connections),
@@ -343,7 +343,7 @@ async def _serve(folder: Path, *, keys: bool, ending: bool) -> None:
         whole = Whole(monkeypatch, ending=ending)
         core = cast(Daemon, cast(Service, whole))
         gateway = make_gateway(core, config)
-        whole.daemon.on_catalogue = gateway.sessions.catalogue_changed
+        whole.daemon.catalogue.on_change = gateway.sessions.catalogue_changed
         front_ends = Supervisor(1, _Welcoming, command=front_end_double.COMMAND)
         whole.daemon.front_ends_missing = front_ends.not_ready
         settings = _Lasting(whole.daemon, config, folder / "appliance.toml")

@@ -13,7 +13,7 @@ from litestar.response.base import ASGIResponse
 from appliance.api.admin.config import Promise
 from appliance.http.bodies import parse
 from appliance.http.json import json_answer
-from appliance.service.interface import Service
+from appliance.service.interface import Watch
 from appliance.service.settings import Settings
 
 _Unset = msgspec.UnsetType
@@ -42,7 +42,7 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     verify: bool | _Unset = msgspec.UNSET
 
 
-def catalogue_routes(service: Service, settings: Settings) -> list[HTTPRouteHandler]:
+def catalogue_routes(service: Watch, settings: Settings) -> list[HTTPRouteHandler]:
     """A model is added when it is answered; it may be some time until one is gone."""
 
     @post("/api/models", status_code=200, operation_id="addModel")

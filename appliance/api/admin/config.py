@@ -15,7 +15,7 @@ from appliance.http.bodies import parse
 from appliance.http.errors import ApiError
 from appliance.http.json import json_answer
 from appliance.platform import logs
-from appliance.service.interface import Service
+from appliance.service.interface import Watch
 from appliance.service.settings import Settings
 
 
@@ -44,7 +44,7 @@ class LogLevel(_Strict, kw_only=True):
     level: logs.LogLevel
 
 
-def config_routes(service: Service, settings: Settings) -> list[HTTPRouteHandler]:
+def config_routes(service: Watch, settings: Settings) -> list[HTTPRouteHandler]:
     """What is changed here is there after a restart, too, but for the log's level."""
 
     @get("/api/config", operation_id="config")

@@ -15,12 +15,12 @@ from litestar.response.base import ASGIResponse
 from appliance.http.errors import BadRequest
 from appliance.http.json import json_answer
 from appliance.http.streaming import AS_IT_COMES, Streamed
-from appliance.service.interface import Service
+from appliance.service.interface import Watch
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def event_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
+def event_routes(service: Watch, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
     """Events are server-sent. Each has a number as its id; a client that comes back with the last
     one it saw (``Last-Event-ID``) goes on behind it, if that is not too long ago."""
 
@@ -30,7 +30,7 @@ def event_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteH
 
     @get("/api/events", operation_id="events")
     async def events(request: Request[Any, Any, Any]) -> ASGIResponse:
-        return Watch(_worded(service, last_seen(request), keep_alive_seconds))
+        return WatchResponse(_worded(service, last_seen(request), keep_alive_seconds))
 
     return [snapshot, events]
 
@@ -44,7 +44,7 @@ def last_seen(request: Request[Any, Any, Any]) -> int | None:
 
 
 async def _worded(
-    service: Service, after: int | None, keep_alive_seconds: float
+    service: Watch, after: int | None, keep_alive_seconds: float
 ) -> AsyncIterator[bytes]:
     """Events as they go out; a comment whenever nothing happened for a while."""
     async with aclosing(service.events(after)) as batches:  # type: ignore[type-var]
@@ -79,7 +79,7 @@ def server_sent(kind: str, data: bytes, number: int | None = None) -> bytes:
     return numbered + b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
-class Watch(Streamed):
+class WatchResponse(Streamed):
     """Sends what comes until it ends, or the client leaves."""
 
     def __init__(self, source: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:

@@ -24,7 +24,7 @@ from appliance.http.bodies import parse
 from appliance.http.errors import ApiError
 from appliance.http.json import json_answer
 from appliance.observability.key_metrics import KeyUse
-from appliance.service.interface import ModelNotFound, Service
+from appliance.service.interface import Inference, ModelNotFound
 from appliance.vocabulary import ModelName, RequestClass
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RevokedKey(msgspec.Struct, kw_only=True):
     admin_keys: int
 
 
-def key_routes(service: Service, access: Access) -> list[HTTPRouteHandler]:
+def key_routes(service: Inference, access: Access) -> list[HTTPRouteHandler]:
     """Where the appliance has no file of keys, they say so. What is changed holds from the next
     request on."""
     turn = asyncio.Lock()
@@ -136,7 +136,7 @@ def _ring(access: Access) -> KeyRing:
     return access.keys
 
 
-def _check_models(wanted: NewKey, service: Service) -> None:
+def _check_models(wanted: NewKey, service: Inference) -> None:
     """Raises `ApiError` for a model that there is not."""
     for name in dict.fromkeys(wanted.models):
         try:

@@ -17,10 +17,10 @@ from litestar import Request, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
-from appliance.api.admin.events import KEEP_ALIVE, Watch, last_seen, server_sent
+from appliance.api.admin.events import KEEP_ALIVE, WatchResponse, last_seen, server_sent
 from appliance.http.errors import BadRequest
 from appliance.service.event_log import NoticeKind
-from appliance.service.interface import Service, Snapshot, Span
+from appliance.service.interface import Snapshot, Span, Watch
 
 EVERY_SECONDS = 0.5
 LEAST_SECONDS = 0.05
@@ -43,7 +43,7 @@ DELTA = "delta"
 STATE = "state"
 
 
-def watch_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
+def watch_routes(service: Watch, keep_alive_seconds: float) -> list[HTTPRouteHandler]:
     """Server-sent: ``state``, then ``delta`` as often as `every` seconds say and with the events
     `AT_ONCE`, and all events between, with their numbers. Who comes back with ``Last-Event-ID``
     hears of the events that it missed, after a new ``state``; if they are not kept any more, that
@@ -53,7 +53,7 @@ def watch_routes(service: Service, keep_alive_seconds: float) -> list[HTTPRouteH
     async def watch(request: Request[Any, Any, Any]) -> ASGIResponse:
         every = _seconds(request.query_params.get("every"))
         silence = min(keep_alive_seconds, LONGEST_SILENCE_SECONDS)
-        return Watch(_watched(service, last_seen(request), every, silence))
+        return WatchResponse(_watched(service, last_seen(request), every, silence))
 
     return [watch]
 
@@ -122,7 +122,7 @@ def _request(row: Document, now: float, known: Document | None) -> Document:
 class _Told:
     """What a watcher was told: the state, and events up to a number."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Watch) -> None:
         self._service = service
         self._state: Document = {}
         self._number = 0
@@ -165,7 +165,7 @@ class _Told:
 
 
 async def _watched(
-    service: Service, after: int | None, every_seconds: float, silence_seconds: float
+    service: Watch, after: int | None, every_seconds: float, silence_seconds: float
 ) -> AsyncIterator[bytes]:
     told = _Told(service)
     loop = asyncio.get_running_loop()

@@ -41,7 +41,7 @@ from appliance.batches.results import write_results
 from appliance.batches.writer import RETRY_SECONDS, BatchWriter
 from appliance.errors import ApplianceError, IllegalTransition
 from appliance.observability.batch_metrics import BatchMetrics
-from appliance.service.interface import Service
+from appliance.service.interface import Inference
 
 WINDOW_SECONDS: Final = 24 * 3600.0
 MAX_UNFINISHED: Final = 100
@@ -84,7 +84,7 @@ class BatchRunner:
 
     def __init__(
         self,
-        service: Service,
+        service: Inference,
         access: Access,
         fronts: Fronts,
         *,

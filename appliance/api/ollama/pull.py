@@ -12,13 +12,13 @@ from litestar import Request, delete, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
-from appliance.api.admin.events import Watch
+from appliance.api.admin.events import WatchResponse
 from appliance.checkpoints.sources import Progress
 from appliance.http.bodies import parse
 from appliance.http.error_formats import ollama_error
 from appliance.http.errors import ApiError, BadRequest, as_api_error
 from appliance.http.json import json_answer
-from appliance.service.interface import ModelNotFound, Service
+from appliance.service.interface import Inference, ModelNotFound
 from appliance.service.settings import Settings
 
 _LATEST = ":latest"
@@ -41,7 +41,7 @@ class OllamaDelete(msgspec.Struct, kw_only=True):
     name: str | None = None
 
 
-def ollama_pull_routes(service: Service, settings: Settings | None) -> list[HTTPRouteHandler]:
+def ollama_pull_routes(service: Inference, settings: Settings | None) -> list[HTTPRouteHandler]:
     """What is served already is there: to pull it succeeds. Without `settings` nothing else can be
     pulled, and nothing is deleted. What is deleted is what was pulled; other models' files stay."""
 
@@ -51,7 +51,9 @@ def ollama_pull_routes(service: Service, settings: Settings | None) -> list[HTTP
         source = _named(asked.model or asked.name)
         streams = asked.stream is not False
         if _is_served(service, source):
-            return Watch(_there(), "application/x-ndjson") if streams else json_answer(_SUCCESS)
+            if not streams:
+                return json_answer(_SUCCESS)
+            return WatchResponse(_there(), "application/x-ndjson")
         if settings is None:
             raise ApiError(
                 404,
@@ -60,7 +62,7 @@ def ollama_pull_routes(service: Service, settings: Settings | None) -> list[HTTP
             )
         source = source.removesuffix(_LATEST)
         if streams:
-            return Watch(_told(settings, source), "application/x-ndjson")
+            return WatchResponse(_told(settings, source), "application/x-ndjson")
         await settings.pull_model(source, "", lambda progress: None)
         return json_answer(_SUCCESS)
 
@@ -88,7 +90,7 @@ def _named(name: str | None) -> str:
     return name
 
 
-def _is_served(service: Service, name: str) -> bool:
+def _is_served(service: Inference, name: str) -> bool:
     served = {card.id for card in service.models()}
     return name in served or name.removesuffix(_LATEST) in served
 

@@ -142,7 +142,7 @@ async def test_new_requests_get_new_promises(box: Box, tmp_path: Path) -> None:
         slo=Slo(ttft_seconds=1.0, tbt_seconds=0.01), batch_slo=SLO, max_queue=2, pinned=True
     )
     box.ask("r1", "a", output=20)
-    box.daemon.change_model("a", terms)
+    box.daemon.catalogue.change("a", terms)
     box.ask("r2", "a", output=20)
 
     assert box.daemon.machine.requests["r1"].spec.slo == SLO
@@ -151,7 +151,7 @@ async def test_new_requests_get_new_promises(box: Box, tmp_path: Path) -> None:
     box.daemon.load_model("a")
     box.daemon.evict_model("a")
     box.settle()
-    journal = box.daemon._journal
+    journal = box.daemon._decisions._journal
     assert journal is not None
     journal.close()
     told = [entry.event for entry in read(tmp_path / "journal")[1]]
@@ -159,13 +159,13 @@ async def test_new_requests_get_new_promises(box: Box, tmp_path: Path) -> None:
         event for event in told if isinstance(event, ModelWanted | ModelDismissed)
     }
     assert sum(isinstance(event, RequestArrived) for event in told) == 2
-    box.daemon._journal = None
+    box.daemon._decisions._journal = None
 
 
 async def test_each_model_has_a_queue(box: Box, client: httpx.AsyncClient) -> None:
     """One request more than its model may have is told to come again; others are not concerned."""
     terms = ModelTerms(slo=SLO, batch_slo=SLO, max_queue=1, pinned=False)
-    box.daemon.change_model("a", terms)
+    box.daemon.catalogue.change("a", terms)
     box.ask("r1", "a")
 
     with pytest.raises(ModelQueueFull, match="the queue of a is full") as caught:

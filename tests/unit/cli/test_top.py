@@ -210,10 +210,10 @@ async def test_everything_that_happens_is_told(box: Box) -> None:
     box.daemon.quarantine_instance(0, "a test")
     box.daemon.release_instance(0)
     spec = box.daemon.machine.models["b"]
-    gone = box.daemon.remove_model("b", force=True)
+    gone = box.daemon.catalogue.remove("b", force=True)
     box.settle()
     assert gone.is_set()
-    box.daemon.add_model(box.served(spec), kv_floor_slabs=0)
+    box.daemon.catalogue.add(box.served(spec), kv_floor_slabs=0)
 
     assert kinds(box, start) == [
         "model_wanted",

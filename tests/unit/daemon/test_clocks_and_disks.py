@@ -78,8 +78,8 @@ async def test_a_clock_that_jumps_changes_no_answer(
     monkeypatch.setattr(time, "time", lambda: next(jumps))
     monkeypatch.setattr("appliance.observability.tracing.LAST_SECONDS", PATIENCE_SECONDS)
     box, exporter = make_box(), InMemorySpanExporter()
-    box.daemon._traces = traces = Traces(exporter, wall_clock=time.time)
-    box.daemon._times._keeps_stretches = True
+    traces = Traces(exporter, wall_clock=time.time)
+    box.daemon._requests.trace(traces)
     box.start()
     stream = box.ask("r", "a", output=8)
     before = box.daemon.feed.newest

@@ -643,7 +643,7 @@ async def test_transfers_are_measured(make_box: MakeBox) -> None:
     box.ask("r", "a")
     box.settle()
     before = box.samples("appliance_transfer_seconds_count")
-    observe = box.daemon._observe
+    observe = box.daemon._on_report
     observe(ModelLoaded(instance=0, model="b", moved_bytes=70, seconds=0.5, queued_seconds=0.25))
     nothing = KvMoved(
         instance=0, model="a", direction=Direction.IN, moved=(), missing=("r",), moved_bytes=0,
@@ -1197,7 +1197,8 @@ async def test_front_ends_are_told_of_all_models(make_box: MakeBox) -> None:
     """And again whenever one comes or goes."""
     box = make_box("ab")
     told: list[list[str]] = []
-    box.daemon.on_catalogue = lambda: told.append([m.name for m in box.daemon.front_models()])
+    fronts = box.daemon.front_models
+    box.daemon.catalogue.on_change = lambda: told.append([model.name for model in fronts()])
     box.start()
     assert box.daemon.front_models()[0] == FrontModel(
         name="a",
@@ -1209,12 +1210,12 @@ async def test_front_ends_are_told_of_all_models(make_box: MakeBox) -> None:
         created=1700000000,
     )
     stream = box.ask("r", "a")
-    box.daemon.remove_model("a", force=False)
+    box.daemon.catalogue.remove("a", force=False)
     assert told == [["b"]]
     box.cancel(stream)
     box.settle()
     (spec,) = [spec for spec in setup_of(small("ab")).models if spec.name == "a"]
-    box.daemon.add_model(box.served(spec), kv_floor_slabs=0)
+    box.daemon.catalogue.add(box.served(spec), kv_floor_slabs=0)
     assert told == [["b"], ["b", "a"]]
 
 
@@ -1232,10 +1233,10 @@ async def test_a_model_without_a_front_half_is_failed(make_box: MakeBox) -> None
     with pytest.raises(GenerationFailed, match="damaged"):
         box.daemon.load_model("a")
     box.ask("s", "b")
-    box.daemon.remove_model("a", force=False)
+    box.daemon.catalogue.remove("a", force=False)
     box.settle()
     (spec,) = [spec for spec in setup_of(small("ab")).models if spec.name == "a"]
-    box.daemon.add_model(box.served(spec), kv_floor_slabs=0)
+    box.daemon.catalogue.add(box.served(spec), kv_floor_slabs=0)
     box.ask("t", "a")
 
 
@@ -1442,7 +1443,7 @@ async def test_nothing_is_shown_of_a_model_that_is_gone(make_box: MakeBox) -> No
     before = [name for gauge in gauges for name in box.samples(gauge)]
     assert box.daemon.activity().instances[0].model == "a"
 
-    gone = box.daemon.remove_model("a", force=True)
+    gone = box.daemon.catalogue.remove("a", force=True)
     box.settle()
 
     assert gone.is_set()

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance import framing
-from appliance.daemon.daemon import Daemon, Limits
+from appliance.daemon.daemon import Daemon, Limits, WorkerPlan
 from appliance.daemon.served_model import ServedModel
 from appliance.engines.protocol import Produced
 from appliance.journal import Journal, Setup
@@ -306,12 +306,10 @@ class Box:
         self.daemon = Daemon(
             setup,
             [self.served(spec) for spec in setup.models],
-            slabs,
-            ["0"] * setup.instances,
+            WorkerPlan(pool_slabs=slabs, cpus=["0"] * setup.instances, devices=devices),
             limits or Limits(queue=100, progress_seconds=60.0),
             journal,
             clock=lambda: self.now,
-            devices=devices,
         )
         self.daemon.on_failure = self.failures.append
         self.workers = cast(dict[InstanceId, WorkerDouble], self.daemon.workers)

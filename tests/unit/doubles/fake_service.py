@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
 import msgspec
 
@@ -130,6 +131,8 @@ class FakeService:
         """Guides are compiled when it is set; without it at once."""
         self.refused: dict[str, str] = {}
         """Models that front ends cannot serve."""
+        self.catalogue = SimpleNamespace(on_change=None)
+        """Which does not change."""
         self._cards = {
             name: ModelCard(
                 id=name,

@@ -83,8 +83,7 @@ def make_box(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBox]:
 def traced(box: Box, exporter: SpanExporter, **options: Any) -> Traces:
     """Have the box's daemon tell of requests from now on; its time 0 is `UNIX`."""
     traces = Traces(exporter, wall_clock=lambda: UNIX + box.now, **options)
-    box.daemon._traces = traces
-    box.daemon._times._keeps_stretches = True
+    box.daemon._requests.trace(traces)
     return traces
 
 
@@ -404,5 +403,6 @@ async def test_the_daemon_of_a_configuration(
 
     daemon = make_daemon(load_config(file))
 
-    assert isinstance(daemon._traces, Traces) == daemon._times._keeps_stretches == on
+    requests = daemon._requests
+    assert isinstance(requests._traces, Traces) == requests.phases.keeps_stretches == on
     await daemon.stop()
