@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import tempfile
 import threading
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +23,13 @@ from appliance.checkpoints import delete
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.pull import folder_name, pull
 from appliance.checkpoints.sources import Tell, find_source
-from appliance.config.layers import directory, read_layers
+from appliance.config.admin_file import AdminEdit, AdminFile
+from appliance.config.diff import TLS, as_written, changes, complete, joining_models
+from appliance.config.layers import read_layers
 from appliance.config.loader import load_config
-from appliance.config.schema import Config, Model, PolicyTable, Section, fields
+from appliance.config.schema import Config, Model
 from appliance.config.sizing import kv_floor_slabs, read_model
-from appliance.config.toml_lines import KeyPath, dotted
+from appliance.config.toml_lines import dotted
 from appliance.daemon.daemon import Daemon
 from appliance.daemon.served_model import ServedModel, served_model, terms_of
 from appliance.errors import CheckpointError, ConfigError, FilesLeft, NotSaved, Problem, PullError
@@ -46,14 +45,8 @@ from appliance.service.settings import (
     ConfigReload,
     Removal,
 )
-from appliance.units import Address, Bytes, Seconds, human, toml
 from appliance.vocabulary import ModelName
 
-ADMIN_FILE: Final = "50-admin.toml"
-TERMS: Final = ("slo", "batch_slo", "max_queue", "pin")
-"""Keys of a model that are applied while it is served."""
-LIMITS: Final = (("api", "max_queue"), ("api", "progress_deadline"), ("log", "level"))
-TLS: Final = (("api", "tls_certificate"), ("api", "tls_key"))
 SHOWN_DIGITS: Final = 12
 """Of a digest, so that two can be told apart."""
 
@@ -83,7 +76,7 @@ class LiveConfig:
         self._running = config
         self._path = path.absolute()
         self._tls = tls
-        self._admin_file = directory(self._path) / ADMIN_FILE
+        self._admin = AdminFile(self._path)
         self._changing = asyncio.Lock()
         self._deletions: dict[ModelName, _Deletion] = {}
         """Of the files of models that are leaving, or that left them."""
@@ -133,9 +126,10 @@ class LiveConfig:
     async def change_model(self, name: ModelName, keys: Mapping[str, object]) -> None:
         async with self._changing:
             self._daemon.model(name)
-            text = _with_keys(self._admin_document(), name, keys)
-            found = await self._read({self._admin_file: text})
-            await self._write(text)
+            edit = self._admin.edit()
+            edit.merge(name, keys)
+            found = await self._read(edit)
+            await self._write(edit)
             self._apply_models(found, {name})
 
     async def add_model(self, keys: Mapping[str, object]) -> ModelName:
@@ -144,13 +138,13 @@ class LiveConfig:
             if any(model.name == name for model in self._running.models):
                 raise ModelExists(name)
             self._check_stays(name, self._path.parent / str(keys["path"]))
-            rows = _rows(self._admin_document())
-            rows.pop(name, None)
+            edit = self._admin.edit()
+            edit.drop(name)
             row = await asyncio.to_thread(self._whole_row, keys)
-            if await asyncio.to_thread(self._is_elsewhere, name, _text(rows)):
-                row = _complete(row)
-            rows[name] = row
-            found = await self._read({self._admin_file: _text(rows)})
+            if await asyncio.to_thread(self._is_elsewhere, name, edit.text()):
+                row = complete(row)
+            edit.put(name, row)
+            found = await self._read(edit)
             if found.devices != self._running.devices:
                 raise NotSaved(
                     "[devices] of the files waits for a restart, and whether a model fits depends "
@@ -158,7 +152,7 @@ class LiveConfig:
                 )
             described = await asyncio.to_thread(_described, found, [name])
             self._daemon.catalogue.check_free(name)
-            await self._write(_text(rows))
+            await self._write(edit)
             self._join(found, *described)
             return name
 
@@ -174,14 +168,14 @@ class LiveConfig:
             others = tuple(model for model in self._running.models if model.name != name)
             if not others:
                 remedy = "add another one first"
-                where = (str(self._admin_file), 1, "model")
+                where = (str(self._admin.path), 1, "model")
                 raise ConfigError([Problem(*where, f"{name} is the last model", remedy)])
-            rows = _rows(self._admin_document())
-            rows.pop(name, None)
-            found = await self._read({self._admin_file: _text(rows)})
+            edit = self._admin.edit()
+            edit.drop(name)
+            found = await self._read(edit)
             if any(model.name == name for model in found.models):
-                rows[name] = {"name": name, "enabled": False}
-                await self._read({self._admin_file: _text(rows)})
+                edit.put(name, {"name": name, "enabled": False})
+                await self._read(edit)
             folder = self._folder_of(row) if files else None
             read = [model for model in found.models if model.name != name]
             if folder is not None and any(_has(model, folder) for model in [*others, *read]):
@@ -189,7 +183,7 @@ class LiveConfig:
             if folder is not None:
                 await asyncio.to_thread(delete.intend, folder)
             try:
-                await self._write(_text(rows))
+                await self._write(edit)
             except NotSaved:
                 if folder is not None:
                     await asyncio.to_thread(delete.take_back, folder)
@@ -245,7 +239,7 @@ class LiveConfig:
 
     def _is_elsewhere(self, name: ModelName, text: str) -> bool:
         """Whether other files than the drop-in, which says `text`, have a table of this name."""
-        rows = read_layers(self._path, {self._admin_file: text}).document.get("model")
+        rows = read_layers(self._path, {self._admin.path: text}).document.get("model")
         if not isinstance(rows, list):
             return False  # or nothing that can be read: that is told of the whole
         return any(isinstance(row, dict) and row.get("name") == name for row in rows)
@@ -286,7 +280,7 @@ class LiveConfig:
                         raise OSError(f"{model.name} has it")  # by a file that was changed
                 await asyncio.to_thread(delete.set_aside, folder)
             await asyncio.to_thread(delete.delete, folder)
-        except FileNotFoundError:  # somebody else did
+        except FileNotFoundError:  # it was deleted by hand
             await asyncio.to_thread(delete.take_back, folder)
             del self._deletions[name]
         except (OSError, ConfigError) as error:
@@ -297,31 +291,14 @@ class LiveConfig:
             log.info("%s was deleted", folder)
             del self._deletions[name]
 
-    async def _write(self, text: str) -> None:
-        try:
-            await asyncio.to_thread(_replace, self._admin_file, text)
-        except OSError as error:
-            raise NotSaved(f"{self._admin_file} cannot be written ({error})") from error
-
-    async def _read(self, pending: Mapping[Path, str] | None = None) -> Config:
-        """Reading checkpoints takes time: that is done beside the event loop."""
+    async def _read(self, edit: AdminEdit | None = None) -> Config:
+        """The configuration, as if the edit were written. Reading checkpoints takes time: a thread
+        does that."""
+        pending = None if edit is None else {self._admin.path: edit.text()}
         return await asyncio.to_thread(load_config, self._path, pending=pending)
 
-    def _admin_document(self) -> dict[str, Any]:
-        """What operators changed so far. A file with anything else in it is somebody's own."""
-        try:
-            document = tomllib.loads(self._admin_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise NotSaved(f"{self._admin_file} cannot be read ({error})") from error
-        rows = document.get("model", [])
-        if document.keys() - {"model"} or any(row.keys() - fields(Model).keys() for row in rows):
-            raise NotSaved(
-                f"{self._admin_file} has keys that the appliance does not write: "
-                "move them to a drop-in of another name"
-            )
-        return document
+    async def _write(self, edit: AdminEdit) -> None:
+        await asyncio.to_thread(self._admin.write, edit.text())
 
     def _changes(self, found: Config, pair: Pair | None) -> tuple[ConfigChange, ...]:
         """What `found`, with the pair that it names, says otherwise than is in force."""
@@ -453,136 +430,6 @@ def _described(found: Config, names: Collection[ModelName]) -> tuple[list[Served
     return described, kv_floor_slabs(found, entries)
 
 
-# --- comparing -----------------------------------------------------------------------------------
-
-
-def as_written(section: Section) -> dict[str, Any]:
-    """A table as a file would have it, with every key: sizes and durations are strings."""
-    table: dict[str, Any] = {}
-    for key, field in fields(type(section)).items():
-        value = getattr(section, field.name)
-        if isinstance(value, Section):
-            table[key] = as_written(value)
-        elif value and isinstance(value, tuple) and isinstance(value[0], Section):
-            table[key] = [as_written(row) for row in value]
-        elif isinstance(value, Bytes):
-            text = human(value)
-            table[key] = text if Bytes.read(text) == value else int(value)
-        elif isinstance(value, Seconds):
-            table[key] = toml(value).strip('"')
-        elif isinstance(value, Address):
-            table[key] = str(value)
-        else:
-            table[key] = value
-    if isinstance(section, PolicyTable):
-        table |= {name: dict(values) for name, values in section.parameters.items()}
-    return table
-
-
-def joining_models(running: Config, found: Config) -> list[Model]:
-    """Models of `found` that a reload adds. Whether they fit was read off the devices of `found`:
-    if those wait for a restart, so do they."""
-    if found.devices != running.devices:
-        return []
-    known = {model.name for model in running.models}
-    return [model for model in found.models if model.name not in known]
-
-
-def _moving(running: Config, found: Config) -> set[ModelName]:
-    """Models that a reload adds or takes away; the last one stays."""
-    known = {model.name for model in running.models}
-    read = {model.name for model in found.models}
-    joining = {model.name for model in joining_models(running, found)}
-    return joining | (known - read) if joining or known & read else set()
-
-
-def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
-    """What `found` says otherwise, in the order of the file, models by name."""
-    old, new = dict(_flat(running)), dict(_flat(found))
-    at_once = _moving(running, found)
-    stays_https = bool(running.api.tls_certificate and found.api.tls_certificate)
-    for key in [*old, *(key for key in new if key not in old)]:
-        if old.get(key) == new.get(key):
-            continue
-        model = key[:2]
-        if key[0] == "model" and len(key) > 2 and (model not in old or model not in new):
-            continue  # the model as a whole is told of
-        renews = stays_https and key in TLS
-        moves = key[0] == "model" and len(key) == 2 and key[1] in at_once
-        yield ConfigChange(
-            key=dotted(key),
-            old=old.get(key),
-            new=new.get(key),
-            applies="reload" if renews or moves or _applies_at_once(key) else "restart",
-        )
-
-
-def _flat(config: Config) -> Iterator[tuple[KeyPath, object]]:
-    table = as_written(config)
-    models = table.pop("model")
-    yield from _leaves(table, ())
-    for model in models:
-        yield ("model", model["name"]), model["path"]
-        yield from _leaves(model, ("model", model["name"]))
-
-
-def _leaves(table: dict[str, Any], at: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*at, key))
-        else:
-            yield (*at, key), value
-
-
-def _applies_at_once(key: KeyPath) -> bool:
-    if key[0] == "model":
-        return len(key) > 2 and key[2] in TERMS
-    return key[0] == "policy" or key in LIMITS
-
-
-# --- writing -------------------------------------------------------------------------------------
-
-
-def _with_keys(document: dict[str, Any], name: ModelName, keys: Mapping[str, object]) -> str:
-    """The text of the drop-in with these keys of a model in it."""
-    rows = _rows(document)
-    row = rows.setdefault(name, {"name": name})
-    for key, value in keys.items():
-        known = row.get(key)
-        merges = isinstance(known, dict) and isinstance(value, Mapping)
-        row[key] = {**known, **value} if merges else value  # type: ignore[dict-item]
-    return _text(rows)
-
-
-def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's table with every key, so that none of a table below shows through."""
-    required = {key: row[key] for key in ("name", "path", "max_context")}
-    whole = as_written(Model(**required))
-    for key, value in row.items():
-        merges = isinstance(value, Mapping)
-        whole[key] = {**whole[key], **value} if merges else value
-    return whole
-
-
-def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the drop-in says, by model."""
-    return {row["name"]: dict(row) for row in document.get("model", [])}
-
-
-def _text(rows: Mapping[str, Mapping[str, object]]) -> str:
-    lines = ["# Written by the appliance when an operator changes a model; undone by deleting it."]
-    for row in rows.values():
-        lines += ["", "[[model]]"]
-        lines += [f"{key} = {_written(value)}" for key, value in row.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _written(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + " }"
-    return toml(value)
-
-
 async def _in_thread(act: Callable[[], T]) -> T:
     """What `act` returns or raises. The daemon does not wait for its thread when it ends: that
     could take as long as a download."""
@@ -613,19 +460,3 @@ async def _in_thread(act: Callable[[], T]) -> T:
 def _has(model: Model, folder: Path) -> bool:
     """Whether its files are in the folder."""
     return Path(model.path).resolve().is_relative_to(folder)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(number, "w", encoding="utf-8") as file:  # noqa: PTH123
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

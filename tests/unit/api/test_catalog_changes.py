@@ -22,10 +22,11 @@ from appliance.api.app import create_app
 from appliance.checkpoints import delete
 from appliance.checkpoints.pull import pull
 from appliance.cli.main import cli
+from appliance.config.admin_file import ADMIN_FILE
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
 from appliance.config.schema import Model, fields
-from appliance.daemon.reload import ADMIN_FILE, LiveConfig
+from appliance.daemon.reload import LiveConfig
 from appliance.journal import Journal, replay
 from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import BuildModel, DropModel, ModelFailed
@@ -206,7 +207,7 @@ async def test_a_context_need_not_be_given(client: httpx.AsyncClient, path: Path
         ({"name": "c", "path": "new", "max_batch": 0}, 400, "max_batch"),
         ({"name": "c", "path": "new", "size": 1}, 400, "size"),
         ({"name": "c"}, 400, "path"),
-        ({"name": "c", "path": 'x"\n[api]\nbind="0.0.0.0:1'}, 422, "not TOML"),
+        ({"name": "c", "path": 'x"\n[api]\nbind="0.0.0.0:1'}, 422, "is not a directory"),
     ],
 )
 async def test_what_cannot_be_served_is_refused(

@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
+from appliance.config.admin_file import ADMIN_FILE
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
-from appliance.daemon.reload import ADMIN_FILE, LiveConfig
+from appliance.daemon.reload import LiveConfig
 from appliance.errors import PolicyChoiceError
 from appliance.service.policy_report import PolicyChoice
 from tests.unit.doubles.daemon import Box, setup_of, small
@@ -145,8 +146,8 @@ async def test_limits_hold_now_and_after_a_restart(
     assert written(admin_file).splitlines()[2:] == [
         "[[model]]",
         'name = "org/tiny"',
-        'slo = { ttft = "1s" }',
-        'batch_slo = { tbt = "9s" }',
+        'slo = {ttft = "1s"}',
+        'batch_slo = {tbt = "9s"}',
         "max_queue = 2",
     ]
 
@@ -167,11 +168,25 @@ async def test_changes_add_up(client: httpx.AsyncClient, path: Path) -> None:
     assert (await checked(client))["changes"] == []
 
 
+async def test_comments_are_kept(client: httpx.AsyncClient, path: Path, admin_file: Path) -> None:
+    """What an admin wrote between the tables of models stays when a model is changed."""
+    text = '# ours\n[[model]]\nname = "tiny"\nmax_queue = 2 # enough for the printer\n'
+    admin_file.parent.mkdir()
+    write(admin_file, text)
+
+    await client.put("/api/models/tiny/limits", json={"slo": {"ttft": "1s"}})
+    await client.put("/api/models/org/tiny/limits", json={"max_queue": 7})
+
+    assert written(admin_file).startswith(text + 'slo = {ttft = "1s"}\n')
+    tiny, other = load_config(path).models
+    assert (tiny.max_queue, tiny.slo.ttft_seconds, other.max_queue) == (2, 1, 7)
+
+
 @pytest.mark.parametrize(
     ("target", "body", "status", "message"),
     [
         ("tiny/limits", {"slo": {"ttft": "soon"}}, 422, 'such as "10s"'),
-        ("tiny/limits", {"slo": {"ttft": 'x" }\n[api]\nbind = "0.0.0.0:80'}}, 422, "not TOML"),
+        ("tiny/limits", {"slo": {"ttft": 'x" }\n[api]\nbind = "0.0.0.0:80'}}, 422, 'such as "10s"'),
         ("tiny/limits", {"max_queue": 0}, 400, "max_queue"),
         ("tiny/limits", {"queue": 1}, 400, "queue"),
         ("nobody/limits", {"max_queue": 1}, 404, "model 'nobody' does not exist"),
@@ -404,7 +419,7 @@ async def test_limits_on_the_command_line(call: Call, admin_file: Path) -> None:
         "at most 2 requests",
     ]
     assert (pinned.stdout, unpinned.stdout) == ("tiny is pinned\n", "tiny is not pinned\n")
-    assert 'slo = { ttft = "5s", tbt = "100ms" }' in written(admin_file)
+    assert 'slo = {ttft = "5s", tbt = "100ms"}' in written(admin_file)
     assert wrong.exit_code == 2
     assert 'such as "10s"' in wrong.stderr
 
