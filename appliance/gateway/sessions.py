@@ -138,7 +138,6 @@ class Sessions:
             strict=settings.strict,
             origins=settings.origins,
             root_path=settings.root_path,
-            keyed=self.access.has_keys,
             models=self.service.front_models(),
         )
 

@@ -77,8 +77,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`api.origins`: the origins whose pages may use the API, beside the default ones."""
     root_path: str = ""
     """`api.root_path`: requests below it are meant as those without it."""
-    keyed: bool
-    """Whether clients need a key. Without keys only this machine is answered."""
     models: tuple[FrontModel, ...]
 
 

@@ -106,7 +106,6 @@ class StandInCore:
             strict=strict,
             origins=origins,
             root_path=root_path,
-            keyed=False,
             models=tuple(models),
         )
         self.step_seconds = step_seconds

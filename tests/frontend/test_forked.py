@@ -28,7 +28,6 @@ class SessionDouble:
                     max_body_bytes=1 << 20,
                     strict=False,
                     origins=(),
-                    keyed=False,
                     models=(),
                 )
             )

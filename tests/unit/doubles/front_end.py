@@ -44,7 +44,7 @@ EVENTS = b'data: {"choices": [{"index": 0, "delta": {"content": "!"}}]}\n\ndata:
 """The answer to a chat that is to be streamed."""
 
 WELCOME = Welcome(
-    keep_alive_seconds=5, max_body_bytes=1 << 20, strict=False, origins=(), keyed=False, models=()
+    keep_alive_seconds=5, max_body_bytes=1 << 20, strict=False, origins=(), models=()
 )
 
 
