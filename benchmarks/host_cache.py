@@ -149,7 +149,7 @@ def measure(paths: dict[str, list[Path]], rounds: int, folder: Path) -> dict[str
             for form, taken in fills.items():
                 taken.append(seconds(lambda key=(dtype, form): fill(engines[key], room)))
         if "kept" in fills:
-            assert not any(engine._kept.packed for engine in engines[dtype, "kept"])
+            assert not any(engine._placed.kept.packed for engine in engines[dtype, "kept"])
         for form, taken in fills.items():
             ratios = [ceiling / ours for ceiling, ours in zip(ceilings, taken, strict=True)]
             results.append(

@@ -607,7 +607,7 @@ class Soak:
 
     def _trim(self, instance: Instance) -> None:
         """Give up prefix cache for nothing."""
-        cold = [engine for engine in instance.engines.values() if engine._pool.cold_slabs]
+        cold = [engine for engine in instance.engines.values() if engine._cache.pool.cold_slabs]
         if cold:
             self.counts["trim"] += 1
             self._dice.choice(cold).trim(0)
@@ -783,9 +783,9 @@ class Soak:
         """Slabs that the model's KV may have: at first sometimes too few, then all."""
         if self._dice.random() < 0.1:
             few = engine.kv.group_slabs * self._dice.randint(0, 2)
-            yield engine._pool.mapped_slabs + few
+            yield engine._cache.pool.mapped_slabs + few
         while True:
-            yield engine._pool.geometry.slots
+            yield engine._cache.pool.geometry.slots
 
     def _with_room(
         self, instance: Instance, action: Callable[[], T], model: str, batch: Collection[Job]
@@ -816,7 +816,7 @@ class Soak:
             return True
         ways: list[Callable[[], object]] = []
         for engine in instance.engines.values():
-            if engine._pool.cold_slabs:
+            if engine._cache.pool.cold_slabs:
                 ways.append(partial(engine.trim, 0))
         for other in instance.loads:
             if other != model:
@@ -856,7 +856,7 @@ class Soak:
         for instance in self.instances:
             for model, engine in instance.engines.items():
                 used, there = use.get(self._shapes[model], (0, 0))
-                pool = engine._pool
+                pool = engine._cache.pool
                 use[self._shapes[model]] = used + pool.held_bytes, there + pool.mapped_bytes
         self._device.look(use)
         host = {f"{size // 1024} KiB": both for size, both in self.ledger.kv_use().items()}
@@ -869,7 +869,7 @@ class Soak:
             instance.arena.check_integrity()
             instance.swapper.check_integrity()
             for engine in instance.engines.values():
-                engine._pool.check_integrity()
+                engine._cache.pool.check_integrity()
 
     def _give_places(self, places: tuple[int, ...]) -> None:
         size = self.ledger._run_of[places[0]][0]

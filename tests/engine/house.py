@@ -178,7 +178,7 @@ class House:
             assert len(engine._scheduler.blocks.cached_block_hash_to_block) == 0
             assert not engine._scheduler.requests
             assert not engine._runner.requests
-            engine._pool.check_integrity()
+            engine._cache.pool.check_integrity()
         self.arena.check_integrity()
         assert self.arena.free == self.arena.slabs
         assert self.arena.high_water <= self.arena.slabs

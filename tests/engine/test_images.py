@@ -54,7 +54,7 @@ class Start:
         self.house.images[MODEL] = places
         self.engine.store_weights(places, fill=True)
         self.writer.join()
-        packed: bool = self.engine._kept.packed
+        packed: bool = self.engine._placed.kept.packed
         return packed
 
     def answer(self) -> list[int]:
@@ -177,7 +177,7 @@ def test_weights_without_a_master_image_survive_it_too(
     change(path, image)
     second = start()
     assert second.answer() == expected
-    assert second.engine._kept.packed
+    assert second.engine._placed.kept.packed
     assert not image.exists()
 
 
@@ -222,5 +222,5 @@ def test_weights_that_are_not_packed_are_not_kept(
     """They are read as fast from the checkpoint; an image of another time is removed."""
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     plain = start()
-    assert plain.engine._kept is None
+    assert plain.engine._placed.kept is None
     assert list(folder.iterdir()) == []

@@ -33,10 +33,10 @@ def test_exhausted_step_changes_nothing(house: House) -> None:
     room = engine.kv.group_blocks * engine.kv.block_tokens
     while 150 + len(output) <= room:
         output += tokens(engine.step(["tight"], allowed))
-    before = (house.arena.usage(), engine._pool.used)
+    before = (house.arena.usage(), engine._cache.pool.used)
     with pytest.raises(KvExhausted):
         engine.step(["tight"], allowed)
-    assert (house.arena.usage(), engine._pool.used) == before
+    assert (house.arena.usage(), engine._cache.pool.used) == before
     while len(output) < 200:
         output += tokens(engine.step(["tight"], 90))
 
@@ -88,7 +88,7 @@ def test_other_owners_exhaust_the_pool(house: House) -> None:
             engine.prefill("r", 90)
         with pytest.raises(PoolExhausted):
             house.engines["qwen2-gqa"].begin_load().wait()
-        assert not house.engines["qwen2-gqa"]._weights.loaded
+        assert not house.engines["qwen2-gqa"]._placed.weights.loaded
     finally:
         other.release()
         engine.forget("r")
@@ -116,8 +116,10 @@ def test_shape_keeps_its_promise(house: House) -> None:
     """`group_slabs` slabs hold at least `group_blocks` blocks, for every KV shape."""
     for engine in house.engines.values():
         for groups in (1, 2, 3):
-            engine._pool.ensure(groups * engine.kv.group_blocks, groups * engine.kv.group_slabs)
-            assert engine._pool.mapped_slabs <= groups * engine.kv.group_slabs
+            engine._cache.pool.ensure(
+                groups * engine.kv.group_blocks, groups * engine.kv.group_slabs
+            )
+            assert engine._cache.pool.mapped_slabs <= groups * engine.kv.group_slabs
             engine.trim()
     assert len({engine.kv for engine in house.engines.values()}) == len(house.engines)
 
@@ -173,7 +175,7 @@ def test_many_short_requests_leave_nothing(house: House) -> None:
             (one,) = engine.step([name], 40)
             assert one.finished is FinishReason.LENGTH
 
-    assert engine._pool.used == 0
+    assert engine._cache.pool.used == 0
     assert not engine._scheduler.finished_req_ids
     assert not engine._runner.input_batch.req_id_to_index
     manager = engine._scheduler.kv_cache_manager.coordinator.single_type_managers[0]

@@ -192,7 +192,7 @@ def test_no_model_takes_less_than_is_known_before(
 
         assert known.kv == engine.kv.slabs(engine.kv.blocks(1000))
         assert known.weights <= engine.weight_slabs <= known.weights + 1
-        assert entry.weight_bytes <= engine._weights.layout.nbytes
+        assert entry.weight_bytes <= engine._placed.weights.layout.nbytes
 
 
 def test_tied_parameters_are_stored_once(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_copying_a_parameter_to_itself_is_nothing(tmp_path: Path) -> None:
 
 def image_of(house: House, model: str) -> dict[str, bytes]:
     """The bytes of every stored tensor, from the host tier."""
-    layout = house.engines[model]._weights.layout
+    layout = house.engines[model]._placed.weights.layout
     raw = b"".join(bytes(house.host.view(place, SLAB)) for place in house.images[model])
     places = zip(layout.tensors, layout.offsets, strict=True)
     return {t.name: raw[offset : offset + t.nbytes] for t, offset in places}
@@ -357,12 +357,12 @@ def expected_image(engine: Any, path: str, dtype: str) -> dict[str, bytes]:
     stored = load_file(Path(path) / "model.safetensors")
     stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])
     made = {}
-    for name in (tensor.name for tensor in engine._weights.layout.tensors):
+    for name in (tensor.name for tensor in engine._placed.weights.layout.tensors):
         owner, _, kind = name.rpartition(".")
         before, _, last = owner.rpartition(".")
         names = [f"{before}.{part}.{kind}" for part in parts.get(last, ())] or [name]
         tensor = torch.cat([stored[one] for one in names]).to(getattr(torch, dtype))
-        if name in engine._packings:
+        if name in engine._placed.packings:
             with packed._reordered(tensor) as (data, _):
                 made[name] = data.numpy().tobytes()
         else:
@@ -433,7 +433,7 @@ def test_a_head_beside_the_embedding_counts(own: Any, checkpoints: dict[str, str
     house.engines["untied"] = engine
     house.images["untied"] = house.places(engine.host_slabs, SLAB)
     entry = read_checkpoint("untied", untied.parent, "float32")
-    assert 0 <= engine._weights.layout.nbytes - entry.weight_bytes < SLAB
+    assert 0 <= engine._placed.weights.layout.nbytes - entry.weight_bytes < SLAB
     engine.store_weights(house.images["untied"], fill=True)
     expected = expected_image(engine, str(untied.parent), "float32")
     assert image_of(house, "untied") == expected
@@ -688,9 +688,9 @@ def held(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, H
     raw = b"".join(bytes(house.host.view(place, SLAB)) for place in house.images[model])
     ends = [gate.end for gate in engine._gates._gates]
     assert ends == sorted(ends)
-    loader = Held(raw[: engine._weights.layout.nbytes], ends)
+    loader = Held(raw[: engine._placed.weights.layout.nbytes], ends)
     engine.store_weights((), fill=False)
-    monkeypatch.setattr(engine._weights, "_write", loader)
+    monkeypatch.setattr(engine._placed.weights, "_write", loader)
     poison(house)
     yield engine, loader
     loader.release()
@@ -707,10 +707,10 @@ def test_gates_are_in_the_order_of_the_pass(house: House) -> None:
         names = [gate.name for gate in engine._gates._gates]
         layers = [name for name in names if ".layers." in name]
         assert names == ["model.embed_tokens", *layers, "model.norm", "logits_processor"]
-        assert len(layers) == engine._pool.geometry.layers
+        assert len(layers) == engine._cache.pool.geometry.layers
         ends = [gate.end for gate in engine._gates._gates]
         assert ends == sorted(ends)
-        assert ends[-1] == engine._weights.layout.nbytes
+        assert ends[-1] == engine._placed.weights.layout.nbytes
 
 
 def test_a_pass_overtakes_the_load_layer_by_layer(
@@ -837,7 +837,7 @@ def test_a_module_that_is_not_called_is_noticed(house: House) -> None:
     from appliance.engines.vllm.seams import SeamMoved
 
     engine = house.engines["llama-mha"]
-    nbytes = engine._weights.layout.nbytes
+    nbytes = engine._placed.weights.layout.nbytes
     transfer = Transfer(TransferKind.WEIGHTS, "all landed, not over", nbytes, 0.0)
     transfer.land(nbytes)
     with pytest.raises(SeamMoved, match=r"model\.norm"):

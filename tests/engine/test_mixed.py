@@ -183,13 +183,13 @@ def test_a_cap_too_small_for_the_prompt(box: Box, plain_vllm: Baseline) -> None:
     box.start("r", words["r"])
     box.add("p", words["p"])
     cap = box.engine.kv.group_slabs
-    used = box.engine._pool.used
+    used = box.engine._cache.pool.used
 
     (report,), ended = box.turn("r", prompts=("p",), slabs=cap)
 
     assert isinstance(report, PrefillDeferred)
     assert (report.request, report.kv_slabs, ended.kv_slabs, ended.steps) == ("p", cap, cap, 1)
-    assert box.engine._pool.used == used
+    assert box.engine._cache.pool.used == used
     (report,), _ = box.turn("r", prompts=("p",), chunk=64)
     assert isinstance(report, PrefillDone)
     assert list(box.finish().values()) == plain_vllm(MODEL, list(words.values()), [GREEDY] * 2)

@@ -208,7 +208,7 @@ def test_every_linear_layer_is_packed(house: House) -> None:
             if isinstance(vars(module).get("cpu_linear"), PackedLinear)
         }
         assert packed == linears
-        assert {f"{name}.weight" for name in linears} == set(engine._packings)
+        assert {f"{name}.weight" for name in linears} == set(engine._placed.packings)
         # Nothing that reads rows could take packed bytes for some.
         assert all(model.get_submodule(name).weight.ndim == 1 for name in linears)
         assert model.model.embed_tokens.weight.ndim == 2
@@ -239,6 +239,6 @@ def test_other_cpus_compute_with_plain_weights(
     while plain.knows("r"):
         output += tokens(plain.step(["r"], 40))
 
-    assert not plain._packings
+    assert not plain._placed.packings
     assert [output] == plain_vllm(model, [prompt], [sampling])
     assert plain.layout_digest != house.engines[model].layout_digest

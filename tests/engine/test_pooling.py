@@ -276,7 +276,7 @@ def test_what_has_no_head_takes_no_room_for_one(pooled: House, paths: dict[str, 
     for name, path in paths.items():
         task = TASKS.get(name, Task.GENERATE).value
         entry = read_checkpoint(name, Path(path), "float32", task)
-        over = pooled.engines[name]._weights.layout.nbytes - entry.weight_bytes
+        over = pooled.engines[name]._placed.weights.layout.nbytes - entry.weight_bytes
         assert 0 <= over < 128 * VOCAB * 4  # a head
 
 

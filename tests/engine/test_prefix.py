@@ -221,24 +221,24 @@ def test_swapped_in_blocks_are_found(house: House, engine: Any, computed: list[i
 def test_cold_blocks_make_room(engine: Any, computed: list[int]) -> None:
     """A request that needs the memory of cold prefixes gets it, the coldest first."""
     allowed = 3 * engine.kv.group_slabs
-    room = sum(len(engine._pool.geometry.blocks_of(group)) for group in (1, 2, 3))
+    room = sum(len(engine._cache.pool.geometry.blocks_of(group)) for group in (1, 2, 3))
     old, new = prompt(4 * BLOCK, start=100), prompt(4 * BLOCK, start=200)
     expected = [run(engine, words, GREEDY) for words in (old, new)]
     engine.trim(0)
     for words in (old, new):
         engine.add(sequence(MODEL, "r", words, Sampling(max_tokens=1, temperature=0.0)))
         engine.prefill("r", allowed)
-    assert engine._pool.cold == 8
+    assert engine._cache.pool.cold == 8
 
     engine.add(sequence(MODEL, "big", prompt((room - 5) * BLOCK), GREEDY))
     engine.prefill("big", allowed)
 
-    assert engine._pool.mapped_slabs == allowed
-    assert engine._pool.cold == 5
+    assert engine._cache.pool.mapped_slabs == allowed
+    assert engine._cache.pool.cold == 5
     engine.add(sequence(MODEL, "more", prompt(6 * BLOCK, start=300), GREEDY))
     with pytest.raises(KvExhausted):
         engine.prefill("more", allowed)
-    assert engine._pool.cold == 5
+    assert engine._cache.pool.cold == 5
     engine.forget("more")
     engine.forget("big")
     computed.clear()
@@ -255,14 +255,14 @@ def test_exhausted_prefill_keeps_the_hit_cold(engine: Any) -> None:
     engine.trim(0)
     run(engine, prompt(100), GREEDY)
     use = engine.trim()
-    cold = engine._pool.cold
+    cold = engine._cache.pool.cold
     engine.add(sequence(MODEL, "r", prompt(400), GREEDY))
 
     with pytest.raises(KvExhausted):
         engine.prefill("r", use.slabs)
 
     assert engine.trim() == use == KvUse(use.slabs, use.slabs)
-    assert (engine._pool.used, engine._pool.cold) == (0, cold)
+    assert (engine._cache.pool.used, engine._cache.pool.cold) == (0, cold)
     assert tokens(engine.prefill("r", PLENTY)) + go_on(engine, "r") == expected
 
 
@@ -325,7 +325,7 @@ def test_failed_prefill_leaves_nothing_to_find(
         break_executor(engine, broken)
         with pytest.raises(OSError, match="broken"):
             engine.prefill("failed", PLENTY)
-    assert engine._pool.used == 0
+    assert engine._cache.pool.used == 0
     computed.clear()
 
     assert run(engine, prompt(200), sampling) == expected
@@ -347,7 +347,7 @@ def test_failed_step_leaves_its_requests_added(
         break_executor(engine, broken)
         with pytest.raises(OSError, match="broken"):
             engine.step(["r"], PLENTY)
-    assert engine._pool.used == 0
+    assert engine._cache.pool.used == 0
     with pytest.raises(ValueError, match="not computed"):
         engine.step(["r"], PLENTY)
 
@@ -407,7 +407,7 @@ class Crowd:
             self.deferred += 1
         if self.dice.random() < 0.2:
             self.engine.trim(self.dice.choice((None, 0, 2, 4)))
-        self.engine._pool.check_integrity()
+        self.engine._cache.pool.check_integrity()
 
     def arrive(self, slabs: int) -> None:
         if not self.away:

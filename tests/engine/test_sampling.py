@@ -288,7 +288,7 @@ def test_an_output_that_is_whole_is_refused(engine: Any) -> None:
 
 def test_prompt_logprobs_are_bounded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have to fit into one output."""
-    monkeypatch.setattr("appliance.engines.vllm.engine.MAX_OUTPUT_BYTES", 70 * 6 * 8 - 1)
+    monkeypatch.setattr("appliance.engines.vllm.sampling.MAX_OUTPUT_BYTES", 70 * 6 * 8 - 1)
     with pytest.raises(ValueError, match="prompt_logprobs of 70 tokens"):
         engine.add(sequence(MODEL, "r", PROMPT, Sampling(prompt_logprobs=4)))
 
@@ -312,7 +312,7 @@ def test_all_log_probabilities_are_as_many_as_the_vocabulary(
         with pytest.raises(ValueError, match=f"as the vocabulary has {VOCAB}"):
             engine.add(sequence(MODEL, "r", PROMPT, wrong))
     most = len(PROMPT) * (VOCAB + 2) * 8
-    monkeypatch.setattr("appliance.engines.vllm.engine.MAX_OUTPUT_BYTES", most - 1)
+    monkeypatch.setattr("appliance.engines.vllm.sampling.MAX_OUTPUT_BYTES", most - 1)
     with pytest.raises(ValueError, match=f"prompt_logprobs of 70 tokens take {most} bytes"):
         engine.add(sequence(MODEL, "r", PROMPT, every))
 

@@ -44,11 +44,11 @@ def test_every_manager_uses_the_elastic_pool(house: House) -> None:
 def test_kv_cache_lies_in_the_reserved_range(house: House) -> None:
     """Every layer's cache is a view of the region, with the strides the geometry says."""
     for engine in house.engines.values():
-        geometry = engine._pool.geometry
+        geometry = engine._cache.pool.geometry
         caches = engine._runner.kv_caches
         assert len(caches) == geometry.layers
         for layer, cache in enumerate(caches):
-            assert cache.data_ptr() == engine._kv_addresses.start + layer * geometry.layer_bytes
+            assert cache.data_ptr() == engine._cache.addresses.start + layer * geometry.layer_bytes
             assert cache.stride(0) * cache.element_size() == geometry.layer_block_bytes
             assert cache.shape[0] == geometry.blocks
 
@@ -56,8 +56,8 @@ def test_kv_cache_lies_in_the_reserved_range(house: House) -> None:
 def test_parameters_lie_in_the_region(house: House) -> None:
     """No parameter keeps memory of its own."""
     for engine in house.engines.values():
-        first = engine._weights.region.address
-        end = first + engine._weights.region.slots * house.arena.slab_bytes
+        first = engine._placed.weights.region.address
+        end = first + engine._placed.weights.region.slots * house.arena.slab_bytes
         # Addresses, not tensors: pytest would read those to show them, and nothing is mapped.
         parameters = engine._runner.get_model().named_parameters()
         outside = [name for name, p in parameters if not first <= p.data_ptr() < end]
@@ -75,10 +75,10 @@ def test_private_weights_are_found(house: House) -> None:
     model = engine._runner.get_model()
 
     def check() -> None:
-        check_moved(model, engine._weights, engine._packings, engine._kv_addresses)
+        check_moved(model, engine._placed.weights, engine._placed.packings, engine._cache.addresses)
 
     check()
-    name, packing = next(iter(engine._packings.items()))
+    name, packing = next(iter(engine._placed.packings.items()))
     linear = model.get_submodule(name.removesuffix(".weight"))
     ours, copy = linear.cpu_linear, torch.zeros(4, 4)
     elsewhere = PackedLinear(ours.address + 4096, packing)

@@ -16,7 +16,7 @@ def test_weights_are_compared_with_their_image(house: House) -> None:
     engine.begin_load().wait()
     assert engine.verify() is Verdict.OK
 
-    layout = engine._weights.layout
+    layout = engine._placed.weights.layout
     for offset in (0, layout.offsets[-1] + layout.tensors[-1].nbytes - 1):
         slab, start = divmod(offset, house.arena.slab_bytes)
         byte = house.host.view(house.images[MODEL][slab] + start, 1)

@@ -18,12 +18,13 @@ that fails leaves its requests added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
-import torch
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import cached_get_tokenizer
@@ -36,9 +37,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.checkpoints.safetensors import read_header, weight_files
@@ -46,7 +45,6 @@ from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import (
     NO_TOKEN,
     KvBytes,
-    KvExhausted,
     KvUse,
     Produced,
     SequenceSpec,
@@ -56,11 +54,8 @@ from appliance.engines.vllm.device import Device, HostDevice
 from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides
-from appliance.engines.vllm.messages import (
-    MAX_OUTPUT_BYTES,
-    decode_request,
-    encode_output,
-)
+from appliance.engines.vllm.kv_cache import KvCache
+from appliance.engines.vllm.messages import decode_request, encode_output
 from appliance.engines.vllm.placement import KvPlacement, placing
 from appliance.engines.vllm.pooling import (
     check_pooling,
@@ -69,33 +64,25 @@ from appliance.engines.vllm.pooling import (
     pool_in_chunks,
 )
 from appliance.engines.vllm.reasoning import ThinkingBudgets, parser_of
-from appliance.engines.vllm.sampling import seeded_generator
+from appliance.engines.vllm.runner_states import RunnerStates
+from appliance.engines.vllm.sampling import check_sampling, seeded_generator
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
 from appliance.engines.vllm.weights import parameters
-from appliance.engines.vllm.weights.loading import CheckpointImage, made_from
-from appliance.engines.vllm.weights.recipe import LOAD_FORMAT, Recording, recording
-from appliance.engines.vllm.weights.tensors import bytes_at
-from appliance.kernels.reference import fingerprint
-from appliance.memory.arena import Arena, PoolExhausted, Region
+from appliance.engines.vllm.weights.placed import PlacedWeights
+from appliance.engines.vllm.weights.recipe import LOAD_FORMAT, recording
+from appliance.memory.arena import Arena
 from appliance.memory.host_tier import HostTier
 from appliance.memory.kv_pool import BLOCK_TOKENS
-from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
-from appliance.memory.transfers import Transfer, TransferKind
-from appliance.memory.weight_cache.images import ImageFolder, KeptImage, Shelf
-from appliance.memory.weight_cache.pipeline import process_cpus
-from appliance.memory.weights import DeviceWeights
-from appliance.vocabulary import FinishReason, KvShape, ModelName, RequestId, Task
+from appliance.memory.transfers import Transfer
+from appliance.memory.weight_cache.images import ImageFolder
+from appliance.vocabulary import FinishReason, ModelName, RequestId, Task
 
 BATCHED_TOKENS: Final = 2048
 SCORED_TOKENS: Final = 256
 """Of prompts in a step where one wants log probabilities of its prompt: they take memory for so
 many times the vocabulary."""
-ALL_LOGPROBS: Final = -1
-"""vLLM's word for as many log probabilities as there are tokens."""
-LOGPROB_BYTES: Final = 8
-"""Of one log probability of a prompt's token, with the token that it is of."""
 
 _FINISH: Final = {
     VllmFinishReason.STOP: FinishReason.STOP,
@@ -118,8 +105,6 @@ class VllmEngine:
         model: ModelName,
         core: EngineCore,
         placement: KvPlacement,
-        weights: PlacedWeights,
-        arena: Arena,
         host: HostTier,
         swapper: Swapper,
         task: Task,
@@ -131,39 +116,23 @@ class VllmEngine:
         self._core = core
         self._scheduler: ParkedScheduler = core.scheduler
         self._runner: GPUModelRunner = core.model_executor.driver_worker.worker.model_runner
-        self._host = host
-        self._swapper = swapper
-        self._pool = placement.pool
-        geometry = placement.geometry
-        self.kv = KvShape(
-            block_tokens=BLOCK_TOKENS,
-            block_bytes=geometry.block_bytes,
-            group_blocks=geometry.group_blocks,
-            group_slabs=geometry.group_slabs,
-        )
-        self._kv_addresses = range(
-            placement.region.address,
-            placement.region.address + geometry.layers * geometry.layer_bytes,
-        )
-        self._geometry = geometry
-        self._kv_region = placement.region
-        self._arriving: dict[RequestId, list[Transfer]] = {}
-        """Swaps inwards of what a request's blocks hold, that may not be over."""
         self._device = placement.device
-        self._weights, self._packings, self._kept = weights
-        model_of_vllm = self._runner.get_model()
-        pool_in_chunks(task, core.vllm_config.model_config, model_of_vllm)
-        parameters.check_moved(model_of_vllm, self._weights, self._packings, self._kv_addresses)
-        self._gates = Gates(model_of_vllm, self._weights, self._device)
-        layout = self._weights.layout
-        self.weight_slabs = layout.slabs(arena.slab_bytes)
+        config = core.vllm_config.model_config
+        self._vocabulary: int = config.get_vocab_size()
+        self._states = RunnerStates(self._runner, self._vocabulary)
+        self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
+        self.kv = self._cache.shape
+        self._placed = placement.placed
+        weights, model_of_vllm = self._placed.weights, self._runner.get_model()
+        pool_in_chunks(task, config, model_of_vllm)
+        parameters.check_moved(model_of_vllm, weights, self._placed.packings, self._cache.addresses)
+        self._gates = Gates(model_of_vllm, weights, self._device)
+        self.weight_slabs = weights.region.slots
         self.host_slabs = self.weight_slabs
-        self.layout_digest = layout.digest
+        self.layout_digest = weights.layout.digest
         self._stepping: Sequence[RequestId] | None = None
         """The list that `_batch` holds the requests of, while nothing else moved them."""
         self._batch: list[Request] = []
-        config = core.vllm_config.model_config
-        self._vocabulary: int = config.get_vocab_size()
         manager = core.structured_output_manager
         manager.reasoner_cls = parser_of(reasoning_parser)
         self._guides = Guides(core.vllm_config, manager)
@@ -213,66 +182,36 @@ class VllmEngine:
         parameters.forbid_packing()
         where: Device = device or HostDevice()
         shelf = images.shelf(path, dtype, ranks) if images is not None else None
-        placed: list[PlacedWeights] = []
-
-        def place(built: torch.nn.Module) -> Region:
-            placed.append(
-                PlacedWeights.place(
-                    model, built, recorded, arena, host, swapper, where, shelf, verify=verify
-                )
-            )
-            return placed[0].weights.region
-
-        placement = KvPlacement(arena, f"kv:{model}", -(-max_context // BLOCK_TOKENS), where, place)
-        config = EngineArgs(
+        config = _configure(
+            ranks,
             model=path,
             dtype=dtype,
             max_model_len=max_context,
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
-            max_num_batched_tokens=max(BATCHED_TOKENS, max_batch),
-            block_size=BLOCK_TOKENS,
-            load_format=LOAD_FORMAT,
-            use_tqdm_on_load=False,
-            trust_remote_code=False,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
-            disable_hybrid_kv_cache_manager=True,
-            async_scheduling=False,
-            # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
-            kv_cache_memory_bytes=1,
-            tensor_parallel_size=ranks,
-            distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
-            scheduler_cls=ParkedScheduler,
             **engine_args(task, pooler_config or {}),
             **where.engine_args,
-        ).create_engine_config()
+        )
         check_pooling(task, config.model_config)
-        try:
-            with placing(placement), recording(files) as recorded:
-                executor = UniProcExecutor if ranks == 1 else RankExecutor
-                core = EngineCore(config, executor, log_stats=False)
-            return cls(
-                model, core, placement, placed[0], arena, host, swapper, task, reasoning_parser
+        with recording(files) as recorded:
+            place = partial(
+                PlacedWeights.place, model, recorded, arena, host, swapper, where, shelf, verify
             )
-        except BaseException:
-            placement.discard()
-            raise
+            blocks = -(-max_context // BLOCK_TOKENS)
+            with placing(KvPlacement(arena, f"kv:{model}", blocks, where, place)) as placement:
+                core = _start(config, ranks)
+                return cls(model, core, placement, host, swapper, task, reasoning_parser)
 
     # --- weights ---------------------------------------------------------------------------------
 
     def store_weights(self, host_offsets: Sequence[int], *, fill: bool) -> None:
-        self._weights.store(host_offsets, fill=fill)
-        master, kept = self._weights.master, self._kept
-        if fill and master is not None and kept is not None and kept.packed:
-            kept.keep(master, host_offsets)
+        self._placed.store(host_offsets, fill=fill)
 
     def begin_load(self) -> Transfer:
-        return self._weights.begin_load()
+        return self._placed.weights.begin_load()
 
     def evict_weights(self) -> None:
-        self._weights.evict()
+        self._placed.weights.evict()
 
     def retire(self) -> None:
         """What is left are vLLM's objects, which go when Python collects them, or with the
@@ -280,33 +219,12 @@ class VllmEngine:
         for request in list(self._scheduler.requests):
             self.forget(request)
         self.evict_weights()
-        self._weights.region.release()
-        self._kv_region.release()
-        # What it knows by the paths of checkpoints: others may come to lie there.
-        for known in (
-            get_pooling_config,
-            get_sentence_transformer_tokenizer_config,
-            try_get_dense_modules,
-            cached_get_tokenizer,
-        ):
-            known.cache_clear()
+        self._placed.weights.region.release()
+        self._cache.region.release()
+        _forget_checkpoints()
 
     def verify(self) -> Verdict:
-        master, region = self._weights.master, self._weights.region
-        if not self._weights.loaded:
-            return Verdict.NOT_LOADED
-        if master is None:
-            return Verdict.NO_IMAGE
-        # Tensor by tensor: what lies between them belongs to none, and may differ.
-        layout = self._weights.layout
-        for tensor, start in zip(layout.tensors, layout.offsets, strict=True):
-            device = region.address + start
-            for address, size in master.parts(start, tensor.nbytes):
-                here = self._device.bytes_at(device, size)
-                if fingerprint(here) != fingerprint(bytes_at(address, size)):
-                    return Verdict.DIFFERS
-                device += size
-        return Verdict.OK
+        return self._placed.compare()
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -322,28 +240,18 @@ class VllmEngine:
         if name in self._scheduler.requests:
             raise ValueError(f"request {name} is known already")
         asked = decode_request(sequence.body)
-        if asked.mm_features or asked.lora_request or asked.prompt_embeds is not None:
-            raise ValueError("prompts are made of tokens only, and adapters are not supported")
-        params, pooling = asked.sampling_params, asked.pooling_params
-        tokens = len(sequence.prompt) + len(sequence.output)
-        most = self._scheduler.max_model_len - (params is not None)
-        if not sequence.prompt or tokens > most:
-            raise ValueError(f"{tokens} tokens leave no room in {self._scheduler.max_model_len}")
-        if max(sequence.prompt) >= self._vocabulary:
-            raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
-        if min(sequence.prompt) < 0:
-            raise ValueError(f"{min(sequence.prompt)} is not a token")
-        generator = None
+        self._check_prompt(asked, sequence)
+        params, generator = asked.sampling_params, None
         if params is not None:
             self._check_sampling(params, sequence)
             generator = seeded_generator(params, len(sequence.output))
-        elif pooling is not None:
+        elif asked.pooling_params is not None:
             self._check_pooling(asked, sequence)
         request = Request(
             name,
             list(sequence.prompt),
             params,
-            pooling,
+            asked.pooling_params,
             cache_salt=asked.cache_salt,
             block_hasher=self._core.request_block_hasher,
             reasoning_ended=asked.reasoning_ended,
@@ -356,53 +264,29 @@ class VllmEngine:
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
         self._scheduler.requests[name] = request
-        self._runner.requests[name] = CachedRequestState(
-            req_id=name,
-            prompt_token_ids=list(sequence.prompt),
-            mm_features=[],
-            sampling_params=params,
-            pooling_params=pooling,
-            generator=generator,
-            block_ids=([],),
-            num_computed_tokens=0,
-            output_token_ids=list(sequence.output),
-        )
+        self._states.add(sequence, asked, generator)
+
+    def _check_prompt(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
+        """Raises `ValueError`."""
+        if asked.mm_features or asked.lora_request or asked.prompt_embeds is not None:
+            raise ValueError("prompts are made of tokens only, and adapters are not supported")
+        tokens = len(sequence.prompt) + len(sequence.output)
+        most = self._scheduler.max_model_len - (asked.sampling_params is not None)
+        if not sequence.prompt or tokens > most:
+            raise ValueError(f"{tokens} tokens leave no room in {self._scheduler.max_model_len}")
+        if max(sequence.prompt) >= self._vocabulary:
+            raise ValueError(f"token {max(sequence.prompt)} is beyond the model's vocabulary")
+        if min(sequence.prompt) < 0:
+            raise ValueError(f"{min(sequence.prompt)} is not a token")
 
     def _check_sampling(self, params: SamplingParams, sequence: SequenceSpec) -> None:
-        """Raises `ValueError`. The front end has checked all of it for its own configuration, but
-        what is wrong here would end the whole worker."""
+        """Raises `ValueError`."""
         if self._task is not Task.GENERATE:
             raise ValueError(f"{self.model} does not generate text")
-        try:
-            params.verify(self._core.vllm_config.model_config, None, None, None)
-        except VLLMValidationError as error:
-            raise ValueError(str(error)) from error
-        if params.max_tokens is None or params.max_tokens <= len(sequence.output):
-            raise ValueError(f"max_tokens {params.max_tokens} leave no room for another token")
-        if params.prompt_logprob_token_ids is not None or params.trace_decode_token_ids is not None:
-            raise ValueError(
-                "prompt_logprob_token_ids and trace_decode_token_ids are not supported"
-            )
-        for asked in (params.logprobs, params.prompt_logprobs):
-            if asked is not None and asked > self._vocabulary:
-                raise ValueError(
-                    f"there are no {asked} log probabilities of a token, as the vocabulary has "
-                    f"{self._vocabulary}"
-                )
-        if params.prompt_logprobs is not None:
-            each = self._asked_of(params.prompt_logprobs)
-            size = len(sequence.prompt) * (each + 2) * LOGPROB_BYTES
-            if size > MAX_OUTPUT_BYTES:
-                raise ValueError(
-                    f"prompt_logprobs of {len(sequence.prompt)} tokens take {size} bytes, more "
-                    f"than {MAX_OUTPUT_BYTES}: ask for fewer, or for a shorter prompt"
-                )
+        config = self._core.vllm_config.model_config
+        check_sampling(params, config, len(sequence.prompt), len(sequence.output))
         if params.thinking_token_budget is not None:
             self._budgets.allow()
-
-    def _asked_of(self, logprobs: int) -> int:
-        """How many log probabilities of a token a request asks for."""
-        return self._vocabulary if logprobs == ALL_LOGPROBS else logprobs
 
     def _check_pooling(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
@@ -426,8 +310,7 @@ class VllmEngine:
 
     def forget(self, request: RequestId) -> None:
         self._stepping = None
-        for arriving in self._arriving.pop(request, ()):
-            arriving.join()  # its blocks are free from here on, so nothing may write there
+        self._cache.join(request)
         self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
         self._forget_state(request)
 
@@ -446,31 +329,15 @@ class VllmEngine:
         known = self._known(request)
         if known.num_computed_tokens or self._scheduler.blocks_held(request):
             raise ValueError(f"request {request} is computed already")
-        known.num_computed_tokens = self._hold(known, known.num_tokens, kv_slabs)
-        if known.num_computed_tokens:
-            for arriving in self._under_way():
-                self._device.wait(arriving)
-        self._open_prompt(known)
+        self._cache.hold_all(known, kv_slabs)
+        self._states.open_prompt(known)
         # Its blocks are its own from here on: requests that decode beside it take theirs, too.
-        self._place(known, self._scheduler.fill(known, known.num_tokens))
+        blocks = self._scheduler.fill(known, known.num_tokens)
+        self._stepping = None
+        self._states.place(request, blocks)
         # A chunk that is not the last draws a token too, which vLLM throws away. It must not
         # come from the request's own generator: vLLM cannot wind that back on a CPU.
-        self._runner.requests[request].generator = None
-
-    def _open_prompt(self, request: Request) -> None:
-        """Have the first output tell of the prompt: how much of it was cached, and how probable
-        its tokens are. A request that has an output already has told that."""
-        name, params = request.request_id, request.sampling_params
-        self._runner.num_prompt_logprobs.pop(name, None)
-        self._runner.requests[name].in_progress_prompt_logprobs_cpu = None
-        request.prefill_stats = None
-        if request.num_output_tokens:
-            return
-        if request.num_computed_tokens:
-            request.prefill_stats = PrefillStats()
-            request.prefill_stats.set(request.num_prompt_tokens, request.num_computed_tokens, 0)
-        if params is not None and params.prompt_logprobs is not None:
-            self._runner.num_prompt_logprobs[name] = self._asked_of(params.prompt_logprobs)
+        self._states.take_generator(request)
 
     def tokens_left(self, request: RequestId) -> int:
         known = self._known(request)
@@ -489,19 +356,19 @@ class VllmEngine:
         # Nothing moved since the last step if it was of the same list: the usual case by far.
         if requests is not self._stepping:
             self._batch = self._check(requests)
-            self._await_kv(requests)
+            self._cache.wait_for(requests)
             self._stepping = requests
         batch = self._batch
         # vLLM's buffers are for so many tokens.
         chunk = min(chunk_tokens, self._step_tokens - len(batch))
-        if not self._runner.num_prompt_logprobs.keys().isdisjoint(prompts):
+        if self._states.any_scored(prompts):
             chunk = min(chunk, SCORED_TOKENS)
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
         if not batch and not computing:
             return []
         # A resident request has all blocks but that of its last token, if this begins one.
         needed = sum(known.num_computed_tokens % BLOCK_TOKENS == 0 for known in batch)
-        self._provide(needed, kv_slabs)
+        self._cache.provide(needed, kv_slabs)
         if not computing:
             return self._execute(batch, len(batch))
         done = self._complete(computing, chunk)
@@ -518,30 +385,8 @@ class VllmEngine:
         Full blocks stay cached, cold once no other request uses them.
         """
         known = self._resident(request)
-        self._await_kv([request])
-        places = self._places(host_offsets, self._scheduler.blocks_held(request))
-        leaving = self._scheduler.take_blocks(request)
-        blocks = [block.block_id for block in leaving]
-        self._place(known, [])
-        return self._swapper.start(
-            TransferKind.KV_OUT,
-            self._kv_owner,
-            [
-                Copy(
-                    place,
-                    self._block_address(block),
-                    self._geometry.layer_block_bytes,
-                    rows=self._geometry.layers,
-                    destination_pitch=self._geometry.layer_block_bytes,
-                    source_pitch=self._geometry.layer_bytes,
-                )
-                for block, place in zip(blocks, places, strict=True)
-            ],
-            nbytes=len(blocks) * self._geometry.block_bytes,
-            reads=[(self.model, block) for block in blocks],
-            writes=places,
-            then=lambda transfer: self._scheduler.give_blocks(leaving),
-        )
+        self._stepping = None
+        return self._cache.swap_out(known, host_offsets)
 
     def swap_in(self, request: RequestId, host_offsets: Sequence[int], kv_slabs: int) -> Transfer:
         """The places are those of `swap_out`, of this engine or of another one of the model.
@@ -549,47 +394,16 @@ class VllmEngine:
         Blocks that the cache still has are not copied; the bytes are those of the others.
         """
         known = self._known(request)
-        computed = known.num_tokens - 1
         if self._scheduler.blocks_held(request) or not known.num_output_tokens:
             raise ValueError(f"request {request} has no KV elsewhere")
-        places = self._places(host_offsets, self.kv.blocks(computed))
-        cached = self._hold(known, computed, kv_slabs) // BLOCK_TOKENS
-        blocks = self._scheduler.fill(known, computed)
-        self._scheduler.filled(known, computed)
-        known.num_computed_tokens = computed
-        self._place(known, blocks)
-        # Cached blocks may be still on their way in, for others.
-        shared = self._under_way() if cached else []
-        transfer = self._swapper.start(
-            TransferKind.KV_IN,
-            self._kv_owner,
-            [
-                Copy(
-                    self._block_address(block),
-                    place,
-                    self._geometry.layer_block_bytes,
-                    rows=self._geometry.layers,
-                    destination_pitch=self._geometry.layer_bytes,
-                    source_pitch=self._geometry.layer_block_bytes,
-                )
-                for block, place in zip(blocks[cached:], places[cached:], strict=True)
-            ],
-            nbytes=(len(blocks) - cached) * self._geometry.block_bytes,
-            reads=places[cached:],
-            writes=[(self.model, block) for block in blocks[cached:]],
-        )
-        self._arriving[request] = [*shared, transfer]
-        return transfer
+        self._stepping = None
+        return self._cache.swap_in(known, host_offsets, kv_slabs)
 
     def trim(self, keep_slabs: int | None = None) -> KvUse:
-        self._scheduler.blocks.trim(keep_slabs)
-        return KvUse(self._pool.mapped_slabs, self._pool.cold_slabs)
+        return self._cache.trim(keep_slabs)
 
     def kv_use(self) -> KvBytes:
-        pool, size = self._pool, self.kv.block_bytes
-        return KvBytes(
-            pool.mapped_bytes, pool.used * size, pool.cold * size, pool.peak_mapped_bytes
-        )
+        return self._cache.use()
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -614,58 +428,11 @@ class VllmEngine:
             raise ValueError(f"request {request} does not have its KV on the device")
         return known
 
-    @property
-    def _kv_owner(self) -> str:
-        return f"kv:{self.model}"
-
-    def _block_address(self, block: int) -> int:
-        """Of its part in the first layer; that of the next lies ``layer_bytes`` behind."""
-        return self._kv_addresses.start + block * self._geometry.layer_block_bytes
-
-    def _places(self, host_offsets: Sequence[int], blocks: int) -> list[int]:
-        """Addresses of the first `blocks` places in the host tier; its layers lie side by side."""
-        if len(host_offsets) < blocks:
-            raise ValueError(f"{blocks} blocks in {len(host_offsets)} places")
-        size = self._geometry.block_bytes
-        return [self._host.address(offset, size) for offset in host_offsets[:blocks]]
-
-    def _await_kv(self, requests: Iterable[RequestId]) -> None:
-        """Compute comes after its KV is in (Aegaeon §5.3, the first of its rules)."""
-        for request in requests:
-            for arriving in self._arriving.pop(request, ()):
-                self._device.wait(arriving)
-
-    def _under_way(self) -> list[Transfer]:
-        """All swaps inwards that are not over."""
-        return [t for arriving in self._arriving.values() for t in arriving if not t.done]
-
-    def _place(self, request: Request, blocks: list[int]) -> None:
-        """Tell the runner that the request's blocks are others now."""
-        self._stepping = None
-        self._leave_batch(request.request_id)
-        self._runner.requests[request.request_id].block_ids = (list(blocks),)
-
     def _withdraw(self, request: Request) -> None:
         """Nothing of the request is computed."""
+        self._stepping = None
         self._scheduler.withdraw(request)
-        if (states := self._runner.requests[request.request_id].pooling_states) is not None:
-            states.clean()
-        self._place(request, [])
-        self._give_generator(request)
-
-    def _hold(self, request: Request, tokens: int, kv_slabs: int) -> int:
-        """`ParkedScheduler.hold`; raises `KvExhausted`."""
-        try:
-            return self._scheduler.hold(request, tokens, kv_slabs)
-        except PoolExhausted as exhausted:
-            raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
-
-    def _provide(self, blocks: int, kv_slabs: int) -> None:
-        """`ElasticBlockPool.provide`; raises `KvExhausted`."""
-        try:
-            self._scheduler.blocks.provide(blocks, kv_slabs)
-        except PoolExhausted as exhausted:
-            raise KvExhausted(f"{self.model}: {exhausted}") from exhausted
+        self._states.withdraw(request)
 
     def _check(self, requests: Sequence[RequestId]) -> list[Request]:
         batch = [self._resident(request) for request in requests]
@@ -699,24 +466,14 @@ class VllmEngine:
             chunk_tokens -= known.num_tokens - known.num_computed_tokens
             if chunk_tokens < 0:
                 break
-            self._give_generator(known)
+            self._states.give_generator(known)
             done.add(known.request_id)
         return done
-
-    def _give_generator(self, request: Request) -> None:
-        """The request draws from its own generator from the next step on, if it is to have one."""
-        state = self._runner.requests[request.request_id]
-        if state.sampling_params is None:
-            return
-        generator = seeded_generator(state.sampling_params, request.num_output_tokens)
-        if generator is not None:
-            self._leave_batch(request.request_id)
-            state.generator = generator
 
     def _execute(self, batch: Sequence[Request], tokens: int) -> list[Produced]:
         """One step of vLLM with these requests, and at most so many tokens. If it fails, nothing of
         them is computed."""
-        transfer = self._weights.transfer
+        transfer = self._placed.weights.transfer
         if transfer is None:
             raise RuntimeError(f"the weights of {self.model} are not on the device")
         try:
@@ -735,11 +492,6 @@ class VllmEngine:
                 self._forget_state(token.request)
         return produced
 
-    def _leave_batch(self, request: RequestId) -> None:
-        """The next step puts it in again, if it is of that."""
-        with torch.inference_mode():  # as vLLM does: tensors of the batch were made in it
-            self._runner.input_batch.remove_request(request)
-
     def _as_graph(self, batch: Sequence[Request], tokens: int) -> bool:
         """Whether vLLM may run the step as a graph: it does when every request has one token."""
         return self._device.graphs and (
@@ -748,69 +500,48 @@ class VllmEngine:
         )
 
     def _forget_state(self, request: RequestId) -> None:
-        """Remove what the runner knows of a finished request now, not with the next step.
-
-        Until then the id could have come back, and the step would remove the newcomer.
-        """
-        self._runner.requests.pop(request, None)
-        self._runner.num_prompt_logprobs.pop(request, None)
-        self._leave_batch(request)
+        """Remove what is left of a finished request."""
+        self._states.forget(request)
         self._scheduler.finished_req_ids.discard(request)
 
 
-class PlacedWeights(NamedTuple):
-    """The weights of a model that vLLM has built."""
+def _configure(ranks: int, **chosen: Any) -> VllmConfig:
+    """vLLM's configuration of an engine: `chosen` for it, the rest the same for all."""
+    return EngineArgs(
+        max_num_batched_tokens=max(BATCHED_TOKENS, chosen["max_num_seqs"]),
+        block_size=BLOCK_TOKENS,
+        load_format=LOAD_FORMAT,
+        use_tqdm_on_load=False,
+        trust_remote_code=False,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=True,
+        prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
+        disable_hybrid_kv_cache_manager=True,
+        async_scheduling=False,
+        # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
+        kv_cache_memory_bytes=1,
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
+        scheduler_cls=ParkedScheduler,
+        **chosen,
+    ).create_engine_config()
 
-    weights: DeviceWeights
-    packings: parameters.Packings
-    kept: KeptImage | None
 
-    @classmethod
-    def place(
-        cls,
-        name: ModelName,
-        model: torch.nn.Module,
-        recorded: Recording,
-        arena: Arena,
-        host: HostTier,
-        swapper: Swapper,
-        device: Device,
-        shelf: Shelf | None,
-        *,
-        verify: bool,
-    ) -> PlacedWeights:
-        """Give the model's parameters, which hold nothing yet, their addresses for good.
+def _start(config: VllmConfig, ranks: int) -> EngineCore:
+    """Have vLLM build the model, its scheduler and its worker, within `placing`."""
+    executor = UniProcExecutor if ranks == 1 else RankExecutor
+    return EngineCore(config, executor, log_stats=False)
 
-        Packed ones are kept on the shelf, if there is one; of others it is cleared.
-        """
-        ingredients = recorded.ingredients(model)
-        packings = parameters.pack(model)
-        layout = parameters.plan(model, ingredients, packings)
-        cpus = process_cpus()
-        image = CheckpointImage(
-            recorded.files, layout, ingredients, packings, cpus=cpus, verify=verify
-        )
-        kept = None
-        if shelf is not None and image.packs:
-            key = made_from(recorded.files, layout, ingredients, verify=verify)
-            kept = KeptImage(shelf, key, layout, recorded.files, image, cpus=cpus, verify=verify)
-        elif shelf is not None:
-            shelf.clear()
-        weights = DeviceWeights(
-            f"weights:{name}",
-            layout,
-            arena,
-            host,
-            swapper,
-            kept or image,
-            staged=not device.host_memory,
-        )
-        try:
-            parameters.rehome(model, weights, packings, device)
-        except BaseException:
-            weights.region.release()
-            raise
-        return cls(weights, packings, kept)
+
+def _forget_checkpoints() -> None:
+    """Drop what vLLM knows by the paths of checkpoints: others may come to lie there."""
+    for known in (
+        get_pooling_config,
+        get_sentence_transformer_tokenizer_config,
+        try_get_dense_modules,
+        cached_get_tokenizer,
+    ):
+        known.cache_clear()
 
 
 def _produced(output: EngineCoreOutput) -> Produced:

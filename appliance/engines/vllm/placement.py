@@ -13,6 +13,7 @@ from contextvars import ContextVar
 import torch
 
 from appliance.engines.vllm.device import Device
+from appliance.engines.vllm.weights.placed import PlacedWeights
 from appliance.memory.arena import Arena, Region
 from appliance.memory.kv_pool import KvGeometry, KvPool
 
@@ -26,14 +27,14 @@ class KvPlacement:
         owner: str,
         least_blocks: int,
         device: Device,
-        on_loaded: Callable[[torch.nn.Module], Region],
+        on_loaded: Callable[[torch.nn.Module], PlacedWeights],
     ) -> None:
         """`on_loaded` gives the parameters of the model, once it is built, their addresses."""
         self.device = device
         self.kv_layers = 0
         """Layers that keep KV."""
         self._on_loaded = on_loaded
-        self._weights: Region | None = None
+        self._placed: PlacedWeights | None = None
         self._arena = arena
         self._owner = owner
         self._least_blocks = least_blocks
@@ -42,12 +43,12 @@ class KvPlacement:
 
     def loaded(self, model: torch.nn.Module) -> None:
         """Called by the worker once it has built the model."""
-        self._weights = self._on_loaded(model)
+        self._placed = self._on_loaded(model)
 
     @property
-    def weights(self) -> Region:
-        assert self._weights is not None, "the model is not built yet"
-        return self._weights
+    def placed(self) -> PlacedWeights:
+        assert self._placed is not None, "the model is not built yet"
+        return self._placed
 
     @property
     def region(self) -> Region:
@@ -106,11 +107,15 @@ _current: ContextVar[KvPlacement] = ContextVar("kv placement")
 
 
 @contextmanager
-def placing(placement: KvPlacement) -> Iterator[None]:
-    """The engine built in this context puts its KV cache there."""
+def placing(placement: KvPlacement) -> Iterator[KvPlacement]:
+    """The engine built in this context puts its KV cache there; if that fails, the placement is
+    discarded."""
     token = _current.set(placement)
     try:
-        yield
+        yield placement
+    except BaseException:
+        placement.discard()
+        raise
     finally:
         _current.reset(token)
 

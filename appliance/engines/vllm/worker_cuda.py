@@ -42,7 +42,7 @@ class ArenaWorker(InArena, Worker):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> CompilationTimes:
         placement = current_placement()
         group = placement.geometry.slots_of(0)
-        with _device().warming_up(placement.weights, placement.region, group):
+        with _device().warming_up(placement.placed.weights.region, placement.region, group):
             return super().compile_or_warm_up_model()
 
     def _get_cudagraph_capture_context(self) -> AbstractContextManager[None]:

@@ -1,0 +1,183 @@
+"""The KV cache of one engine: blocks for its requests, and copies to the host tier and back.
+
+Which request has which blocks stands in vLLM's scheduler (`ParkedScheduler`) and, for the
+computation, in its model runner (`RunnerStates`). A copy goes on beside compute: a request computes
+once its own copies are in, and blocks that were swapped out are free once their copy is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.request import Request
+
+from appliance.engines.protocol import KvBytes, KvExhausted, KvUse
+from appliance.engines.vllm.placement import KvPlacement
+from appliance.engines.vllm.runner_states import RunnerStates
+from appliance.engines.vllm.scheduler import ParkedScheduler
+from appliance.memory.arena import PoolExhausted
+from appliance.memory.host_tier import HostTier
+from appliance.memory.kv_pool import BLOCK_TOKENS
+from appliance.memory.streams import Copy
+from appliance.memory.swapper import Swapper
+from appliance.memory.transfers import Transfer, TransferKind
+from appliance.vocabulary import KvShape, ModelName, RequestId
+
+
+class KvCache:
+    """The blocks of one model's requests, in the addresses of its placement."""
+
+    def __init__(
+        self,
+        model: ModelName,
+        placement: KvPlacement,
+        scheduler: ParkedScheduler,
+        states: RunnerStates,
+        host: HostTier,
+        swapper: Swapper,
+    ) -> None:
+        self.pool = placement.pool
+        self._geometry = geometry = placement.geometry
+        self.shape = KvShape(
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=geometry.block_bytes,
+            group_blocks=geometry.group_blocks,
+            group_slabs=geometry.group_slabs,
+        )
+        self.region = placement.region
+        self.addresses = range(
+            self.region.address, self.region.address + geometry.layers * geometry.layer_bytes
+        )
+        self._model = model
+        self._device = placement.device
+        self._scheduler = scheduler
+        self._states = states
+        self._host = host
+        self._swapper = swapper
+        self._arriving: dict[RequestId, list[Transfer]] = {}
+        """Swaps inwards of what a request's blocks hold, that may not be over."""
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def provide(self, blocks: int, kv_slabs: int) -> None:
+        """`ElasticBlockPool.provide`; raises `KvExhausted`."""
+        try:
+            self._scheduler.blocks.provide(blocks, kv_slabs)
+        except PoolExhausted as exhausted:
+            raise KvExhausted(f"{self._model}: {exhausted}") from exhausted
+
+    def hold_all(self, request: Request, kv_slabs: int) -> None:
+        """Hold blocks for all tokens of a request that has none. Tokens found in the prefix cache
+        count as computed, and compute comes after their KV is in. Raises `KvExhausted`."""
+        request.num_computed_tokens = self._hold(request, request.num_tokens, kv_slabs)
+        if request.num_computed_tokens:
+            for arriving in self._under_way():
+                self._device.wait(arriving)
+
+    def _hold(self, request: Request, tokens: int, kv_slabs: int) -> int:
+        """`ParkedScheduler.hold`; raises `KvExhausted`."""
+        try:
+            return self._scheduler.hold(request, tokens, kv_slabs)
+        except PoolExhausted as exhausted:
+            raise KvExhausted(f"{self._model}: {exhausted}") from exhausted
+
+    def trim(self, keep_slabs: int | None) -> KvUse:
+        """See `Engine.trim`."""
+        self._scheduler.blocks.trim(keep_slabs)
+        return KvUse(self.pool.mapped_slabs, self.pool.cold_slabs)
+
+    def use(self) -> KvBytes:
+        """See `Engine.kv_use`."""
+        pool, size = self.pool, self.shape.block_bytes
+        return KvBytes(
+            pool.mapped_bytes, pool.used * size, pool.cold * size, pool.peak_mapped_bytes
+        )
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def wait_for(self, requests: Iterable[RequestId]) -> None:
+        """Compute comes after its KV is in (Aegaeon §5.3, the first of its rules)."""
+        for request in requests:
+            for arriving in self._arriving.pop(request, ()):
+                self._device.wait(arriving)
+
+    def join(self, request: RequestId) -> None:
+        """Return when nothing is written to the request's blocks any more: they may be freed."""
+        for arriving in self._arriving.pop(request, ()):
+            arriving.join()
+
+    def swap_out(self, request: Request, host_offsets: Sequence[int]) -> Transfer:
+        """See `Engine.swap_out`; for a request whose computed tokens have all their blocks."""
+        name = request.request_id
+        self.wait_for([name])
+        places = self._places(host_offsets, self._scheduler.blocks_held(name))
+        leaving = self._scheduler.take_blocks(name)
+        blocks = [block.block_id for block in leaving]
+        self._states.place(name, [])
+        return self._swapper.start(
+            TransferKind.KV_OUT,
+            self.region.owner,
+            [
+                Copy(
+                    place,
+                    self._block_address(block),
+                    self._geometry.layer_block_bytes,
+                    rows=self._geometry.layers,
+                    destination_pitch=self._geometry.layer_block_bytes,
+                    source_pitch=self._geometry.layer_bytes,
+                )
+                for block, place in zip(blocks, places, strict=True)
+            ],
+            nbytes=len(blocks) * self._geometry.block_bytes,
+            reads=[(self._model, block) for block in blocks],
+            writes=places,
+            then=lambda transfer: self._scheduler.give_blocks(leaving),
+        )
+
+    def swap_in(self, request: Request, host_offsets: Sequence[int], kv_slabs: int) -> Transfer:
+        """See `Engine.swap_in`; for a request that has no blocks, all of whose tokens but the last
+        were computed."""
+        name, computed = request.request_id, request.num_tokens - 1
+        places = self._places(host_offsets, self.shape.blocks(computed))
+        cached = self._hold(request, computed, kv_slabs) // BLOCK_TOKENS
+        blocks = self._scheduler.fill(request, computed)
+        self._scheduler.filled(request, computed)
+        request.num_computed_tokens = computed
+        self._states.place(name, blocks)
+        # Cached blocks may be still on their way in, for others.
+        shared = self._under_way() if cached else []
+        transfer = self._swapper.start(
+            TransferKind.KV_IN,
+            self.region.owner,
+            [
+                Copy(
+                    self._block_address(block),
+                    place,
+                    self._geometry.layer_block_bytes,
+                    rows=self._geometry.layers,
+                    destination_pitch=self._geometry.layer_bytes,
+                    source_pitch=self._geometry.layer_block_bytes,
+                )
+                for block, place in zip(blocks[cached:], places[cached:], strict=True)
+            ],
+            nbytes=(len(blocks) - cached) * self._geometry.block_bytes,
+            reads=places[cached:],
+            writes=[(self._model, block) for block in blocks[cached:]],
+        )
+        self._arriving[name] = [*shared, transfer]
+        return transfer
+
+    def _block_address(self, block: int) -> int:
+        """Of its part in the first layer; that of the next lies ``layer_bytes`` behind."""
+        return self.addresses.start + block * self._geometry.layer_block_bytes
+
+    def _places(self, host_offsets: Sequence[int], blocks: int) -> list[int]:
+        """Addresses of the first `blocks` places in the host tier; its layers lie side by side."""
+        if len(host_offsets) < blocks:
+            raise ValueError(f"{blocks} blocks in {len(host_offsets)} places")
+        size = self._geometry.block_bytes
+        return [self._host.address(offset, size) for offset in host_offsets[:blocks]]
+
+    def _under_way(self) -> list[Transfer]:
+        """All swaps inwards that are not over."""
+        return [t for arriving in self._arriving.values() for t in arriving if not t.done]

@@ -1,0 +1,107 @@
+"""`PlacedWeights`: the weights of a model that vLLM has built, at their addresses for good.
+
+They come from the checkpoint's files, or from an image on a shelf that was kept of them, packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from appliance.engines.protocol import Verdict
+from appliance.engines.vllm.device import Device
+from appliance.engines.vllm.weights import parameters
+from appliance.engines.vllm.weights.loading import CheckpointImage, made_from
+from appliance.engines.vllm.weights.recipe import Recording
+from appliance.engines.vllm.weights.tensors import bytes_at
+from appliance.kernels.reference import fingerprint
+from appliance.memory.arena import Arena
+from appliance.memory.host_tier import HostTier
+from appliance.memory.swapper import Swapper
+from appliance.memory.weight_cache.images import KeptImage, Shelf
+from appliance.memory.weight_cache.pipeline import process_cpus
+from appliance.memory.weights import DeviceWeights
+from appliance.vocabulary import ModelName
+
+
+class PlacedWeights(NamedTuple):
+    """The weights of one model on one device; `weights` loads and evicts them."""
+
+    weights: DeviceWeights
+    packings: parameters.Packings
+    kept: KeptImage | None
+    device: Device
+
+    @classmethod
+    def place(
+        cls,
+        name: ModelName,
+        recorded: Recording,
+        arena: Arena,
+        host: HostTier,
+        swapper: Swapper,
+        device: Device,
+        shelf: Shelf | None,
+        verify: bool,
+        model: torch.nn.Module,
+    ) -> PlacedWeights:
+        """Give the model's parameters, which hold nothing yet, their addresses for good.
+
+        Packed ones are kept on the shelf, if there is one; of others it is cleared. With `verify`,
+        files are compared with their checksums when they are first read.
+        """
+        ingredients = recorded.ingredients(model)
+        packings = parameters.pack(model)
+        layout = parameters.plan(model, ingredients, packings)
+        cpus = process_cpus()
+        image = CheckpointImage(
+            recorded.files, layout, ingredients, packings, cpus=cpus, verify=verify
+        )
+        kept = None
+        if shelf is not None and image.packs:
+            key = made_from(recorded.files, layout, ingredients, verify=verify)
+            kept = KeptImage(shelf, key, layout, recorded.files, image, cpus=cpus, verify=verify)
+        elif shelf is not None:
+            shelf.clear()
+        weights = DeviceWeights(
+            f"weights:{name}",
+            layout,
+            arena,
+            host,
+            swapper,
+            kept or image,
+            staged=not device.host_memory,
+        )
+        try:
+            parameters.rehome(model, weights, packings, device)
+        except BaseException:
+            weights.region.release()
+            raise
+        return cls(weights, packings, kept, device)
+
+    def store(self, host_offsets: Sequence[int], *, fill: bool) -> None:
+        """`DeviceWeights.store`; a master image that was packed for it is kept on the shelf."""
+        self.weights.store(host_offsets, fill=fill)
+        master, kept = self.weights.master, self.kept
+        if fill and master is not None and kept is not None and kept.packed:
+            kept.keep(master, host_offsets)
+
+    def compare(self) -> Verdict:
+        """The weights on the device with their master image; reads all of both."""
+        master, region = self.weights.master, self.weights.region
+        if not self.weights.loaded:
+            return Verdict.NOT_LOADED
+        if master is None:
+            return Verdict.NO_IMAGE
+        # Tensor by tensor: what lies between them belongs to no tensor, and may differ.
+        layout = self.weights.layout
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=True):
+            device = region.address + start
+            for address, size in master.parts(start, tensor.nbytes):
+                here = self.device.bytes_at(device, size)
+                if fingerprint(here) != fingerprint(bytes_at(address, size)):
+                    return Verdict.DIFFERS
+                device += size
+        return Verdict.OK
