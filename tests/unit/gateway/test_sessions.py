@@ -97,7 +97,6 @@ async def test_a_front_end_is_welcomed_with_all_it_needs(house: House) -> None:
     front = FrontDouble(sessions)
     (welcome,) = front.heard(Welcome)
     assert (welcome.keep_alive_seconds, welcome.max_body_bytes, welcome.strict) == (5.0, 1000, True)
-    assert not welcome.keyed
     assert [model.name for model in welcome.models] == ["small", "org/small"]
     assert welcome.models[1].tool_parser == "hermes"
 
