@@ -54,9 +54,9 @@ from appliance.engines.vllm.device import Device, HostDevice
 from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides
-from appliance.engines.vllm.kv_cache import KvCache
+from appliance.engines.vllm.kv.cache import KvCache
+from appliance.engines.vllm.kv.placement import KvPlacement, placing
 from appliance.engines.vllm.messages import decode_request, encode_output
-from appliance.engines.vllm.placement import KvPlacement, placing
 from appliance.engines.vllm.pooling import (
     check_pooling,
     complete_pooling,

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from appliance.engines.vllm.placement import current_placement
+from appliance.engines.vllm.kv.placement import current_placement
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvPool
 
 

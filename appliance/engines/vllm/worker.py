@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from appliance.engines.vllm.placement import current_placement
+from appliance.engines.vllm.kv.placement import current_placement
 
 
 class UnsupportedKvCache(ValueError):

@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from appliance.engines.vllm.device_cuda import CudaDevice
-from appliance.engines.vllm.placement import current_placement
+from appliance.engines.vllm.kv.placement import current_placement
 from appliance.engines.vllm.worker import InArena, UnsupportedKvCache
 
 

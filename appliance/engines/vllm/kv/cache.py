@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.request import Request
 
 from appliance.engines.protocol import KvBytes, KvExhausted, KvUse
-from appliance.engines.vllm.placement import KvPlacement
+from appliance.engines.vllm.kv.placement import KvPlacement
 from appliance.engines.vllm.runner_states import RunnerStates
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.memory.arena import PoolExhausted

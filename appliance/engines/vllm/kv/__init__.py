@@ -1,0 +1,1 @@
+"""KV of one engine: where it lies, and the blocks and copies of its requests."""
