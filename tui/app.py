@@ -20,22 +20,22 @@ from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
+from tui.actions import ActionRunner
 from tui.asking import Ask, Asking
-from tui.dialogs import Form, Page, Question, SecretPage
+from tui.dialogs import Page
 from tui.drawing.bars import Header, Hints, Tabs
 from tui.drawing.canvas import Line
-from tui.drawing.theme import LOOKS
+from tui.drawing.theme import THEMES
 from tui.messages import Kind, Message, Refused, Source
 from tui.prompt import Command, Prompt
 from tui.recording import NoRecording, Recorder
 from tui.state import State
-from tui.view import Action, Given, Secret, Sight, View, raw, told
+from tui.view import View, ViewContext, raw, told
 from tui.views import VIEWS
 
 TICK_SECONDS = 0.25
 IDLE_SECONDS = 1.0
 """Ages are brought up to date so often when nothing is heard."""
-FEW = 3
 NEED_MORE = ("sort", "filter", "theme")
 """Commands that are nothing by themselves."""
 
@@ -100,6 +100,7 @@ class Dashboard(App[None]):
         self.readonly = readonly or not source.live
         self.folder = Path() if folder is None else folder
         self._asking = Asking()
+        self._actions = ActionRunner(self, source, off=self._off, done=self._ask_again)
         self._recorder = recorder
         self._clock = clock
         self._theme_wanted = theme
@@ -126,8 +127,8 @@ class Dashboard(App[None]):
         yield self._prompt
 
     def on_mount(self) -> None:
-        for look in LOOKS.values():
-            self.register_theme(look.theme)
+        for theme in THEMES.values():
+            self.register_theme(theme.textual_theme)
         self.theme = self._theme_wanted
         self.theme_changed_signal.subscribe(self, lambda theme: self.refresh_shown())
         self.view.focus()
@@ -154,8 +155,8 @@ class Dashboard(App[None]):
         return next(view for view in self._views if view.id == self._switcher.current)
 
     @property
-    def sight(self) -> Sight:
-        return Sight(self.state, self.state.now(self._clock()), LOOKS[self.theme])
+    def context(self) -> ViewContext:
+        return ViewContext(self.state, self.state.now(self._clock()), THEMES[self.theme])
 
     async def _follow(self) -> None:
         try:
@@ -206,6 +207,12 @@ class Dashboard(App[None]):
             self._asking.ended(ask)
         self._ask()
 
+    def _ask_again(self) -> None:
+        """All that the view on the screen needs: what was done may have changed it."""
+        if self._shows:
+            self._asking.outdate(self.view.asks)
+            self._ask()
+
     def _tick(self) -> None:
         self._ask()
         idle = self._clock() - self._shown_at >= IDLE_SECONDS
@@ -214,16 +221,16 @@ class Dashboard(App[None]):
 
     def refresh_shown(self) -> None:
         """Bring what is seen in line with the state."""
-        if not self._shows or self.theme not in LOOKS:
+        if not self._shows or self.theme not in THEMES:
             return
         self._shown_version, self._shown_at = self.state.version, self._clock()
-        sight, view = self.sight, self.view
-        view.show(sight)
-        self._header.show(sight, self.source, self._clock(), readonly=self.readonly)
-        self._tabs.show(sight, self._views, view)
-        self._hints.show(sight, view, readonly=self.readonly)
+        context, view = self.context, self.view
+        view.show(context)
+        self._header.show(context, self.source, self._clock(), readonly=self.readonly)
+        self._tabs.show(context, self._views, view)
+        self._hints.show(context, view, readonly=self.readonly)
         if isinstance(self.screen, Page):
-            self.screen.show(sight)
+            self.screen.show(context)
         self._ask()  # it may need something else now
 
     def show_view(self, name: str) -> None:
@@ -232,7 +239,7 @@ class Dashboard(App[None]):
         self._asking.outdate(self.view.asks)
         self.refresh_shown()
 
-    def show_page(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+    def show_page(self, title: str, lines: Callable[[ViewContext], list[Line] | None]) -> None:
         """Lay a page over the view."""
         self.push_screen(Page(title, lines))
         self.call_after_refresh(self.refresh_shown)
@@ -264,7 +271,7 @@ class Dashboard(App[None]):
         }  # fmt: skip
         action = next((one for one in self.view.actions if one.key in (character, event.key)), None)
         if action is not None:
-            self.act(action)
+            self._actions.run(action, self.view)
         elif (do := keys.get(character, keys.get(event.key))) is not None:
             do()
         else:
@@ -319,7 +326,7 @@ class Dashboard(App[None]):
             return
         at = datetime.fromtimestamp(self._clock()).strftime("%Y%m%d-%H%M%S")
         path = self.folder / f"appliance-{self.view.names[0]}-{at}.csv"
-        if self.is_web:  # who looks has no folder here
+        if self.is_web:  # the user has no folder here
             text = io.StringIO(newline="")
             csv.writer(text).writerows(rows)
             self.deliver_text(text, save_filename=path.name)
@@ -366,13 +373,13 @@ class Dashboard(App[None]):
 
     def _detail(self) -> None:
         view, row = self.view, self.view.current()
-        if row is not None and view.detail(row[0], self.sight) is not None:
+        if row is not None and view.detail(row[0], self.context) is not None:
             self.show_page(row[0], partial(view.detail, row[0]))
 
     def _raw(self) -> None:
         if (row := self.view.current()) is not None:
             lines = raw(row[1])
-            self.show_page(row[0], lambda sight: lines)
+            self.show_page(row[0], lambda context: lines)
 
     def _describe(self) -> None:
         row = self.view.current()
@@ -388,14 +395,14 @@ class Dashboard(App[None]):
         except Refused as refusal:
             self.notify(str(refusal), severity="error")
         else:
-            self.show_page(title, lambda sight: told(found, sight.look))
+            self.show_page(title, lambda context: told(found, context.theme))
 
     def _help(self) -> None:
         view = self.view
         keys = [*KEYS, *view.help, *((one.key, one.help) for one in view.actions)]
 
-        def lines(sight: Sight) -> list[Line]:
-            title, accent = f"bold {sight.look.accent}", sight.look.accent
+        def lines(context: ViewContext) -> list[Line]:
+            title, accent = f"bold {context.theme.accent}", context.theme.accent
             return [
                 [("Keys", title)],
                 *([(f"  {key:14}", accent), (text, "")] for key, text in keys),
@@ -409,7 +416,7 @@ class Dashboard(App[None]):
 
         self.show_page("Help", lines)
 
-    # --- commands and actions --------------------------------------------------------------------
+    # --- commands --------------------------------------------------------------------------------
 
     def commands(self) -> dict[str, Command]:
         """What may be typed behind `:`; also in the palette."""
@@ -420,40 +427,29 @@ class Dashboard(App[None]):
                 f"the view {view.title}", partial(self._go, name), partial(self._words, view)
             )
             found |= {alias: Command(name, partial(self._go, name)) for alias in others}
-        for action in self.view.actions:
+        view = self.view
+        for action in view.actions:
             words = tuple(f"{field.name}=" for field in action.fields)
             found[action.name] = Command(
-                action.help, partial(self._act, action), partial(tuple, words)
+                action.help, partial(self._actions.run_command, action, view), partial(tuple, words)
             )
-        view = self.view
         return found | {
             "sort": Command("sort the table", self._sort_by, view.sorts),
             "filter": Command("filter the table", self._filter_by),
-            "theme": Command("choose the colours", self._set_theme, lambda: LOOKS),
+            "theme": Command("choose the colours", self._set_theme, lambda: THEMES),
             "save": Command("save the table as CSV", lambda _: self.action_save()),
             "help": Command("keys and commands", lambda _: self._help()),
             "quit": Command("end the dashboard", lambda _: self.exit()),
         }
 
     def _words(self, view: View) -> Iterable[str]:
-        return view.words(self.sight)
+        return view.words(self.context)
 
     def _go(self, name: str, word: str) -> None:
         self.show_view(name)
         if word:
             self.view.turn_to(word)
             self.refresh_shown()
-
-    def _act(self, action: Action, words: str) -> None:
-        """What is given stands behind the name: `ttft=5s queue=20`."""
-        pairs = [word.partition("=") for word in words.split()]
-        known = [field.name for field in action.fields]
-        wrong = [name for name, _, value in pairs if name not in known or not value]
-        if wrong:
-            takes = ", ".join(f"{name}=VALUE" for name in known) or "nothing more"
-            self.notify(f"{action.name} takes {takes}, not {wrong[0]!r}", severity="error")
-        else:
-            self.act(action, {name: value for name, _, value in pairs})
 
     def _sort_by(self, title: str) -> None:
         known = {one.lower(): one for one in self.view.sorts()}
@@ -463,62 +459,10 @@ class Dashboard(App[None]):
             self.notify(f"it is sorted by one of {', '.join(known) or 'nothing'}", severity="error")
 
     def _set_theme(self, name: str) -> None:
-        if name in LOOKS:
+        if name in THEMES:
             self.theme = name
         else:
-            self.notify(f"themes are {', '.join(LOOKS)}", severity="error")
-
-    def act(self, action: Action, given: Given | None = None) -> None:
-        """Do it to the rows that are picked, after a question if it has one. What it wants to be
-        told is asked for unless it is given."""
-        keys = self.view.picked() if action.each_row else [""]
-        if self._off:
-            self.notify(f"{action.name}: {self._off}", severity="warning")
-        elif not keys:
-            self.notify(f"{action.name}: there is no row for it", severity="warning")
-        elif action.fields and not given:
-            row = self.view.current()
-            known = row is not None and (not action.each_row or keys == [row[0]])
-            here = row[1] if row is not None and known else {}
-            fields = {field: field.now(here) for field in action.fields}
-            self.push_screen(
-                Form(f"{action.name} {_some(keys)}".strip(), fields, action.left_empty),
-                partial(self._filled, action, keys),
-            )
-        elif action.question is None:
-            self.run_worker(self._carry_out(action, keys, given or {}))
-        else:
-            self.push_screen(
-                Question(action.question.replace("{}", _some(keys))),
-                partial(self._answered, action, keys),
-            )
-
-    def _filled(self, action: Action, keys: list[str], given: Given | None) -> None:
-        if given:
-            self.run_worker(self._carry_out(action, keys, given))
-
-    def _answered(self, action: Action, keys: list[str], yes: bool | None) -> None:
-        if yes:
-            self.run_worker(self._carry_out(action, keys, {}))
-
-    async def _carry_out(self, action: Action, keys: list[str], given: Given) -> None:
-        for key in keys:
-            try:
-                done = await action.do(self.source, key, given)
-            except Refused as refusal:
-                self.notify(f"{key or action.name}: {refusal}", severity="error")
-            else:
-                self._tell(done)
-        if self._shows:
-            self._asking.outdate(self.view.asks)
-            self._ask()
-
-    def _tell(self, done: str | Secret) -> None:
-        """What was done; what is told once goes to a page of its own, and nowhere else."""
-        if isinstance(done, Secret):
-            self.push_screen(SecretPage(done.title, done.text))
-            done = done.done
-        self.notify(done)
+            self.notify(f"themes are {', '.join(THEMES)}", severity="error")
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The commands that need nothing more."""
@@ -527,14 +471,10 @@ class Dashboard(App[None]):
             for name, command in self.commands().items()
             if name not in NEED_MORE
         )
-        for name in LOOKS:
+        for name in THEMES:
             yield SystemCommand(
                 f"theme {name}", "choose the colours", partial(self._set_theme, name)
             )
 
     def on_command_palette_closed(self, message: CommandPalette.Closed) -> None:
         self.view.focus()
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:FEW]) + (f" and {len(keys) - FEW} more" * (len(keys) > FEW))

@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Label, Static
 
 from tui.drawing.canvas import Canvas, Line
-from tui.view import Field, Sight
+from tui.view import Field, ViewContext
 
 MOST_SPACED = 5
 """Fields of a form that stand apart from each other; more of them are close together."""
@@ -31,7 +31,7 @@ class Page(ModalScreen[None]):
     }
     """
 
-    def __init__(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+    def __init__(self, title: str, lines: Callable[[ViewContext], list[Line] | None]) -> None:
         """`lines` are asked for whenever a view would be shown; None for what is gone, of which the
         last lines stay."""
         super().__init__()
@@ -47,11 +47,11 @@ class Page(ModalScreen[None]):
         box.border_subtitle = "Esc"
         yield box
 
-    def show(self, sight: Sight) -> None:
-        lines = self._produce(sight)
+    def show(self, context: ViewContext) -> None:
+        lines = self._produce(context)
         if lines is not None:
             self._lines = lines
-        elif self._lines and self._lines[0] != (gone := [("it is gone", sight.look.bad)]):
+        elif self._lines and self._lines[0] != (gone := [("it is gone", context.theme.bad)]):
             self._lines = [gone, *self._lines]
         self._paint()
 

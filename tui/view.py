@@ -11,17 +11,21 @@ from textual.widget import Widget
 
 from tui.asking import Ask
 from tui.drawing.canvas import Line
-from tui.drawing.theme import Look
+from tui.drawing.theme import ColourTheme
 from tui.messages import Document, Source
 from tui.state import State
 
 
-class Sight(NamedTuple):
+class ViewContext(NamedTuple):
     """What a view is shown: the state, the daemon's time (Unix seconds), and the colours."""
 
     state: State
     now: float
-    look: Look
+    theme: ColourTheme
+
+    def model_style(self, model: str) -> str:
+        """The colour of a model, the same in all views."""
+        return self.theme.model(self.state.numbers.get(model, 0))
 
 
 class Field(NamedTuple):
@@ -101,20 +105,20 @@ class View(Widget):
     class Opened(Message):
         """A page is to lie over the view; its `lines` are kept up to date."""
 
-        def __init__(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+        def __init__(self, title: str, lines: Callable[[ViewContext], list[Line] | None]) -> None:
             super().__init__()
             self.title = title
             self.lines = lines
 
-    def open(self, title: str, lines: Callable[[Sight], list[Line] | None]) -> None:
+    def open(self, title: str, lines: Callable[[ViewContext], list[Line] | None]) -> None:
         """Lay a page over the view."""
         self.post_message(self.Opened(title, lines))
 
-    def show(self, sight: Sight) -> None:
+    def show(self, context: ViewContext) -> None:
         """Bring what is on the screen in line with the state."""
         raise NotImplementedError
 
-    def words(self, sight: Sight) -> Iterable[str]:
+    def words(self, context: ViewContext) -> Iterable[str]:
         """What may stand behind the command that goes there."""
         return ()
 
@@ -138,7 +142,7 @@ class View(Widget):
         row = self.current()
         return [] if row is None else [row[0]]
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
         """A row in words, as it is now; None for one that is gone."""
         return None
 
@@ -166,7 +170,7 @@ class View(Widget):
         return []
 
 
-def told(document: object, look: Look, indent: int = 0) -> list[Line]:
+def told(document: object, theme: ColourTheme, indent: int = 0) -> list[Line]:
     """A JSON document in lines for people: names beside values, what is nested below."""
     pad = "  " * indent
     if not isinstance(document, dict):
@@ -176,14 +180,14 @@ def told(document: object, look: Look, indent: int = 0) -> list[Line]:
     for key, value in document.items():
         name = str(key).replace("_", " ")
         if isinstance(value, dict) and value:
-            lines.append([(f"{pad}{name}", look.accent)])
-            lines.extend(told(value, look, indent + 1))
+            lines.append([(f"{pad}{name}", theme.accent)])
+            lines.extend(told(value, theme, indent + 1))
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            lines.append([(f"{pad}{name}", look.accent)])
+            lines.append([(f"{pad}{name}", theme.accent)])
             for one in value:
-                lines.extend([*told(one, look, indent + 1), []])
+                lines.extend([*told(one, theme, indent + 1), []])
         else:
-            lines.append([(f"{pad}{name:{width}}  ", look.accent), (_word(value), "")])
+            lines.append([(f"{pad}{name:{width}}  ", theme.accent), (_word(value), "")])
     return lines
 
 

@@ -12,7 +12,7 @@ from textual.message import Message
 from tui.drawing.amounts import duration
 from tui.drawing.canvas import Canvas, Line, plain
 from tui.messages import Source
-from tui.view import Sight, View
+from tui.view import View, ViewContext
 
 TITLES = ((None, " "), (4, " "), (3, ""), (2, ""), (1, ""))
 """How titles of views are written where there is less and less room: so many letters of them, None
@@ -33,37 +33,37 @@ def spread(left: Line, right: Line, width: int) -> Line:
 class Header(Canvas):
     """The appliance in a line; in words, why there is nothing to see, if that is so."""
 
-    def show(self, sight: Sight, source: Source, clock: float, *, readonly: bool) -> None:
-        state, look = sight.state, sight.look
+    def show(self, context: ViewContext, source: Source, clock: float, *, readonly: bool) -> None:
+        state, theme = context.state, context.theme
         mode = "" if source.live else "replay "
         mode += "read-only " if readonly and source.live else ""
-        at = datetime.fromtimestamp(sight.now).strftime("%H:%M:%S") if state.tree else ""
-        right: Line = [(f" {mode}", look.warn), (f"{at} ", look.dim)]
+        at = datetime.fromtimestamp(context.now).strftime("%H:%M:%S") if state.tree else ""
+        right: Line = [(f" {mode}", theme.warn), (f"{at} ", theme.dim)]
         if state.lost is not None:
             wait = max(0.0, state.retry_at - clock)
             again = f"again in {wait:.0f} s" if wait > 0.5 else "trying again"
             what = "LOST" if state.tree else "NOT CONNECTED"
-            left: Line = [(f" {what}: {state.lost}, {again} · {source.name} ", f"bold {look.bad}")]
+            left: Line = [(f" {what}: {state.lost}, {again} · {source.name} ", f"bold {theme.bad}")]
             self.paint([spread(left, right, self.size.width)])
             return
         tree = state.tree
         ready = tree.get("readiness", {})
         told = (
-            ("ready", look.good)
+            ("ready", theme.good)
             if ready.get("ok")
-            else ("NOT READY: " + "; ".join(ready.get("reasons", ())), f"bold {look.bad}")
+            else ("NOT READY: " + "; ".join(ready.get("reasons", ())), f"bold {theme.bad}")
         )
         instances, requests = state.rows("instances"), state.rows("requests")
         up = sum(row.get("state") == "up" for row in instances.values())
         running = sum(row["phase"] in ("running", "prefilling") for row in requests.values())
-        age = duration(max(0.0, sight.now - tree.get("started_unix_seconds", sight.now)))
+        age = duration(max(0.0, context.now - tree.get("started_unix_seconds", context.now)))
         left = [
-            (f" appliance {tree.get('version', '')} ", look.strong),
+            (f" appliance {tree.get('version', '')} ", theme.strong),
             told,
-            (f" · {up}/{len(instances)} up", "" if up == len(instances) else look.bad),
+            (f" · {up}/{len(instances)} up", "" if up == len(instances) else theme.bad),
             (f" · {len(state.rows('models'))} models", ""),
             (f" · {len(requests)} requests, {running} running", ""),
-            (f" · {age} · {source.name} ", look.dim),
+            (f" · {age} · {source.name} ", theme.dim),
         ]
         self.paint([spread(left, right, self.size.width)])
 
@@ -82,17 +82,17 @@ class Tabs(Canvas):
         super().__init__()
         self._ends: list[tuple[int, str]] = []
 
-    def show(self, sight: Sight, views: Sequence[View], current: View) -> None:
+    def show(self, context: ViewContext, views: Sequence[View], current: View) -> None:
         width = self.size.width
         status = current.status()
         for letters, gap in TITLES:
-            line = self._titles(sight, views, current, status, letters, gap)
+            line = self._titles(context, views, current, status, letters, gap)
             if (over := cell_len(plain(line)) - width) <= 0:
                 break
         else:
             room = max(0, cell_len(status) - over - 1)
             status = f"{set_cell_size(status, room)}…" if status else ""
-            line = self._titles(sight, views, current, status, letters, gap)
+            line = self._titles(context, views, current, status, letters, gap)
         self._ends, end = [], 0
         for view, (text, _) in zip(views, line, strict=True):
             end += cell_len(text)
@@ -101,7 +101,7 @@ class Tabs(Canvas):
 
     def _titles(
         self,
-        sight: Sight,
+        context: ViewContext,
         views: Sequence[View],
         current: View,
         status: str,
@@ -115,7 +115,7 @@ class Tabs(Canvas):
                 told = f" ({status})" if status else ""
                 line.append((f" {digit}{view.title}{told} ", "bold reverse"))
             else:
-                line.append((f" {digit}{view.title[:letters]}{gap}", sight.look.dim))
+                line.append((f" {digit}{view.title[:letters]}{gap}", context.theme.dim))
         return line
 
     def on_click(self, event: events.Click) -> None:
@@ -129,7 +129,7 @@ class Tabs(Canvas):
 class Hints(Canvas):
     """The keys that matter most here."""
 
-    def show(self, sight: Sight, view: View, *, readonly: bool) -> None:
+    def show(self, context: ViewContext, view: View, *, readonly: bool) -> None:
         keys = [("?", "help"), (":", "command")]
         if view.sorts():
             keys += [("/", "filter"), ("s", "sort"), ("Enter", "detail")]
@@ -139,5 +139,5 @@ class Hints(Canvas):
         keys.append(("q", "quit"))
         line: Line = []
         for key, text in keys:
-            line += [(f" {key}", f"bold {sight.look.accent}"), (f" {text} ", sight.look.dim)]
+            line += [(f" {key}", f"bold {context.theme.accent}"), (f" {text} ", context.theme.dim)]
         self.paint([line])

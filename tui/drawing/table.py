@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 
 from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
-from tui.view import Sight, View
+from tui.view import View, ViewContext
 
 GAP = 2
 LEAST_TEXT = 8
@@ -23,15 +23,15 @@ class Column(NamedTuple):
     """`value` of a row is what it is sorted by, and what is saved; `text` is how it is shown."""
 
     title: str
-    value: Callable[[str, Document, Sight], Any]
+    value: Callable[[str, Document, ViewContext], Any]
     text: Callable[[Any], str] = lambda value: "" if value is None else str(value)
-    style: Callable[[Any, Sight], str] = lambda value, sight: ""
+    style: Callable[[Any, ViewContext], str] = lambda value, context: ""
     right: bool = False
 
 
-def member(name: str) -> Callable[[str, Document, Sight], Any]:
+def member(name: str) -> Callable[[str, Document, ViewContext], Any]:
     """A member of the row."""
-    return lambda key, row, sight: row.get(name)
+    return lambda key, row, context: row.get(name)
 
 
 class TableView(View):
@@ -46,7 +46,7 @@ class TableView(View):
     def __init__(self) -> None:
         super().__init__()
         self._canvas = Canvas()
-        self._sight: Sight | None = None
+        self._view_context: ViewContext | None = None
         self._shown: list[tuple[str, Document]] = []
         """All rows that pass the filter, sorted."""
         self._all = 0
@@ -62,15 +62,15 @@ class TableView(View):
         if self.first_sort is not None:
             self._sort, self._down = self.first_sort
 
-    def rows(self, sight: Sight) -> dict[str, Document]:
+    def rows(self, context: ViewContext) -> dict[str, Document]:
         """What there is, by key."""
         raise NotImplementedError
 
-    def nothing(self, sight: Sight) -> str:
+    def nothing(self, context: ViewContext) -> str:
         """What is said where there are no rows."""
         return ""
 
-    def faded(self, key: str, row: Document, sight: Sight) -> bool:
+    def faded(self, key: str, row: Document, context: ViewContext) -> bool:
         """Whether a row matters little: it is painted dim."""
         return False
 
@@ -79,25 +79,25 @@ class TableView(View):
 
     # --- what is on the screen -------------------------------------------------------------------
 
-    def show(self, sight: Sight) -> None:
-        self._sight = sight
-        rows = self.rows(sight)
+    def show(self, context: ViewContext) -> None:
+        self._view_context = context
+        rows = self.rows(context)
         self._all = len(rows)
         self._marks &= rows.keys()
-        shown = [(key, row) for key, row in rows.items() if self._passes(key, row, sight)]
+        shown = [(key, row) for key, row in rows.items() if self._passes(key, row, context)]
         column = next((one for one in self.columns if one.title == self._sort), None)
         if column is not None:
             shown.sort(
-                key=lambda one: _order(column.value(one[0], one[1], sight)), reverse=self._down
+                key=lambda one: _order(column.value(one[0], one[1], context)), reverse=self._down
             )
         self._shown = shown
         self._find_cursor()
         self._paint()
 
-    def _passes(self, key: str, row: Document, sight: Sight) -> bool:
+    def _passes(self, key: str, row: Document, context: ViewContext) -> bool:
         if not self._filter:
             return True
-        text = " ".join([column.text(column.value(key, row, sight)) for column in self.columns])
+        text = " ".join([column.text(column.value(key, row, context)) for column in self.columns])
         inverse = self._filter.startswith("!")
         try:
             found = re.search(self._filter.removeprefix("!"), text, re.IGNORECASE)
@@ -116,19 +116,19 @@ class TableView(View):
         self._top = max(min(self._top, self._place), self._place - height + 1)
 
     def _paint(self) -> None:
-        sight = self._sight
-        if sight is None:
+        context = self._view_context
+        if context is None:
             return
         width, height = self._canvas.size
         visible = self._shown[self._top : self._top + max(0, height - 1)]
         cells = [
             [
-                (column.text(value), sight.look.dim if faded else column.style(value, sight))
+                (column.text(value), context.theme.dim if faded else column.style(value, context))
                 for column in self.columns
-                for value in (column.value(key, row, sight),)
+                for value in (column.value(key, row, context),)
             ]
             for key, row in visible
-            for faded in (self.faded(key, row, sight),)
+            for faded in (self.faded(key, row, context),)
         ]
         for place, column in enumerate(self.columns):
             widest = max([cell_len(row[place][0]) for row in cells], default=0)
@@ -136,17 +136,17 @@ class TableView(View):
             before = self._widths.get(column.title, 0)
             self._widths[column.title] = max(before, widest, title)
         count, spare = self._fitting(width)
-        lines = [self._titles(count, spare, sight)]
+        lines = [self._titles(count, spare, context)]
         for (key, _), row in zip(visible, cells, strict=True):
             line = self._cells(row[:count], spare)
             mark = "*" if key in self._marks else " "
             if key == self._cursor:
                 text = mark + "".join([piece for piece, _ in line])
-                lines.append([(set_cell_size(text, width), sight.look.cursor)])
+                lines.append([(set_cell_size(text, width), context.theme.cursor)])
             else:
-                lines.append([(mark, sight.look.warn), *line])
-        if not self._all and (why := self.nothing(sight)):
-            lines.append([(f" {why}", sight.look.dim)])
+                lines.append([(mark, context.theme.warn), *line])
+        if not self._all and (why := self.nothing(context)):
+            lines.append([(f" {why}", context.theme.dim)])
         self._canvas.paint(lines)
 
     def _fitting(self, width: int) -> tuple[int, int]:
@@ -161,13 +161,13 @@ class TableView(View):
             used = width - spare + self._widths[column.title]
         return len(self.columns), width
 
-    def _titles(self, count: int, spare: int, sight: Sight) -> Line:
+    def _titles(self, count: int, spare: int, context: ViewContext) -> Line:
         line: Line = [(" ", "")]
         for place, column in enumerate(self.columns[:count]):
             arrow = ("▼" if self._down else "▲") if column.title == self._sort else ""
             room = self._room(column, place == count - 1, spare)
             text = _fit(column.title + arrow, room, column.right)
-            line.append((" " * (GAP if place else 0) + text, f"bold {sight.look.accent}"))
+            line.append((" " * (GAP if place else 0) + text, f"bold {context.theme.accent}"))
         return line
 
     def _room(self, column: Column, last: bool, spare: int) -> int:
@@ -229,20 +229,20 @@ class TableView(View):
             self._move(1)
 
     def table(self) -> list[list[str]]:
-        if self._sight is None:
+        if self._view_context is None:
             return []
-        sight = self._sight
+        context = self._view_context
         return [
             [column.title for column in self.columns],
             *(
-                [_saved(column.value(key, row, sight)) for column in self.columns]
+                [_saved(column.value(key, row, context)) for column in self.columns]
                 for key, row in self._shown
             ),
         ]
 
     def _again(self) -> None:
-        if self._sight is not None:
-            self.show(self._sight)
+        if self._view_context is not None:
+            self.show(self._view_context)
 
     def _move(self, by: int) -> None:
         self._place = max(0, min(self._place + by, len(self._shown) - 1))

@@ -1,4 +1,4 @@
-"""Themes: what colours mean. Everything also has a word or a glyph, for who sees no colours."""
+"""Themes: what colours mean. Everything also has a word or a glyph, for users without them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from textual.theme import Theme
 
 
 @dataclass(frozen=True)
-class Look:
+class ColourTheme:
     """Styles, as rich reads them, by what they say."""
 
-    theme: Theme
+    textual_theme: Theme
     good: str
     warn: str
     bad: str
@@ -31,8 +31,8 @@ class Look:
         return self.models[number % len(self.models)]
 
 
-DARK = Look(
-    theme=Theme(
+DARK = ColourTheme(
+    textual_theme=Theme(
         name="dark", primary="#61afef", secondary="#56b6c2", accent="#c678dd", warning="#e5b567",
         error="#e06c75", success="#7ec16e", foreground="#d8dee9", background="#101418",
         surface="#161b21", panel="#1d242c", dark=True,
@@ -44,8 +44,8 @@ DARK = Look(
         "#ff9ac1", "#b5cc6a", "#9d8cff", "#5fd7a7",
     ),
 )  # fmt: skip
-LIGHT = Look(
-    theme=Theme(
+LIGHT = ColourTheme(
+    textual_theme=Theme(
         name="light", primary="#0550ae", secondary="#1b7c83", accent="#8250df", warning="#9a6700",
         error="#cf222e", success="#1a7f37", foreground="#24292f", background="#fbfbf8",
         surface="#f2f2ee", panel="#e6e6e0", dark=False,
@@ -57,9 +57,9 @@ LIGHT = Look(
         "#bf3989", "#55730b", "#6639ba", "#00735c",
     ),
 )  # fmt: skip
-COLOUR_BLIND = Look(
+COLOUR_BLIND = ColourTheme(
     # The eight colours of Okabe and Ito, which differ for every kind of colour vision.
-    theme=Theme(
+    textual_theme=Theme(
         name="colour-blind", primary="#56b4e9", secondary="#009e73", accent="#cc79a7",
         warning="#f0e442", error="#d55e00", success="#56b4e9", foreground="#e8e8e8",
         background="#101010", surface="#181818", panel="#222222", dark=True,
@@ -70,4 +70,4 @@ COLOUR_BLIND = Look(
         "#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#bbbbbb",
     ),
 )  # fmt: skip
-LOOKS = {look.theme.name: look for look in (DARK, LIGHT, COLOUR_BLIND)}
+THEMES = {theme.textual_theme.name: theme for theme in (DARK, LIGHT, COLOUR_BLIND)}

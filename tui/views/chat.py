@@ -18,9 +18,8 @@ from tui.drawing.canvas import Canvas, Line
 from tui.drawing.wrapping import harmless
 from tui.messages import Document, Refused
 from tui.request_trace import Journey
-from tui.view import Sight, View
-from tui.views.account import colour_of
-from tui.views.laid import Laid, lines_of
+from tui.view import View, ViewContext
+from tui.views.answer_layout import AnswerLayout, lines_of
 
 PATH = "/v1/chat/completions"
 PAINT_SECONDS = 0.1
@@ -58,12 +57,12 @@ class Chat(View):
         super().__init__()
         self._canvas = Canvas()
         self._line = Writing()
-        self._sight: Sight | None = None
+        self._view_context: ViewContext | None = None
         self._model: str | None = None
         """The one that was chosen, or written to; before that it is the first of the catalogue."""
         self._conversations: dict[str, Conversation] = {}
         self._workers: dict[str, Worker[None]] = {}
-        self._laid: WeakKeyDictionary[Answer, Laid] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Answer, AnswerLayout] = WeakKeyDictionary()
         self._top: int | None = None
         """The first line that is seen; None follows the end."""
         self._last_top = 0
@@ -75,57 +74,59 @@ class Chat(View):
 
     # --- what is on the screen -------------------------------------------------------------------
 
-    def show(self, sight: Sight) -> None:
-        self._sight = sight
+    def show(self, context: ViewContext) -> None:
+        self._view_context = context
         for conversation in self._conversations.values():
             if conversation.answers:
-                conversation.answers[-1].journey.hear(sight.state)
-        model = self._talks_to(sight)
+                conversation.answers[-1].journey.hear(context.state)
+        model = self._talks_to(context)
         self._line.display = bool(model) and not self.off
         self._line.placeholder = (
             "Enter sends, Esc leaves this line" if self._line.has_focus else f"i: write to {model}"
         )
         width, height = self._canvas.size
         if self.off:
-            lines: list[Line] = [[(f"chat is off, as it computes: {self.off}", sight.look.warn)]]
+            lines: list[Line] = [[(f"chat is off, as it computes: {self.off}", context.theme.warn)]]
         elif not model:
-            lines = [[("no model is known", sight.look.dim)]]
+            lines = [[("no model is known", context.theme.dim)]]
         else:
             there = self._conversations.get(model)
-            said = self._laid_out(() if there is None else there.answers, sight, width)
+            said = self._layouts_of(() if there is None else there.answers, context, width)
             room = max(1, height - 1)
             end = max(0, sum(map(len, said)) - room)
             self._top = None if self._top is None or self._top >= end else self._top
             self._last_top = end if self._top is None else self._top
             shown = lines_of(said, self._last_top, self._last_top + room)
-            nothing: list[Line] = [[], [("Nothing was said yet.", sight.look.dim)]]
-            lines = [self._heading(model, sight, end), *(shown or nothing)]
+            nothing: list[Line] = [[], [("Nothing was said yet.", context.theme.dim)]]
+            lines = [self._heading(model, context, end), *(shown or nothing)]
         self._canvas.paint(lines)
 
-    def _talks_to(self, sight: Sight) -> str:
+    def _talks_to(self, context: ViewContext) -> str:
         """The model's name; "" where there is none."""
-        return self._model or next(iter(sight.state.rows("models")), "")
+        return self._model or next(iter(context.state.rows("models")), "")
 
-    def _heading(self, model: str, sight: Sight, end: int) -> Line:
-        row = sight.state.rows("models").get(model, {})
+    def _heading(self, model: str, context: ViewContext, end: int) -> Line:
+        row = context.state.rows("models").get(model, {})
         places = [key for key, stage in row.get("residency", {}).items() if stage == "loaded"]
         told = f"  {row.get('state', 'not in the catalogue')}"
         told += f" on {' '.join(places)}" if places else ""
         scrolled = f"  {end - self._last_top} lines below" if self._top is not None else ""
         return [
-            (model, f"bold {colour_of(model, sight)}"),
-            (told, sight.look.dim),
-            (scrolled, sight.look.warn),
+            (model, f"bold {context.model_style(model)}"),
+            (told, context.theme.dim),
+            (scrolled, context.theme.warn),
         ]
 
-    def _laid_out(self, answers: Collection[Answer], sight: Sight, width: int) -> list[Laid]:
+    def _layouts_of(
+        self, answers: Collection[Answer], context: ViewContext, width: int
+    ) -> list[AnswerLayout]:
         found = []
         for place, answer in enumerate(answers, start=1):
-            laid = self._laid.get(answer)
-            if laid is None or laid.width != width or laid.look is not sight.look:
-                laid = self._laid[answer] = Laid(answer, width, sight.look)
-            laid.catch_up(sight, newest=place == len(answers))
-            found.append(laid)
+            layout = self._layouts.get(answer)
+            if layout is None or layout.width != width or layout.theme is not context.theme:
+                layout = self._layouts[answer] = AnswerLayout(answer, width, context.theme)
+            layout.catch_up(context, newest=place == len(answers))
+            found.append(layout)
         return found
 
     def status(self) -> str:
@@ -134,8 +135,8 @@ class Chat(View):
 
     # --- what is said ----------------------------------------------------------------------------
 
-    def words(self, sight: Sight) -> Iterable[str]:
-        return sight.state.rows("models")
+    def words(self, context: ViewContext) -> Iterable[str]:
+        return context.state.rows("models")
 
     def turn_to(self, word: str) -> None:
         """Talk to this model."""
@@ -148,16 +149,16 @@ class Chat(View):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        sight, text = self._sight, event.value.strip()
-        if sight is None or not text:
+        context, text = self._view_context, event.value.strip()
+        if context is None or not text:
             return
-        model = self._talks_to(sight)
+        model = self._talks_to(context)
         conversation = self._conversations.setdefault(model, Conversation(model))
         if conversation.coming is not None:
             self.app.notify(f"{model} still answers; Ctrl-C cancels that", severity="warning")
             return
         try:
-            answer, body = conversation.ask(text, Journey(sight.state))
+            answer, body = conversation.ask(text, Journey(context.state))
         except ValueError as error:
             self.app.notify(str(error), severity="warning")
             return
@@ -165,7 +166,7 @@ class Chat(View):
         self._line.value = ""
         self._top = None
         self._workers[model] = self.run_worker(self._hear(conversation, answer, body))
-        self.show(sight)
+        self.show(context)
 
     async def _hear(self, conversation: Conversation, answer: Answer, body: Document) -> None:
         """Closing the stream, however it comes to that, ends the request."""
@@ -182,15 +183,15 @@ class Chat(View):
         self._again()
 
     def _look_again(self, answer: Answer, at: float) -> None:
-        if self._sight is not None:
-            answer.journey.hear(self._sight.state)
+        if self._view_context is not None:
+            answer.journey.hear(self._view_context.state)
         if abs(at - self._painted_at) >= PAINT_SECONDS:
             self._painted_at = at
             self._again()
 
     def _again(self) -> None:
-        if self._sight is not None and self.display:
-            self.show(self._sight)
+        if self._view_context is not None and self.display:
+            self.show(self._view_context)
 
     def interrupt(self) -> bool:
         """The answer that comes, if one does; else what was typed. Who writes never leaves by it:
@@ -218,12 +219,13 @@ class Chat(View):
 
     def _conversation(self) -> Conversation | None:
         """The one on the screen."""
-        return None if self._sight is None else self._conversations.get(self._talks_to(self._sight))
+        context = self._view_context
+        return None if context is None else self._conversations.get(self._talks_to(context))
 
     def _turn(self, by: int) -> None:
         """To the model before, or the next one."""
-        if self._sight is not None and (names := [*self._sight.state.rows("models")]):
-            here = self._talks_to(self._sight)
+        if self._view_context is not None and (names := [*self._view_context.state.rows("models")]):
+            here = self._talks_to(self._view_context)
             place = names.index(here) + by if here in names else 0
             self._model, self._top = names[place % len(names)], None
 

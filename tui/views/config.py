@@ -12,7 +12,7 @@ from tui.asking import Ask
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Source
-from tui.view import Action, Given, Sight, told
+from tui.view import Action, Given, ViewContext, told
 
 IN_FORCE = "/api/config"
 CHECK = "/api/config/check"
@@ -37,9 +37,11 @@ def _word(value: object) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _style(row_member: Any, sight: Sight) -> str:
-    look = sight.look
-    return {"reload": look.good, "restart": look.warn, "correction": look.bad}.get(row_member, "")
+def _style(row_member: Any, context: ViewContext) -> str:
+    theme = context.theme
+    return {"reload": theme.good, "restart": theme.warn, "correction": theme.bad}.get(
+        row_member, ""
+    )
 
 
 async def _reload(source: Source, key: str, given: Given) -> str:
@@ -55,9 +57,9 @@ class Config(TableView):
     asks = (Ask("GET", IN_FORCE, 10.0, CHANGES), Ask("POST", CHECK, 5.0, CHANGES))
     columns = (
         Column("KEY", member("key")),
-        Column("NOW", lambda key, row, sight: row["now"], _word),
+        Column("NOW", lambda key, row, context: row["now"], _word),
         Column("NEEDS", member("needs"), style=_style),
-        Column("FILES", member("files"), style=lambda value, sight: sight.look.warn),
+        Column("FILES", member("files"), style=lambda value, context: context.theme.warn),
     )
     actions = (
         Action("R", "reload", "apply what the files say", _reload,
@@ -65,9 +67,9 @@ class Config(TableView):
                each_row=False),
     )  # fmt: skip
 
-    def rows(self, sight: Sight) -> dict[str, Document]:
-        in_force = sight.state.answer(IN_FORCE).document
-        check = sight.state.answer(CHECK).document or {}
+    def rows(self, context: ViewContext) -> dict[str, Document]:
+        in_force = context.state.answer(IN_FORCE).document
+        check = context.state.answer(CHECK).document or {}
         rows: dict[str, Document] = {}
         for problem in check.get("problems", ()):
             where = f"{PurePath(problem['file']).name}:{problem['line']}"
@@ -85,20 +87,20 @@ class Config(TableView):
                 rows.setdefault(key, {"key": key, "now": value, "needs": "", "files": ""})
         return rows
 
-    def nothing(self, sight: Sight) -> str:
-        return sight.state.answer(IN_FORCE).refused or "asking …"
+    def nothing(self, context: ViewContext) -> str:
+        return context.state.answer(IN_FORCE).refused or "asking …"
 
     def status(self) -> str:
         """How much differs, too."""
         differing = sum(1 for _, row in self._shown if row["needs"])
         return f"{super().status()}, {differing} differ" if differing else super().status()
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        row = self.rows(sight).get(key)
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
+        row = self.rows(context).get(key)
         if row is None:
             return None
-        in_force = sight.state.answer(IN_FORCE).document or {}
-        return told({**row, "read from": in_force.get("files", [])}, sight.look)
+        in_force = context.state.answer(IN_FORCE).document or {}
+        return told({**row, "read from": in_force.get("files", [])}, context.theme)
 
     def path(self, key: str) -> str | None:
         return IN_FORCE

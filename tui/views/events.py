@@ -8,7 +8,7 @@ from typing import Any
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView
 from tui.messages import Document
-from tui.view import Sight, told
+from tui.view import ViewContext, told
 
 BAD = ("instance_lost", "model_failed", "request_rejected", "missed")
 GOOD = ("instance_up", "model_added", "config_reloaded", "policies_chosen")
@@ -18,12 +18,12 @@ def _time(value: float) -> str:
     return datetime.fromtimestamp(value).strftime("%H:%M:%S")
 
 
-def _kind_style(kind: str, sight: Sight) -> str:
-    look = sight.look
-    return look.bad if kind in BAD else look.good if kind in GOOD else look.accent
+def _kind_style(kind: str, context: ViewContext) -> str:
+    theme = context.theme
+    return theme.bad if kind in BAD else theme.good if kind in GOOD else theme.accent
 
 
-def _facts(key: str, row: Document, sight: Sight) -> str:
+def _facts(key: str, row: Document, context: ViewContext) -> str:
     facts: dict[str, Any] = row["facts"]
     return " ".join(f"{name}={_fact(value)}" for name, value in facts.items())
 
@@ -38,16 +38,16 @@ class Events(TableView):
     title = "Events"
     names = ("events", "logs", "e")
     columns = (
-        Column("TIME", lambda key, row, sight: row["unix_seconds"], _time,
-               lambda value, sight: sight.look.dim),
-        Column("EVENT", lambda key, row, sight: row["kind"], style=_kind_style),
+        Column("TIME", lambda key, row, context: row["unix_seconds"], _time,
+               lambda value, context: context.theme.dim),
+        Column("EVENT", lambda key, row, context: row["kind"], style=_kind_style),
         Column("FACTS", _facts),
     )  # fmt: skip
 
-    def rows(self, sight: Sight) -> dict[str, Document]:
-        newest_first = reversed(sight.state.notices)
+    def rows(self, context: ViewContext) -> dict[str, Document]:
+        newest_first = reversed(context.state.notices)
         return {str(row.get("number", f"-{row['unix_seconds']}")): row for row in newest_first}
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        row = self.rows(sight).get(key)
-        return None if row is None else told(row, sight.look)
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
+        row = self.rows(context).get(key)
+        return None if row is None else told(row, context.theme)

@@ -10,7 +10,7 @@ from tui.drawing.amounts import duration, rate
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Refused, Source
-from tui.view import Action, Field, Given, Secret, Sight, told
+from tui.view import Action, Field, Given, Secret, ViewContext, told
 
 PATH = "/api/keys"
 SOON_SECONDS = 24 * 3600.0
@@ -21,25 +21,25 @@ BOUNDS = {
 }  # fmt: skip
 
 
-def _models(key: str, row: Document, sight: Sight) -> str:
+def _models(key: str, row: Document, context: ViewContext) -> str:
     first, *others = row["models"] or ["all"]
     return f"{first} +{len(others)}" if others else str(first)
 
 
-def _classes(key: str, row: Document, sight: Sight) -> str:
+def _classes(key: str, row: Document, context: ViewContext) -> str:
     return "both" if row["classes"] == BOTH else ",".join(row["classes"])
 
 
-def _limits(key: str, row: Document, sight: Sight) -> str:
+def _limits(key: str, row: Document, context: ViewContext) -> str:
     return ", ".join(
         words.format(rate(row[name])) for name, words in BOUNDS.items() if row[name] is not None
     )
 
 
-def _left(key: str, row: Document, sight: Sight) -> float | None:
+def _left(key: str, row: Document, context: ViewContext) -> float | None:
     """Until it expires; nothing if it never does."""
     end: float | None = row["expires_unix_seconds"]
-    return None if end is None else end - sight.now
+    return None if end is None else end - context.now
 
 
 def _until(left: float | None) -> str:
@@ -48,14 +48,14 @@ def _until(left: float | None) -> str:
     return "expired" if left <= 0 else duration(left)
 
 
-def _until_style(left: float | None, sight: Sight) -> str:
-    look = sight.look
-    return look.dim if left is None else look.warn if left < SOON_SECONDS else ""
+def _until_style(left: float | None, context: ViewContext) -> str:
+    theme = context.theme
+    return theme.dim if left is None else theme.warn if left < SOON_SECONDS else ""
 
 
 def _had(name: str) -> Any:
     """A field of its use; None if no client has presented the key yet."""
-    return lambda key, row, sight: (row["use"] or {}).get(name)
+    return lambda key, row, context: (row["use"] or {}).get(name)
 
 
 def _words(text: str) -> list[str]:
@@ -97,19 +97,19 @@ class Keys(TableView):
     names = ("keys", "key", "k")
     asks = (Ask("GET", PATH, 5.0),)
     columns = (
-        Column("NAME", lambda key, row, sight: key),
-        Column("SCOPES", lambda key, row, sight: ",".join(row["scopes"]),
-               style=lambda value, sight: sight.look.accent if "admin" in value else ""),
+        Column("NAME", lambda key, row, context: key),
+        Column("SCOPES", lambda key, row, context: ",".join(row["scopes"]),
+               style=lambda value, context: context.theme.accent if "admin" in value else ""),
         Column("MODELS", _models),
         Column("CLASSES", _classes),
         Column("EXPIRES", _left, _until, _until_style, right=True),
-        Column("AGE", lambda key, row, sight: max(0.0, sight.now - row["created_unix_seconds"]),
+        Column("AGE", lambda key, row, context: max(0.0, context.now - row["created_unix_seconds"]),
                duration, right=True),
         Column("LIMITS", _limits),
         Column("LIVE", _had("live"), right=True),
         Column("REQUESTS", _had("requests"), right=True),
         Column("REFUSED", _had("refusals"), right=True,
-               style=lambda value, sight: sight.look.warn if value else ""),
+               style=lambda value, context: context.theme.warn if value else ""),
         Column("PROMPTS", _had("prompt_tokens"), right=True),
         Column("TOKENS", _had("output_tokens"), right=True),
         Column("SLO", member("slo"), lambda value: "yes" if value else "no"),
@@ -131,32 +131,32 @@ class Keys(TableView):
                "Revoke {}? The next request is refused, for good; what runs goes on."),
     )  # fmt: skip
 
-    def rows(self, sight: Sight) -> dict[str, Document]:
-        listed = sight.state.answer(PATH).document or {}
+    def rows(self, context: ViewContext) -> dict[str, Document]:
+        listed = context.state.answer(PATH).document or {}
         return {row["name"]: row for row in listed.get("keys", ())}
 
-    def nothing(self, sight: Sight) -> str:
-        answer = sight.state.answer(PATH)
+    def nothing(self, context: ViewContext) -> str:
+        answer = context.state.answer(PATH)
         return answer.refused or ("asking …" if answer.document is None else "there are none")
 
-    def faded(self, key: str, row: Document, sight: Sight) -> bool:
+    def faded(self, key: str, row: Document, context: ViewContext) -> bool:
         """One that has expired is good for nothing."""
-        left = _left(key, row, sight)
+        left = _left(key, row, context)
         return left is not None and left <= 0
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        row = self.rows(sight).get(key)
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
+        row = self.rows(context).get(key)
         if row is None:
             return None
         told_otherwise = ("created_unix_seconds", "expires_unix_seconds", "expired")
         shown = {name: value for name, value in row.items() if name not in told_otherwise}
-        age = duration(max(0.0, sight.now - row["created_unix_seconds"]))
+        age = duration(max(0.0, context.now - row["created_unix_seconds"]))
         shown |= {
             "models": row["models"] or "all",
             "use": row["use"] or "none since the daemon began",
         }
-        shown |= {"created": f"{age} ago", "expires in": _until(_left(key, row, sight))}
-        return told(shown, sight.look)
+        shown |= {"created": f"{age} ago", "expires in": _until(_left(key, row, context))}
+        return told(shown, context.theme)
 
     def path(self, key: str) -> str | None:
         return f"{PATH}/{quote(key)}"

@@ -12,33 +12,33 @@ from tui.drawing.amounts import duration, rate, share, size, sparkline
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Refused, Source
-from tui.view import Action, Field, Given, Sight, told
+from tui.view import Action, Field, Given, ViewContext, told
 
 SPARK_BUCKETS = 12
 SPARK_SECONDS = 5.0
 RATE_SECONDS = 10.0
 
 
-def tokens_per_second(key: str, row: Document, sight: Sight) -> float:
-    return sight.state.counter("models", key, "output_tokens").rate(sight.now, RATE_SECONDS)
+def tokens_per_second(key: str, row: Document, context: ViewContext) -> float:
+    return context.state.counter("models", key, "output_tokens").rate(context.now, RATE_SECONDS)
 
 
-def _spark(key: str, row: Document, sight: Sight) -> list[float]:
-    counter = sight.state.counter("models", key, "output_tokens")
-    return counter.increases(sight.now, SPARK_BUCKETS, SPARK_SECONDS)
+def _spark(key: str, row: Document, context: ViewContext) -> list[float]:
+    counter = context.state.counter("models", key, "output_tokens")
+    return counter.increases(context.now, SPARK_BUCKETS, SPARK_SECONDS)
 
 
 def _lately(name: str) -> Any:
-    return lambda key, row, sight: row.get("window", {}).get(name)
+    return lambda key, row, context: row.get("window", {}).get(name)
 
 
-def _marks(key: str, row: Document, sight: Sight) -> str:
+def _marks(key: str, row: Document, context: ViewContext) -> str:
     pinned = row.get("terms", {}).get("pinned", False)
     marks = {"pin": pinned, "drain": row.get("draining"), "want": row.get("wanted")}
     return ",".join(mark for mark, holds in marks.items() if holds)
 
 
-def _places(key: str, row: Document, sight: Sight) -> str:
+def _places(key: str, row: Document, context: ViewContext) -> str:
     """The instances on which it is, or comes."""
     places = {"loaded": "", "loading": "↓"}
     return " ".join(
@@ -48,17 +48,22 @@ def _places(key: str, row: Document, sight: Sight) -> str:
     )
 
 
-def _state_style(state: Any, sight: Sight) -> str:
-    look = sight.look
-    known = {"loaded": look.good, "loading": look.accent, "failed": look.bad, "leaving": look.warn}
-    return known.get(state, look.dim)
+def _state_style(state: Any, context: ViewContext) -> str:
+    theme = context.theme
+    known = {
+        "loaded": theme.good,
+        "loading": theme.accent,
+        "failed": theme.bad,
+        "leaving": theme.warn,
+    }
+    return known.get(state, theme.dim)
 
 
-def attainment_style(value: Any, sight: Sight) -> str:
-    look = sight.look
+def attainment_style(value: Any, context: ViewContext) -> str:
+    theme = context.theme
     if value is None:
-        return look.dim
-    return look.good if value >= 0.99 else look.warn if value >= 0.9 else look.bad
+        return theme.dim
+    return theme.good if value >= 0.99 else theme.warn if value >= 0.9 else theme.bad
 
 
 def _post(verb: str, words: str) -> Callable[[Source, str, Given], Awaitable[str]]:
@@ -111,8 +116,8 @@ class Models(TableView):
     names = ("models", "m")
     help = (("c", "chat"),)
     columns = (
-        Column("MODEL", lambda key, row, sight: key,
-               style=lambda value, sight: sight.look.model(sight.state.numbers.get(value, 0))),
+        Column("MODEL", lambda key, row, context: key,
+               style=lambda value, context: context.model_style(value)),
         Column("STATE", member("state"), style=_state_style),
         Column("ON", _places),
         Column("RUN", member("running"), right=True),
@@ -121,11 +126,11 @@ class Models(TableView):
         Column("SLO", _lately("attainment"), share, attainment_style, right=True),
         Column("TTFT50", _lately("ttft_p50_seconds"), duration, right=True),
         Column("TBT50", _lately("tbt_p50_seconds"), duration, right=True),
-        Column("MARKS", _marks, style=lambda value, sight: sight.look.warn),
+        Column("MARKS", _marks, style=lambda value, context: context.theme.warn),
         Column("TTFT99", _lately("ttft_p99_seconds"), duration, right=True),
         Column("TBT99", _lately("tbt_p99_seconds"), duration, right=True),
-        Column("LAST MINUTE", _spark, sparkline, lambda value, sight: sight.look.accent),
-        Column("WEIGHTS", lambda key, row, sight: row.get("facts", {}).get("weight_bytes"),
+        Column("LAST MINUTE", _spark, sparkline, lambda value, context: context.theme.accent),
+        Column("WEIGHTS", lambda key, row, context: row.get("facts", {}).get("weight_bytes"),
                lambda value: "" if value is None else size(value), right=True),
     )  # fmt: skip
 
@@ -143,12 +148,12 @@ class Models(TableView):
                fields=LIMITS),
     )  # fmt: skip
 
-    def rows(self, sight: Sight) -> dict[str, Document]:
-        return sight.state.rows("models")
+    def rows(self, context: ViewContext) -> dict[str, Document]:
+        return context.state.rows("models")
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        row = self.rows(sight).get(key)
-        return None if row is None else told(row, sight.look)
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
+        row = self.rows(context).get(key)
+        return None if row is None else told(row, context.theme)
 
     def path(self, key: str) -> str | None:
         return f"/api/models/{quote(key)}"

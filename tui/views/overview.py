@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from tui.drawing.amounts import divide, duration, rate, share, size, sparkline
 from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
-from tui.view import Sight, View, told
+from tui.view import View, ViewContext, told
 from tui.views.models import attainment_style, tokens_per_second
 
 RATE_SECONDS = 10.0
@@ -36,10 +36,10 @@ def memory(row: Document) -> dict[str, int]:
     return sizes
 
 
-def bar(sizes: dict[str, int], width: int, sight: Sight) -> Line:
+def bar(sizes: dict[str, int], width: int, context: ViewContext) -> Line:
     """The memory of an instance as one bar."""
-    look = sight.look
-    styles = dict(zip(KINDS, (look.weights, look.kv, look.prefetched, look.graphs, look.dim),
+    theme = context.theme
+    styles = dict(zip(KINDS, (theme.weights, theme.kv, theme.prefetched, theme.graphs, theme.dim),
                       strict=True))  # fmt: skip
     cells = divide(width, sizes.values())
     return [
@@ -59,20 +59,20 @@ class Overview(View):
     def __init__(self) -> None:
         super().__init__()
         self._canvas = Canvas()
-        self._sight: Sight | None = None
+        self._view_context: ViewContext | None = None
         self._place = 0
         self._top = 0
 
     def compose(self) -> ComposeResult:
         yield self._canvas
 
-    def show(self, sight: Sight) -> None:
-        self._sight = sight
+    def show(self, context: ViewContext) -> None:
+        self._view_context = context
         width, height = self._canvas.size
-        lines = self._promises(sight, width)
-        shown = self._all(sight)
+        lines = self._promises(context, width)
+        shown = self._all(context)
         self._place = max(0, min(self._place, len(shown) - 1))
-        blocks = [self._instance(key, row, sight, width) for key, row in shown]
+        blocks = [self._instance(key, row, context, width) for key, row in shown]
         room = max(1, height - len(lines))
         each = len(blocks[0]) if blocks else 1
         fit = max(1, room // each)
@@ -81,33 +81,33 @@ class Overview(View):
         for block in blocks[self._top : self._top + fit]:
             lines.extend(block)
         if (more := len(blocks) - self._top - fit) > 0 and len(lines) < height:
-            lines.append([(f"{more} more below", sight.look.dim)])
+            lines.append([(f"{more} more below", context.theme.dim)])
         self._canvas.paint(lines)
 
     # --- the appliance ---------------------------------------------------------------------------
 
-    def _promises(self, sight: Sight, width: int) -> list[Line]:
+    def _promises(self, context: ViewContext, width: int) -> list[Line]:
         """Attainment of all models, tokens, and the queue."""
-        state, look = sight.state, sight.look
+        state, theme = context.state, context.theme
         models = state.rows("models")
-        speeds = {key: tokens_per_second(key, row, sight) for key, row in models.items()}
+        speeds = {key: tokens_per_second(key, row, context) for key, row in models.items()}
         attained = _attainment(models, speeds)
         requests = state.rows("requests").values()
         waiting = [row for row in requests if row["phase"] in ("waiting", "unplaced", "queued")]
-        oldest = max((sight.now - row["arrived_unix_seconds"] for row in waiting), default=0.0)
+        oldest = max((context.now - row["arrived_unix_seconds"] for row in waiting), default=0.0)
         first: Line = [
-            ("SLO ", look.dim),
-            (share(attained) or "no tokens", attainment_style(attained, sight)),
-            (" of the last minute", look.dim),
-            (f"   {rate(sum(speeds.values()))}", look.strong),
-            (" tokens/s", look.dim),
-            (f"   {len(waiting)}", look.strong if waiting else ""),
-            (" wait", look.dim),
+            ("SLO ", theme.dim),
+            (share(attained) or "no tokens", attainment_style(attained, context)),
+            (" of the last minute", theme.dim),
+            (f"   {rate(sum(speeds.values()))}", theme.strong),
+            (" tokens/s", theme.dim),
+            (f"   {len(waiting)}", theme.strong if waiting else ""),
+            (" wait", theme.dim),
         ]
         if waiting:
-            first.append((f", the oldest {duration(oldest)}", look.warn if oldest > 10 else ""))
-        legend: Line = [("memory ", look.dim)]
-        styles = (look.weights, look.kv, look.prefetched, look.graphs, look.dim)
+            first.append((f", the oldest {duration(oldest)}", theme.warn if oldest > 10 else ""))
+        legend: Line = [("memory ", theme.dim)]
+        styles = (theme.weights, theme.kv, theme.prefetched, theme.graphs, theme.dim)
         for kind, style in zip(KINDS, styles, strict=True):
             legend += [(GLYPHS[kind] * 2, style), (f" {kind}  ", "")]
         host = state.tree.get("host_bytes", {})
@@ -116,68 +116,71 @@ class Overview(View):
             whole = sum(host.values())
             cells = divide(max(10, width // 3), (weights, host.get("kv", 0), host.get("free", 0)))
             hosted: Line = [
-                (f"{'host':{LABEL}}", look.dim),
-                (GLYPHS["weights"] * cells[0], look.weights),
-                (GLYPHS["KV"] * cells[1], look.kv),
-                (GLYPHS["free"] * cells[2], look.dim),
+                (f"{'host':{LABEL}}", theme.dim),
+                (GLYPHS["weights"] * cells[0], theme.weights),
+                (GLYPHS["KV"] * cells[1], theme.kv),
+                (GLYPHS["free"] * cells[2], theme.dim),
                 (f"  {size(whole - host.get('free', 0))} of {size(whole)}: ", ""),
-                (f"{size(weights)} weights, {size(host.get('kv', 0))} KV", look.dim),
+                (f"{size(weights)} weights, {size(host.get('kv', 0))} KV", theme.dim),
             ]
             return [first, legend, hosted, []]
         return [first, legend, []]
 
     # --- an instance -----------------------------------------------------------------------------
 
-    def _all(self, sight: Sight) -> list[tuple[str, Document]]:
-        return list(sight.state.rows("instances").items())
+    def _all(self, context: ViewContext) -> list[tuple[str, Document]]:
+        return list(context.state.rows("instances").items())
 
-    def _instance(self, key: str, row: Document, sight: Sight, width: int) -> list[Line]:
-        look, state = sight.look, sight.state
-        here = self._all(sight)[self._place][0] == key
+    def _instance(self, key: str, row: Document, context: ViewContext, width: int) -> list[Line]:
+        theme, state = context.theme, context.state
+        here = self._all(context)[self._place][0] == key
         name = f" {key} {row.get('role', '')}"
         up = row.get("state") == "up"
         model = row.get("model")
         busy = state.counter("instances", key, "busy_seconds")
-        switches = state.counter("instances", key, "switches").rate(sight.now, RATE_SECONDS)
-        moved = state.counter("instances", key, "moved_bytes").rate(sight.now, RATE_SECONDS)
+        switches = state.counter("instances", key, "switches").rate(context.now, RATE_SECONDS)
+        moved = state.counter("instances", key, "moved_bytes").rate(context.now, RATE_SECONDS)
         head: Line = [
-            (f"{name:{LABEL}}", look.cursor if here else look.strong),
-            (f" {row.get('state', '')} ", look.good if up else f"bold {look.bad}"),
-            (f"{model or 'idle'}", look.model(state.numbers.get(model, 0)) if model else look.dim),
-            (f"   {share(_busy(key, sight))} busy", ""),
+            (f"{name:{LABEL}}", theme.cursor if here else theme.strong),
+            (f" {row.get('state', '')} ", theme.good if up else f"bold {theme.bad}"),
+            (
+                f"{model or 'idle'}",
+                context.model_style(model) if model else theme.dim,
+            ),
+            (f"   {share(_busy(key, context))} busy", ""),
             (f"   {rate(switches)} switches/s", ""),
             (f"   {size(moved)}/s moved", ""),
         ]
         for gpu in row.get("gpus", ()):
-            head.append((f"   {_sensors(gpu)}", look.dim))
+            head.append((f"   {_sensors(gpu)}", theme.dim))
         sizes = memory(row)
         whole = sum(sizes.values())
         used = f"  {size(whole - sizes['free'])} of {size(whole)}"
         pool = max(10, width - LABEL - 18)
-        memory_line: Line = [(" " * LABEL, ""), *bar(sizes, pool, sight), (used, "")]
+        memory_line: Line = [(" " * LABEL, ""), *bar(sizes, pool, context), (used, "")]
         buckets = min(SPARK_BUCKETS, max(0, width - LABEL - 40))
-        counts = busy.increases(sight.now, buckets, SPARK_SECONDS)
+        counts = busy.increases(context.now, buckets, SPARK_SECONDS)
         history: Line = [
             (" " * LABEL, ""),
-            (sparkline(counts), look.accent),
+            (sparkline(counts), theme.accent),
             ("  ", ""),
-            *_residents(row, sight),
+            *_residents(row, context),
         ]
         return [head, memory_line, history, []]
 
     # --- keys ------------------------------------------------------------------------------------
 
     def current(self) -> tuple[str, Document] | None:
-        shown = [] if self._sight is None else self._all(self._sight)
+        shown = [] if self._view_context is None else self._all(self._view_context)
         return shown[min(self._place, len(shown) - 1)] if shown else None
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        row = sight.state.rows("instances").get(key)
-        return None if row is None else told(row, sight.look)
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
+        row = context.state.rows("instances").get(key)
+        return None if row is None else told(row, context.theme)
 
     def table(self) -> list[list[str]]:
         """A row for each instance."""
-        if self._sight is None:
+        if self._view_context is None:
             return []
         titles = ["instance", "role", "state", "model", *KINDS]
         return [
@@ -185,33 +188,33 @@ class Overview(View):
             *(
                 [key, *(str(row.get(name, "")) for name in titles[1:4]),
                  *(str(nbytes) for nbytes in memory(row).values())]
-                for key, row in self._all(self._sight)
+                for key, row in self._all(self._view_context)
             ),
         ]  # fmt: skip
 
     def on_key(self, event: events.Key) -> None:
         by = {"up": -1, "k": -1, "down": 1, "j": 1}.get(event.key)
-        if by is not None and self._sight is not None:
+        if by is not None and self._view_context is not None:
             event.stop()
             self._place += by
-            self.show(self._sight)
+            self.show(self._view_context)
 
     def on_resize(self) -> None:
-        if self._sight is not None:
-            self.show(self._sight)
+        if self._view_context is not None:
+            self.show(self._view_context)
 
 
-def _busy(key: str, sight: Sight) -> float:
+def _busy(key: str, context: ViewContext) -> float:
     """The share of the last seconds in which it computed, also what is not over yet."""
-    counter = sight.state.counter("instances", key, "busy_seconds")
+    counter = context.state.counter("instances", key, "busy_seconds")
     open_seconds: float = sum(
-        min(RATE_SECONDS, max(0.0, sight.now - span["began_unix_seconds"]))
-        for span in sight.state.rows("spans").values()
+        min(RATE_SECONDS, max(0.0, context.now - span["began_unix_seconds"]))
+        for span in context.state.rows("spans").values()
         if str(span["instance"]) == key
         and span["kind"] in ("turn", "prefill")
         and "ended_unix_seconds" not in span
     )
-    return min(1.0, counter.rate(sight.now, RATE_SECONDS) + open_seconds / RATE_SECONDS)
+    return min(1.0, counter.rate(context.now, RATE_SECONDS) + open_seconds / RATE_SECONDS)
 
 
 def _attainment(models: dict[str, Document], speeds: dict[str, float]) -> float | None:
@@ -237,14 +240,11 @@ def _sensors(gpu: Document) -> str:
     return " ".join(told)
 
 
-def _residents(row: Document, sight: Sight) -> Line:
+def _residents(row: Document, context: ViewContext) -> Line:
     """The models that hold memory, the largest first."""
     sizes: dict[str, int] = {}
     for owner, nbytes in row.get("pool_bytes", {}).items():
         if (model := owner.partition(":")[2]) and nbytes:
             sizes[model] = sizes.get(model, 0) + nbytes
     largest = sorted(sizes.items(), key=lambda one: -one[1])
-    return [
-        (f"{model} {size(nbytes)}  ", sight.look.model(sight.state.numbers.get(model, 0)))
-        for model, nbytes in largest
-    ]
+    return [(f"{model} {size(nbytes)}  ", context.model_style(model)) for model, nbytes in largest]

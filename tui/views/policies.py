@@ -15,15 +15,15 @@ from tui.drawing.amounts import duration
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Refused, Source
-from tui.view import Action, Field, Given, Sight, told
+from tui.view import Action, Field, Given, ViewContext, told
 
 PATH = "/api/policies"
 PAIRS = re.compile(r"[,\s]+(?=[\w.-]+=)")
 
 
-def report_of(sight: Sight) -> Document:
+def report_of(context: ViewContext) -> Document:
     """The newest answer; empty before there is one."""
-    document = sight.state.answer(PATH).document
+    document = context.state.answer(PATH).document
     return document if isinstance(document, dict) else {}
 
 
@@ -77,8 +77,8 @@ def _told_tally(tally: Document) -> str:
     return f"{counts}; " + ", ".join(f"{name} {duration(time)}" for name, time in times.items())
 
 
-def _state_style(value: Any, sight: Sight) -> str:
-    return sight.look.good if value == "ok" else sight.look.bad
+def _state_style(value: Any, context: ViewContext) -> str:
+    return context.theme.good if value == "ok" else context.theme.bad
 
 
 # --- what is chosen ------------------------------------------------------------------------------
@@ -103,19 +103,19 @@ def _written(pairs: Document) -> str:
     return ",".join(f"{name}={value}" for name, value in pairs.items())
 
 
-def compared(report: Document, sight: Sight) -> list[Line]:
+def compared(report: Document, context: ViewContext) -> list[Line]:
     """What is chosen now against what was before; what differs is marked."""
-    look = sight.look
+    theme = context.theme
     if not report.get("previous"):
-        return [[("there were no others before", look.dim)]]
+        return [[("there were no others before", theme.dim)]]
     now, before = keys_of(report["active"]), keys_of(report["previous"][-1])
     names = [*now, *(name for name in before if name not in now)]
     width = max(len(name) for name in names) + 4
     across = max(8, *(len(now.get(name, "-")) + 2 for name in names))
-    lines: list[Line] = [[(f"{'':{width}}{'NOW':{across}}BEFORE", f"bold {look.accent}")]]
+    lines: list[Line] = [[(f"{'':{width}}{'NOW':{across}}BEFORE", f"bold {theme.accent}")]]
     for name in names:
         old, new = before.get(name, "-"), now.get(name, "-")
-        mark, style = ("≠ ", look.warn) if old != new else ("  ", "")
+        mark, style = ("≠ ", theme.warn) if old != new else ("  ", "")
         lines.append([(f"{mark}{name:{width - 2}}", style), (f"{new:{across}}{old}", style)])
     return lines
 
@@ -190,16 +190,16 @@ class Policies(TableView):
     asks = (Ask("GET", PATH, 2.0, ("policies_chosen", "config_reloaded")),)
     help = (("c", "compare with before"), ("i", "installed"))
     columns = (
-        Column("DECISION", lambda key, row, sight: key),
+        Column("DECISION", lambda key, row, context: key),
         Column("ASKED, IN THIS ORDER", member("asked"),
-               style=lambda value, sight: sight.look.accent),
+               style=lambda value, context: context.theme.accent),
         Column("STATE", member("state"), style=_state_style),
         Column("FAULTS", member("faults"), right=True,
-               style=lambda value, sight: sight.look.warn if value else sight.look.dim),
+               style=lambda value, context: context.theme.warn if value else context.theme.dim),
         Column("CALLS", member("calls"), right=True),
         Column("P50", member("p50_seconds"), duration, right=True),
         Column("P99", member("p99_seconds"), duration, right=True),
-        Column("LAST FAULT", member("last_fault"), style=lambda value, sight: sight.look.warn),
+        Column("LAST FAULT", member("last_fault"), style=lambda value, context: context.theme.warn),
     )  # fmt: skip
     actions = (
         Action("e", "set", "have other policies decide", _set, each_row=False, fields=(
@@ -215,21 +215,21 @@ class Policies(TableView):
         Action("E", "enable", "ask policies again that failed too often", _enable),
     )  # fmt: skip
 
-    def rows(self, sight: Sight) -> dict[str, Document]:
-        report = report_of(sight)
+    def rows(self, context: ViewContext) -> dict[str, Document]:
+        report = report_of(context)
         decisions: dict[str, list[str]] = report.get("decisions", {})
         return {hook: _row(hook, names, report) for hook, names in decisions.items()}
 
-    def nothing(self, sight: Sight) -> str:
-        return sight.state.answer(PATH).refused or "asking …"
+    def nothing(self, context: ViewContext) -> str:
+        return context.state.answer(PATH).refused or "asking …"
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
         """Who is asked, with parameters, and what went wrong."""
-        report = report_of(sight)
+        report = report_of(context)
         names = report.get("decisions", {}).get(key)
         if names is None:
             return None
-        look = sight.look
+        theme = context.theme
         parameters = report["active"]["parameters"]
         lines: list[Line] = []
         for state in report["policies"]:
@@ -239,13 +239,13 @@ class Policies(TableView):
                 tally = state.get("decisions", {}).get(key)
                 facts |= {f"for {key}": _told_tally(tally) if tally else "not asked yet"}
                 given = parameters.get(state["name"], {})
-                lines += [[(state["name"], f"bold {look.accent}")], *told(facts, look, 1)]
-                lines += [*told({"parameters": given or "as it ships"}, look, 1), []]
+                lines += [[(state["name"], f"bold {theme.accent}")], *told(facts, theme, 1)]
+                lines += [*told({"parameters": given or "as it ships"}, theme, 1), []]
         for row in reversed(_faults(report, key)):
             at = datetime.fromtimestamp(row["unix_seconds"]).strftime("%Y-%m-%d %H:%M:%S")
             times = f" x{row['count']}" if row["count"] > 1 else ""
-            lines.append([(f"{at}{times}  ", look.dim),
-                          (f"{row['policy']}: {row['reason']}", look.warn)])  # fmt: skip
+            lines.append([(f"{at}{times}  ", theme.dim),
+                          (f"{row['policy']}: {row['reason']}", theme.warn)])  # fmt: skip
         return lines
 
     def path(self, key: str) -> str | None:
@@ -254,19 +254,19 @@ class Policies(TableView):
     def on_key(self, event: events.Key) -> None:
         if event.character == "c":
             event.stop()
-            self.open("now and before", lambda sight: compared(report_of(sight), sight))
+            self.open("now and before", lambda context: compared(report_of(context), context))
         elif event.character == "i":
             event.stop()
             self.open("installed", _installed)
 
 
-def _installed(sight: Sight) -> list[Line]:
+def _installed(context: ViewContext) -> list[Line]:
     """What could decide, and what each of them makes."""
-    look = sight.look
+    theme = context.theme
     lines: list[Line] = []
-    for row in report_of(sight).get("installed", ()):
-        lines.append([(row["name"], f"bold {look.accent}"),
-                      (f"  {row['version']} {row['distribution']}", look.dim)])  # fmt: skip
-        about = (row["error"], look.bad) if row["error"] else (row["about"], "")
-        lines += [[("  ", ""), about], [(f"  {', '.join(row['hooks'])}", look.dim)], []]
+    for row in report_of(context).get("installed", ()):
+        lines.append([(row["name"], f"bold {theme.accent}"),
+                      (f"  {row['version']} {row['distribution']}", theme.dim)])  # fmt: skip
+        about = (row["error"], theme.bad) if row["error"] else (row["about"], "")
+        lines += [[("  ", ""), about], [(f"  {', '.join(row['hooks'])}", theme.dim)], []]
     return lines

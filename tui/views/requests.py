@@ -9,14 +9,14 @@ from tui.drawing.amounts import duration
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import Document, Source
-from tui.view import Action, Given, Sight, told
+from tui.view import Action, Given, ViewContext, told
 
 
-def _age(key: str, row: Document, sight: Sight) -> float:
-    return max(0.0, sight.now - float(row["arrived_unix_seconds"]))
+def _age(key: str, row: Document, context: ViewContext) -> float:
+    return max(0.0, context.now - float(row["arrived_unix_seconds"]))
 
 
-def waits_for(key: str, row: Document, sight: Sight) -> str | None:
+def waits_for(key: str, row: Document, context: ViewContext) -> str | None:
     """Why it is not computed now, in a few words; None if it is."""
     reason = row.get("reason")
     if reason is None:
@@ -25,15 +25,11 @@ def waits_for(key: str, row: Document, sight: Sight) -> str | None:
     return str(reason["code"]).replace("_", " ") + behind
 
 
-def _phase_style(phase: Any, sight: Sight) -> str:
-    look = sight.look
-    return {"running": look.good, "prefilling": look.accent, "ready": look.warn}.get(
-        phase, look.dim
+def _phase_style(phase: Any, context: ViewContext) -> str:
+    theme = context.theme
+    return {"running": theme.good, "prefilling": theme.accent, "ready": theme.warn}.get(
+        phase, theme.dim
     )
-
-
-def _model_style(model: Any, sight: Sight) -> str:
-    return sight.look.model(sight.state.numbers.get(model, 0))
 
 
 async def _cancel(source: Source, key: str, given: Given) -> str:
@@ -47,13 +43,13 @@ class Requests(TableView):
     title = "Requests"
     names = ("requests", "r")
     columns = (
-        Column("MODEL", member("model"), style=_model_style),
+        Column("MODEL", member("model"), style=lambda value, context: context.model_style(value)),
         Column("PHASE", member("phase"), style=_phase_style),
         Column("AGE", _age, duration, right=True),
         Column("TOKENS", member("output_tokens"), right=True),
         Column("AT", member("instance"), right=True),
-        Column("WAITS FOR", waits_for, style=lambda value, sight: sight.look.warn),
-        Column("ID", lambda key, row, sight: key),
+        Column("WAITS FOR", waits_for, style=lambda value, context: context.theme.warn),
+        Column("ID", lambda key, row, context: key),
         Column("CLASS", member("request_class")),
         Column("PROMPT", member("prompt_tokens"), right=True),
         Column("MOST", member("max_tokens"), right=True),
@@ -61,15 +57,15 @@ class Requests(TableView):
     )
     actions = (Action("K", "cancel", "cancel requests", _cancel, "Cancel {}? Clients are told."),)
 
-    def rows(self, sight: Sight) -> dict[str, Document]:
-        return sight.state.rows("requests")
+    def rows(self, context: ViewContext) -> dict[str, Document]:
+        return context.state.rows("requests")
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        row = self.rows(sight).get(key)
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
+        row = self.rows(context).get(key)
         if row is None:
             return None
         shown = {name: value for name, value in row.items() if name != "arrived_unix_seconds"}
-        return told({**shown, "age": duration(_age(key, row, sight))}, sight.look)
+        return told({**shown, "age": duration(_age(key, row, context))}, context.theme)
 
     def path(self, key: str) -> str | None:
         return f"/api/requests/{quote(key, safe='')}"

@@ -17,7 +17,7 @@ from textual.app import ComposeResult
 from tui.drawing.amounts import duration, size
 from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
-from tui.view import Sight, View
+from tui.view import View, ViewContext
 
 LANES = ("run", "load", "swap")
 LANE_OF = {
@@ -52,7 +52,7 @@ class Timeline(View):
     def __init__(self) -> None:
         super().__init__()
         self._canvas = Canvas()
-        self._sight: Sight | None = None
+        self._view_context: ViewContext | None = None
         self._zoom = FIRST_ZOOM
         self._right: float | None = None
         """The time at the right edge; None follows the time."""
@@ -67,47 +67,49 @@ class Timeline(View):
 
     # --- what is on the screen -------------------------------------------------------------------
 
-    def show(self, sight: Sight) -> None:
-        self._sight = sight
+    def show(self, context: ViewContext) -> None:
+        self._view_context = context
         width, height = self._canvas.size
-        self._lanes = [Lane(key, name) for key in sight.state.rows("instances") for name in LANES]
+        self._lanes = [Lane(key, name) for key in context.state.rows("instances") for name in LANES]
         self._lane = max(0, min(self._lane, len(self._lanes) - 1))
         cells, seconds = max(10, width - LABEL), ZOOMS[self._zoom]
-        right = self._edge(sight, cells)
-        drawn = self._drawn(sight, right - seconds, right)
+        right = self._edge(context, cells)
+        drawn = self._drawn(context, right - seconds, right)
         room = max(1, height - 2)
         self._top = min(self._top, self._lane, max(0, len(self._lanes) - room))
         self._top = max(self._top, self._lane - room + 1)
-        lines = [self._axis(sight, right, seconds, cells)]
+        lines = [self._axis(context, right, seconds, cells)]
         for place, lane in enumerate(self._lanes[self._top : self._top + room], self._top):
             here = place == self._lane
             spans = drawn[lane]
             lines.append(
-                [*self._title(sight, lane, here=here),
-                 *self._bars(sight, spans, right - seconds, seconds / cells, cells)]
+                [*self._title(context, lane, here=here),
+                 *self._bars(context, spans, right - seconds, seconds / cells, cells)]
             )  # fmt: skip
         while len(lines) < height - 1:
             lines.append([])
-        lines.append([(LEGEND, sight.look.dim)])
+        lines.append([(LEGEND, context.theme.dim)])
         self._canvas.paint(lines)
 
-    def _edge(self, sight: Sight, cells: int) -> float:
+    def _edge(self, context: ViewContext, cells: int) -> float:
         """The time at the right edge: one at which a cell ends, so that what is over stays as it is
         drawn while it moves to the left."""
         each = ZOOMS[self._zoom] / cells
-        right = sight.now if self._right is None else self._right
+        right = context.now if self._right is None else self._right
         return -(-right // each) * each
 
-    def _drawn(self, sight: Sight, left: float, right: float) -> defaultdict[Lane, list[Document]]:
+    def _drawn(
+        self, context: ViewContext, left: float, right: float
+    ) -> defaultdict[Lane, list[Document]]:
         """Spans that are seen, by lane, the earliest first."""
         drawn: defaultdict[Lane, list[Document]] = defaultdict(list)
-        for span in sight.state.spans.values():
-            ended = span.get("ended_unix_seconds", sight.now)
+        for span in context.state.spans.values():
+            ended = span.get("ended_unix_seconds", context.now)
             if ended >= left and span["began_unix_seconds"] <= right:
                 drawn[_lane(span)].append(span)
         return drawn
 
-    def _axis(self, sight: Sight, right: float, seconds: float, cells: int) -> Line:
+    def _axis(self, context: ViewContext, right: float, seconds: float, cells: int) -> Line:
         """Times of day, and how far the window reaches."""
         state = f"{duration(seconds):>6} " if self._right is None else "paused "
         text = ""
@@ -116,23 +118,23 @@ class Timeline(View):
             shown = datetime.fromtimestamp(at)
             time = shown.strftime("%H:%M:%S") + (f".{shown.microsecond // 100000}" * (seconds < 20))
             text += f"{'│' + time:{TICK_CELLS}}"
-        style = sight.look.dim if self._right is None else sight.look.warn
-        return [(f"{state:{LABEL}}", style), (text[:cells], sight.look.dim)]
+        style = context.theme.dim if self._right is None else context.theme.warn
+        return [(f"{state:{LABEL}}", style), (text[:cells], context.theme.dim)]
 
-    def _title(self, sight: Sight, lane: Lane, *, here: bool) -> Line:
+    def _title(self, context: ViewContext, lane: Lane, *, here: bool) -> Line:
         number = lane.instance if lane.name == LANES[0] else ""
         text = f" {number:3} {lane.name:4} "
-        return [(f"{text:{LABEL}}", sight.look.cursor if here else sight.look.dim)]
+        return [(f"{text:{LABEL}}", context.theme.cursor if here else context.theme.dim)]
 
     def _bars(
-        self, sight: Sight, spans: list[Document], left: float, per_cell: float, cells: int
+        self, context: ViewContext, spans: list[Document], left: float, per_cell: float, cells: int
     ) -> Line:
         """A lane: each span as long as it took, with its model on it where there is room."""
         texts = [" "] * cells
         styles = [""] * cells
         for span in spans:
             first = int((span["began_unix_seconds"] - left) / per_cell)
-            last = int((span.get("ended_unix_seconds", sight.now) - left) / per_cell)
+            last = int((span.get("ended_unix_seconds", context.now) - left) / per_cell)
             begins, first, last = first >= 0, max(0, first), min(last, cells - 1)
             length = last - first + 1
             if length <= 0:
@@ -141,7 +143,7 @@ class Timeline(View):
             edge = "│" if begins and (length > 2 or not mark) else ""
             label = (edge + mark + str(span["model"]))[:length].ljust(length)
             chosen = str(span["number"]) == self._chosen
-            colour = sight.look.model(sight.state.numbers.get(span["model"], 0))
+            colour = context.model_style(span["model"])
             style = f"bold underline {colour}" if chosen else f"reverse {colour}"
             texts[first : last + 1] = label
             styles[first : last + 1] = [style] * length
@@ -153,34 +155,34 @@ class Timeline(View):
     # --- the span that is chosen -----------------------------------------------------------------
 
     def current(self) -> tuple[str, Document] | None:
-        if self._sight is None or self._chosen is None:
+        if self._view_context is None or self._chosen is None:
             return None
-        span = self._sight.state.spans.get(self._chosen)
+        span = self._view_context.state.spans.get(self._chosen)
         return None if span is None else (self._chosen, span)
 
-    def detail(self, key: str, sight: Sight) -> list[Line] | None:
-        span = sight.state.spans.get(key)
-        return None if span is None else described(span, sight)
+    def detail(self, key: str, context: ViewContext) -> list[Line] | None:
+        span = context.state.spans.get(key)
+        return None if span is None else described(span, context)
 
     def _choose(self, by: int) -> None:
         """The span before or after, on the lane of the cursor; the newest at first."""
-        sight = self._sight
-        if sight is None or not self._lanes:
+        context = self._view_context
+        if context is None or not self._lanes:
             return
         lane = self._lanes[self._lane]
-        numbers = [number for number, span in sight.state.spans.items() if _lane(span) == lane]
+        numbers = [number for number, span in context.state.spans.items() if _lane(span) == lane]
         if not numbers:
             return
         place = numbers.index(self._chosen) + by if self._chosen in numbers else len(numbers) - 1
         self._chosen = numbers[max(0, min(place, len(numbers) - 1))]
-        self._bring_into_sight(sight.state.spans[self._chosen], sight)
+        self._bring_into_sight(context.state.spans[self._chosen], context)
 
-    def _bring_into_sight(self, span: Document, sight: Sight) -> None:
-        right = sight.now if self._right is None else self._right
+    def _bring_into_sight(self, span: Document, context: ViewContext) -> None:
+        right = context.now if self._right is None else self._right
         seconds = ZOOMS[self._zoom]
-        began, ended = span["began_unix_seconds"], span.get("ended_unix_seconds", sight.now)
+        began, ended = span["began_unix_seconds"], span.get("ended_unix_seconds", context.now)
         if began < right - seconds or ended > right:
-            self._right = min(sight.now, max(ended, began) + seconds / 4)
+            self._right = min(context.now, max(ended, began) + seconds / 4)
 
     # --- keys ------------------------------------------------------------------------------------
 
@@ -196,19 +198,19 @@ class Timeline(View):
             "f": self._follow, "end": self._follow,
         }  # fmt: skip
         do = moves.get(event.character or "", moves.get(event.key))
-        if do is not None and self._sight is not None:
+        if do is not None and self._view_context is not None:
             event.stop()
             do()
-            self.show(self._sight)
+            self.show(self._view_context)
 
     def _zoom_by(self, by: int) -> None:
         self._zoom = max(0, min(self._zoom + by, len(ZOOMS) - 1))
 
     def _pan(self, by: float) -> None:
-        if self._sight is not None:
-            right = self._sight.now if self._right is None else self._right
+        if self._view_context is not None:
+            right = self._view_context.now if self._right is None else self._right
             right += by * ZOOMS[self._zoom]
-            self._right = None if right >= self._sight.now else right
+            self._right = None if right >= self._view_context.now else right
 
     def _go(self, by: int) -> None:
         self._lane = max(0, min(self._lane + by, len(self._lanes) - 1))
@@ -226,25 +228,25 @@ class Timeline(View):
 
     def on_click(self, event: events.Click) -> None:
         """The span under the mouse is chosen; twice, it is opened (by who is above)."""
-        sight, place = self._sight, self._top + event.y - 1
-        if sight is None or not 0 <= place < len(self._lanes) or event.y < 1:
+        context, place = self._view_context, self._top + event.y - 1
+        if context is None or not 0 <= place < len(self._lanes) or event.y < 1:
             return
         self._lane = place
         cells, seconds = max(10, self._canvas.size.width - LABEL), ZOOMS[self._zoom]
-        right = self._edge(sight, cells)
+        right = self._edge(context, cells)
         left = right - seconds + (event.x - LABEL) * seconds / cells
         under = [
             span
-            for span in self._drawn(sight, left, left + seconds / cells)[self._lanes[place]]
+            for span in self._drawn(context, left, left + seconds / cells)[self._lanes[place]]
             if event.x >= LABEL
         ]
         if under:
             self._chosen = str(under[-1]["number"])
-        self.show(sight)
+        self.show(context)
 
     def on_resize(self) -> None:
-        if self._sight is not None:
-            self.show(self._sight)
+        if self._view_context is not None:
+            self.show(self._view_context)
 
 
 def _lane(span: Document) -> Lane:
@@ -262,15 +264,15 @@ def _merged(texts: list[str], styles: list[str]) -> Line:
     return line
 
 
-def described(span: Document, sight: Sight) -> list[Line]:
+def described(span: Document, context: ViewContext) -> list[Line]:
     """What was computed or moved, with whom, for how long, and why."""
-    look = sight.look
+    theme = context.theme
     began, ended = span["began_unix_seconds"], span.get("ended_unix_seconds")
-    took = (sight.now if ended is None else ended) - began
+    took = (context.now if ended is None else ended) - began
     kind = str(span["kind"]).replace("_", " ")
     facts: list[tuple[str, str]] = [
         ("what", f"{kind} of {span['model']} on instance {span['instance']}"),
-        ("began", f"{duration(max(0.0, sight.now - began))} ago"),
+        ("began", f"{duration(max(0.0, context.now - began))} ago"),
         ("took", duration(took) + (" so far" if ended is None else f", then {span['outcome']}")),
     ]
     if "quota_seconds" in span:
@@ -292,15 +294,15 @@ def described(span: Document, sight: Sight) -> list[Line]:
     if decision.get("plan"):
         turns = ", ".join(f"{model} {duration(quota)}" for model, quota in decision["plan"])
         facts.append(("then", turns))
-    lines: list[Line] = [[(f"{name:12}", look.accent), (text, "")] for name, text in facts]
+    lines: list[Line] = [[(f"{name:12}", theme.accent), (text, "")] for name, text in facts]
     for title, members in (("batch", span.get("requests")), ("prompts", span.get("prompts"))):
         if members:
-            lines += [[], [(f"{title} ({len(members)})", look.accent)]]
-            lines += [[(f"  {member}", ""), *_request(str(member), sight)] for member in members]
+            lines += [[], [(f"{title} ({len(members)})", theme.accent)]]
+            lines += [[(f"  {member}", ""), *_request(str(member), context)] for member in members]
     return lines
 
 
-def _request(name: str, sight: Sight) -> Line:
-    row = sight.state.rows("requests").get(name)
+def _request(name: str, context: ViewContext) -> Line:
+    row = context.state.rows("requests").get(name)
     told = "over" if row is None else f"{row['phase']}, {row['output_tokens']} tokens"
-    return [(f"  {told}", sight.look.dim)]
+    return [(f"  {told}", context.theme.dim)]

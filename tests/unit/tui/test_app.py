@@ -34,7 +34,7 @@ from tests.unit.tui.bench import (
     tree,
 )
 from tui.dialogs import Page
-from tui.drawing.theme import LOOKS
+from tui.drawing.theme import THEMES
 from tui.messages import Message, Refused
 from tui.prompt import Prompt
 from tui.recording import Recorder, read_recording
@@ -344,7 +344,7 @@ async def test_a_lost_daemon_is_told_and_comes_back() -> None:
 async def test_themes() -> None:
     """By command, or in the palette."""
     async with dashboard(told()) as app:
-        for name in LOOKS:
+        for name in THEMES:
             await command(app, f"theme {name}")
             assert app.theme == name
         await command(app, "theme mauve")

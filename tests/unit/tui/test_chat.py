@@ -319,7 +319,7 @@ async def test_a_long_answer_scrolls() -> None:
 
 
 async def test_any_line_of_any_answer_is_reached() -> None:
-    """One below the other: the question, what was thought and said, the account, an empty line."""
+    """One below the other: the question, what was thought and said, the stats, an empty line."""
     async with dashboard(source := pool(), size=(60, 12)) as app:
         await command(app, "chat")
         for number in range(3):

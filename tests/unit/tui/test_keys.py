@@ -30,7 +30,7 @@ from tests.unit.tui.bench import (
 from tests.unit.tui.scenes import key, keys
 from tui.app import Dashboard
 from tui.dialogs import Form, SecretPage
-from tui.drawing.theme import LOOKS
+from tui.drawing.theme import THEMES
 from tui.messages import Refused
 from tui.recording import Recorder
 
@@ -94,7 +94,7 @@ async def test_one_that_has_expired_is_flagged() -> None:
         assert row(app, "trial")[4] == "expired"
         strip = app.screen._compositor.render_strips()[4]
         colours = {one.style.color.triplet for one in strip if one.text.strip() and one.style}
-        assert colours == {Color.parse(LOOKS["dark"].dim).triplet}
+        assert colours == {Color.parse(THEMES["dark"].dim).triplet}
 
 
 async def test_it_is_sorted_marked_and_saved(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.unit.tui.bench import (
     tree,
 )
 from tests.unit.tui.scenes import loaded, maps, slabs
-from tui.drawing.theme import LOOKS
+from tui.drawing.theme import THEMES
 from tui.messages import Refused
 from tui.recording import read_recording
 from tui.views import VIEWS
@@ -44,7 +44,7 @@ async def test_it_looks_like_this(
     async with dashboard(loaded(), size=size) as app:
         app.show_view(view)
         await settle(app)
-        for theme in LOOKS:
+        for theme in THEMES:
             app.theme = theme
             await settle(app)
             name = f"{view}-{size[0]}x{size[1]}-{theme}.svg"

@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 
 from tui.conversation import Answer
 from tui.drawing.canvas import Line
-from tui.drawing.theme import Look
+from tui.drawing.theme import ColourTheme
 from tui.drawing.wrapping import Wrapped
-from tui.view import Sight
-from tui.views.account import account
+from tui.view import ViewContext
+from tui.views.answer_stats import stats_lines
 
 _MARK, _PAD = "> ", "  "
 
 
-class Laid:
-    """One of a width and a look, as far as it has come: the question, what was answered, and the
-    account of it. Its length is that in lines."""
+class AnswerLayout:
+    """For one width and one theme, as far as the answer has come: the question, what was answered,
+    and the stats. `len` is the number of lines."""
 
-    def __init__(self, answer: Answer, width: int, look: Look) -> None:
+    def __init__(self, answer: Answer, width: int, theme: ColourTheme) -> None:
         self.width = width
-        self.look = look
+        self.theme = theme
         self._answer = answer
         self._room = max(1, width - len(_PAD))
         self._question, self._reasoning, self._text = (Wrapped(self._room) for _ in range(3))
@@ -29,16 +29,16 @@ class Laid:
         self._behind: list[Line] = []
         self._was_newest = True
 
-    def catch_up(self, sight: Sight, *, newest: bool) -> None:
-        """O(what is new). The account of an answer changes only while it is the newest."""
+    def catch_up(self, context: ViewContext, *, newest: bool) -> None:
+        """O(what is new). The stats of an answer change only while it is the newest."""
         answer = self._answer
         self._reasoning.add(answer.reasoning[self._reasoning_there :])
         self._text.add(answer.text[self._text_there :])
         self._reasoning_there, self._text_there = len(answer.reasoning), len(answer.text)
         if newest or self._was_newest:
             self._was_newest = newest
-            cut: Line = [(f"{_PAD}the rest of it is not kept", self.look.warn)]
-            told = [[(_PAD, ""), *line] for line in account(answer, sight, self._room)]
+            cut: Line = [(f"{_PAD}the rest of it is not kept", self.theme.warn)]
+            told = [[(_PAD, ""), *line] for line in stats_lines(answer, context, self._room)]
             self._behind = [*([cut] if answer.cut else []), *told, []]
 
     def __len__(self) -> int:
@@ -50,9 +50,9 @@ class Laid:
         for text in self._texts():
             pad = style = ""
             if text is self._question:
-                pad = style = self.look.accent
+                pad = style = self.theme.accent
             elif text is self._reasoning:
-                style = f"italic {self.look.dim}"
+                style = f"italic {self.theme.dim}"
             lines += [[(_PAD, pad), (line, style)] for line in text.cut(begin, end)]
             if text is self._question and begin <= 0 < end:
                 lines[0][0] = (_MARK, pad)
@@ -67,7 +67,7 @@ class Laid:
             yield self._text
 
 
-def lines_of(answers: Sequence[Laid], begin: int, end: int) -> list[Line]:
+def lines_of(answers: Sequence[AnswerLayout], begin: int, end: int) -> list[Line]:
     """Some of those of answers that stand one below the other."""
     lines: list[Line] = []
     for one in answers:

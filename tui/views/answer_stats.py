@@ -9,10 +9,10 @@ from rich.cells import cell_len
 from tui.conversation import PHASES, Answer, Outcome
 from tui.drawing.amounts import divide, duration, rate
 from tui.drawing.canvas import Line
-from tui.drawing.theme import Look
+from tui.drawing.theme import ColourTheme
 from tui.drawing.wrapping import Wrapped
 from tui.request_trace import Journey
-from tui.view import Sight
+from tui.view import ViewContext
 from tui.views.requests import waits_for
 
 BAR = 24
@@ -24,78 +24,74 @@ MOST_NAMED = 8
 """Switches that are told by name, the last ones."""
 
 
-def account(answer: Answer, sight: Sight, width: int) -> list[Line]:
+def stats_lines(answer: Answer, context: ViewContext, width: int) -> list[Line]:
     """No longer than `width` cells, where no word is."""
-    lines = _stands(answer, sight, width)
-    switches = _switches(answer.journey, sight, width)
-    for parts in (_speed(answer, sight), _phases(answer, sight), switches):
+    lines = _stands(answer, context, width)
+    switches = _switches(answer.journey, context, width)
+    for parts in (_speed(answer, context), _phases(answer, context), switches):
         lines += _flow(parts, width)
     return lines
 
 
-def colour_of(model: str, sight: Sight) -> str:
-    return sight.look.model(sight.state.numbers.get(model, 0))
-
-
-def _stands(answer: Answer, sight: Sight, width: int) -> list[Line]:
+def _stands(answer: Answer, context: ViewContext, width: int) -> list[Line]:
     """Where one is that comes, and what it waits for; why one is no whole answer."""
-    look = sight.look
+    theme = context.theme
     if answer.outcome is Outcome.FAILED:
         why = Wrapped(width)
         why.add(answer.why)
-        return [[(text, look.bad)] for text in why.lines]
+        return [[(text, theme.bad)] for text in why.lines]
     if answer.outcome is Outcome.CANCELLED:
-        return [[("cancelled", look.warn)]]
+        return [[("cancelled", theme.warn)]]
     if answer.outcome is Outcome.DONE:
-        return [[("cut at the limit of tokens", look.warn)]] if answer.why == "length" else []
-    row = sight.state.rows("requests").get(answer.journey.request)
+        return [[("cut at the limit of tokens", theme.warn)]] if answer.why == "length" else []
+    row = context.state.rows("requests").get(answer.journey.request)
     if row is None:
-        return [[("answering" if answer.text else "on its way", look.accent)]]
+        return [[("answering" if answer.text else "on its way", theme.accent)]]
     where = "" if row.get("instance") is None else f" on instance {row['instance']}"
     parts: list[Line] = [
-        [(f"{row['phase']}{where}", look.accent)],
-        [(duration(max(0.0, sight.now - row["arrived_unix_seconds"])), look.dim)],
-        [(f"{row['output_tokens']} tokens", look.dim)],
+        [(f"{row['phase']}{where}", theme.accent)],
+        [(duration(max(0.0, context.now - row["arrived_unix_seconds"])), theme.dim)],
+        [(f"{row['output_tokens']} tokens", theme.dim)],
     ]
-    if (why_not := waits_for(answer.journey.request, row, sight)) is not None:
-        parts.append([(f"waits: {why_not}", look.warn)])
+    if (why_not := waits_for(answer.journey.request, row, context)) is not None:
+        parts.append([(f"waits: {why_not}", theme.warn)])
     return _flow(parts, width)
 
 
-def _speed(answer: Answer, sight: Sight) -> list[Line]:
+def _speed(answer: Answer, context: ViewContext) -> list[Line]:
     """As it was seen from here; and a bar of what its time went to."""
-    look = sight.look
+    theme = context.theme
     parts: list[Line] = []
     if (ttft := answer.ttft_seconds) is not None:
-        parts.append([(f"first token {duration(ttft)}", look.strong)])
+        parts.append([(f"first token {duration(ttft)}", theme.strong)])
     tokens = answer.journey.output_tokens if answer.tokens is None else answer.tokens
     if tokens is not None:
-        parts.append([(f"{tokens} tokens", look.dim)])
+        parts.append([(f"{tokens} tokens", theme.dim)])
     if tbt := answer.tbt_seconds:
-        parts.append([(f"{rate(1 / tbt)}/s", look.dim)])
-        parts.append([(f"{duration(tbt)} each", look.dim)])
+        parts.append([(f"{rate(1 / tbt)}/s", theme.dim)])
+        parts.append([(f"{duration(tbt)} each", theme.dim)])
     if answer.phases:
         cells = divide(BAR, [answer.phases.get(phase, 0.0) for phase in PHASES])
-        bar = zip(GLYPHS, _styles(look), cells, strict=True)
+        bar = zip(GLYPHS, _styles(theme), cells, strict=True)
         parts.append([(glyph * width, style) for glyph, style, width in bar])
     return parts
 
 
-def _phases(answer: Answer, sight: Sight) -> list[Line]:
+def _phases(answer: Answer, context: ViewContext) -> list[Line]:
     """As the daemon counts: queue, load, …; those that took no time are left out."""
     parts: list[Line] = []
-    for phase, glyph, style in zip(PHASES, GLYPHS, _styles(sight.look), strict=True):
+    for phase, glyph, style in zip(PHASES, GLYPHS, _styles(context.theme), strict=True):
         if seconds := answer.phases.get(phase):
             often = answer.preemptions if phase == "preempted" else 0
             text = f" {phase} {duration(seconds)}" + (f" ({often} times)" if often else "")
-            parts.append([(glyph, style), (text, sight.look.dim)])
+            parts.append([(glyph, style), (text, context.theme.dim)])
     return parts
 
 
-def _switches(journey: Journey, sight: Sight, width: int) -> list[Line]:
+def _switches(journey: Journey, context: ViewContext, width: int) -> list[Line]:
     """Which models had their turns meanwhile, where it was computed; by name the last ones, as many
     as there is room for."""
-    look = sight.look
+    theme = context.theme
     parts: list[Line] = []
     for instance in journey.instances:
         models = [one.model for one in journey.switches if one.instance == instance]
@@ -108,19 +104,19 @@ def _switches(journey: Journey, sight: Sight, width: int) -> list[Line]:
             if room < 0 or len(names) == MOST_NAMED:
                 break
             names.insert(0, model)
-        line: Line = [(told, look.dim)]
+        line: Line = [(told, theme.dim)]
         for place, model in enumerate(names):
             between = ", " if place else ": … " if len(names) < len(models) else ": "
-            line += [(between, look.dim), (model, colour_of(model, sight))]
+            line += [(between, theme.dim), (model, context.model_style(model))]
         parts.append(line)
     if journey.missed and parts:
-        parts.append([("some events were not heard", look.warn)])
+        parts.append([("some events were not heard", theme.warn)])
     return parts
 
 
-def _styles(look: Look) -> tuple[str, ...]:
+def _styles(theme: ColourTheme) -> tuple[str, ...]:
     """Of `PHASES`."""
-    return look.dim, look.weights, look.accent, look.good, look.warn
+    return theme.dim, theme.weights, theme.accent, theme.good, theme.warn
 
 
 def _flow(parts: Iterable[Line], width: int) -> list[Line]:
