@@ -150,7 +150,7 @@ class ModelActivities:
             running=running,
             waiting=waiting,
             draining=spec.draining,
-            wanted=name in self._machine.dispatcher.wishes,
+            wanted=name in self._machine.dispatcher.prefetcher.preloads,
             output_tokens=0 if window is None else window.output_tokens,
             window=None if window is None else window.window(self._clock()),
             terms=ModelTerms(

@@ -8,13 +8,15 @@ is done and the instance's ledger is exact again. Only a prefetch goes on beside
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from appliance.memory.ledger import HostLedger
 from appliance.scheduling.cluster import Cluster
+from appliance.scheduling.host_room import HostRoom
 from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
 from appliance.scheduling.policy_api import BatchLimits, Phase, PlannedTurn
+from appliance.scheduling.prefetcher import Prefetcher
+from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import (
     BuildJob,
@@ -27,12 +29,10 @@ from appliance.scheduling.state import (
 from appliance.vocabulary import (
     BuildModel,
     Command,
-    EvictModel,
     KvShape,
     ModelName,
     ModelSpec,
     Preempt,
-    RequestId,
     RunPrefill,
     RunTurn,
 )
@@ -42,31 +42,20 @@ EMBEDDED_TOKENS: Final = 2048
 
 
 class Dispatcher:
-    """Gives instances their jobs.
-
-    A request gets room in the host tier for its KV at full length before it is prefilled, in the
-    order of asking (`host_queue`), interactive requests before batch work: then a swap outwards can
-    never fail, and any single request can always be brought to its end by swapping out everything
-    else.
-    """
+    """Gives instances their jobs, and ends turns whose time is over."""
 
     def __init__(
         self,
         context: SchedulingContext,
         models: Mapping[ModelName, ModelSpec],
-        requests: Mapping[RequestId, RequestState],
+        requests: RequestBook,
         cluster: Cluster,
         residency: Residency,
-        host: HostLedger,
+        host_room: HostRoom,
         failed: Collection[ModelName],
-        reject: Callable[[RequestState, str, str], None],
     ) -> None:
-        """`reject` ends a request that can never be served, with a code and a message; models in
-        `failed` are not built."""
-        self.host_queue: dict[RequestId, None] = {}
-        """Requests that wait for room in the host tier, the longest waiting first."""
-        self.wishes: dict[ModelName, None] = {}
-        """Models that an operator wants on a device, and that have not come yet."""
+        """Models in `failed` are not built."""
+        self.prefetcher = Prefetcher(context, cluster, residency)
         self.preemptions: dict[ModelName, int] = dict.fromkeys(models, 0)
         """Requests that had to stop in mid-generation for another model or a prompt."""
         self._context = context
@@ -74,18 +63,17 @@ class Dispatcher:
         self._requests = requests
         self._cluster = cluster
         self._residency = residency
-        self._host = host
+        self._host_room = host_room
         self._failed = failed
-        self._reject = reject
 
     def advance(self, instance: InstanceState) -> bool:
         """Give a free instance its next job. True if a request was rejected meanwhile: others may
         have room now."""
         if not instance.serves or instance.job is not None:
             return False
-        self._rejected = False
+        self._host_room.rejected = False
         ordered = len(self._context.out)
-        self._dismiss(instance)
+        self.prefetcher.evict_dismissed(instance)
         if not instance.groups:
             started = self._start_turn(instance)
         else:
@@ -98,11 +86,17 @@ class Dispatcher:
                 started = self._start_turn(instance)
         if not started:
             if instance.idle:
-                self._grant_wish(instance, None)
+                self.prefetcher.preload(instance, None)
             self._build_next(instance)
         if len(self._context.out) > ordered:
             instance.view = None
-        return self._rejected
+        return self._host_room.rejected
+
+    def join(self, instance: InstanceState, request: RequestState) -> None:
+        """The request decodes on the instance from now on."""
+        request.instance = instance.id
+        instance.join_batch(request)
+        self.joined(instance, request)
 
     def joined(self, instance: InstanceState, request: RequestState) -> None:
         """The request joined the instance: if a turn runs, ask how long it may go on. One that is
@@ -110,7 +104,7 @@ class Dispatcher:
         turn = instance.job
         if not isinstance(turn, TurnJob) or turn.preempting or not turn.requests:
             return
-        if self._waits_for_host(request):
+        if self._host_room.waits(request):
             return
         context = self._context
         more = context.policy.preempt(context.now, self._cluster.view(instance), context.costs)
@@ -155,12 +149,6 @@ class Dispatcher:
         turns = (job for job in jobs if isinstance(job, TurnJob) and not job.preempting)
         return min((turn.cut_at for turn in turns), default=math.inf)
 
-    def give_up_host(self, request: RequestState) -> None:
-        """A request that has to be prefilled (again) queues for the host tier like any other: only
-        requests that can run hold places there, so some always come free."""
-        self._host.give_blocks(request.host_offsets)
-        request.host_offsets = ()
-
     # --- what comes next -------------------------------------------------------------------------
 
     def _phase(self, instance: InstanceState) -> Phase:
@@ -196,38 +184,6 @@ class Dispatcher:
         context = self._context
         return context.policy.batch(context.now, model, self._cluster.view(instance), context.costs)
 
-    # --- what operators want ---------------------------------------------------------------------
-
-    def _dismiss(self, instance: InstanceState) -> None:
-        """Give back what dismissed models hold here. One that is still coming in goes when it is
-        there: its load may be about to be reported, and would be taken for a later one."""
-        for model in [m for m in instance.dismissed if m not in instance.ledger.loading]:
-            del instance.dismissed[model]
-            self._context.out += self._residency.dismiss(instance, model)
-            instance.view = None
-
-    def _grant_wish(self, instance: InstanceState, running: ModelName | None) -> None:
-        """Bring a model in that an operator wants, beside whatever runs: one at a time, where there
-        is room, and on one instance."""
-        if not self.wishes or instance.ledger.loading - {running}:
-            return
-        gone = {c.model for c in self._context.out if isinstance(c, EvictModel)}
-        for model in self.wishes:
-            stored = instance.engines[model].stage is Engine.STORED
-            if stored and model not in gone and instance.may_serve(model) and not self._here(model):
-                commands = self._residency.prefetch(instance, running, model)
-                self._context.out += commands
-                if commands:
-                    # As if it had run: what was wanted just now is not the first to make room.
-                    instance.engines[model].used = self._context.now
-                    instance.view = None
-                    return
-
-    def _here(self, model: ModelName) -> bool:
-        """Whether the model is on some device, or on its way to one."""
-        instances = self._cluster.instances.values()
-        return any([model in instance.ledger.weights for instance in instances])
-
     # --- engines ---------------------------------------------------------------------------------
 
     def _build_next(self, instance: InstanceState) -> None:
@@ -236,8 +192,8 @@ class Dispatcher:
         if not instance.unbuilt:
             return
         others = [model for model in instance.unbuilt if instance.may_serve(model)]
-        wishes = [model for model in self.wishes if model in others]
-        for model in [*instance.upcoming(), *wishes, *others]:
+        preloads = [model for model in self.prefetcher.preloads if model in others]
+        for model in [*instance.upcoming(), *preloads, *others]:
             if model in instance.unbuilt and model not in self._failed:
                 self._build(instance, model)
                 return
@@ -259,7 +215,7 @@ class Dispatcher:
             return True
         # What is only embedded has no KV afterwards, so none that could have to move.
         embedded = request.spec.max_tokens == 0
-        if not embedded and not self._reserve_host(request, instance.engines[model].shape):
+        if not embedded and not self._host_room.reserve(request, instance.engines[model].shape):
             return False
         limits = self._limits(instance, model)
         if limits.chunk_tokens and self._runnable(instance, model):
@@ -294,7 +250,7 @@ class Dispatcher:
         self, instance: InstanceState, first: RequestState, limits: BatchLimits
     ) -> list[RequestState]:
         """The prompts behind one in its group that are embedded, too, as many as fit a step with it
-        and the memory that is left. Batch work waits until no such prompt does."""
+        and the memory that is left. Batch work waits until no interactive prompt waits."""
         shape = instance.engines[first.model].shape
         room = self._residency.room_blocks(instance, first.model) - shape.blocks(first.tokens)
         tokens = EMBEDDED_TOKENS - first.tokens
@@ -361,52 +317,14 @@ class Dispatcher:
         instance.prefills_since_turn += 1
 
     def _first_in_line(self, instance: InstanceState) -> RequestState:
-        """The first request of the first group; but who gets room in the host tier next goes before
-        anybody else here, or those who got in front of it since would block each other. Only an
-        interactive request goes before batch work that waits so: it is next for room then."""
+        """The first request of the first group; but the next request for room in the host tier goes
+        before all others here, or those that got in front of it since would block each other. Only
+        an interactive request goes before batch work that waits so: it is next for room then."""
         first = instance.groups[0].first
-        longest = self._next_for_host()
+        longest = self._host_room.next()
         if longest is None or longest.instance != instance.id:
             return first
         return first if first.interactive and not longest.interactive else longest
-
-    def _next_for_host(self) -> RequestState | None:
-        """Who gets room in the host tier next: interactive requests, then who has waited longest.
-        O(requests that wait for it)."""
-        queue = [self._requests[name] for name in self.host_queue]
-        return min(queue, key=lambda request: not request.interactive, default=None)
-
-    def _waits_for_host(self, request: RequestState) -> bool:
-        """Whether others get room in the host tier before this request, whatever is running."""
-        if request.host_offsets:
-            return False
-        first = self._next_for_host()
-        return first is not None and (first.interactive or not request.interactive)
-
-    def _reserve_host(self, request: RequestState, shape: KvShape) -> bool:
-        """Room in the host tier for the request's KV at full length. Who asked first gets it first,
-        interactive requests before batch work.
-
-        False if there is none now. If no request holds any, and there is too little even without
-        weights, there never will be enough: the request is rejected.
-        """
-        self.host_queue.setdefault(request.id)
-        if self._next_for_host() is not request:
-            return False
-        blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
-        offsets = self._host.take_blocks(shape.block_bytes, blocks)
-        if offsets is None and not self._host.kv_slabs:
-            later = self._residency.clear_kv_room()
-            offsets = self._host.take_blocks(shape.block_bytes, blocks)
-            if offsets is None and not later and not self._host.short_slabs:
-                message = f"its KV at full length ({blocks} blocks) exceeds the host cache"
-                self._reject(request, "kv_too_large", message)
-                self._rejected = True
-        if offsets is None:
-            return False
-        del self.host_queue[request.id]
-        request.host_offsets = offsets
-        return True
 
     # --- turns -----------------------------------------------------------------------------------
 
@@ -560,36 +478,14 @@ class Dispatcher:
         """A job is out: order what prepares it, and a prefetch to go on beside it."""
         if not isinstance(job, TurnJob) or job.switches:
             for name in instance.suspended:
-                if name in self._requests:
-                    self.preemptions[self._requests[name].model] += 1
+                if name in self._requests.live:
+                    self.preemptions[self._requests.live[name].model] += 1
         instance.suspended = ()
         instance.current_model = job.model
         instance.job = job
         instance.view = None
         self._context.out += preparation
-        self._prefetch(instance, job.model)
-
-    def _prefetch(self, instance: InstanceState, model: ModelName) -> None:
-        """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
-        context, upcoming = self._context, instance.upcoming()
-        for name in sorted(instance.ledger.loading - {model, *upcoming, *self.wishes}):
-            context.out.append(self._residency.evict(instance, name))
-            instance.view = None
-        # What goes with this job is not brought back beside it: a load of it may be about to be
-        # reported, and would be taken for the new one.
-        gone = {c.model for c in context.out if isinstance(c, EvictModel)}
-        wanted = [
-            name
-            for name in upcoming
-            if name != model and name not in gone and instance.engines[name].stage is Engine.STORED
-        ]
-        if wanted and not instance.ledger.loading - {model}:
-            view = self._cluster.view(instance)
-            target = context.policy.prefetch(context.now, view, wanted, context.costs)
-            if target is not None:
-                context.out += self._residency.prefetch(instance, model, target)
-                instance.view = None
-        self._grant_wish(instance, model)
+        self.prefetcher.prefetch(instance, job.model)
 
 
 def _growth(batch: Sequence[RequestState], shape: KvShape, steps: int) -> int:

@@ -8,17 +8,17 @@ soon.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.lifecycle import Engine, KvPlace
-from appliance.scheduling.state import EngineState, InstanceState, RequestState
+from appliance.scheduling.state import EngineState, InstanceState, RequestState, SchedulingContext
 from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
     Command,
     Direction,
     EvictModel,
-    InstanceId,
     KvMove,
     LoadModel,
     ModelName,
@@ -42,13 +42,12 @@ class Residency:
 
     def __init__(
         self,
-        instances: Mapping[InstanceId, InstanceState],
+        context: SchedulingContext,
+        cluster: Cluster,
         weight_cache: HostWeightCache,
-        rank_victims: Callable[[InstanceState, list[ModelName]], Sequence[ModelName]],
     ) -> None:
-        """`rank_victims` says in which order models lose their place on an instance."""
-        self._rank_victims = rank_victims
-        self._instances = instances
+        self._context = context
+        self._cluster = cluster
         self._weight_cache = weight_cache
 
     def room_blocks(self, instance: InstanceState, model: ModelName) -> int:
@@ -226,7 +225,7 @@ class Residency:
         """Models whose images some instance is loading from."""
         return {
             model
-            for instance in self._instances.values()
+            for instance in self._cluster.instances.values()
             for model in instance.ledger.loading
             if instance.engines[model].attached
         }
@@ -264,6 +263,20 @@ class Residency:
             return victims
         return list(dict.fromkeys([*self._rank_victims(instance, victims), *victims]))
 
+    def _rank_victims(
+        self, instance: InstanceState, victims: list[ModelName]
+    ) -> Sequence[ModelName]:
+        """The order in which models lose their place on an instance, as the policy says."""
+        context = self._context
+        instance.view = None
+        return context.policy.evict(
+            context.now, self._cluster.view(instance), victims, context.costs
+        )
+
+
+def _kv_move(request: RequestState, blocks: int) -> KvMove:
+    return KvMove(request=request.id, host_offsets=request.host_offsets[:blocks])
+
 
 def store(
     instance: InstanceState,
@@ -288,7 +301,3 @@ def _trim(instance: InstanceState, model: ModelName) -> Command:
 
 def _by_last_use(instance: InstanceState, models: Iterable[ModelName]) -> list[ModelName]:
     return sorted(models, key=lambda model: (instance.engines[model].used, model))
-
-
-def _kv_move(request: RequestState, blocks: int) -> KvMove:
-    return KvMove(request=request.id, host_offsets=request.host_offsets[:blocks])

@@ -30,7 +30,7 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
             message=f"its KV cache is on its way from instance {request.kv_instance} to the host",
             instance=request.kv_instance,
         )
-    if request.id in machine.dispatcher.host_queue:
+    if request.id in machine.request_book.host_queue:
         return _short_of_host_room(machine, request, instance)
     return _in_line(request, instance, now)
 
@@ -67,7 +67,7 @@ def _under_way(
 def _short_of_host_room(
     machine: Machine, request: RequestState, instance: InstanceState
 ) -> WaitReason:
-    others = len(machine.dispatcher.host_queue) - 1
+    others = len(machine.request_book.host_queue) - 1
     about = f"; {others} more wait for it" if others else ""
     return WaitReason(
         code=WaitCode.HOST_ROOM,

@@ -21,7 +21,7 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.journal import Journal, Setup, read, replay
-from appliance.scheduling.machine import MAX_BUILD_LOSSES
+from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
 from appliance.serve import share_cpus
 from appliance.service.event_log import NoticeKind
 from appliance.service.front_frames import FrontModel

@@ -113,7 +113,7 @@ def test_an_interactive_request_gets_host_room_before_batch_requests() -> None:
     cluster.start()
     for index in range(8):
         cluster.ask(f"b{index}", "a", output=60, kind=BATCH)
-    cluster.work_until(0, lambda: bool(cluster.machine.dispatcher.host_queue))
+    cluster.work_until(0, lambda: bool(cluster.machine.request_book.host_queue))
     waiting = [name for name in cluster.world.lives if not cluster.world.lives[name].prefills]
 
     cluster.ask("i", "a")
@@ -132,7 +132,7 @@ def test_an_interactive_request_interrupts_while_batch_requests_wait_for_the_hos
     for index in range(8):
         cluster.ask(f"b{index}", "a", output=60, kind=BATCH)
     cluster.work_until(
-        0, lambda: bool(cluster.machine.dispatcher.host_queue) and bool(cluster.up[0].turn)
+        0, lambda: bool(cluster.machine.request_book.host_queue) and bool(cluster.up[0].turn)
     )
     turns = len(cluster.commands(RunTurn))
 
@@ -149,7 +149,7 @@ def test_batch_requests_that_wait_for_the_host_end_no_turn() -> None:
     for index in range(8):
         cluster.ask(f"b{index}", "a", output=60, kind=BATCH)
     cluster.work_until(
-        0, lambda: bool(cluster.machine.dispatcher.host_queue) and bool(cluster.up[0].turn)
+        0, lambda: bool(cluster.machine.request_book.host_queue) and bool(cluster.up[0].turn)
     )
 
     cluster.ask("late", "a", output=60, kind=BATCH)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
-from appliance.scheduling.machine import MAX_MODEL_LOSSES, MAX_REQUEST_LOSSES
+from appliance.scheduling.model_lifecycle import MAX_MODEL_LOSSES
+from appliance.scheduling.recovery import MAX_REQUEST_LOSSES
 from appliance.scheduling.state import PrefillJob
 from appliance.vocabulary import (
     BuildModel,

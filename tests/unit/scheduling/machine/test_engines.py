@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.scheduling.machine import MAX_BUILD_LOSSES
+from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
 from appliance.vocabulary import (
     BuildModel,
     FinishReason,

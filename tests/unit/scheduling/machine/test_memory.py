@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.scheduling.lifecycle import Engine, KvPlace
-from appliance.scheduling.machine import MAX_REQUEST_LOSSES
+from appliance.scheduling.recovery import MAX_REQUEST_LOSSES
 from appliance.scheduling.state import RequestState
 from appliance.vocabulary import (
     BuildModel,
@@ -345,7 +345,7 @@ def test_places_of_who_is_given_up_come_back() -> None:
 
     cluster.lose(0)
 
-    assert cluster.machine._zombies == {}
+    assert cluster.machine.request_book.pending_frees == {}
     cluster.start()
     cluster.settle()
     assert cluster.machine.host.kv_slabs == 0
@@ -366,7 +366,7 @@ def test_places_are_kept_while_they_are_read() -> None:
 
     cluster.cancel(name)
 
-    assert cluster.machine._zombies[name] == (0, places)
+    assert cluster.machine.request_book.pending_frees[name] == (0, places)
     cluster.settle()
-    assert cluster.machine._zombies == {}
+    assert cluster.machine.request_book.pending_frees == {}
     assert cluster.machine.host.kv_slabs == 0

@@ -8,8 +8,8 @@ import pytest
 
 from appliance.plugins.pd_aggregated import PdAggregated
 from appliance.scheduling.lifecycle import Stage
-from appliance.scheduling.machine import MAX_REQUEST_LOSSES
 from appliance.scheduling.policy_api import BatchLimits, Phase
+from appliance.scheduling.recovery import MAX_REQUEST_LOSSES
 from appliance.vocabulary import (
     Finish,
     FinishReason,

@@ -76,7 +76,7 @@ def test_a_wanted_model_comes_before_anybody_asks() -> None:
     want(cluster, "b")
     cluster.settle()
     assert where(cluster, "b") == [0]
-    assert cluster.machine.dispatcher.wishes == {}
+    assert cluster.machine.dispatcher.prefetcher.preloads == {}
 
     cluster.ask("r", "b")
     cluster.settle()
@@ -93,7 +93,7 @@ def test_what_is_there_is_not_wanted() -> None:
 
     want(cluster, "a")
 
-    assert cluster.machine.dispatcher.wishes == {}
+    assert cluster.machine.dispatcher.prefetcher.preloads == {}
     assert len(cluster.commands(PrefetchModel)) == start
 
 
@@ -133,7 +133,7 @@ def test_a_wish_waits_for_room() -> None:
     want(cluster, "b")
     cluster.work_until(0, lambda: life.produced > 30)
     assert where(cluster, "b") == []
-    assert cluster.machine.dispatcher.wishes == {"b": None}
+    assert cluster.machine.dispatcher.prefetcher.preloads == {"b": None}
 
     cluster.settle()
     assert life.outcome == FinishReason.LENGTH
@@ -166,7 +166,7 @@ def test_a_load_that_a_job_stopped_is_made_up_for() -> None:
     cluster.settle()
 
     assert where(cluster, "b") == [0]
-    assert cluster.machine.dispatcher.wishes == {}
+    assert cluster.machine.dispatcher.prefetcher.preloads == {}
 
 
 def test_a_load_that_is_wanted_is_not_stopped_for_nothing() -> None:
@@ -186,11 +186,11 @@ def test_a_model_that_cannot_be_served_is_not_waited_for() -> None:
     cluster = ready("ab")
     want(cluster, "b")
     cluster.tell(ModelFailed(instance=0, model="b", reason="its files are gone"))
-    assert cluster.machine.dispatcher.wishes == {}
+    assert cluster.machine.dispatcher.prefetcher.preloads == {}
 
     want(cluster, "b")
 
-    assert cluster.machine.dispatcher.wishes == {}
+    assert cluster.machine.dispatcher.prefetcher.preloads == {}
     cluster.settle()
 
 
@@ -222,7 +222,7 @@ def test_what_is_nowhere_leaves_nothing() -> None:
     dismiss(cluster, "b")
     cluster.settle()
 
-    assert cluster.machine.dispatcher.wishes == {}
+    assert cluster.machine.dispatcher.prefetcher.preloads == {}
     assert [command.model for command in cluster.commands(EvictModel)] == []
 
 

@@ -357,7 +357,7 @@ def test_who_comes_to_decode_is_asked_about_whoever_waits_for_the_host() -> None
     cluster.work_until(1, lambda: cluster.up[1].turn is not None)
     cluster.ask("joins", "a", prompt=20, output=40)
     cluster.ask("waits", "b", prompt=250, output=10)
-    assert list(cluster.machine.dispatcher.host_queue) == ["waits"]
+    assert list(cluster.machine.request_book.host_queue) == ["waits"]
 
     asked.clear()
     cluster.work_until(0, lambda: cluster.machine.requests["joins"].instance == 1)

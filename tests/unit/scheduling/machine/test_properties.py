@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
-from appliance.scheduling.machine import MAX_BUILD_LOSSES
+from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,
@@ -299,7 +299,7 @@ class BusyCluster(RuleBasedStateMachine):
             self.cluster.release(number)
             self.come_back(number)
         self.cluster.settle()
-        while self.cluster.machine.dispatcher.host_queue:  # who is held keeps nobody from that
+        while self.cluster.machine.request_book.host_queue:  # who is held keeps nobody from that
             self.wait(1.5)
             assert self.cluster.settle()
         held = dict(self.cluster.machine.requests)
@@ -324,7 +324,7 @@ class BusyCluster(RuleBasedStateMachine):
             done = life.prefills > 0 if life.pooled else life.produced == life.output_tokens
             assert (life.outcome in ended) == done
         assert self.cluster.machine.host.kv_slabs == 0
-        assert not self.cluster.machine._zombies
+        assert not self.cluster.machine.request_book.pending_frees
         assert not self.cluster.machine.leaving
         for instance in self.cluster.machine.instances.values():
             assert instance.engines.keys() == self.cluster.machine.models.keys()

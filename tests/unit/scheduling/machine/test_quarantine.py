@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
-from appliance.scheduling.machine import MAX_BUILD_LOSSES, MAX_REQUEST_LOSSES
+from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
+from appliance.scheduling.recovery import MAX_REQUEST_LOSSES
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,

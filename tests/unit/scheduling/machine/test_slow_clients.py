@@ -240,7 +240,7 @@ def test_nobody_waits_for_the_room_of_who_is_held() -> None:
 
     cluster.ask("waits", "a", prompt=100, output=60)
     cluster.settle()
-    assert cluster.machine.dispatcher.host_queue
+    assert cluster.machine.request_book.host_queue
     cluster.now += 2.0
     cluster.tell(Ticked())
     until(cluster, "held", Stage.RUNNING)

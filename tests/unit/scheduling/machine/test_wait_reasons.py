@@ -155,12 +155,12 @@ def test_host_room_comes_free_as_others_end() -> None:
     while any([cluster.work(0), cluster.work(1)]):
         for name in cluster.machine.requests:
             found = reason(cluster, name)
-            if name in cluster.machine.dispatcher.host_queue:
+            if name in cluster.machine.request_book.host_queue:
                 assert found is not None
                 assert found.code is WaitCode.HOST_ROOM
                 told.add("more wait for it" in found.message)
                 assert ("more wait for it" in found.message) == (
-                    len(cluster.machine.dispatcher.host_queue) > 1
+                    len(cluster.machine.request_book.host_queue) > 1
                 )
             seen.add(None if found is None else found.code)
 

@@ -1,0 +1,73 @@
+"""Weights brought in beside a job, because a turn or an operator wants them next; or taken away."""
+
+from __future__ import annotations
+
+from appliance.scheduling.cluster import Cluster
+from appliance.scheduling.lifecycle import Engine
+from appliance.scheduling.residency import Residency
+from appliance.scheduling.state import InstanceState, SchedulingContext
+from appliance.vocabulary import EvictModel, ModelName
+
+
+class Prefetcher:
+    """One prefetch at a time on each instance. A call costs O(models on the device + models that
+    run there next)."""
+
+    def __init__(self, context: SchedulingContext, cluster: Cluster, residency: Residency) -> None:
+        self.preloads: dict[ModelName, None] = {}
+        """Models that an operator wants on a device, and that have not come yet."""
+        self._context = context
+        self._cluster = cluster
+        self._residency = residency
+
+    def prefetch(self, instance: InstanceState, model: ModelName) -> None:
+        """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
+        context, upcoming = self._context, instance.upcoming()
+        for name in sorted(instance.ledger.loading - {model, *upcoming, *self.preloads}):
+            context.out.append(self._residency.evict(instance, name))
+            instance.view = None
+        # What goes with this job is not brought back beside it: a load of it may be about to be
+        # reported, and would be taken for the new one.
+        gone = {c.model for c in context.out if isinstance(c, EvictModel)}
+        wanted = [
+            name
+            for name in upcoming
+            if name != model and name not in gone and instance.engines[name].stage is Engine.STORED
+        ]
+        if wanted and not instance.ledger.loading - {model}:
+            view = self._cluster.view(instance)
+            target = context.policy.prefetch(context.now, view, wanted, context.costs)
+            if target is not None:
+                context.out += self._residency.prefetch(instance, model, target)
+                instance.view = None
+        self.preload(instance, model)
+
+    def preload(self, instance: InstanceState, running: ModelName | None) -> None:
+        """Bring a model in that an operator wants, beside whatever runs: one at a time, where there
+        is room, and on one instance."""
+        if not self.preloads or instance.ledger.loading - {running}:
+            return
+        gone = {c.model for c in self._context.out if isinstance(c, EvictModel)}
+        for model in self.preloads:
+            stored = instance.engines[model].stage is Engine.STORED
+            if stored and model not in gone and instance.may_serve(model) and not self._here(model):
+                commands = self._residency.prefetch(instance, running, model)
+                self._context.out += commands
+                if commands:
+                    # As if it had run: what was wanted just now is not the first to make room.
+                    instance.engines[model].used = self._context.now
+                    instance.view = None
+                    return
+
+    def _here(self, model: ModelName) -> bool:
+        """Whether the model is on some device, or on its way to one."""
+        instances = self._cluster.instances.values()
+        return any([model in instance.ledger.weights for instance in instances])
+
+    def evict_dismissed(self, instance: InstanceState) -> None:
+        """Give back what dismissed models hold here. One that is still coming in goes when it is
+        there: its load may be about to be reported, and would be taken for a later one."""
+        for model in [m for m in instance.dismissed if m not in instance.ledger.loading]:
+            del instance.dismissed[model]
+            self._context.out += self._residency.dismiss(instance, model)
+            instance.view = None

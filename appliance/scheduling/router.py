@@ -1,0 +1,180 @@
+"""Where requests go: to prefill, to decode, elsewhere when places change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from appliance.memory.ledger import HostLedger
+from appliance.scheduling.backpressure import Backpressure
+from appliance.scheduling.cluster import Cluster
+from appliance.scheduling.dispatcher import Dispatcher
+from appliance.scheduling.lifecycle import KvPlace, Stage
+from appliance.scheduling.policy_api import PrefillChoice, Refusal
+from appliance.scheduling.request_book import RequestBook
+from appliance.scheduling.residency import Residency
+from appliance.scheduling.state import InstanceState, RequestState, SchedulingContext
+from appliance.scheduling.weight_cache import HostWeightCache
+from appliance.vocabulary import ModelName, Role
+
+PLAN_SECONDS: Final = 1.0
+"""Places and classes are planned as often as this, while there is work."""
+
+
+class Router:
+    """Asks the policy where requests go, and what each instance is for."""
+
+    def __init__(
+        self,
+        context: SchedulingContext,
+        requests: RequestBook,
+        cluster: Cluster,
+        residency: Residency,
+        dispatcher: Dispatcher,
+        backpressure: Backpressure,
+        host: HostLedger,
+        weight_cache: HostWeightCache,
+    ) -> None:
+        self.plan_at = -math.inf
+        """When places and classes are planned next."""
+        self._context = context
+        self._requests = requests
+        self._cluster = cluster
+        self._residency = residency
+        self._dispatcher = dispatcher
+        self._backpressure = backpressure
+        self._host = host
+        self._weight_cache = weight_cache
+
+    def place(self, request: RequestState) -> None:
+        """Give the request to an instance: to decode if it has its KV, else to prefill (again).
+        It stays unplaced while no instance is up, and is refused when none will be."""
+        if self._cluster.all_quarantined():
+            told = "every instance is quarantined; an operator may release one"
+            self._requests.reject(request, "no_instance", told)
+            return
+        if request.kv is not KvPlace.NONE:
+            self.place_decode(request)
+            return
+        candidates = self._cluster.candidates(request.spec, Role.PREFILL)
+        if not candidates:
+            return
+        context = self._context
+        choice = context.policy.prefill(
+            context.now,
+            self._cluster.request_view(request),
+            self._cluster.views(candidates),
+            context.costs,
+        )
+        if isinstance(choice, Refusal):
+            if not request.accepted:
+                self._requests.reject(request, "overloaded", choice.reason)
+                return
+            # It was taken on, and may have sent tokens: it goes somewhere, late or not.
+            choice = PrefillChoice(instance=candidates[0].id)
+        request.accepted = True
+        instance = self._cluster.instances[choice.instance]
+        instance.queue(request, choice.group)
+        request.instance = instance.id
+        request.to_stage(Stage.QUEUED)
+        self._dispatcher.joined(instance, request)
+
+    def place_decode(self, request: RequestState) -> None:
+        """Have the policy choose where the request decodes, if any instance may."""
+        candidates = self._cluster.candidates(request.spec, Role.DECODE)
+        if not candidates:
+            return
+        context = self._context
+        chosen = context.policy.decode(
+            context.now,
+            self._cluster.request_view(request),
+            candidates[0].id if request.instance is None else request.instance,
+            self._cluster.views(candidates),
+            context.costs,
+        )
+        request.to_stage(Stage.READY)
+        if self._backpressure.may_hold(request):
+            request.instance = chosen
+            self._backpressure.hold(request)
+        else:
+            self._dispatcher.join(self._cluster.instances[chosen], request)
+
+    def flow(self, instance: InstanceState) -> None:
+        """Move what the policy wants to decode elsewhere."""
+        context = self._context
+        others = [
+            other
+            for other in self._cluster.instances.values()
+            if other is not instance and other.serves and other.placement.role is not Role.PREFILL
+        ]
+        requests = self._cluster.decoding_views(instance) if others else []
+        if not requests:
+            return
+        flows = context.policy.flow(
+            context.now,
+            self._cluster.view(instance),
+            requests,
+            self._cluster.views(others),
+            context.costs,
+        )
+        for migration in flows:
+            request = self._requests.live[migration.request]
+            instance.leave(request)
+            self._dispatcher.join(self._cluster.instances[migration.target], request)
+            self._context.out.append(self._residency.swap_out(instance, request.model, [request]))
+
+    def plan(self) -> bool:
+        """Plan what each instance is for, and place queued requests again where that changed.
+        Whether free instances have to be asked for what they can do."""
+        context = self._context
+        self.plan_at = context.now + PLAN_SECONDS
+        again = False
+        if short := self._host.short_slabs:
+            self._weight_cache.make_kv_room(self._residency.being_read())
+            again |= self._host.short_slabs < short
+        # If no KV takes the room, requests wait for weights that are being read or written.
+        again |= bool(self._requests.host_queue) and not self._host.kv_slabs
+        if self._requests.host_queue:  # a request that is held keeps its room there
+            again |= self._backpressure.let_all_go_on()
+        view = self._cluster.cluster_view(context.now)
+        placements = context.policy.place(context.now, view, context.costs)
+        changed = self._cluster.place(
+            placements, context.policy.scale(context.now, view, context.costs)
+        )
+        misplaced = self._misplaced(changed)
+        for request in misplaced:
+            assert request.instance is not None, "a queued request is placed"
+            self._cluster.instances[request.instance].leave(request)
+            request.instance = None
+            request.to_stage(Stage.UNPLACED)
+        self.place_all(misplaced)
+        return again or changed or bool(misplaced)
+
+    def _misplaced(self, changed: bool) -> list[RequestState]:
+        """Requests that wait where they are not served any more; and batch requests, whose place
+        is not final, when what instances are for `changed` or one that takes them idles."""
+        idle = [instance for instance in self._cluster.instances.values() if instance.idle]
+        if not changed and not idle:
+            return []
+        where: dict[tuple[ModelName, bool], list[InstanceState]] = {}
+        misplaced = []
+        for instance in self._cluster.instances.values():
+            for request in [r for group in instance.groups for r in group.members.values()]:
+                key = (request.model, request.interactive)
+                if key not in where:
+                    where[key] = self._cluster.candidates(request.spec, Role.PREFILL)
+                open_ = where[key]
+                dealt = not request.interactive and (changed or any([i in open_ for i in idle]))
+                if dealt or instance not in open_:
+                    misplaced.append(request)
+        return misplaced
+
+    def place_unplaced(self) -> None:
+        """Place the requests that no instance has."""
+        self.place_all([r for r in self._requests.live.values() if r.stage is Stage.UNPLACED])
+
+    def place_all(self, requests: Iterable[RequestState]) -> None:
+        """Place requests in the order in which they came."""
+        for request in sorted(requests, key=lambda request: (request.arrived, request.id)):
+            self.place(request)
