@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import compress
 from operator import not_
@@ -26,11 +26,13 @@ from operator import not_
 from appliance.errors import LabError
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import EXACT, Deviation, Pace
-from appliance.lab.sim.closed_form import elapsed, steps_in_room, steps_until
+from appliance.lab.sim.closed_form import elapsed, steps_until
 from appliance.lab.sim.event_queue import Agenda, Rank
 from appliance.lab.sim.instance_memory import Holdings
 from appliance.lab.sim.jobs import Activation, Mapped, Prefill, Prompt, Turn
+from appliance.lab.sim.known_requests import KnownRequests
 from appliance.lab.sim.recorder import Life, Recorder, Span, Switch
+from appliance.lab.sim.reports import Report, Reports
 from appliance.lab.sim.topology import Wiring
 from appliance.vocabulary import (
     BuildModel,
@@ -38,36 +40,26 @@ from appliance.vocabulary import (
     Direction,
     Event,
     EvictModel,
-    FinishReason,
     InstanceId,
     InstanceUp,
     KvMoved,
     LoadModel,
-    ModelBuilt,
     ModelLoaded,
     ModelName,
     MoveKv,
     Preempt,
     PrefetchModel,
-    PrefillDeferred,
-    PrefillDone,
     Release,
     RequestId,
     RunPrefill,
     RunTurn,
     StoreWeights,
-    TokenCount,
-    TokensProduced,
     TrimKv,
     TurnEnd,
-    TurnEnded,
-    WeightsStored,
 )
 
 MAX_STEPS = sys.maxsize
 """Of a turn without decoding: its prompts end it."""
-
-Report = Callable[[Event], None]
 
 
 class SimulatedInstance:
@@ -91,19 +83,19 @@ class SimulatedInstance:
         self.number = number
         self._box = box
         self._lives = lives
+        self._known = KnownRequests(lives)
         self._agenda = agenda
         self._recorder = recorder
         self._report = report
         self._pace = Pace(deviation, number)
         self.holdings = Holdings(number, box, profiles, recorder, wiring, self._notice)
         self._engines = self.holdings.engines
+        self._reports = Reports(number, self._engines, report)
         self._queue: deque[Command] = deque()
         self._job: Prefill | Turn | Activation | Mapped | StoreWeights | None = None
         self._mapping_seconds = box.gpu.mapping_seconds
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
-        self._gone: set[RequestId] = set()
-        """Released, and not heard of again."""
         self._preempted = 0
         self._current: ModelName | None = None
         self._active: ModelName | None = None
@@ -125,7 +117,7 @@ class SimulatedInstance:
             case Release():
                 self._release(command)
             case _:
-                self._hear_of(command)
+                self._known.take_in(command)
                 if self._job is None and not self._queue:
                     self._ready_since = self._agenda.now
                 self._queue.append(command)
@@ -138,19 +130,8 @@ class SimulatedInstance:
                 self._queue.appendleft(command)
                 return
 
-    def _hear_of(self, command: Command) -> None:
-        """A command of a request that was released once is of its new life."""
-        if not self._gone:
-            return
-        if isinstance(command, RunPrefill):
-            self._gone.discard(command.request)
-        elif isinstance(command, RunTurn):
-            self._gone.difference_update(command.prompts)
-        elif isinstance(command, MoveKv) and command.direction is Direction.IN:
-            self._gone.difference_update(move.request for move in command.moves)
-
     def _release(self, command: Release) -> None:
-        self._gone.add(command.request)
+        self._known.released.add(command.request)
         turn = self._job
         if isinstance(turn, Turn) and turn.computes(command.request):
             self._cut(turn)  # it leaves at the next step, with its blocks
@@ -169,7 +150,7 @@ class SimulatedInstance:
             case MoveKv(direction=Direction.OUT):
                 return self.holdings.move_out(command)
             case MoveKv():
-                return self.holdings.move_in(command, self._known)
+                return self.holdings.move_in(command, self._known.find)
             case TrimKv():
                 return True  # nothing unused is kept
             case LoadModel() | PrefetchModel():
@@ -185,16 +166,8 @@ class SimulatedInstance:
     # --- engines ---------------------------------------------------------------------------------
 
     def _build(self, command: BuildModel) -> bool:
-        engine = self.holdings.build(command.model)
-        self._report(
-            ModelBuilt(
-                instance=self.number,
-                model=command.model,
-                weight_slabs=engine.weight_slabs,
-                kv=engine.shape,
-                host_slabs=engine.profile.host_slabs(self._box.slab_bytes),
-            )
-        )
+        self.holdings.build(command.model)
+        self._reports.built(command.model, self._box.slab_bytes)
         return True
 
     def _store(self, command: StoreWeights) -> bool:
@@ -203,7 +176,7 @@ class SimulatedInstance:
             raise LabError(f"{command.model} is told of another image while it is loaded")
         first, engine.in_host = engine.in_host is None, bool(command.host_offsets)
         if not command.fill or first:
-            self._stored(command)
+            self._reports.stored(command.model)
             return True
         self._job = command
         self.holdings.fill(command.model, lambda: self._end_fill(command))
@@ -211,11 +184,8 @@ class SimulatedInstance:
 
     def _end_fill(self, command: StoreWeights) -> None:
         self._job = None
-        self._stored(command)
+        self._reports.stored(command.model)
         self.work()
-
-    def _stored(self, command: StoreWeights) -> None:
-        self._report(WeightsStored(instance=self.number, model=command.model))
 
     def _lacks_activation(self, model: ModelName) -> bool:
         """Whether the system has to start the model's engine, now that its weights are ordered."""
@@ -283,19 +253,12 @@ class SimulatedInstance:
         if job.lacks_weights:
             self._agenda.at(job.not_before, Rank.JOB, lambda: self._end_prefill(job))
 
-    def _known(self, request: RequestId) -> Life | None:
-        """The request, unless it ended or was released."""
-        life = self._lives.get(request)
-        if life is None or not life.remaining_tokens or request in self._gone:
-            return None
-        return life
-
     # --- jobs ------------------------------------------------------------------------------------
 
     def _begin_prefill(self, command: RunPrefill) -> bool:
-        engine, life = self._engines[command.model], self._known(command.request)
+        engine, life = self._engines[command.model], self._known.find(command.request)
         if life is None:
-            self._prompt_done(command.model, command.request, 0.0)
+            self._reports.prompt_done(command.model, command.request, 0.0)
             return True
         if not engine.mapped:
             raise LabError(f"a prompt for {command.model} without its weights")
@@ -304,7 +267,7 @@ class SimulatedInstance:
         if not self.holdings.can_grow(command.model, blocks, command.kv_slabs):
             if self.holdings.moves_out:
                 return False
-            self._defer(command.model, life.id)
+            self._reports.prompt_deferred(command.model, life.id)
             return True
         engine.hold(life.id, blocks)
         seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
@@ -333,11 +296,11 @@ class SimulatedInstance:
         )
         self._recorder.reach.prompt(engine.profile, life.kv_tokens + 1, job.seconds)
         self._job, self._ready_since = None, now
-        if command.request in self._gone:
+        if command.request in self._known.released:
             engine.drop(life.id)
         else:
             self._recorder.produced(life, now, 0.0, 0.0, 1)
-            self._tell_tokens(command.model, [self._count_of(life, 1)])
+            self._reports.tokens(command.model, [(life, 1)])
             if not life.remaining_tokens:
                 engine.drop(life.id)
         # Its own load is told of before it, whatever else ended meanwhile after it.
@@ -345,31 +308,10 @@ class SimulatedInstance:
         own = [isinstance(e, ModelLoaded) and e.model == life.model for e in noticed]
         for event in compress(noticed, own):
             self._report(event)
-        self._prompt_done(command.model, command.request, now - job.began)
+        self._reports.prompt_done(command.model, command.request, now - job.began)
         for event in compress(noticed, map(not_, own)):
             self._report(event)
         self.work()
-
-    def _prompt_done(self, model: ModelName, request: RequestId, seconds: float) -> None:
-        self._report(
-            PrefillDone(
-                instance=self.number,
-                model=model,
-                request=request,
-                kv_slabs=self._engines[model].slabs(),
-                seconds=seconds,
-            )
-        )
-
-    def _defer(self, model: ModelName, request: RequestId) -> None:
-        self._report(
-            PrefillDeferred(
-                instance=self.number,
-                model=model,
-                request=request,
-                kv_slabs=self._engines[model].slabs(),
-            )
-        )
 
     def _begin_turn(self, command: RunTurn) -> bool:
         engine = self._engines[command.model]
@@ -378,13 +320,13 @@ class SimulatedInstance:
         if engine.load is not None or engine.arriving:
             return False
         now = self._agenda.now
-        batch = [life for name in command.requests if (life := self._known(name)) is not None]
+        batch = [life for name in command.requests if (life := self._known.find(name)) is not None]
         for life in batch:
             if engine.blocks.get(life.id) != engine.shape.blocks(life.kv_tokens):
                 raise LabError(f"a turn for {life.id}, whose KV is elsewhere")
         waiting = deque(command.prompts)
-        while waiting and self._known(waiting[0]) is None:
-            self._prompt_done(command.model, waiting.popleft(), 0.0)
+        while waiting and self._known.find(waiting[0]) is None:
+            self._reports.prompt_done(command.model, waiting.popleft(), 0.0)
         if waiting and self.holdings.moves_out and not self._fits_prompt(command, waiting[0]):
             return False
         self._note_switch(command.model, now - self._ready_since)
@@ -403,11 +345,11 @@ class SimulatedInstance:
         command, engine = turn.command, self._engines[turn.command.model]
         while turn.waiting and sum([p.left for p in turn.prompts]) < command.chunk_tokens:
             request = turn.waiting.popleft()
-            life = self._known(request)
+            life = self._known.find(request)
             if life is None:
-                self._prompt_done(command.model, request, 0.0)
+                self._reports.prompt_done(command.model, request, 0.0)
             elif not self._fits_prompt(command, request):
-                self._defer(command.model, request)
+                self._reports.prompt_deferred(command.model, request)
             else:
                 tokens = life.prompt_tokens + life.produced
                 engine.hold(request, engine.shape.blocks(tokens))
@@ -415,14 +357,15 @@ class SimulatedInstance:
                 turn.prompts.append(Prompt(life, tokens, self._agenda.now))
 
     def _next_stretch(self, turn: Turn) -> None:
-        """Plan steps until somebody finishes, a prompt is done, the quota is over or the slabs are
+        """Plan steps until a request finishes, a prompt is done, the quota is over or the slabs are
         full."""
         command = turn.command
         if turn.end is None and not self._is_preempted(turn):
             self._begin_prompts(turn)
-        room = self._room(turn) if turn.batch else MAX_STEPS
+        engine = self._engines[command.model]
+        room = turn.room(engine) if turn.batch else MAX_STEPS
         if not room and (turn.prompts or turn.end is None):
-            if self._engines[command.model].leaving:
+            if engine.leaving:
                 turn.waits_since = self._agenda.now
                 return
             if not turn.done_steps:
@@ -432,8 +375,8 @@ class SimulatedInstance:
         if not turn.prompts and (turn.end is not None or not turn.batch):
             self._end_turn(turn, turn.end or TurnEnd.DRAINED)
             return
-        self._time_steps(turn)
-        if any(turn.computes(request) for request in self._gone):
+        turn.time_steps(engine.profile, self._agenda.now)
+        if any(turn.computes(request) for request in self._known.released):
             turn.steps = 1  # it leaves with this one
         elif turn.prompts:
             turn.steps = min(room, max(1, turn.prompts[0].left // command.chunk_tokens))
@@ -443,33 +386,6 @@ class SimulatedInstance:
             left = command.quota_seconds - turn.done_seconds
             turn.steps = min(room, steps_until(left, turn.first, turn.growth))
         self._plan_end(turn)
-
-    def _time_steps(self, turn: Turn) -> None:
-        """How long the next step takes, and by how much more those after it."""
-        profile = self._engines[turn.command.model].profile
-        batch, kv_tokens = len(turn.batch), sum(life.kv_tokens for life in turn.batch)
-        if turn.prompts:
-            chunk = [(tokens, prompt.done) for prompt, tokens in turn.next_chunk()]
-            first = profile.mixed_step_seconds(batch, kv_tokens, chunk)
-            growth = profile.step_growth_seconds(batch, turn.command.chunk_tokens)
-        else:
-            first = profile.step_seconds(batch, kv_tokens)
-            growth = profile.step_growth_seconds(batch)
-        turn.start, turn.kv_tokens = self._agenda.now, kv_tokens
-        turn.first, turn.growth = first * turn.factor, growth * turn.factor
-
-    def _room(self, turn: Turn) -> int:
-        """Steps until the first request finishes, or until the slabs of the turn are full."""
-        engine = self._engines[turn.command.model]
-        shape = engine.shape
-        cap_blocks = turn.command.kv_slabs // shape.group_slabs * shape.group_blocks
-        held = sum(engine.blocks[life.id] for life in turn.batch)
-        return steps_in_room(
-            [life.kv_tokens for life in turn.batch],
-            shape.block_tokens,
-            cap_blocks - (engine.used - held) - engine.leaving,
-            min(life.remaining_tokens for life in turn.batch),
-        )
 
     def _plan_end(self, turn: Turn) -> None:
         if turn.entry is not None:
@@ -510,22 +426,24 @@ class SimulatedInstance:
         for life in turn.batch:
             self._recorder.produced(life, turn.start, turn.first, turn.growth, turn.steps)
         computed = self._compute_prompts(turn) if turn.prompts else []
-        tokens = [self._count_of(life, turn.steps) for life in turn.batch]
-        tokens += [self._count_of(p.life, 1) for p in computed if p.life.id not in self._gone]
+        tokens = [(life, turn.steps) for life in turn.batch]
+        tokens += [(p.life, 1) for p in computed if p.life.id not in self._known.released]
         if tokens:
-            self._tell_tokens(command.model, tokens)
+            self._reports.tokens(command.model, tokens)
         going_on = []
         for life in turn.batch:
-            if life.remaining_tokens and life.id not in self._gone:
+            if life.remaining_tokens and life.id not in self._known.released:
                 engine.hold(life.id, engine.shape.blocks(life.kv_tokens))
                 going_on.append(life)
             else:
                 engine.drop(life.id)
         turn.batch = going_on
         for prompt in computed:
-            if prompt.life.id in self._gone or not prompt.life.remaining_tokens:
+            if prompt.life.id in self._known.released or not prompt.life.remaining_tokens:
                 engine.drop(prompt.life.id)
-            self._prompt_done(command.model, prompt.life.id, self._agenda.now - prompt.began)
+            self._reports.prompt_done(
+                command.model, prompt.life.id, self._agenda.now - prompt.began
+            )
         if turn.end is None and (turn.batch or turn.prompts or turn.waiting):
             if self._is_preempted(turn):
                 turn.end = TurnEnd.PREEMPTED
@@ -539,10 +457,10 @@ class SimulatedInstance:
         turn.prompts[0].done += ahead * turn.command.chunk_tokens
         for prompt, tokens in turn.next_chunk():
             prompt.done += tokens
-        over = [p for p in turn.prompts if not p.left or p.life.id in self._gone]
-        turn.prompts = [p for p in turn.prompts if p.left and p.life.id not in self._gone]
+        over = [p for p in turn.prompts if not p.left or p.life.id in self._known.released]
+        turn.prompts = [p for p in turn.prompts if p.left and p.life.id not in self._known.released]
         for prompt in over:
-            if prompt.life.id not in self._gone:
+            if prompt.life.id not in self._known.released:
                 self._recorder.produced(prompt.life, self._agenda.now, 0.0, 0.0, 1)
                 turn.done_prompts += 1
         return over
@@ -554,7 +472,7 @@ class SimulatedInstance:
         command = turn.command
         self._job, self._ready_since = None, self._agenda.now
         for request in turn.waiting:
-            self._defer(command.model, request)
+            self._reports.prompt_deferred(command.model, request)
         if turn.done_steps:
             span = Span(
                 self.number,
@@ -566,34 +484,11 @@ class SimulatedInstance:
                 turn.done_prompts,
             )
             self._recorder.computed(span, turn.done_seconds)
-        self._report(
-            TurnEnded(
-                instance=self.number,
-                model=command.model,
-                turn=command.turn,
-                reason=reason,
-                steps=turn.done_steps,
-                seconds=turn.done_seconds,
-                kv_slabs=self._engines[command.model].slabs(),
-            )
-        )
+        self._reports.turn_ended(turn, reason)
         self.work()
-
-    def _tell_tokens(self, model: ModelName, tokens: Sequence[TokenCount]) -> None:
-        self._report(TokensProduced(instance=self.number, model=model, tokens=tuple(tokens)))
-
-    def _count_of(self, life: Life, count: int) -> TokenCount:
-        """It got so many tokens, the last of which may have ended it."""
-        return TokenCount(request=life.id, count=count, finished=_finished(life))
 
     def _note_switch(self, model: ModelName, waited: float) -> None:
         if model != self._current:
             at = self._agenda.now
             self._recorder.switches.append(Switch(self.number, model, at, waited))
             self._current = model
-
-
-def _finished(life: Life) -> FinishReason | None:
-    if life.remaining_tokens:
-        return None
-    return FinishReason.LENGTH if life.produced == life.max_tokens else FinishReason.STOP

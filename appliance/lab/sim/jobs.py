@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from appliance.lab.hardware import ModelProfile
+from appliance.lab.sim.closed_form import steps_in_room
+from appliance.lab.sim.engine import Engine
 from appliance.lab.sim.event_queue import Entry
 from appliance.lab.sim.recorder import Life
 from appliance.vocabulary import ModelName, RequestId, RunPrefill, RunTurn, TurnEnd
@@ -96,3 +99,28 @@ class Turn:
                 chunk.append((prompt, min(room, prompt.left)))
                 room -= chunk[-1][1]
         return chunk
+
+    def room(self, engine: Engine) -> int:
+        """Steps until the first request finishes, or until the slabs of the turn are full."""
+        shape = engine.shape
+        cap_blocks = self.command.kv_slabs // shape.group_slabs * shape.group_blocks
+        held = sum(engine.blocks[life.id] for life in self.batch)
+        return steps_in_room(
+            [life.kv_tokens for life in self.batch],
+            shape.block_tokens,
+            cap_blocks - (engine.used - held) - engine.leaving,
+            min(life.remaining_tokens for life in self.batch),
+        )
+
+    def time_steps(self, profile: ModelProfile, now: float) -> None:
+        """Begin a stretch: how long its first step takes, and by how much more those after it."""
+        batch, kv_tokens = len(self.batch), sum(life.kv_tokens for life in self.batch)
+        if self.prompts:
+            chunk = [(tokens, prompt.done) for prompt, tokens in self.next_chunk()]
+            first = profile.mixed_step_seconds(batch, kv_tokens, chunk)
+            growth = profile.step_growth_seconds(batch, self.command.chunk_tokens)
+        else:
+            first = profile.step_seconds(batch, kv_tokens)
+            growth = profile.step_growth_seconds(batch)
+        self.start, self.kv_tokens = now, kv_tokens
+        self.first, self.growth = first * self.factor, growth * self.factor
