@@ -178,19 +178,19 @@ class ModelSpec(Word, frozen=True):
     max_batch: int
     slo: Slo
     batch_slo: Slo = Slo(ttft_seconds=3600.0, tbt_seconds=2.0)
-    """What batch requests are promised; `slo` is for the others."""
+    """The SLO of batch requests; `slo` is for the others."""
     pinned: bool = False
     """Whether its master image stays in the host tier, even if other models need the room."""
     draining: bool = False
     """Whether no new requests are taken for it; those that are live go on."""
 
-    def promised(self, request_class: RequestClass) -> Slo:
-        """What requests of a class are promised."""
+    def slo_for(self, request_class: RequestClass) -> Slo:
+        """The SLO of requests of a class."""
         return self.batch_slo if request_class is RequestClass.BATCH else self.slo
 
 
 class RequestSpec(Word, frozen=True):
-    """A request as the machine sees it: sizes and promises, never the text or the true length.
+    """A request as the machine sees it: sizes and its SLO, never the text or the true length.
 
     With a `max_tokens` of 0 it ends where its prompt is computed: it is embedded, or scored.
     """
@@ -376,8 +376,8 @@ class KvMoved(Event, frozen=True, kw_only=True):
 
 
 class ModelChanged(Event, frozen=True, kw_only=True):
-    """An operator changed what is promised of a model, or how it is kept. Requests that are live
-    keep the promises they were taken with."""
+    """An operator changed a model's SLO, or how it is served. Requests that are live
+    keep the SLO that they were taken with."""
 
     model: ModelName
     slo: Slo

@@ -80,7 +80,7 @@ def limit(
     url: str,
     as_json: bool,
 ) -> None:
-    """Set what new requests for MODEL are promised and how many it takes, now and after a
+    """Set the service level of new requests for MODEL and how many it takes, now and after a
     restart; without options, show it."""
     slo = _given(ttft=ttft, tbt=tbt)
     batch_slo = _given(ttft=batch_ttft, tbt=batch_tbt)
@@ -139,7 +139,7 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:
-    promises = [
+    levels = [
         (
             name,
             f"first token {terms[key]['ttft_seconds']:g} s, "
@@ -148,7 +148,7 @@ def _terms(terms: dict[str, Any]) -> list[tuple[str, str]]:
         for name, key in (("interactive", "slo"), ("batch work", "batch_slo"))
     ]
     pinned = "stays in the host cache" if terms["pinned"] else "gives way in the host cache"
-    return [*promises, ("queue", f"at most {terms['max_queue']} requests"), ("pin", pinned)]
+    return [*levels, ("queue", f"at most {terms['max_queue']} requests"), ("pin", pinned)]
 
 
 def _whereabouts(found: dict[str, Any]) -> list[tuple[str, str]]:

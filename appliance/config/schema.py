@@ -381,7 +381,7 @@ class Catalog(Section, kw_only=True):
 
 
 class Slo(Section, kw_only=True):
-    """The service level that a model's requests are promised."""
+    """The service level of a model's requests."""
 
     ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
         default=Seconds(10), name="ttft"
@@ -392,7 +392,7 @@ class Slo(Section, kw_only=True):
 
 
 class BatchSlo(Slo, kw_only=True):
-    """The service level that batch requests (`service_tier: "flex"`) are promised."""
+    """The service level of batch requests (`service_tier: "flex"`)."""
 
     ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
         default=Seconds(3600), name="ttft"

@@ -93,7 +93,7 @@ class Requests:
             raise QueueFull(RETRY_AFTER_SECONDS)
         if self._models.live(request.model) >= served.max_queue:
             raise ModelQueueFull(RETRY_AFTER_SECONDS, request.model)
-        slo = request.slo.over(served.spec.promised(request.request_class))
+        slo = request.slo.over(served.spec.slo_for(request.request_class))
         stream = RequestStream(request, self._clock(), sink, self._cancel, self._on_reader, slo)
         self.streams[request.id] = stream
         self.phases.arrived(request.id, request.model, stream.arrived)

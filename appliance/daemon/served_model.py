@@ -107,12 +107,12 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
 def terms_of(model: Model) -> ModelTerms:
     """What can be changed of a model, in the words of the daemon."""
     return ModelTerms(
-        slo=_promise(model.slo),
-        batch_slo=_promise(model.batch_slo),
+        slo=_slo(model.slo),
+        batch_slo=_slo(model.batch_slo),
         max_queue=model.max_queue,
         pinned=model.pin,
     )
 
 
-def _promise(slo: ConfiguredSlo) -> Slo:
+def _slo(slo: ConfiguredSlo) -> Slo:
     return Slo(ttft_seconds=float(slo.ttft_seconds), tbt_seconds=float(slo.tbt_seconds))

@@ -237,7 +237,7 @@ def sweep(
     plot_path: Path | None,
     jobs: int,
 ) -> None:
-    """Find the largest load of SCENARIO at which each policy keeps its promises."""
+    """Find the largest load of SCENARIO at which each policy meets its SLO targets."""
     with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)

@@ -1,4 +1,4 @@
-"""What is counted when a request is over: sizes, phases, and whether promises were kept."""
+"""What is counted when a request is over: sizes, phases, and whether SLO targets were met."""
 
 from __future__ import annotations
 

@@ -58,11 +58,11 @@ class Work:
     prompt_seconds: float = 0.0
     """What the prompts that wait take."""
     runs: bool = False
-    """Whether something of it could run now."""
+    """Whether any of its requests could run now."""
     latest: float = math.inf
-    """When it has to come to run, to be in time."""
-    enough_seconds: float = math.inf
-    """Slack that is as much as it needs while others wait."""
+    """When it has to run at the latest, to be in time."""
+    slack_target_seconds: float = math.inf
+    """Slack with which it lets others run."""
     margin_seconds: float = math.inf
     """How long before it is due it should run."""
 
@@ -105,18 +105,18 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     the last one."""
 
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """How long before its deadline a request comes to run at the latest, as a share of the TTFT
-    that it was promised."""
+    """How long before its deadline a request comes to run at the latest, as a share of its
+    TTFT target."""
     shortest_turn_seconds: Seconds = 0.05
-    """Less is not run of a model. Nor less than it takes to bring in who comes next, or switching
-    would be all that is done when everybody is late."""
+    """The shortest turn of a model. No turn is shorter than it takes to bring in the next model
+    either, or switching would be all that is done when all are late."""
     longest_step: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """A step that computes part of a prompt takes at most this share of the TBT that who decodes
-    beside it was promised."""
-    patience_seconds: Seconds = 30.0
+    """A step that computes part of a prompt takes at most this share of the TBT target of the
+    requests that decode beside it."""
+    max_lateness_seconds: Seconds = 30.0
     """How much later than the model that runs, if that is late itself, another one may be."""
-    enough: Annotated[float, Meta(gt=0)] = 1.0
-    """Who has earned this many times the TTFT that its requests are promised lets others go on."""
+    slack_target: Annotated[float, Meta(gt=0)] = 1.0
+    """A model that has earned this many times the TTFT target of its requests lets others go on."""
     longest_turn_seconds: Seconds = 60.0
     """The longest turn while no other model has work."""
     output_tokens: Annotated[int, Meta(ge=1)] = 300
@@ -242,7 +242,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self, now: float, model: ModelName, instance: InstanceView, costs: Costs
     ) -> BatchLimits:
         """As many as there are. A prompt beside them is computed in parts that keep a step within
-        what they were promised, unless it has to be done with soon."""
+        their TBT target, unless it has to be done with soon."""
         batch = _batch(instance, model)
         expected = self._expect(model, now, costs)
         if batch is None or expected.prompt_seconds_per_token <= 0:
@@ -301,32 +301,32 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         return self._quota(now, instance, model, costs, instance.turn_began)
 
     def _next(self, now: float, view: InstanceView, costs: Costs) -> Work:
-        """Who has to run now, the earliest deadline first; else the one that runs, as that costs no
-        switch, until it has enough; else whose deadline is next. Who runs and is late itself goes
-        on: it soon will not be. If it stays late, as more is asked of it than it can do, others do
-        not wait for that."""
+        """The urgent model with the earliest deadline. If none is urgent, the model that runs, as
+        that costs no switch, until it has its slack target; then the model whose deadline is next.
+        A running model that is late itself goes on: it soon will not be. If it stays late, as more
+        is asked of it than it can do, others do not wait for that."""
         works = self._look(now, view, costs).works
         able = [work for work in works.values() if work.runs]
-        pressing = [work for work in able if work.latest <= now]
-        first = min(pressing or able, key=_deadline)
+        urgent = [work for work in able if work.latest <= now]
+        first = min(urgent or able, key=_deadline)
         current = works.get(view.current_model or "")
-        if current is None or current not in (pressing or able):
+        if current is None or current not in (urgent or able):
             return first
-        if pressing:
-            return current if current.due - first.due <= self.patience_seconds else first
-        return current if current.due - now < current.enough_seconds else first
+        if urgent:
+            return current if current.due - first.due <= self.max_lateness_seconds else first
+        return current if current.due - now < current.slack_target_seconds else first
 
     def _quota(
         self, now: float, view: InstanceView, model: ModelName, costs: Costs, began: float
     ) -> float:
-        """How long the model, which came to run then, may go on before it has enough, if somebody
-        waits, and before somebody else has to begin, if the more urgent of them load and compute
-        their prompts before."""
+        """How long the model, which runs since `began`, may go on: until it has its slack target,
+        if another model waits, and until another model has to begin, after those that are more
+        urgent have loaded and computed their prompts."""
         works = self._look(now, view, costs).works
         seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
         own = works.get(model)
         if own is not None and len(works) > 1 and (earns := self._earns(view, model, costs)) > 0:
-            seconds = min(seconds, (own.enough_seconds - (own.due - now)) / earns)
+            seconds = min(seconds, (own.slack_target_seconds - (own.due - now)) / earns)
         for work in sorted(works.values(), key=_deadline):
             if work.model == model or not work.runs:
                 continue
@@ -362,7 +362,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 model=batch.model,
                 due=batch.deadline,
                 runs=batch.runnable > 0,
-                enough_seconds=self.enough * batch.slo.ttft_seconds,
+                slack_target_seconds=self.slack_target * batch.slo.ttft_seconds,
                 margin_seconds=self.margin * batch.slo.ttft_seconds,
             )
         for group in view.groups:

@@ -365,7 +365,7 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     """Batch requests of one model that wait together."""
     fill: Share = 0.8
     """An instance takes more interactive requests while so much of its time, or less, is needed to
-    keep the promises of those it has (alpha of Aegaeon's Eq. 3)."""
+    meet the SLO targets of those it has (alpha of Aegaeon's Eq. 3)."""
     queue_share: Share = 0.25
     """Share of a TTFT that may be spent waiting for other prompts before another instance is
     tried."""
@@ -515,7 +515,7 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     def _pack(
         self, request: RequestView, instances: Sequence[InstanceView], costs: Costs
     ) -> InstanceView:
-        """The first instance that can keep this promise too, those that run interactive requests
+        """The first instance that can meet this SLO target too, those that run interactive requests
         already before others; if none can, where least time waits."""
         order = sorted(
             instances,
@@ -629,7 +629,7 @@ class Chiron(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
 
     @hookimpl
     def round(self, now: float, instance: InstanceView, costs: Costs) -> Sequence[PlannedTurn]:
-        """Models with interactive requests first, with quotas by their promises (Aegaeon's Eq. 2
+        """Models with interactive requests first, with quotas by their SLO targets (Aegaeon's Eq. 2
         and 3); then batch work for the time they can wait. Without them, batch work: the model with
         the oldest request."""
         runnable = [batch for batch in instance.batches if batch.runnable]

@@ -2,8 +2,8 @@
 
 Prompts of any length go where they are just in time (Alg. 2, §3.4), decoding begins where prompts
 disturb least, and when memory is short there the longest answers go on where they disturb more,
-until their promises are at risk (Alg. 1, §3.3). What kind an instance is follows from nothing but
-the chunks in which it computes prompts beside decoding (§3.1). The printed gaps are settled as
+until their SLO targets are at risk (Alg. 1, §3.3). What kind an instance is follows from nothing
+but the chunks in which it computes prompts beside decoding (§3.1). The printed gaps are settled as
 docs/policies/taichi.md says.
 """
 
@@ -79,7 +79,7 @@ def feasible(
 
 
 def backflow(requests: Iterable[DecodingView], alpha: float) -> list[DecodingView]:
-    """The optimizing set O: requests whose TPOT so far exceeds `alpha` of what was promised
+    """The optimizing set O: requests whose TPOT so far exceeds `alpha` of the target
     (Alg. 1, line 2)."""
     return [request for request in requests if _at_risk(request, alpha)]
 
@@ -203,7 +203,7 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     d_chunk_tokens: Tokens = 256
     """S_D: as S_P, on D-heavy instances; they take no prompts for 0 (disaggregation)."""
     alpha: Positive = 0.96
-    """Approach factor: a TPOT beyond this share of what was promised is at risk."""
+    """Approach factor: a TPOT beyond this share of the target is at risk."""
     watermark: Annotated[float, Meta(gt=0, le=1)] = 0.95
     """M: the share of the memory for KV beyond which D-heavy instances send requests away."""
     infeasible: Infeasible = Infeasible.LEAST_LATE

@@ -53,7 +53,7 @@ class Cluster:
         self._slab_bytes = slab_bytes
 
     def candidates(self, request: RequestSpec, wanted: Role) -> list[InstanceState]:
-        """Live instances that are meant for the request in this role. A promise goes before a plan:
+        """Live instances that are meant for the request in this role. An SLO goes before a plan:
         if there is none, any that has the model; if there is none either, any."""
         live = [instance for instance in self.instances.values() if instance.serves]
         able = [instance for instance in live if instance.may_serve(request.model)]
@@ -219,7 +219,7 @@ class Cluster:
 
 
 def strictest(slos: Sequence[Slo]) -> Slo:
-    """What keeps all of these promises."""
+    """What meets all of these SLO targets."""
     return Slo(
         ttft_seconds=min([slo.ttft_seconds for slo in slos]),
         tbt_seconds=min([slo.tbt_seconds for slo in slos]),

@@ -377,9 +377,9 @@ class Dispatcher:
         horizon = int(planned.quota_seconds / step)
         if prompt is not None:
             horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
-        wish = _growth(batch, engine.shape, horizon)
+        growth = _growth(batch, engine.shape, horizon)
         cold = not engine.on_device
-        grant = self._residency.grant(instance, model, blocks, wish, context.now)
+        grant = self._residency.grant(instance, model, blocks, growth, context.now)
         instance.turns += 1
         instance.prefills_since_turn = 0
         names = tuple([request.id for request in batch])

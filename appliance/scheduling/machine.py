@@ -227,8 +227,8 @@ class Machine:
 
     def _work(self) -> list[Command]:
         """Give free instances something to do; everything that follows from the event."""
-        if self.weight_cache.doomed:
-            self.weight_cache.bury(self.residency.being_read())
+        if self.weight_cache.evict_pending:
+            self.weight_cache.reap(self.residency.being_read())
         while True:
             while self._again:
                 self._again = False
@@ -415,7 +415,7 @@ class Machine:
             self.costs.observe_switch(event.model, max(0.0, overhead))
         if not requests:
             return
-        promised = [request.spec.slo.tbt_seconds for request in alive]
+        targets = [request.spec.slo.tbt_seconds for request in alive]
         instance.last_turn = TurnView(
             model=event.model,
             requests=requests,
@@ -424,7 +424,7 @@ class Machine:
             steps=event.steps,
             tokens=job.tokens,
             seconds=event.seconds,
-            tbt_seconds=min(promised, default=self.models[event.model].slo.tbt_seconds),
+            tbt_seconds=min(targets, default=self.models[event.model].slo.tbt_seconds),
         )
 
     def _close_job(

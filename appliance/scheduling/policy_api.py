@@ -128,7 +128,7 @@ class TurnView(Word, frozen=True):
     tokens: int
     seconds: float
     tbt_seconds: float
-    """The strictest TBT that was promised to its requests."""
+    """The strictest TBT target of its requests."""
 
 
 class InstanceView(Word, frozen=True):
@@ -171,7 +171,7 @@ class InstanceView(Word, frozen=True):
 
 
 class ModelView(Word, frozen=True):
-    """One model: its sizes, promises, and what is asked of it.
+    """One model: its sizes, SLO targets, and what is asked of it.
 
     `arrivals_per_second` and `tokens_per_second` (prompts, and the room asked for answers) are
     smoothed; `requests` are live; `last_arrival` is -inf before the first. `kv_bytes_per_token` is
@@ -223,7 +223,7 @@ class PrefillChoice(Word, frozen=True):
 
 
 class Refusal(Word, frozen=True):
-    """The request is refused at once: its promise cannot be kept, and why."""
+    """The request is refused at once: its SLO target cannot be met, and why."""
 
     reason: str
 

@@ -35,7 +35,7 @@ class HostWeightCache:
         self._host = host
         self._weight_cache: dict[ModelName, Master] = {}
         self._versions = 0
-        self._doomed: set[ModelName] = set()
+        self._evict_pending: set[ModelName] = set()
         # Room for those that fit, before KV takes it: pinned ones first.
         room = host.total_slabs - host.kv_floor_slabs
         for model in sorted(models.values(), key=lambda model: not model.pinned):
@@ -45,9 +45,9 @@ class HostWeightCache:
                 room -= slabs
 
     @property
-    def doomed(self) -> Collection[ModelName]:
+    def evict_pending(self) -> Collection[ModelName]:
         """Not needed any more, but still being written or read."""
-        return self._doomed
+        return self._evict_pending
 
     def get(self, model: ModelName) -> Master | None:
         """The model's image, whole or not."""
@@ -127,18 +127,18 @@ class HostWeightCache:
 
     def give_up(self, model: ModelName, instance: InstanceId | None) -> None:
         """The model cannot be served, as an instance reports, or was removed: neither image nor
-        room for one is kept. The image goes with `bury`, as it may be in use."""
+        room for one is kept. The image goes with `reap`, as it may be in use."""
         self._host.hold_back(model, 0)
         master = self._weight_cache.get(model)
         if master is None:
             return
         if master.filler == instance:
             master.filler = None
-        self._doomed.add(model)
+        self._evict_pending.add(model)
 
-    def bury(self, read: Collection[ModelName]) -> None:
-        """Let doomed images go, except of models in `read`, and of those that are being written."""
-        for model in self._doomed - set(read):
+    def reap(self, read: Collection[ModelName]) -> None:
+        """Free the images whose eviction is pending, but for those that are read or written."""
+        for model in self._evict_pending - set(read):
             if self._weight_cache[model].filler is None:
                 self._drop(model)
 
@@ -168,5 +168,5 @@ class HostWeightCache:
 
     def _drop(self, model: ModelName) -> None:
         del self._weight_cache[model]
-        self._doomed.discard(model)
+        self._evict_pending.discard(model)
         self._host.give_weights(model)

@@ -49,7 +49,7 @@ class RequestStream:
         on_reader: Callable[[RequestId, bool], None],
         slo: Slo = NO_SLO,
     ) -> None:
-        """`slo` is what the request was promised. `on_reader` hears whether the client reads."""
+        """`slo` is the request's service level. `on_reader` hears whether the client reads."""
         self.id = request.id
         self.request = request
         self.slo = slo

@@ -131,11 +131,11 @@ class AskedSlo(msgspec.Struct, frozen=True, kw_only=True):
     ttft_seconds: float | None = None
     tbt_seconds: float | None = None
 
-    def over(self, promised: Slo) -> Slo:
+    def over(self, served: Slo) -> Slo:
         ttft, tbt = self.ttft_seconds, self.tbt_seconds
         return Slo(
-            ttft_seconds=promised.ttft_seconds if ttft is None else ttft,
-            tbt_seconds=promised.tbt_seconds if tbt is None else tbt,
+            ttft_seconds=served.ttft_seconds if ttft is None else ttft,
+            tbt_seconds=served.tbt_seconds if tbt is None else tbt,
         )
 
 
@@ -322,7 +322,7 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be changed of a model while it is served. Requests that are live keep the promises
+    """What can be changed of a model while it is served. Requests that are live keep the SLO
     they were taken with; `max_queue` may be live at once, one more is `ModelQueueFull`."""
 
     slo: Slo

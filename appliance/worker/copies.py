@@ -209,7 +209,7 @@ class Copies:
         )
 
     def when_there_is_room(self, action: Callable[[], T]) -> T:
-        """Do what needs slabs. Those it was promised may still be under KV on its way out: that is
+        """Do what needs slabs. Those it may map may still be under KV on its way out: that is
         waited for, the oldest first. Raises what the action raises when that does not help."""
         while True:
             try:

@@ -18,6 +18,8 @@ RENAMED = {
     r'outcome=\\*"(kept|late)\\*"': 'outcome="met" or "missed"',
     "FloorView": "ClusterView",
     r"scheduling\.questions": "scheduling.policy_api",
+    r"`enough`|\benough *= *[0-9]": "slack_target",
+    "appliance.*patience_seconds": "max_lateness_seconds",
 }
 """What it was, as a pattern, and what it is."""
 PLACES = ("appliance", "tui", "docs", "packaging", "etc", "benchmarks", "README.md")
@@ -46,4 +48,6 @@ def test_the_changelog_tells_every_new_name() -> None:
     for name in ("appliance_key_rejections", "appliance_requests_recovered", "busy_seconds"):
         assert name in changelog
     for name in ("appliance_request_model_load_seconds", "slow_client", "`window`", "ClusterView"):
+        assert name in changelog
+    for name in ("`slack_target`", "`max_lateness_seconds`"):
         assert name in changelog

@@ -1,4 +1,4 @@
-"""Models: where each one is, what is asked of it, and how it keeps its promises."""
+"""Models: where each one is, what is asked of it, and how it meets its SLO targets."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def _limit(source: Source, key: str, given: Given) -> str:
     )
 
 
-def _promised(name: str) -> Callable[[Document], str]:
+def _slo_part(name: str) -> Callable[[Document], str]:
     def now(row: Document) -> str:
         seconds = row.get("terms", {}).get("slo", {}).get(f"{name}_seconds")
         return "" if seconds is None else f"{seconds:g}s"
@@ -102,8 +102,8 @@ def _promised(name: str) -> Callable[[Document], str]:
 
 
 LIMITS = (
-    Field("ttft", "promised time to the first token, such as 5s", _promised("ttft")),
-    Field("tbt", "promised time between tokens, such as 100ms", _promised("tbt")),
+    Field("ttft", "TTFT target, such as 5s", _slo_part("ttft")),
+    Field("tbt", "TBT target, such as 100ms", _slo_part("tbt")),
     Field("queue", "live requests at most, such as 20",
           lambda row: str(row.get("terms", {}).get("max_queue", ""))),
 )  # fmt: skip
@@ -144,7 +144,7 @@ class Models(TableView):
         Action("P", "pin", "keep weights in the host cache", _post("pin", "{} is pinned")),
         Action("U", "unpin", "let weights leave the host cache",
                _post("unpin", "{} is not pinned")),
-        Action("l", "limit", "promises of new requests, length of the queue", _limit,
+        Action("l", "limit", "SLO targets of new requests, length of the queue", _limit,
                fields=LIMITS),
     )  # fmt: skip
 

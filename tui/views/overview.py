@@ -1,4 +1,4 @@
-"""Overview: what every instance runs and what its memory holds; promises kept; who waits."""
+"""Overview: what every instance runs and what its memory holds; SLO targets met; who waits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Overview(View):
     def show(self, context: ViewContext) -> None:
         self._view_context = context
         width, height = self._canvas.size
-        lines = self._promises(context, width)
+        lines = self._slo_lines(context, width)
         shown = self._all(context)
         self._place = max(0, min(self._place, len(shown) - 1))
         blocks = [self._instance(key, row, context, width) for key, row in shown]
@@ -86,7 +86,7 @@ class Overview(View):
 
     # --- the appliance ---------------------------------------------------------------------------
 
-    def _promises(self, context: ViewContext, width: int) -> list[Line]:
+    def _slo_lines(self, context: ViewContext, width: int) -> list[Line]:
         """Attainment of all models, tokens, and the queue."""
         state, theme = context.state, context.theme
         models = state.rows("models")

@@ -10,7 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery
 from litestar.response.base import ASGIResponse
 
-from appliance.api.admin.config import Promise
+from appliance.api.admin.config import SloChange
 from appliance.http.bodies import parse
 from appliance.http.json import json_answer
 from appliance.service.interface import Watch
@@ -28,8 +28,8 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     max_context: _Count | _Unset = msgspec.UNSET
     """What the checkpoint can have, up to 8192, if it is left out."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | _Unset = msgspec.UNSET
-    slo: Promise | _Unset = msgspec.UNSET
-    batch_slo: Promise | _Unset = msgspec.UNSET
+    slo: SloChange | _Unset = msgspec.UNSET
+    batch_slo: SloChange | _Unset = msgspec.UNSET
     max_batch: _Count | _Unset = msgspec.UNSET
     tool_parser: str | _Unset = msgspec.UNSET
     reasoning_parser: str | _Unset = msgspec.UNSET

@@ -23,7 +23,7 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw
     pass
 
 
-class Promise(_Strict, kw_only=True):
+class SloChange(_Strict, kw_only=True):
     """Durations as the configuration has them; what is left out stays."""
 
     ttft: str | msgspec.UnsetType = msgspec.UNSET
@@ -33,8 +33,8 @@ class Promise(_Strict, kw_only=True):
 class ModelLimits(_Strict, kw_only=True):
     """The body of ``PUT /api/models/NAME/limits``; what is left out stays."""
 
-    slo: Promise | msgspec.UnsetType = msgspec.UNSET
-    batch_slo: Promise | msgspec.UnsetType = msgspec.UNSET
+    slo: SloChange | msgspec.UnsetType = msgspec.UNSET
+    batch_slo: SloChange | msgspec.UnsetType = msgspec.UNSET
     max_queue: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -184,7 +184,7 @@ OPERATIONS: Final = (
         refusals=(404, 409, CANNOT_BE_USED),
     ),
     Operation(
-        "put", "/api/models/{name}/limits", "Set its promises and its queue.", ModelActivity,
+        "put", "/api/models/{name}/limits", "Set its SLO targets and its queue.", ModelActivity,
         ModelLimits, (CANNOT_BE_READ, 404, 409, CANNOT_BE_USED),
     ),
     Operation("get", "/api/keys", "List the API keys.", Keys, refusals=(404,)),

@@ -1,4 +1,4 @@
-"""What no policy could do better: the least time that GPUs need for a load whose promises are kept.
+"""A bound for every policy: the least time that GPUs need for a load whose SLO targets are met.
 
 A fluid bound. Every prompt is computed once, in chunks beside steps that run anyway; every step has
 as large a batch as could ever be; weights are always in place, memory never ends, nothing waits.
@@ -19,7 +19,7 @@ from appliance.vocabulary import ModelSpec
 def least_busy_share(setting: Setting) -> float:
     """The share of all instances' time that the requests of a setting take at least.
 
-    Where it is more than 1, no policy keeps all promises. O(n log n) in the requests.
+    Where it is more than 1, no policy meets all SLO targets. O(n log n) in the requests.
     """
     asked: dict[str, list[Arrival]] = defaultdict(list)
     for arrival in setting.arrivals:
@@ -58,7 +58,7 @@ def _kv_tokens(one: Arrival) -> int:
 
 def _window(one: Arrival, spec: ModelSpec) -> tuple[float, float]:
     """From when it comes to when its last token is due."""
-    slo = one.slo or spec.promised(one.request_class)
+    slo = one.slo or spec.slo_for(one.request_class)
     return one.seconds, one.seconds + slo.ttft_seconds + one.output_tokens * slo.tbt_seconds
 
 

@@ -1,4 +1,4 @@
-"""A scenario: a TOML file with hardware, models, requests, promises and the policies to compare.
+"""A scenario: a TOML file with hardware, models, requests, SLO targets and the policies to compare.
 
 The tables and keys are the structs below, one for each table; `docs/lab.md` lists them. A file is
 read strictly: a key that is not here, or a value of another kind, is an error with its line. Paths
@@ -90,26 +90,26 @@ class Hardware(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(known, **{k: v for k, v in changed.items() if v})
 
 
-class Promise(Section, frozen=True, kw_only=True):
+class SloTarget(Section, frozen=True, kw_only=True):
     """An SLO: ``slo = { ttft = "10s", tbt = "100ms" }``."""
 
     ttft: Seconds
     tbt: Seconds
 
 
-class Promises(Promise, frozen=True, kw_only=True):
+class SloTargets(SloTarget, frozen=True, kw_only=True):
     """``[slo]``: of every model that has none of its own. `scale` multiplies all there are."""
 
-    batch: Promise | None = None
+    batch: SloTarget | None = None
     """Of requests of the class batch."""
     scale: Positive = 1.0
     ttft_scale: Positive = 1.0
     tbt_scale: Positive = 1.0
-    """One half of every promise, besides."""
+    """These scale TTFT and TBT alone, besides."""
 
-    def slo(self, promise: Promise | None) -> Slo:
-        """What is promised; of a model, or class, that has none of its own this."""
-        own = promise or self
+    def slo(self, target: SloTarget | None) -> Slo:
+        """The SLO of a model or class, scaled; these targets where it has none of its own."""
+        own = target or self
         return Slo(
             ttft_seconds=own.ttft * self.scale * self.ttft_scale,
             tbt_seconds=own.tbt * self.scale * self.tbt_scale,
@@ -139,7 +139,7 @@ class Models(Section, frozen=True, kw_only=True):
     """Requests of class batch of each that come at once,"""
     batch_at: Seconds | None = None
     """at this time; when the warm-up is over if it is not given."""
-    slo: Promise | None = None
+    slo: SloTarget | None = None
     pinned: bool = False
 
 
@@ -228,7 +228,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     """Requests that arrive before it is over are served, but not counted."""
     seeds: Annotated[tuple[int, ...], Meta(min_length=1)] = (1,)
     hardware: Hardware
-    slo: Promises
+    slo: SloTargets
     models: Annotated[tuple[Models, ...], Meta(min_length=1)]
     arrivals: Arrivals
     policies: Mapping[str, PolicyTable] = {}

@@ -1,4 +1,4 @@
-"""The largest load under which a policy still keeps its promises, by bisection.
+"""The largest load under which a policy still meets its SLO targets, by bisection.
 
 A load is a whole number of steps. That more load is never better is assumed, as it is wherever a
 "maximum load" is named: where attainment is not monotone, the answer is one crossing of it.

@@ -1055,7 +1055,7 @@ async def test_an_image_that_went_meanwhile_is_none(make_box: MakeBox) -> None:
 
     task = await verifying(box)
     weight_cache.give_up("a", 0)
-    weight_cache.bury(read=())
+    weight_cache.reap(read=())
     answer(box, 0, a=Verdict.DIFFERS, b=Verdict.DIFFERS)
     assert (await task)[0].models == {"a": Verdict.NO_IMAGE, "b": Verdict.DIFFERS}
 

@@ -19,9 +19,9 @@ from appliance.lab.experiments.scenario import (
     Hardware,
     Models,
     PolicyTable,
-    Promises,
     RatePhase,
     Scenario,
+    SloTargets,
     SystemTable,
 )
 from appliance.lab.hardware import profile
@@ -350,7 +350,7 @@ def test_the_reference_rows_are_what_they_say(
 @pytest.mark.parametrize(
     "section",
     [
-        *(Scenario, Hardware, Promises, Models, Arrivals, RatePhase),
+        *(Scenario, Hardware, SloTargets, Models, Arrivals, RatePhase),
         *(PolicyTable, SystemTable, Deviates, GivenProfile),
     ],
 )

@@ -92,7 +92,7 @@ class HostCache(RuleBasedStateMachine):
         assert master is not None
         self.tier |= dict.fromkeys(master.offsets, model)
         self.weight_cache.filled(model, version)
-        self.weight_cache.bury(self.reading)
+        self.weight_cache.reap(self.reading)
         assert (self.weight_cache.get(model) is None) == (model in self.doomed)
         self.doomed.discard(model)
 
@@ -125,7 +125,7 @@ class HostCache(RuleBasedStateMachine):
         assert master is not None, "an image goes while it is being read"
         assert master.version == version, "another image is where one was being read"
         assert {self.tier[offset] for offset in master.offsets} == {model}
-        self.weight_cache.bury(self.reading)
+        self.weight_cache.reap(self.reading)
         assert (self.weight_cache.get(model) is None) == (model in self.doomed)
         self.doomed.discard(model)
 
@@ -134,7 +134,7 @@ class HostCache(RuleBasedStateMachine):
         """An instance cannot read its files; what another one writes, or somebody reads, is kept
         until that is done."""
         self.weight_cache.give_up(model, instance)
-        self.weight_cache.bury(self.reading)
+        self.weight_cache.reap(self.reading)
         written = model in self.filling and self.filling[model][0] != instance
         if written or model in self.reading:
             assert self.weight_cache.get(model) is not None

@@ -67,7 +67,7 @@ def test_who_runs_goes_on_until_another_has_to_begin() -> None:
     """The turn ends when the most urgent of the others needs its switch and the margin."""
     view = running("a", batches={"a": 50.0, "b": 30.0, "c": 20.0})
 
-    first, *outlook = Appliance(enough=ALWAYS, margin=1.0).round(
+    first, *outlook = Appliance(slack_target=ALWAYS, margin=1.0).round(
         now=NOW, instance=view, costs=COSTS
     )
 
@@ -80,7 +80,9 @@ def test_a_turn_leaves_room_for_all_that_follow() -> None:
     """Two models that are due together have to switch one after the other."""
     view = running("a", batches={"a": 50.0, "b": 20.0, "c": 20.0})
 
-    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(slack_target=ALWAYS, margin=1.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert first.quota_seconds == pytest.approx(20.0 - 1.0 - 1.0 - 1.0)
 
@@ -89,7 +91,9 @@ def test_who_has_to_begin_now_runs() -> None:
     """The earliest deadline of those that cannot wait, whoever runs."""
     view = running("a", batches={"a": 50.0, "b": 1.5, "c": 1.2})
 
-    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(slack_target=ALWAYS, margin=1.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert (first.model, first.quota_seconds) == ("c", 1.0)  # which is how long a switch takes
 
@@ -98,7 +102,7 @@ def test_who_runs_and_is_late_goes_on() -> None:
     """It soon will not be: leaving it would cost a switch there and back."""
     view = running("a", batches={"a": -1.0, "b": -5.0})
 
-    first, *_ = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(slack_target=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
 
     assert first.model == "a"
 
@@ -107,7 +111,7 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
     """As much slack as a new request may wait for its first token is enough while others wait; a
     turn ends when that is earned."""
     view = running("a", batches={"a": 0.5, "b": 30.0, "c": 20.0})
-    policy = Appliance(enough=5.0)  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
+    policy = Appliance(slack_target=5.0)  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
 
     first, *_ = policy.round(now=NOW, instance=view, costs=COSTS)
     assert (first.model, first.quota_seconds) == ("a", 1.0)  # a switch takes longer than to earn it
@@ -120,8 +124,8 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
 
 
 def test_who_stays_late_keeps_nobody_waiting_for_ever() -> None:
-    """Another model that is later by more than `patience_seconds` runs."""
-    policy = Appliance(patience_seconds=10.0)
+    """Another model that is later by more than `max_lateness_seconds` runs."""
+    policy = Appliance(max_lateness_seconds=10.0)
 
     first = [
         policy.round(now=NOW, instance=running("a", batches=due), costs=COSTS)[0].model
@@ -153,7 +157,7 @@ def test_without_anybody_else_a_turn_is_long() -> None:
     """Nobody is waited for."""
     view = running("a", batches={"a": 5.0})
 
-    (turn,) = Appliance(enough=ALWAYS, longest_turn_seconds=40.0).round(
+    (turn,) = Appliance(slack_target=ALWAYS, longest_turn_seconds=40.0).round(
         now=NOW, instance=view, costs=COSTS
     )
 
@@ -168,7 +172,9 @@ def test_what_is_in_place_may_begin_later() -> None:
         resident=["a", "b"],
     )
 
-    first, *_ = Appliance(enough=ALWAYS, margin=1.0).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(slack_target=ALWAYS, margin=1.0).round(
+        now=NOW, instance=view, costs=COSTS
+    )
 
     assert first.quota_seconds == pytest.approx(19.0)
 
@@ -179,7 +185,7 @@ def test_a_turn_goes_to_who_can_run() -> None:
         batches=(batch_view("a", runnable=0, deadline=NOW), batch_view("b", deadline=NOW + 9)),
     )
 
-    first, *outlook = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+    first, *outlook = Appliance(slack_target=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
 
     assert first.model == "b"
     assert first.quota_seconds == Appliance().longest_turn_seconds
@@ -193,7 +199,7 @@ def test_a_prompt_that_cannot_begin_costs_no_turn() -> None:
         batches=(batch_view("b", deadline=NOW + 9), batch_view("c", deadline=NOW + 8)),
     )
 
-    first, *_ = Appliance(enough=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
+    first, *_ = Appliance(slack_target=ALWAYS).round(now=NOW, instance=view, costs=COSTS)
 
     assert first.model == "c"
 
@@ -213,7 +219,7 @@ def test_prompts_of_who_runs_next_come_first() -> None:
         current="a",
         resident=["a"],
     )
-    policy = Appliance(enough=ALWAYS)
+    policy = Appliance(slack_target=ALWAYS)
 
     assert policy.admit(now=NOW, instance=view, costs=COSTS) == [2, 1, 0]
     ordered = instance_view(
@@ -237,7 +243,7 @@ def test_others_prompts_wait_while_there_is_time() -> None:
         resident=["a"],
     )
 
-    assert Appliance(enough=ALWAYS).phase(now=NOW, instance=view, costs=COSTS) is Phase.DECODE
+    assert Appliance(slack_target=ALWAYS).phase(now=NOW, instance=view, costs=COSTS) is Phase.DECODE
 
 
 def test_a_prompt_of_the_running_model_joins_at_once() -> None:
@@ -257,7 +263,7 @@ def test_a_prompt_of_another_model_cuts_the_turn_when_it_has_to_begin() -> None:
         turn_began=NOW,
         resident=["a"],
     )
-    policy = Appliance(enough=ALWAYS, margin=0.1)
+    policy = Appliance(slack_target=ALWAYS, margin=0.1)
 
     more = policy.preempt(now=NOW, instance=view, costs=COSTS)
 
