@@ -169,7 +169,7 @@ class House:
         return moved
 
     def idle(self) -> None:
-        """Nobody has anything: every slab is free again."""
+        """No model holds anything: every slab is free again."""
         for engine in self.engines.values():
             engine.evict_weights()
         self.swapper.settle()

@@ -618,7 +618,7 @@ def test_checksums_are_compared_once(own: Any) -> None:
 
 
 def test_an_evicted_stream_stops_reading(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most the pieces under way are read to their end; whoever waits hears of it."""
+    """At most the pieces under way are read to their end; the thread that waits gets the error."""
     _, engine, _ = own("llama-mha")
     engine.store_weights((), fill=False)
     reading, go_on = threading.Event(), threading.Event()
@@ -658,7 +658,7 @@ class Held:
     def __call__(self, transfer: Transfer, image: Image) -> None:
         start = 0
         for number, (end, told) in enumerate(zip(self._ends, self.told, strict=True)):
-            assert told.wait(PATIENCE_SECONDS), "nobody told the loader to go on"
+            assert told.wait(PATIENCE_SECONDS), "the loader was not told to go on"
             if self.error is not None and number == 2:
                 raise self.error
             if transfer.cancelled:

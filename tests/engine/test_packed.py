@@ -166,13 +166,13 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @x86_64
 @pytest.mark.parametrize("shape", [*SHAPES, (144, 288), (1536, 24)], ids=str)
 def test_the_number_of_threads_changes_no_byte(shape: tuple[int, int]) -> None:
-    """Packed bytes and how they lie are the same for whoever packs, whatever its processors."""
+    """Packed bytes and how they lie are the same on all processors."""
     import torch
 
     from appliance.engines.vllm.weights import packed
 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    # Not through torch: where vLLM has bound its threads, it lets nobody set their number.
+    # Not through torch: where vLLM has bound its threads, it lets no one else set their number.
     openmp = ctypes.CDLL(str(packed._torch_library()))
     threads = openmp.omp_get_max_threads()
     found = []

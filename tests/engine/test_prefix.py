@@ -364,7 +364,7 @@ def break_executor(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def test_reset_forgets_everything(engine: Any, computed: list[int]) -> None:
-    """vLLM's own reset works, and refuses while somebody uses a block."""
+    """vLLM's own reset works, and refuses while a request uses a block."""
     start(engine, "r", prompt(100), GREEDY)
     assert not engine._scheduler.kv_cache_manager.reset_prefix_cache()
     engine.forget("r")

@@ -154,7 +154,7 @@ def test_the_front_end_knows_of_reasoning(reasoning: House, path: str) -> None:
 
 
 def test_a_tokenizer_without_reasoning(tmp_path: Path) -> None:
-    """Whoever asks for what takes its tokens is refused; the others are served."""
+    """A request for what needs the model's tokens is refused; the others are served."""
     from appliance.engines.vllm.engine import VllmEngine
 
     house = make_house()

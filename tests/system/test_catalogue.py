@@ -1,4 +1,4 @@
-"""Models are pulled into a busy daemon on real vLLM, and removed from it: nobody else notices."""
+"""Models are pulled into a busy daemon on real vLLM and removed; other models do not notice."""
 
 from __future__ import annotations
 

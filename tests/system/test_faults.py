@@ -145,7 +145,7 @@ def _write_config(folder: Path) -> Path:
         slab=f"{SLAB >> 10}KiB",
         host_cache=f"{(image + HOST_BLOCKS * BLOCK_BYTES) >> 10}KiB",
         max_context=CONTEXT,
-        policy="aegaeon",  # it switches in every round, whoever could wait
+        policy="aegaeon",  # it switches in every round, whichever model could wait
     ).read_text()
     for model, key in ((CACHED, "pin"), (SUMS, "verify"), (PLAIN, "verify")):
         line = f'name = "{model}"\n'

@@ -99,7 +99,7 @@ def _config(
         names,
         host_cache=host_cache,
         bind=f"127.0.0.1:{free_port()}",
-        policy="aegaeon",  # it switches in every round, whoever could wait
+        policy="aegaeon",  # it switches in every round, whichever model could wait
     ).read_text()
     if pin:
         line = f'name = "{pin}"\n'

@@ -58,7 +58,7 @@ def test_instances_share_their_images(tmp_path: Path) -> None:
 
 def test_a_second_start_reads_what_the_first_left(tmp_path: Path) -> None:
     """One image for each model and rank. The next start keeps those that are right, packs one anew
-    that is not, removes what nobody wants, and answers the same."""
+    that is not, removes images that no model wants, and answers the same."""
     box = Box(tmp_path, instances=1, ranks=2)
     tokens, log = box.start()
     first = box.written()

@@ -127,8 +127,8 @@ def test_keys_over_tls(daemon: Secured) -> None:
 
 
 def test_keys_take_turns(daemon: Secured) -> None:
-    """With room for one request, those of two keys wait, all are answered, and whoever asks for
-    little is not behind whoever asks for much."""
+    """With room for one request, those of two keys wait, all are answered, and a key that
+    asks for little is not behind one that asks for much."""
     many, few = daemon.client(daemon.key("many")), daemon.client(daemon.key("few"))
     ended: list[str] = []
 

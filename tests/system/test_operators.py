@@ -32,7 +32,7 @@ TOKENS_BETWEEN = 15
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration, which is nobody else's: drop-ins are written beside it."""
+    """The configuration, of this test alone: drop-ins are written beside it."""
     return tmp_path_factory.mktemp("operators") / "appliance.toml"
 
 

@@ -1,4 +1,4 @@
-"""Restarts behind socket activation: nobody is refused, every request hears its outcome, and every
+"""Restarts behind socket activation: no client is refused, every request gets its outcome, every
 line of a batch has one."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ TOOL: Any = {"name": "book", "input_schema": SCHEMA}
 
 @pytest.mark.parametrize("thinks", [True, False])
 def test_openai_s_thoughts(client: openai.OpenAI, thinks: bool) -> None:
-    """Whole or streamed; whoever is told not to think only answers."""
+    """Whole or streamed; a model that is told not to think only answers."""
     asked: Any = {"model": THINKER, "messages": HELLO}
     asked |= {"extra_body": {"chat_template_kwargs": {"enable_thinking": thinks}}}
     whole = client.chat.completions.create(**asked)

@@ -271,7 +271,7 @@ class ClusterDouble:
         raise AssertionError("it never happened")
 
     def settle(self, limit: int = 100_000) -> int:
-        """Everybody works in turn until nobody has anything to do; returns pieces of work done."""
+        """All instances work in turn until none has anything to do; returns pieces of work done."""
         done = 0
         while any([self.work(number) for number in list(self.up)]):
             done += 1

@@ -383,14 +383,14 @@ class Box:
         raise AssertionError("it never happened")
 
     def settle(self) -> None:
-        """All work in turn until nobody has anything to do."""
+        """All workers work in turn until none has anything to do."""
         for _ in range(10_000):
             if not any([self.work(number) for number in self.workers]):
                 return
         raise AssertionError("the box never comes to rest")
 
     def take_failures(self) -> list[str]:
-        """What `on_failure` was told; a box that keeps any at the end fails its test."""
+        """What `on_failure` was called with; a box that keeps any at the end fails its test."""
         told, self.failures[:] = [str(failure) for failure in self.failures], []
         return told
 

@@ -2,9 +2,9 @@
 
 It holds no engine: tokens are counted, not computed. It is stricter than a worker: it fails the
 test when a command asks for what cannot be (KV that is not there, slabs that are not free, places
-in the host tier that hold somebody else's KV or weights), so it checks the machine's plan from
+in the host tier that hold KV or weights of another model), so it checks the machine's plan from
 outside. As with a worker, loads and swaps outwards go on while other commands are carried out, and
-are as late as they may be: until somebody needs the weights, or the slabs.
+are as late as they may be: until a job needs the weights, or the slabs.
 """
 
 from __future__ import annotations

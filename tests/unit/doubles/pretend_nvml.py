@@ -39,7 +39,7 @@ class PretendNvml(ModuleType):
         self.errors: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         """What happens next: a GPU and its XID; a GPU of -1 breaks the driver."""
         self.waits: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """An item for every time that somebody begins to wait for an error."""
+        """An item for every time that a thread begins to wait for an error."""
         self.reads: queue.SimpleQueue[int] = queue.SimpleQueue()
         """An item for every time that a GPU begins to be read."""
         self.registered: list[int] = []

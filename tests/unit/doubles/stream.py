@@ -9,7 +9,7 @@ from appliance.memory.transfers import Transfer, TransferCancelled
 
 
 class StreamDouble:
-    """Ends transfers at once, or when somebody waits for them while `held`. Times are zero.
+    """Ends transfers at once, or when a caller waits for them while `held`. Times are zero.
 
     `fail_next` is what the next transfer fails with.
     """
@@ -57,7 +57,7 @@ class StreamDouble:
         self.line.remove(transfer)
         transfer.begin(transfer.queued)
         if transfer.cancelled:
-            error = TransferCancelled("nobody wants it")
+            error = TransferCancelled("it is not wanted any more")
         if error is None:
             transfer.finish(transfer.queued)
         else:

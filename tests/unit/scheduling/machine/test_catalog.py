@@ -44,7 +44,7 @@ def place(cluster: ClusterDouble, request: str) -> int:
 
 
 def test_a_model_is_added_while_another_runs() -> None:
-    """Its engine is built beside the others, its requests are served; nobody's are disturbed."""
+    """Its engine is built beside the others, its requests are served; other requests go on."""
     cluster = cluster_of("a", instances=2, policy="serverlessllm")
     running = cluster.ask("r1", "a", output=20)
     cluster.work_until(place(cluster, "r1"), lambda: running.produced == 3)
@@ -251,7 +251,7 @@ def test_a_model_leaves_while_it_is_loaded() -> None:
 
 
 def test_kv_that_is_on_its_way_is_awaited() -> None:
-    """Places in the host cache are free when nobody writes to them any more."""
+    """Places in the host cache are free when no instance writes to them any more."""
     cluster = cluster_of(slabs=12)
     life = cluster.ask("r1", "a", output=50, prompt=60)
     cluster.work_until(0, lambda: life.produced == 8)

@@ -66,7 +66,7 @@ def test_waiting_batch_work_goes_to_a_new_batch_instance() -> None:
 
 
 def test_an_idle_instance_gets_batch_work_that_waits_elsewhere() -> None:
-    """Where batch work was put when it came does not keep it waiting while somebody idles."""
+    """Where batch work was put when it came does not keep it waiting while an instance idles."""
     policy = Fleets(Fleet(interactive=0, mixed=2, batch=0))
     cluster = ClusterDouble(one_model(), instances=2, stranger=policy)
     cluster.start()

@@ -57,7 +57,7 @@ def test_kv_moves_from_the_prefill_to_the_decode_partition() -> None:
 
 
 def test_what_moved_out_is_free() -> None:
-    """Slabs of KV that left a device are there for the next model; nobody else has to go."""
+    """Slabs of KV that left a device are there for the next model; no other KV has to go."""
     models = {name: ModelDouble(4, shape()) for name in "ab"}
     cluster = ClusterDouble(models, policy="aegaeon", instances=2, slabs=12)
     cluster.start()
@@ -254,7 +254,7 @@ def test_a_rejection_lets_everybody_else_go_on() -> None:
 
 def test_places_scattered_by_weights() -> None:
     """Blocks larger than a slab need slabs in a row; a request that finds too few of them in a tier
-    without any KV never will, and is rejected instead of keeping everybody waiting."""
+    without any KV never will, and is rejected instead of keeping all others waiting."""
     models = {"a": ModelDouble(1, shape()), "b": ModelDouble(1, shape(block_bytes=1500))}
     cluster = ClusterDouble(models, host_slabs=10)
     cluster.start()

@@ -54,7 +54,7 @@ def test_an_engine_somebody_waits_for_is_built_next() -> None:
 
 
 def test_serving_goes_before_building() -> None:
-    """A request for an engine that is there is not kept waiting by engines nobody asked for."""
+    """A request for an engine that is there does not wait for engines that none asked for."""
     cluster = cluster_of("abc")
     cluster.start()
     life = cluster.ask("r", "a")
@@ -197,7 +197,7 @@ def test_a_request_for_an_unbuilt_engine_is_served(policy: str) -> None:
 
 def test_what_waits_behind_a_full_host_tier_is_built_next() -> None:
     """While the first in line waits for memory, the engine of the one behind it is built before
-    those that nobody asked for."""
+    those that no request asked for."""
     cluster = ClusterDouble(
         {name: ModelDouble(4, shape()) for name in "abcd"},
         policy="serverlessllm",

@@ -195,7 +195,7 @@ def test_roles_say_who_does_what(roles: list[Role], prefills: int, decodes: int)
 )
 def test_classes_say_who_is_served_where(fleet: Fleet, interactive: int, batch: int) -> None:
     """Batch work goes where it is taken and interactive requests elsewhere; if an instance of the
-    class is missing, whoever has the model does it."""
+    class is missing, any instance that has the model does it."""
     cluster = cluster_of(2, placed(place=lambda: [EVERYWHERE] * 2, scale=lambda: fleet))
 
     lives = [

@@ -51,7 +51,7 @@ def until_turn_of(cluster: ClusterDouble, model: str) -> None:
 
 
 def test_weights_stay_while_there_is_room() -> None:
-    """A model that is in place is not loaded again, and nobody is evicted without need."""
+    """A model that is in place is not loaded again, and no other model is evicted without need."""
     cluster = built("ab", slabs=20)
 
     serve(cluster, "a", "b", "a", "b")
@@ -135,7 +135,7 @@ def test_kv_goes_when_weights_are_not_enough() -> None:
 
 
 def test_growth_is_granted_from_free_slabs() -> None:
-    """A turn may map the KV its requests are going to need when nobody else needs the slabs."""
+    """A turn may map the KV its requests are going to need when no other model needs the slabs."""
     cluster = built("a", slabs=40)
 
     cluster.ask("r", "a", prompt=10, output=200)
@@ -265,14 +265,14 @@ def test_who_left_while_an_engine_was_built_was_not_preempted() -> None:
 
 
 def caching(cluster: ClusterDouble) -> ClusterDouble:
-    """Its instances keep groups that nobody uses, as prefix cache."""
+    """Its instances keep groups that no request uses, as prefix cache."""
     for instance in cluster.up.values():
         instance.caching = True
     return cluster
 
 
 def test_cold_cache_goes_before_weights() -> None:
-    """Prefix cache that nobody uses makes room first; nobody is evicted while it is enough."""
+    """Unused prefix cache makes room first; no model is evicted while that is enough."""
     cluster = caching(built("ab", slabs=16))
     serve(cluster, "a")
     assert cluster.machine.instances[0].ledger.cold == {"a": 2}

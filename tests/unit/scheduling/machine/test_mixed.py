@@ -56,7 +56,7 @@ def mixed(cluster: ClusterDouble) -> list[RunTurn]:
 
 def test_a_prompt_is_computed_beside_the_steps() -> None:
     """A prompt of the model that decodes is part of a turn, in chunks; it is computed once, decodes
-    from the next turn on, and nobody waits for it."""
+    from the next turn on, and no request waits for it."""
     cluster = cluster_of()
     first = cluster.ask("a1", "a", output=60)
     cluster.work_until(0, lambda: first.produced > 3)
@@ -265,7 +265,7 @@ def embed(
 
 def test_prompts_that_are_embedded_share_steps() -> None:
     """Those that wait are one turn of nothing else; the first has begun alone. No policy is asked
-    about a turn in which nobody decodes, and none is told of it."""
+    about a turn in which no request decodes, and no policy learns of it."""
     cluster = cluster_of(requests=4)
     names = [f"e{number}" for number in range(8)]
     embed(cluster, *names)
@@ -283,7 +283,7 @@ def test_prompts_that_are_embedded_share_steps() -> None:
 
 
 def test_what_is_embedded_together() -> None:
-    """Not more than a step computes, nor batch work beside what somebody waits for."""
+    """Not more than a step computes, nor batch work beside an interactive prompt."""
     cluster = cluster_of(slabs=400)
     embed(cluster, "first")
     long = [f"long{number}" for number in range(9)]
@@ -299,7 +299,7 @@ def test_what_is_embedded_together() -> None:
 
 
 def test_who_comes_meanwhile_ends_no_embedding() -> None:
-    """A turn in which nobody decodes is over in a step: it is not ended for a request."""
+    """A turn in which no request decodes is over in a step: it is not ended for a request."""
     cluster = cluster_of(requests=4)
     embed(cluster, "first", "second", "third")
     while not cluster.commands(RunTurn):

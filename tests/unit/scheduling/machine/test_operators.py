@@ -321,7 +321,7 @@ def test_a_model_may_be_wanted_again() -> None:
 
 
 def test_a_lost_instance_has_nobody_to_dismiss() -> None:
-    """Its device is empty when it comes back; whoever was to leave it may come again."""
+    """Its device is empty when it comes back; a model that was to leave it may come again."""
     cluster = ready("ab")
     want(cluster, "b")
     dismiss(cluster, "b")

@@ -508,7 +508,7 @@ def test_another_policy_answers_from_now_on() -> None:
 
 def test_a_new_policy_may_move_everybody() -> None:
     """The places of a new policy hold at once: who waits where its model is not served any more
-    waits elsewhere, in the order of arrival, and nobody is lost."""
+    waits elsewhere, in the order of arrival, and no request is lost."""
     models = {name: ModelDouble(4, shape()) for name in "ab"}
     cluster = ClusterDouble(models, policy="serverlessllm", instances=2)
     cluster.start()

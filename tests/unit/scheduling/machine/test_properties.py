@@ -123,7 +123,7 @@ class BusyCluster(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.002, 1.5]))
     def wait(self, seconds: float) -> None:
-        """Time passes; whoever asked to be woken is."""
+        """Time passes; the machine is woken when it asked for it."""
         self.cluster.now += seconds
         self.cluster.tell(Ticked())
 
@@ -254,7 +254,7 @@ class BusyCluster(RuleBasedStateMachine):
 
     @invariant()
     def who_waits_could_be_served(self) -> None:
-        """Nobody waits for instances that all are out of service and without a worker."""
+        """No request waits for instances that all are out of service and without a worker."""
         waiting = [r for r in self.cluster.machine.requests.values() if r.stage is Stage.UNPLACED]
         assert not waiting or not self.cluster.machine.cluster.all_quarantined()
 
@@ -282,7 +282,7 @@ class BusyCluster(RuleBasedStateMachine):
 
     @invariant()
     def a_roster_tells_who_came_or_went(self) -> None:
-        """Whoever derived something from it has to look again only if it is another."""
+        """What was derived from a view has to be derived again only if the view is another."""
         for number, instance in self.cluster.machine.instances.items():
             holders = [*instance.groups, *instance.batches.values()]
             members = tuple(frozenset(holder.members) for holder in holders)
@@ -299,7 +299,7 @@ class BusyCluster(RuleBasedStateMachine):
             self.cluster.release(number)
             self.come_back(number)
         self.cluster.settle()
-        while self.cluster.machine.request_book.host_queue:  # who is held keeps nobody from that
+        while self.cluster.machine.request_book.host_queue:  # a held request blocks none
             self.wait(1.5)
             assert self.cluster.settle()
         held = dict(self.cluster.machine.requests)

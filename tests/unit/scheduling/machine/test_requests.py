@@ -105,7 +105,7 @@ def test_an_event_that_contradicts_the_books_is_an_error() -> None:
 
 
 def test_a_request_is_cancelled_before_any_instance_is_up() -> None:
-    """A request nobody could take yet ends like any other."""
+    """A request that no instance could take yet ends like any other."""
     cluster = ClusterDouble(small())
 
     life = cluster.ask("r", "a")
@@ -129,7 +129,7 @@ def test_a_request_is_cancelled_before_any_instance_is_up() -> None:
 )
 def test_cancelled_in_any_stage(stage: Stage, kv: KvPlace) -> None:
     """A cancelled request ends at once wherever it is, its workers forget it, no memory stays
-    taken, and everybody else comes to an end."""
+    taken, and all other requests end."""
     models = {name: ModelDouble(8, shape()) for name in "ab"}
     cluster = ClusterDouble(models)
     cluster.start()
@@ -180,7 +180,7 @@ def test_places_being_written_come_free_when_the_move_has_ended() -> None:
 
 
 def test_places_being_written_come_free_when_the_instance_is_lost() -> None:
-    """If the worker that was writing dies instead, nobody writes there any more."""
+    """If the worker that was writing dies instead, no instance writes there any more."""
     cluster = two_partitions()
     cluster.ask("r", "a")
     cluster.work_until(0, at(cluster, "r", Stage.READY, KvPlace.LEAVING))
@@ -230,7 +230,7 @@ def test_a_deferred_prompt_is_first_in_line() -> None:
 
 
 def test_a_deferred_prompt_of_a_cancelled_request_is_forgotten() -> None:
-    """Nobody computes a prompt again for a client that left."""
+    """No instance computes a prompt again for a client that left."""
     cluster = ready_cluster()
     cluster.ask("r1", "a")
     cluster.work_until(0, lambda: len(cluster.up[0].queue) == 1)

@@ -1,4 +1,4 @@
-"""Clients that take nothing of what is made: their requests make room, and nobody else's do."""
+"""Clients that take nothing of what is made: their requests make room, and no others do."""
 
 from __future__ import annotations
 

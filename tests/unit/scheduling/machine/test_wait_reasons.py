@@ -146,7 +146,7 @@ def test_an_engine_that_is_not_there_yet_is_mentioned() -> None:
 
 
 def test_host_room_comes_free_as_others_end() -> None:
-    """Who is first in line waits for the host tier, others behind it for whoever that is; those
+    """The first request in line waits for the host tier, those behind it for that request; those
     that wait for room, too, are counted."""
     cluster = ready("ab", slabs=60, host_slabs=14, kv_floor_slabs=6, instances=2, policy="aegaeon")
     for number in range(8):

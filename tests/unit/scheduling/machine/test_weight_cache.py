@@ -167,7 +167,7 @@ def test_files_that_cannot_be_read_fail_one_model() -> None:
 
 
 def test_a_failed_fill_gives_its_place_back() -> None:
-    """An image that cannot be written frees its slabs, and whoever ran on them goes on."""
+    """An image that cannot be written frees its slabs, and requests that ran on them go on."""
     cluster = cluster_of("abc", host_slabs=11, kv_floor_slabs=3)
     cluster.world.unreadable.add("c")
 
