@@ -212,6 +212,6 @@ def _await_end(url: str, path: str) -> None:
                 if gone and response.json()["error"]["code"] != "files_left":
                     return
                 checked(response)
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)  # no event tells of the files' deletion
     except httpx.TransportError as error:
         unreachable(url, error)

@@ -109,7 +109,7 @@ async def _create(here: BatchRunner, body: bytes) -> Batch:
             refuse_for_disk(error)
         try:
             return await here.create(owner(), MESSAGES, file, "24h", None, checked=count)
-        except BaseException:
+        except BaseException:  # a cancelled task, too: no batch names the file
             with suppress(OSError):  # it is swept up later
                 await here.disk(here.files.delete, file)
             raise
