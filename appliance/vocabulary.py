@@ -121,7 +121,7 @@ class WaitCode(StrEnum):
     SAME_MODEL = "same_model"
     """Other requests of its model are computed on its instance."""
     QUEUE = "queue"
-    """Its instance computes nothing: who is before it waits for something else."""
+    """Its instance computes nothing: the request before it waits for something else."""
     SLOW_CLIENT = "slow_client"
     """Its client takes nothing of what was made for it."""
     TURN = "turn"

@@ -29,10 +29,10 @@ def readiness(
     reasons = []
     if not any(instance.up for instance in instances):
         deaths = sum(worker.stillborn for worker in workers)
-        told = f", {deaths} died before they were; see the log" if deaths else ""
+        about = f", {deaths} died before they were; see the log" if deaths else ""
         if quarantined:
-            told += f", {len(quarantined)} of {len(workers)} instances are quarantined"
-        reasons.append(f"no worker is up{told}")
+            about += f", {len(quarantined)} of {len(workers)} instances are quarantined"
+        reasons.append(f"no worker is up{about}")
     if no_front_end is not None:
         reasons.append(no_front_end)
     oldest = machine.oldest_progress()

@@ -19,7 +19,7 @@ from appliance.http.connections import Connection
 from appliance.platform.systemd import Notifier
 
 STATUS_SECONDS = 5.0
-"""How often the service manager is told how things stand, if it wants no more often."""
+"""How often the service manager gets the state, if it wants it no more often."""
 
 FRESH_SECONDS = 1.0
 """How long a connection that was accepted may take to send its request while we end."""

@@ -76,7 +76,7 @@ class Quarantine:
         self._keepers[number].let_go()
 
     def gpu_failed(self, gpu: int, reason: str) -> None:
-        """A GPU is not to be relied upon: who computes on it does not."""
+        """A GPU failed: no instance computes on it any more."""
         for number, device in enumerate(self._devices):
             if device == f"cuda:{gpu}":
                 self.impose(number, reason)

@@ -108,7 +108,7 @@ class ModelActivities:
         self._clock = clock
 
     def card(self, name: ModelName) -> ModelCard:
-        """What clients are told of a model."""
+        """A model as clients see it."""
         served = self._catalogue.served[name]
         return ModelCard(
             id=name,
@@ -254,7 +254,7 @@ def kv_tier(shapes: Mapping[int, KvBytes], peak_bytes: int) -> KvTierActivity:
 
 class KvActivities:
     """KV of all instances, each with a peak of its own, and of the host tier, whose shapes have
-    the peaks that were seen when somebody looked."""
+    the peaks that were seen at reports."""
 
     def __init__(self, host: HostLedger, pools: Mapping[InstanceId, PoolReport]) -> None:
         self._host = host

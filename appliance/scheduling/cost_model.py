@@ -100,7 +100,7 @@ class CostModel:
             table.pop(model, None)
 
     def estimates(self) -> Estimates:
-        """For those who only ask."""
+        """For readers."""
         return Estimates(self.step_seconds, self.prefill_seconds, self.switch_seconds)
 
     def observe_turn(

@@ -118,8 +118,8 @@ class Dispatcher:
         self.cut(instance)
 
     def pause(self, instance: InstanceState) -> None:
-        """End the turn, and have the rest of its quota run with who is left then. One with a prompt
-        is let be: it is over with the prompt."""
+        """End the turn, and have the rest of its quota run with the requests left then. A turn with
+        a prompt goes on: it is over with the prompt."""
         turn = instance.job
         assert isinstance(turn, TurnJob), "a request decodes"
         if turn.preempting or turn.prompts:

@@ -82,8 +82,8 @@ ENGINES: Mapping[Engine, frozenset[Engine]] = {
 S = TypeVar("S", bound=StrEnum)
 
 
-def move(table: Mapping[S, frozenset[S]], current: S, target: S, who: str) -> S:
+def move(table: Mapping[S, frozenset[S]], current: S, target: S, subject: str) -> S:
     """`target`, if the table allows it from `current`; raises `IllegalTransition` otherwise."""
     if target not in table[current]:
-        raise IllegalTransition(f"{who}: {type(current).__name__} {current} -> {target}")
+        raise IllegalTransition(f"{subject}: {type(current).__name__} {current} -> {target}")
     return target

@@ -83,7 +83,7 @@ from appliance.vocabulary import (
 
 
 class Machine:
-    """Decides who runs next, where, and what is in memory for it.
+    """Decides what runs next, where, and what is in memory for it.
 
     `handle` takes an event and the time it happened and returns the commands that follow, in
     order. An event costs O(requests it names + instances); if it frees an instance, O(requests of

@@ -51,8 +51,8 @@ class Router:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
         It stays unplaced while no instance is up, and is refused when none will be."""
         if self._cluster.all_quarantined():
-            told = "every instance is quarantined; an operator may release one"
-            self._requests.reject(request, "no_instance", told)
+            message = "every instance is quarantined; an operator may release one"
+            self._requests.reject(request, "no_instance", message)
             return
         if request.kv is not KvPlace.NONE:
             self.place_decode(request)

@@ -43,7 +43,7 @@ from appliance.vocabulary import (
 
 @dataclass(slots=True)
 class SchedulingContext:
-    """What the machine's rooms share: the time of the event, who answers, what goes out."""
+    """What the parts of the machine share: the time of the event, the policy, the commands."""
 
     policy: Policy
     costs: Costs
@@ -215,8 +215,8 @@ class EngineState:
     """Requests whose KV is on this device, wholly or on its way."""
     used: float = 0.0
 
-    def to_stage(self, target: Engine, who: str) -> None:
-        self.stage = move(ENGINES, self.stage, target, who)
+    def to_stage(self, target: Engine, model: str) -> None:
+        self.stage = move(ENGINES, self.stage, target, model)
 
     @property
     def built(self) -> bool:

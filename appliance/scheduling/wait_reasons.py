@@ -91,7 +91,7 @@ def _in_line(request: RequestState, instance: InstanceState, now: float) -> Wait
         case None:
             return WaitReason(
                 code=WaitCode.QUEUE,
-                message=f"who is before it on {where} waits for room in the host cache",
+                message=f"the request before it on {where} waits for room in the host cache",
                 instance=instance.id,
             )
         case BuildJob():

@@ -1,4 +1,4 @@
-"""Master images of weights in the host tier: who has one, who gives way when it is full.
+"""Master images of weights in the host tier: which models have one, which give way when it is full.
 
     none -> being filled by one instance -> whole, and shared by all
 

@@ -94,7 +94,7 @@ class WorkerProcess:
         self._task.add_done_callback(self._ended)
 
     def hold(self) -> None:
-        """End the worker by force, and start none until it is let go. Its death is told as any."""
+        """End the worker by force, and start none before `let_go`. Its death is reported as any."""
         self._held = True
         self._kill()
 
@@ -106,7 +106,7 @@ class WorkerProcess:
             self.start()
 
     def send(self, message: frames.Down) -> None:
-        """Order something; lost without a trace if the worker is dead, as its death is told."""
+        """Order something; without effect if the worker is dead, as its death is reported."""
         if self._writer is not None:
             self._writer.write(framing.encode(message))
 

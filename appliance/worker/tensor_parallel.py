@@ -7,7 +7,7 @@ engine for every model, on its shard of the weights and of the KV cache, in a po
                                      |  orders            : collectives of the forward pass
                               follower: Follower -> VllmEngine (rank 1)
 
-Whatever changes an engine is first told to the followers and then done by the leader. Ranks compute
+Whatever changes an engine is first sent to the followers and then done by the leader. Ranks compute
 the same logits and draw the same tokens, so nothing else passes between them. What depends on time
 (quotas, preemption) is decided above the engine, by the leader alone. A rank that is lost, or that
 goes another way than the others, ends the instance: the daemon starts it anew, as it does for a
@@ -201,7 +201,7 @@ class Followers:
         It is counted in with `swapper`, if given.
 
         Every rank moves as much as this one: shards are alike, as vLLM fills up what is not
-        divisible. How far its bytes have landed is not told in between.
+        divisible. How far its bytes have landed is not reported in between.
         """
         whole = Transfer(local.kind, local.owner, local.nbytes * self.ranks, local.queued)
         if local.began is not None:
@@ -351,7 +351,7 @@ def lead(configuration: frames.Configure, host_fd: int) -> tuple[Seat, Followers
 class ReplicatedEngine:
     """One model on all ranks. Implements `appliance.engines.protocol.Engine`.
 
-    Slabs of devices are those of each rank, who all have the same; bytes and slabs of the host
+    Slabs of devices are those of each rank, which all have the same; bytes and slabs of the host
     tier are those of all ranks together.
     """
 
@@ -470,7 +470,7 @@ class ReplicatedEngine:
         )
 
     def kv_use(self) -> KvBytes:
-        """Of all ranks, who all have the same."""
+        """Of all ranks, which all have the same."""
         return KvBytes(*(size * self._followers.ranks for size in self._engine.kv_use()))
 
     def retire(self) -> None:

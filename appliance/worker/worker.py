@@ -95,7 +95,7 @@ class Worker:
         self.background = Background(self.instance, self._engines, arena, swapper, mailbox, send)
 
     def run(self) -> None:
-        """Work until told to shut down."""
+        """Work until the daemon has it shut down."""
         while True:
             message = self._mailbox.commands.get()
             self._look_around()

@@ -16,7 +16,7 @@ class Device(Protocol):
 
     @property
     def engine_args(self) -> Mapping[str, Any]:
-        """What vLLM is told: the worker, and whether steps run as CUDA graphs."""
+        """vLLM's configuration: the worker, and whether steps run as CUDA graphs."""
         ...
 
     @property

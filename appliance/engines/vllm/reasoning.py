@@ -22,7 +22,7 @@ _loading = threading.Lock()
 
 
 def tokenizer_of(config: VllmConfig) -> Any:
-    """The model's, although its engine is told to do without. May be called from any thread."""
+    """The model's, although its engine is built without. May be called from any thread."""
     with _loading:
         return cached_tokenizer_from_config(_with_tokenizer(config))
 

@@ -68,7 +68,7 @@ class RunnerStates:
 
     def open_prompt(self, request: Request) -> None:
         """Have the first output tell of the prompt: how much of it was cached, and how probable
-        its tokens are. A request that has an output already has told that."""
+        its tokens are. A request that has an output already did that."""
         name, params = request.request_id, request.sampling_params
         self._runner.num_prompt_logprobs.pop(name, None)
         self._runner.requests[name].in_progress_prompt_logprobs_cpu = None

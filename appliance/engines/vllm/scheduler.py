@@ -184,7 +184,7 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         return blocks
 
     def give_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free blocks of `take_blocks`: the last first, as who shares them needs the first."""
+        """Free blocks of `take_blocks`: the last first, as shared ones are at the front."""
         self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> NoReturn:
