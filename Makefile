@@ -124,7 +124,7 @@ generate: $(VENV)/.appliance ## Write the files that come from the schema, the h
 	$(BIN)/python -m appliance.cli.docs.states docs/architecture.md
 	$(BIN)/python -m appliance.frontend.openapi > appliance/api/openapi/inference.json
 
-results: $(VENV)/.dev ## Play the papers' tables in the lab and write docs/results.md
+results: $(VENV)/.dev ## Play the papers' tables in the lab and write benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.papers
 
 results-quick: $(VENV)/.dev ## A few of their cells are still as committed

@@ -1,4 +1,4 @@
-"""Plays the papers' tables in the lab and writes them to `docs/results.md`.
+"""Plays the papers' tables in the lab and writes them to `benchmarks/RESULTS.md`.
 
     python -m benchmarks.papers [--quick] [--only NAME …] [--again [POLICY …]] [--jobs N]
 

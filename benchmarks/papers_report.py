@@ -1,4 +1,4 @@
-"""The section of `docs/results.md` on the papers' tables, from the committed cells alone."""
+"""The section of `benchmarks/RESULTS.md` on the papers' tables, from the committed cells alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.papers_tables import (
     read,
 )
 
-DOCUMENT = HERE.parent / "docs/results.md"
+DOCUMENT = HERE / "RESULTS.md"
 BEGIN, END = "<!-- papers -->\n", "<!-- /papers -->\n"
 
 CALLED = {

@@ -1,7 +1,7 @@
 """What the lab knows of hardware: GPUs, and how long a model's steps take on them.
 
 The built-in tables lie beside this file: ``gpus.csv`` (data sheets) and ``profiles.csv`` (written
-by ``appliance lab calibrate``; docs/results.md has the command line).
+by ``appliance lab calibrate``; benchmarks/RESULTS.md has the command line).
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def curve(policy: str, *values: float) -> list[Cell]:
 
 
 def test_the_document_is_what_the_cells_make() -> None:
-    """`make results` would change nothing in docs/results.md."""
+    """`make results` would change nothing in benchmarks/RESULTS.md."""
     document = papers_report.DOCUMENT.read_text(encoding="utf-8")
     assert papers_report.placed(document, papers_report.section()) == document
 
