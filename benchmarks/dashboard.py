@@ -29,7 +29,7 @@ from textual import events
 
 from benchmarks.dashboard_answers import answers
 from tui.app import Dashboard
-from tui.messages import Document, Kind, Message, Piece, Refused
+from tui.messages import AnswerPiece, DaemonRefused, Document, Kind, Message
 from tui.views import VIEWS
 
 MODELS, INSTANCES, REQUESTS = 100, 16, 400
@@ -45,7 +45,7 @@ COMMANDS: Final = 40
 
 
 class Busy:
-    """A daemon that has a lot to say. Implements `tui.messages.Source`."""
+    """A daemon that has a lot to say. Implements `tui.messages.DaemonSource`."""
 
     name = "benchmark"
     live = True
@@ -78,10 +78,10 @@ class Busy:
             return self._slabs()
         if (answer := self._answers.get(path)) is not None:
             return answer
-        raise Refused("nobody answers")
+        raise DaemonRefused("nobody answers")
 
-    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
-        raise Refused("nobody answers")
+    async def stream(self, path: str, body: object) -> AsyncIterator[AnswerPiece]:
+        raise DaemonRefused("nobody answers")
         yield
 
     def _slabs(self) -> Document:

@@ -49,7 +49,7 @@ from appliance.demo.run import free_port, running_daemon
 from appliance.lab.experiments.metrics import expand, measure
 from appliance.lab.experiments.run import play
 from appliance.lab.replay.journal_workload import recording
-from appliance.lab.sim.simulator import Run
+from appliance.lab.sim.simulator import SimulationRun
 from benchmarks.provenance import made_on_cpu
 
 POLICIES: Final = ("appliance", "aegaeon", "serverlessllm")
@@ -355,7 +355,7 @@ def error(name: str, predicted: float, real: float) -> float:
     return predicted - real
 
 
-def figures(run: Run, halves: Halves) -> Figures:
+def figures(run: SimulationRun, halves: Halves) -> Figures:
     """Of the requests that arrived when they are to be predicted."""
     lives = [life for life in run.recorder.lives if halves.predicted(life.arrived)]
     tokens = expand(run.recorder, lives)

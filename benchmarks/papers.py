@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from appliance.lab.experiments.comparison import Arena, Match
+from appliance.lab.experiments.comparison import Match, MatchPool
 from appliance.lab.experiments.sweep import Search, search
 from benchmarks import papers_computed, papers_report
 from benchmarks.papers_tables import (
@@ -43,7 +43,7 @@ class Wanted(msgspec.Struct, frozen=True):
     seed: int
 
 
-def play(table: PaperTable, wanted: Sequence[Wanted], arena: Arena) -> list[Cell]:
+def play(table: PaperTable, wanted: Sequence[Wanted], arena: MatchPool) -> list[Cell]:
     """The cells, in the order asked for."""
     digests = {
         (one.at, one.policy): digest(table, table.point(one.at), one.policy) for one in wanted
@@ -87,7 +87,7 @@ def play(table: PaperTable, wanted: Sequence[Wanted], arena: Arena) -> list[Cell
 class Sheet:
     """A table that is being filled in; it is on disk after every few cells."""
 
-    def __init__(self, name: str, arena: Arena, batch: int, again: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, arena: MatchPool, batch: int, again: Sequence[str] = ()) -> None:
         """Cells of the policies `again` are played whether they are known or not."""
         self.table = read(TABLES / f"{name}.toml")
         self._path = RESULTS / f"{name}.json"
@@ -144,7 +144,7 @@ class Sheet:
                     del steps[policy]
 
 
-def check(name: str, arena: Arena) -> tuple[int, list[str]]:
+def check(name: str, arena: MatchPool) -> tuple[int, list[str]]:
     """Play the table's quick cells: how many, and those that are not as committed."""
     table = read(TABLES / f"{name}.toml")
     committed = Cells.read(RESULTS / f"{name}.json")
@@ -171,7 +171,7 @@ def check(name: str, arena: Arena) -> tuple[int, list[str]]:
     return len(wanted), wrong
 
 
-def _quick(chosen: Sequence[str], arena: Arena) -> int:
+def _quick(chosen: Sequence[str], arena: MatchPool) -> int:
     played, wrong = 0, []
     for name in chosen:
         count, found = check(name, arena)
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
     chosen = given.only or names()
-    with Arena(given.jobs) as arena:
+    with MatchPool(given.jobs) as arena:
         if given.quick:
             return _quick(chosen, arena)
         for name in chosen:

@@ -26,7 +26,7 @@ import msgspec
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import RECIPES, Recipe, make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.demo.traffic import Chat
+from appliance.demo.traffic import ChatRequest
 from appliance.serve import share_cpus
 
 LARGER = Recipe(
@@ -153,10 +153,10 @@ def measure(directory: Path, options: argparse.Namespace) -> list[tuple[float, f
     return pairs[1:]
 
 
-def chats_of(options: argparse.Namespace) -> list[Chat]:
+def chats_of(options: argparse.Namespace) -> list[ChatRequest]:
     """The same prompts for both."""
     return [
-        Chat(options.model, f"Number {number}, please", options.tokens, ignore_eos=True)
+        ChatRequest(options.model, f"Number {number}, please", options.tokens, ignore_eos=True)
         for number in range(options.batch)
     ]
 
@@ -177,7 +177,7 @@ class Event(msgspec.Struct):
     choices: list[Choice] = []
 
 
-async def stream(url: str, chat: Chat, window: Window) -> None:
+async def stream(url: str, chat: ChatRequest, window: Window) -> None:
     """One chat on a connection of its own, read with as little work as can be: the client shares
     the machine with what is measured."""
     host, port = url.removeprefix("http://").split(":")

@@ -7,8 +7,8 @@ from functools import partial
 
 from textual.app import App
 
-from tui.dialogs import Form, Question, SecretPage
-from tui.messages import Refused, Source
+from tui.dialogs import ConfirmDialog, FormDialog, SecretPage
+from tui.messages import DaemonRefused, DaemonSource
 from tui.view import Action, Given, Secret, View
 
 FEW = 3
@@ -19,7 +19,7 @@ class ActionRunner:
     """Runs the actions of views on a source, and tells the user what was done or refused."""
 
     def __init__(
-        self, app: App[None], source: Source, *, off: str, done: Callable[[], None]
+        self, app: App[None], source: DaemonSource, *, off: str, done: Callable[[], None]
     ) -> None:
         """`app` shows forms, questions and notifications. `off` says why nothing may be changed, ""
         where it may. `done` is called after each run: answers of the daemon may be old."""
@@ -54,7 +54,7 @@ class ActionRunner:
             self._begin(action, keys, given or {})
         else:
             self._app.push_screen(
-                Question(action.question.replace("{}", _some(keys))),
+                ConfirmDialog(action.question.replace("{}", _some(keys))),
                 partial(self._answered, action, keys),
             )
 
@@ -65,7 +65,7 @@ class ActionRunner:
         here = row[1] if row is not None and known else {}
         fields = {field: field.now(here) for field in action.fields}
         self._app.push_screen(
-            Form(f"{action.name} {_some(keys)}".strip(), fields, action.left_empty),
+            FormDialog(f"{action.name} {_some(keys)}".strip(), fields, action.left_empty),
             partial(self._filled, action, keys),
         )
 
@@ -84,7 +84,7 @@ class ActionRunner:
         for key in keys:
             try:
                 done = await action.do(self._source, key, given)
-            except Refused as refusal:
+            except DaemonRefused as refusal:
                 self._app.notify(f"{key or action.name}: {refusal}", severity="error")
             else:
                 self._tell(done)

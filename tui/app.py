@@ -21,14 +21,14 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher
 
 from tui.actions import ActionRunner
-from tui.asking import Ask, Asking
-from tui.dialogs import Page
+from tui.asking import Ask, Poller
+from tui.dialogs import TextDialog
 from tui.drawing.bars import Header, Hints, Tabs
 from tui.drawing.canvas import Line
 from tui.drawing.theme import THEMES
-from tui.messages import Kind, Message, Refused, Source
-from tui.prompt import Command, Prompt
-from tui.recording import NoRecording, Recorder
+from tui.messages import DaemonRefused, DaemonSource, Kind, Message
+from tui.prompt import CommandPrompt, PromptCommand
+from tui.recording import NoRecording, RecordingWriter
 from tui.state import State
 from tui.view import View, ViewContext, raw, told
 from tui.views import VIEWS
@@ -58,7 +58,7 @@ KEYS = (
 
 
 class Dashboard(App[None]):
-    """A client of one `Source`. Whatever it shows it read in its `State`."""
+    """A client of one `DaemonSource`. Whatever it shows it read in its `State`."""
 
     TITLE = "appliance"
     CSS = """
@@ -67,7 +67,7 @@ class Dashboard(App[None]):
     Header, Tabs, Hints { height: 1; }
     Header { background: $panel; }
     View { padding: 0 1; }
-    Prompt { height: 1; border: none; background: $panel; padding: 0; }
+    CommandPrompt { height: 1; border: none; background: $panel; padding: 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("tab", "next_view(1)", show=False, priority=True),
@@ -84,10 +84,10 @@ class Dashboard(App[None]):
 
     def __init__(
         self,
-        source: Source,
+        source: DaemonSource,
         *,
         readonly: bool = False,
-        recorder: Recorder | None = None,
+        recorder: RecordingWriter | None = None,
         theme: str = "dark",
         clock: Callable[[], float] = time.time,
         folder: Path | None = None,
@@ -99,7 +99,7 @@ class Dashboard(App[None]):
         self.source = source
         self.readonly = readonly or not source.live
         self.folder = Path() if folder is None else folder
-        self._asking = Asking()
+        self._asking = Poller()
         self._actions = ActionRunner(self, source, off=self._off, done=self._ask_again)
         self._recorder = recorder
         self._clock = clock
@@ -110,7 +110,7 @@ class Dashboard(App[None]):
         # Kept, not searched for: it is asked for with every event.
         self._switcher = ContentSwitcher(initial=VIEWS[0].names[0])
         self._header, self._tabs, self._hints = Header(), Tabs(), Hints()
-        self._prompt = Prompt(self.commands)
+        self._prompt = CommandPrompt(self.commands)
 
     # --- what is on the screen -------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Dashboard(App[None]):
     async def _hear_answer(self, ask: Ask) -> None:
         try:
             document = await self.source.ask(ask.method, ask.path)
-        except Refused as refusal:
+        except DaemonRefused as refusal:
             self.state.refused(ask.path, str(refusal))
         else:
             self.state.answered(ask.path, document)
@@ -229,7 +229,7 @@ class Dashboard(App[None]):
         self._header.show(context, self.source, self._clock(), readonly=self.readonly)
         self._tabs.show(context, self._views, view)
         self._hints.show(context, view, readonly=self.readonly)
-        if isinstance(self.screen, Page):
+        if isinstance(self.screen, TextDialog):
             self.screen.show(context)
         self._ask()  # it may need something else now
 
@@ -241,7 +241,7 @@ class Dashboard(App[None]):
 
     def show_page(self, title: str, lines: Callable[[ViewContext], list[Line] | None]) -> None:
         """Lay a page over the view."""
-        self.push_screen(Page(title, lines))
+        self.push_screen(TextDialog(title, lines))
         self.call_after_refresh(self.refresh_shown)
 
     def notify(
@@ -355,13 +355,13 @@ class Dashboard(App[None]):
         self._hints.display = True
         self.screen_stack[0].set_focus(self.view)
 
-    def on_prompt_late(self, message: Prompt.Late) -> None:
+    def on_prompt_late(self, message: CommandPrompt.Late) -> None:
         self.post_message(message.key)
 
-    def on_prompt_filtered(self, message: Prompt.Filtered) -> None:
+    def on_prompt_filtered(self, message: CommandPrompt.Filtered) -> None:
         self._filter_by(message.text)
 
-    def on_prompt_entered(self, message: Prompt.Entered) -> None:
+    def on_prompt_entered(self, message: CommandPrompt.Entered) -> None:
         name, _, argument = message.text.partition(" ")
         command = self.commands().get(name)
         if command is None:
@@ -392,7 +392,7 @@ class Dashboard(App[None]):
     async def _ask_and_show(self, title: str, path: str) -> None:
         try:
             found = await self.source.ask("GET", path)
-        except Refused as refusal:
+        except DaemonRefused as refusal:
             self.notify(str(refusal), severity="error")
         else:
             self.show_page(title, lambda context: told(found, context.theme))
@@ -418,28 +418,28 @@ class Dashboard(App[None]):
 
     # --- commands --------------------------------------------------------------------------------
 
-    def commands(self) -> dict[str, Command]:
+    def commands(self) -> dict[str, PromptCommand]:
         """What may be typed behind `:`; also in the palette."""
-        found: dict[str, Command] = {}
+        found: dict[str, PromptCommand] = {}
         for view in self._views:
             name, *others = view.names
-            found[name] = Command(
+            found[name] = PromptCommand(
                 f"the view {view.title}", partial(self._go, name), partial(self._words, view)
             )
-            found |= {alias: Command(name, partial(self._go, name)) for alias in others}
+            found |= {alias: PromptCommand(name, partial(self._go, name)) for alias in others}
         view = self.view
         for action in view.actions:
             words = tuple(f"{field.name}=" for field in action.fields)
-            found[action.name] = Command(
+            found[action.name] = PromptCommand(
                 action.help, partial(self._actions.run_command, action, view), partial(tuple, words)
             )
         return found | {
-            "sort": Command("sort the table", self._sort_by, view.sorts),
-            "filter": Command("filter the table", self._filter_by),
-            "theme": Command("choose the colours", self._set_theme, lambda: THEMES),
-            "save": Command("save the table as CSV", lambda _: self.action_save()),
-            "help": Command("keys and commands", lambda _: self._help()),
-            "quit": Command("end the dashboard", lambda _: self.exit()),
+            "sort": PromptCommand("sort the table", self._sort_by, view.sorts),
+            "filter": PromptCommand("filter the table", self._filter_by),
+            "theme": PromptCommand("choose the colours", self._set_theme, lambda: THEMES),
+            "save": PromptCommand("save the table as CSV", lambda _: self.action_save()),
+            "help": PromptCommand("keys and commands", lambda _: self._help()),
+            "quit": PromptCommand("end the dashboard", lambda _: self.exit()),
         }
 
     def _words(self, view: View) -> Iterable[str]:

@@ -20,14 +20,14 @@ class Ask(NamedTuple):
     """Kinds of events after which it is asked at once."""
 
 
-class Answer(NamedTuple):
+class Polled(NamedTuple):
     """The newest `document`, None before there was one; and why the last time had none, if so."""
 
     document: Any = None
     refused: str = ""
 
 
-class Asking:
+class Poller:
     """Each path is asked once at a time. An answer that was old before it came is asked again."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tui.messages import Document, Kind, Message, Part, Piece, Refused
+from tui.messages import AnswerPiece, DaemonRefused, Document, Kind, Message, PieceKind
 
 UNIX = "unix:"
 EVERY_SECONDS = 0.25
@@ -24,8 +24,8 @@ REQUEST_HEADER = "x-appliance-request"
 DONE = "[DONE]"
 
 
-class Connection:
-    """Over HTTP, or over the admin socket (`unix:/PATH`). Implements `tui.messages.Source`."""
+class DaemonConnection:
+    """Over HTTP, or over the admin socket (`unix:/PATH`). Implements `DaemonSource`."""
 
     live = True
 
@@ -66,7 +66,7 @@ class Connection:
                         seen = number or seen
                         wait = FIRST_WAIT_SECONDS
                         yield Message(self._clock(), kind, data)
-            except (httpx.TransportError, Refused, msgspec.DecodeError) as error:
+            except (httpx.TransportError, DaemonRefused, msgspec.DecodeError) as error:
                 reason = str(error) or type(error).__name__
             yield Message(self._clock(), Kind.LOST, {"reason": reason, "seconds": wait})
             await self._sleep(wait)
@@ -82,17 +82,17 @@ class Connection:
         except msgspec.DecodeError as error:
             raise self._stranger() from error
 
-    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+    async def stream(self, path: str, body: object) -> AsyncIterator[AnswerPiece]:
         """Without a limit: between tokens a request waits for the turns of other models, which is
         for the daemon to bound."""
-        yield Piece(self._clock(), Part.ASKED, {})
+        yield AnswerPiece(self._clock(), PieceKind.ASKED, {})
         try:
             async with self._client.stream(
                 "POST", path, json=body, timeout=httpx.Timeout(None, connect=CONNECT_SECONDS)
             ) as response:
                 await _check(response)
                 request = response.headers.get(REQUEST_HEADER, "")
-                yield Piece(self._clock(), Part.BEGUN, {"request": request})
+                yield AnswerPiece(self._clock(), PieceKind.BEGUN, {"request": request})
                 async for line in _lines(response.aiter_bytes()):
                     name, _, value = line.partition(":")
                     value = value.strip()
@@ -100,20 +100,20 @@ class Connection:
                         return
                     if name == "data":
                         data = msgspec.json.decode(value, type=dict)
-                        yield Piece(self._clock(), Part.DATA, data)
+                        yield AnswerPiece(self._clock(), PieceKind.DATA, data)
                     elif not name and value:
-                        yield Piece(self._clock(), Part.REMARK, {"text": value})
+                        yield AnswerPiece(self._clock(), PieceKind.REMARK, {"text": value})
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         except msgspec.DecodeError as error:
             raise self._stranger() from error
-        raise Refused("the answer broke off")
+        raise DaemonRefused("the answer broke off")
 
-    def _unreachable(self, error: httpx.TransportError) -> Refused:
-        return Refused(f"the daemon cannot be reached: {error}")
+    def _unreachable(self, error: httpx.TransportError) -> DaemonRefused:
+        return DaemonRefused(f"the daemon cannot be reached: {error}")
 
-    def _stranger(self) -> Refused:
-        return Refused(f"what answers at {self.name} is not the appliance")
+    def _stranger(self) -> DaemonRefused:
+        return DaemonRefused(f"what answers at {self.name} is not the appliance")
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -145,7 +145,7 @@ async def _events(lines: AsyncIterator[str]) -> AsyncIterator[tuple[Kind, Docume
 
 
 async def _check(response: httpx.Response) -> None:
-    """Raises `Refused` for an error, in its own words where it has some."""
+    """Raises `DaemonRefused` for an error, in its own words where it has some."""
     if response.is_success:
         return
     content = await response.aread()
@@ -153,4 +153,4 @@ async def _check(response: httpx.Response) -> None:
         message = msgspec.json.decode(content)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
         message = f"{response.request.url.path} answered {response.status_code}"
-    raise Refused(str(message))
+    raise DaemonRefused(str(message))

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tui.drawing.wrapping import LINE_ENDS
-from tui.messages import Document, Part, Piece, Refused
+from tui.messages import AnswerPiece, DaemonRefused, Document, PieceKind
 from tui.request_trace import Journey
 
 MOST_ANSWERS = 100
@@ -28,7 +28,7 @@ _LINE_END = re.compile(f"[{LINE_ENDS}]")
 _PHASE = re.compile(r'(\w+);dur=(\d+(?:\.\d+)?)(?:;desc="(\d+)")?')
 
 
-class Outcome(StrEnum):
+class AnswerState(StrEnum):
     """How an answer stands."""
 
     COMING = "coming"
@@ -64,13 +64,13 @@ class _Chunk(msgspec.Struct):
     error: _Error | None = None
 
 
-class Answer:
+class ChatAnswer:
     """To one question. Times are the listener's clock, Unix seconds."""
 
     def __init__(self, question: str, journey: Journey) -> None:
         self.question = question
         self.journey = journey
-        self.outcome = Outcome.COMING
+        self.outcome = AnswerState.COMING
         self.why = ""
         """What ended it: a finish reason, or what went wrong."""
         self.text = ""
@@ -115,31 +115,33 @@ class Answer:
             "switches": [f"{instance}:{model}" for instance, model in self.journey.switches],
         }
 
-    def hear(self, piece: Piece) -> None:
-        """More of it. Raises `Refused` for what no appliance says."""
-        if piece.part is Part.ASKED:
+    def hear(self, piece: AnswerPiece) -> None:
+        """More of it. Raises `DaemonRefused` for what no appliance says."""
+        if piece.part is PieceKind.ASKED:
             self._asked_at = piece.at
-        elif piece.part is Part.BEGUN:
+        elif piece.part is PieceKind.BEGUN:
             self.journey.request = piece.data["request"]
-        elif piece.part is Part.REMARK:
+        elif piece.part is PieceKind.REMARK:
             self._read_remark(piece.data["text"])
         else:
             self._read(piece)
 
     def end(
-        self, outcome: Literal[Outcome.DONE, Outcome.CANCELLED, Outcome.FAILED], why: str = ""
+        self,
+        outcome: Literal[AnswerState.DONE, AnswerState.CANCELLED, AnswerState.FAILED],
+        why: str = "",
     ) -> None:
         """It is over, unless it was."""
-        if self.outcome is Outcome.COMING:
+        if self.outcome is AnswerState.COMING:
             self.outcome, self.why = outcome, why or self.why
 
-    def _read(self, piece: Piece) -> None:
+    def _read(self, piece: AnswerPiece) -> None:
         try:
             chunk = msgspec.convert(piece.data, _Chunk)
         except msgspec.ValidationError as error:
-            raise Refused(f"this is no answer of an appliance: {error}") from error
+            raise DaemonRefused(f"this is no answer of an appliance: {error}") from error
         if chunk.error is not None:
-            self.end(Outcome.FAILED, chunk.error.message)
+            self.end(AnswerState.FAILED, chunk.error.message)
         for choice in chunk.choices:
             content, reasoning = choice.delta.content or "", choice.delta.reasoning or ""
             if content or reasoning or choice.finish_reason:
@@ -181,15 +183,15 @@ class Conversation:
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self.answers: deque[Answer] = deque(maxlen=MOST_ANSWERS)
+        self.answers: deque[ChatAnswer] = deque(maxlen=MOST_ANSWERS)
 
     @property
-    def coming(self) -> Answer | None:
+    def coming(self) -> ChatAnswer | None:
         """The answer that is not over."""
         last = self.answers[-1] if self.answers else None
-        return last if last is not None and last.outcome is Outcome.COMING else None
+        return last if last is not None and last.outcome is AnswerState.COMING else None
 
-    def ask(self, question: str, journey: Journey) -> tuple[Answer, Document]:
+    def ask(self, question: str, journey: Journey) -> tuple[ChatAnswer, Document]:
         """The answer that is to come, and what to ask for it: all that was said before, except what
         was not answered at all. Raises `ValueError` for a question that is too long."""
         if len(question) > LONGEST_QUESTION:
@@ -204,7 +206,7 @@ class Conversation:
                 messages.append({"role": "user", "content": before.question})
                 messages.append({"role": "assistant", "content": before.text})
         messages.append({"role": "user", "content": question})
-        answer = Answer(question, journey)
+        answer = ChatAnswer(question, journey)
         self.answers.append(answer)
         return answer, {
             "model": self.model,
@@ -213,9 +215,9 @@ class Conversation:
             "stream_options": {"include_usage": True},
         }
 
-    def hear(self, answer: Answer, piece: Piece) -> None:
-        """More of one of its answers, for which the oldest may have to go. Raises `Refused` for
-        what no appliance says."""
+    def hear(self, answer: ChatAnswer, piece: AnswerPiece) -> None:
+        """More of one answer; the oldest answer may be dropped. Raises `DaemonRefused` for
+        what no appliance sends."""
         answer.hear(piece)
         while len(self.answers) > 1 and self._size() > MOST_CHARACTERS:
             self.answers.popleft()

@@ -20,12 +20,12 @@ MOST_SPACED = 5
 """Fields of a form that stand apart from each other; more of them are close together."""
 
 
-class Page(ModalScreen[None]):
+class TextDialog(ModalScreen[None]):
     """Lines to read, kept up to date; scrolled by keys and mouse, left by Escape, `q` or Enter."""
 
     CSS = """
-    Page { align: center middle; }
-    Page > Vertical {
+    TextDialog { align: center middle; }
+    TextDialog > Vertical {
         width: 90%; height: 90%; max-width: 110;
         border: round $primary; background: $surface; padding: 0 1;
     }
@@ -115,12 +115,12 @@ class SecretPage(ModalScreen[None]):
             self.dismiss()
 
 
-class Question(ModalScreen[bool]):
+class ConfirmDialog(ModalScreen[bool]):
     """Yes or no; whatever is not a yes is a no."""
 
     CSS = """
-    Question { align: center middle; }
-    Question > Static {
+    ConfirmDialog { align: center middle; }
+    ConfirmDialog > Static {
         width: auto; max-width: 70; height: auto;
         border: round $warning; background: $surface; padding: 1 2;
     }
@@ -143,17 +143,17 @@ class Question(ModalScreen[bool]):
             self.dismiss(False)
 
 
-class Form(ModalScreen[Mapping[str, str]]):
+class FormDialog(ModalScreen[Mapping[str, str]]):
     """Asks for fields. Tab goes to the next one, Enter gives what was typed, Escape nothing."""
 
     CSS = """
-    Form { align: center middle; }
-    Form > VerticalScroll {
+    FormDialog { align: center middle; }
+    FormDialog > VerticalScroll {
         width: 70; max-width: 90%; height: auto; max-height: 100%;
         border: round $primary; background: $surface; padding: 1 2;
     }
-    Form Label { color: $foreground; }
-    Form Input { background: $panel; margin-bottom: 1; }
+    FormDialog Label { color: $foreground; }
+    FormDialog Input { background: $panel; margin-bottom: 1; }
     Form.many > VerticalScroll { padding: 0 2; }
     Form.many Input { margin-bottom: 0; }
     """

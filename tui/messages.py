@@ -31,7 +31,7 @@ class Message(NamedTuple):
     data: Document
 
 
-class Part(StrEnum):
+class PieceKind(StrEnum):
     """What a piece of a streamed answer is."""
 
     ASKED = "asked"
@@ -44,19 +44,19 @@ class Part(StrEnum):
     """`text`, for readers of the stream itself."""
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """`at` is the listener's clock, Unix seconds."""
 
     at: float
-    part: Part
+    part: PieceKind
     data: Document
 
 
-class Refused(Exception):
+class DaemonRefused(Exception):
     """The daemon does not do what it was asked, or cannot be reached; the text says why."""
 
 
-class Source(Protocol):
+class DaemonSource(Protocol):
     """A daemon, or a recording of one."""
 
     name: str
@@ -68,8 +68,8 @@ class Source(Protocol):
         """What is to be heard, from now on. Ends with a recording, never with a daemon."""
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
-        """The JSON that is answered. Raises `Refused`."""
+        """The JSON that is answered. Raises `DaemonRefused`."""
 
-    def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
-        """An answer of the OpenAI API as it comes, to its end. Raises `Refused`, also where it
-        breaks off. Who closes it before ends the request."""
+    def stream(self, path: str, body: object) -> AsyncIterator[AnswerPiece]:
+        """An answer of the OpenAI API as it arrives, to its end. Raises `DaemonRefused`, also if it
+        breaks off. Closing the iterator early cancels the request."""

@@ -8,7 +8,7 @@ from tui.drawing.amounts import divide, size
 from tui.messages import Document
 
 
-class Part(NamedTuple):
+class PoolPart(NamedTuple):
     """`kind`: ``weights``, ``loading`` (weights on their way), ``kv``, ``moving`` (KV on its way),
     ``runtime`` or ``free``. `of` is a model; of KV in the host cache how large its blocks are."""
 
@@ -23,8 +23,8 @@ class Pool(NamedTuple):
     are of whom they are, in order; `scale` says what one stands for."""
 
     name: str
-    parts: list[Part]
-    cells: list[Part]
+    parts: list[PoolPart]
+    cells: list[PoolPart]
     scale: str
 
 
@@ -40,10 +40,10 @@ def counted(name: str, owners: Document, loading: set[str], room: int) -> Pool:
         if kind == "weights" and model in loading:
             kind = "loading"
         if nbytes and kind != "free":
-            parts.append(Part(kind, model, nbytes))
+            parts.append(PoolPart(kind, model, nbytes))
     parts.sort(key=lambda part: (part.of, part.kind))
-    parts.append(Part("free", "", owners.get("free", 0)))
-    cells: list[Part] = []
+    parts.append(PoolPart("free", "", owners.get("free", 0)))
+    cells: list[PoolPart] = []
     for part, share in zip(parts, divide(room, (part.amount for part in parts)), strict=True):
         cells += [part] * share
     whole = sum(part.amount for part in parts)
@@ -60,10 +60,10 @@ def mapped(name: str, document: Document, room: int, *, host: bool = False) -> P
     slabs = dict.fromkeys(owners, 0)
     for place, count in document["runs"]:
         slabs[owners[place]] += count
-    free = slabs.pop(Part("free", "", 0), 0)
+    free = slabs.pop(PoolPart("free", "", 0), 0)
     parts = [part._replace(amount=count * slab_bytes) for part, count in slabs.items() if count]
     parts.sort(key=lambda part: (part.of, part.kind))
-    parts.append(Part("free", "", free * slab_bytes))
+    parts.append(PoolPart("free", "", free * slab_bytes))
     runs = [(owners[place], count) for place, count in document["runs"]]
     whole = sum(count for _, count in runs)
     if whole > room:
@@ -76,21 +76,21 @@ def mapped(name: str, document: Document, room: int, *, host: bool = False) -> P
     return Pool(name, parts, cells, f"by address, {scale}")
 
 
-def _owner(name: str, *, moving: bool, host: bool) -> Part:
+def _owner(name: str, *, moving: bool, host: bool) -> PoolPart:
     kind, _, of = name.partition(":")
     if host and kind == "kv":
         of = f"KV in blocks of {size(int(of))}"
-    return Part(ON_THE_WAY.get(kind, kind) if moving else kind, of, 0)
+    return PoolPart(ON_THE_WAY.get(kind, kind) if moving else kind, of, 0)
 
 
-def _thinned(runs: list[tuple[Part, int]], whole: int, room: int) -> list[Part]:
+def _thinned(runs: list[tuple[PoolPart, int]], whole: int, room: int) -> list[PoolPart]:
     """A cell for every `whole / room` slabs: of whom most of them are, the first of equals."""
-    cells: list[Part] = []
+    cells: list[PoolPart] = []
     rest = iter(runs)
     part, left = next(rest)
     for cell in range(room):
         missing = (cell + 1) * whole // room - cell * whole // room
-        votes: dict[Part, int] = {}
+        votes: dict[PoolPart, int] = {}
         while missing:
             if not left:
                 part, left = next(rest)

@@ -13,7 +13,7 @@ from textual.widgets import Input
 MOST_REMEMBERED = 100
 
 
-class Command(NamedTuple):
+class PromptCommand(NamedTuple):
     """`run` is given what stands behind the name; `words` are what that may be."""
 
     help: str
@@ -21,7 +21,7 @@ class Command(NamedTuple):
     words: Callable[[], Iterable[str]] = tuple
 
 
-def complete(commands: Mapping[str, Command], typed: str) -> str | None:
+def complete(commands: Mapping[str, PromptCommand], typed: str) -> str | None:
     """The command that begins so, with its argument; None if none does, or it is complete."""
     name, space, _ = typed.partition(" ")
     if not space:
@@ -39,7 +39,7 @@ def complete(commands: Mapping[str, Command], typed: str) -> str | None:
 class Commands(Suggester):
     """Completes what is typed behind `:`."""
 
-    def __init__(self, commands: Callable[[], Mapping[str, Command]]) -> None:
+    def __init__(self, commands: Callable[[], Mapping[str, PromptCommand]]) -> None:
         super().__init__(use_cache=False, case_sensitive=True)
         self._commands = commands
 
@@ -50,7 +50,7 @@ class Commands(Suggester):
         return None if found is None else f":{found}"
 
 
-class Prompt(Input):
+class CommandPrompt(Input):
     """Hidden until it is opened. Tab completes, up and down recall, Escape gives up."""
 
     class Filtered(Message):
@@ -78,7 +78,7 @@ class Prompt(Input):
             super().__init__()
             self.key = key
 
-    def __init__(self, commands: Callable[[], Mapping[str, Command]]) -> None:
+    def __init__(self, commands: Callable[[], Mapping[str, PromptCommand]]) -> None:
         super().__init__(suggester=Commands(commands), compact=True, select_on_focus=False)
         self._commands = commands
         self._given: list[str] = []

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from tui.messages import Document, Kind, Message, Piece, Refused
+from tui.messages import AnswerPiece, DaemonRefused, Document, Kind, Message
 
 FIRST_LINE = {"appliance_session": 1}
 
@@ -33,7 +33,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     data: Document
 
 
-class Recorder:
+class RecordingWriter:
     """Writes what it is given to a new file."""
 
     def __init__(self, path: Path) -> None:
@@ -79,8 +79,8 @@ def read_recording(path: Path) -> Iterator[Message]:
         raise NoRecording(f"{path}: {error.strerror}") from error
 
 
-class Replay:
-    """A recording in place of a daemon, in its own time. Implements `tui.messages.Source`."""
+class RecordingPlayer:
+    """A recording in place of a daemon, in its own time. Implements `tui.messages.DaemonSource`."""
 
     live = False
 
@@ -107,8 +107,8 @@ class Replay:
             yield Message(self._clock(), kind, data)
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
-        raise Refused("this is a recording: there is no daemon to ask")
+        raise DaemonRefused("this is a recording: there is no daemon to ask")
 
-    async def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
-        raise Refused("this is a recording: there is no daemon to talk to")
+    async def stream(self, path: str, body: object) -> AsyncIterator[AnswerPiece]:
+        raise DaemonRefused("this is a recording: there is no daemon to talk to")
         yield

@@ -13,7 +13,7 @@ from tui.state import State
 MOST_SWITCHES = 1000
 
 
-class Switch(NamedTuple):
+class TraceSwitch(NamedTuple):
     """From then on this model ran there."""
 
     instance: str
@@ -36,13 +36,13 @@ class Journey:
         self.output_tokens: int | None = None
         """Once it is over, where that was heard."""
         self._arrived = False
-        self._switches: deque[Switch] = deque(maxlen=MOST_SWITCHES)
+        self._switches: deque[TraceSwitch] = deque(maxlen=MOST_SWITCHES)
         self._newest = state.notices[-1] if state.notices else None
         """What was heard last."""
         self._span = max(map(int, state.spans), default=0)
 
     @property
-    def switches(self) -> list[Switch]:
+    def switches(self) -> list[TraceSwitch]:
         """Those on its instances, while it was live."""
         return [switch for switch in self._switches if switch.instance in self.instances]
 
@@ -83,7 +83,7 @@ class Journey:
         elif kind == "request_ended" and mine:
             self.over, self.output_tokens = True, facts.get("output_tokens")
         elif kind == "model_switched" and self._arrived and not self.over:
-            self._switches.append(Switch(str(facts["instance"]), str(facts["model"])))
+            self._switches.append(TraceSwitch(str(facts["instance"]), str(facts["model"])))
 
     def _was_on(self, instance: object) -> None:
         if (name := str(instance)) not in self.instances:

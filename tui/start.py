@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 from tui.app import Dashboard
-from tui.connection import Connection
-from tui.recording import Recorder, Replay
+from tui.connection import DaemonConnection
+from tui.recording import RecordingPlayer, RecordingWriter
 
 
 def run(
@@ -32,12 +32,12 @@ async def _run(
     replay: Path | None,
     theme: str,
 ) -> None:
-    source = Connection(url, key) if replay is None else Replay(replay)
-    recorder = None if record is None else Recorder(record)
+    source = DaemonConnection(url, key) if replay is None else RecordingPlayer(replay)
+    recorder = None if record is None else RecordingWriter(record)
     try:
         await Dashboard(source, readonly=readonly, recorder=recorder, theme=theme).run_async()
     finally:
         if recorder is not None:
             recorder.close()
-        if isinstance(source, Connection):
+        if isinstance(source, DaemonConnection):
             await source.close()

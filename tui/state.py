@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-from tui.asking import Answer
+from tui.asking import Polled
 from tui.drawing.series import Counter
 from tui.messages import Document, Kind, Message
 
@@ -60,7 +60,7 @@ class State:
         """Counts messages."""
         self.numbers: dict[str, int] = {}
         """Models in the order in which they were met: a colour each."""
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, Polled] = {}
         self._unix_seconds = 0.0
         self._heard_at = 0.0
         self._counters: defaultdict[tuple[str, str, str], Counter] = defaultdict(Counter)
@@ -81,15 +81,15 @@ class State:
         found = self._counters.get((table, key, member))
         return Counter() if found is None else found
 
-    def answer(self, path: str) -> Answer:
+    def answer(self, path: str) -> Polled:
         """What was answered to a view that asked for it."""
-        return self._answers.get(path, Answer())
+        return self._answers.get(path, Polled())
 
     # --- what was asked --------------------------------------------------------------------------
 
     def answered(self, path: str, document: Any) -> None:
         """It takes the place of what was answered before."""
-        self._answers[path] = Answer(document)
+        self._answers[path] = Polled(document)
         self.version += 1
 
     def refused(self, path: str, why: str) -> None:

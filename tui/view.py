@@ -12,7 +12,7 @@ from textual.widget import Widget
 from tui.asking import Ask
 from tui.drawing.canvas import Line
 from tui.drawing.theme import ColourTheme
-from tui.messages import Document, Source
+from tui.messages import DaemonSource, Document
 from tui.state import State
 
 
@@ -61,7 +61,7 @@ class Action(NamedTuple):
     key: str
     name: str
     help: str
-    do: Callable[[Source, str, Given], Awaitable[str | Secret]]
+    do: Callable[[DaemonSource, str, Given], Awaitable[str | Secret]]
     question: str | None = None
     fields: tuple[Field, ...] = ()
     each_row: bool = True
@@ -89,7 +89,7 @@ class View(Widget):
 
     can_focus = True
 
-    source: Source
+    source: DaemonSource
     """Whom it may ask; there before it is on the screen."""
     off: str = ""
     """Why nothing may be changed or computed, if so."""

@@ -11,7 +11,7 @@ import msgspec
 from appliance.access.auth import Access, Caller, Forbidden, LimitMet, Used
 from appliance.access.fair_queue import FairQueue
 from appliance.access.keys import Key
-from appliance.access.rate_limits import Meter, Refusal
+from appliance.access.rate_limits import LimitRefusal, Meter
 from appliance.engines.protocol import Produced
 from appliance.http.errors import BadRequest
 from appliance.observability.key_metrics import WAITING
@@ -154,7 +154,7 @@ class Admission:
         tokens = len(request.prompt) + request.max_tokens
         together = request.together_tokens if request.pooled else 0
         reserved = meter.reserve(tokens, self._clock(), of_tokens=together)
-        if isinstance(reserved, Refusal):
+        if isinstance(reserved, LimitRefusal):
             self._metrics.refused(meter.key.name, reserved.limit)
             raise LimitMet(reserved)
         return reserved

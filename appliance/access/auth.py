@@ -16,7 +16,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.access.keys import Key, KeyRing
 from appliance.access.keys import Scope as KeyScope
-from appliance.access.rate_limits import Bucket, Meter, Refusal
+from appliance.access.rate_limits import Bucket, LimitRefusal, Meter
 from appliance.http.cors import origin_allowed
 from appliance.http.errors import ApiError, BadRequest
 from appliance.observability.key_metrics import KeyMetrics, KeyUse
@@ -69,7 +69,7 @@ class Forbidden(ApiError):
 class LimitMet(ApiError):
     """429: the key had enough for now."""
 
-    def __init__(self, refusal: Refusal, headers: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, refusal: LimitRefusal, headers: Iterable[tuple[str, str]] = ()) -> None:
         self.retry_after_seconds = refusal.retry_after_seconds
         unit = {"concurrency": "requests at once"}.get(refusal.limit, f"{refusal.limit} per minute")
         seconds = max(1, math.ceil(refusal.retry_after_seconds))
@@ -88,7 +88,7 @@ class Used(NamedTuple):
     output_tokens: int
 
 
-class Asking(NamedTuple):
+class Credentials(NamedTuple):
     """What a request shows of who sends it. The names of `headers` are in lower case; without a
     `client` the address is unknown."""
 
@@ -98,7 +98,7 @@ class Asking(NamedTuple):
     """Whether the connection proved to be an operator's."""
 
     @classmethod
-    def of(cls, scope: Any) -> Asking:
+    def of(cls, scope: Any) -> Credentials:
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
@@ -178,7 +178,7 @@ class Access:
         if keys is not None:
             keys.on_change(self._follow)
 
-    def caller(self, asking: Asking, needed: KeyScope) -> Caller:
+    def caller(self, asking: Credentials, needed: KeyScope) -> Caller:
         """Who sent a request. Raises `Unauthorized` and `Forbidden`."""
         keys = self.keys
         if asking.operator:
@@ -249,7 +249,7 @@ class Access:
         """Whether an endpoint needs no key."""
         return scope_of(path) is None or (path == _METRICS and self._open_metrics)
 
-    def _check_local(self, asking: Asking) -> None:
+    def _check_local(self, asking: Credentials) -> None:
         """Raises `Forbidden` for what comes from another machine, however it got to our socket, and
         for what a browser sends for another site, also one whose name was made to mean this
         machine."""
@@ -305,7 +305,7 @@ class Authentication(ASGIMiddleware):
         if needed is None or self._access.is_open(path):
             await next_app(scope, receive, send)
             return
-        caller = self._access.caller(Asking.of(scope), needed)
+        caller = self._access.caller(Credentials.of(scope), needed)
         asked = current.set(caller)
         try:
             if needed is not KeyScope.INFER or scope["method"] != "POST":
@@ -369,7 +369,7 @@ def _is_local(address: str) -> bool:
         return Address(f"{address}:0").local
 
 
-def _with_slo(asking: Asking, meter: Meter | None) -> Caller:
+def _with_slo(asking: Credentials, meter: Meter | None) -> Caller:
     header = asking.headers.get(SLO_HEADER)
     if header is None:
         return KEYLESS if meter is None else Caller(meter)

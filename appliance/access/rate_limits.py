@@ -62,7 +62,7 @@ class Bucket:
             self._at = now
 
 
-class Refusal(NamedTuple):
+class LimitRefusal(NamedTuple):
     """Which limit was met, and after how long it makes sense to try again."""
 
     limit: str
@@ -90,14 +90,14 @@ class Meter:
         self.requests = _bucket(self.requests, key.requests_per_minute, now)
         self.tokens = _bucket(self.tokens, key.tokens_per_minute, now)
 
-    def begin(self, now: float) -> Refusal | None:
+    def begin(self, now: float) -> LimitRefusal | None:
         """Count another request, to be told of its `end`; or say why it may not be."""
         key = self.key
         if key.concurrency is not None and self.live >= key.concurrency:
-            return Refusal("concurrency", key.concurrency, _CONCURRENCY_RETRY_SECONDS)
+            return LimitRefusal("concurrency", key.concurrency, _CONCURRENCY_RETRY_SECONDS)
         if self.requests is not None:
             if wait := self.requests.wait_seconds(1, now):
-                return Refusal("requests", self.requests.per_minute, wait)
+                return LimitRefusal("requests", self.requests.per_minute, wait)
             self.requests.take(1, now)
         self.live += 1
         return None
@@ -106,13 +106,13 @@ class Meter:
         """A request that had begun was answered."""
         self.live -= 1
 
-    def reserve(self, tokens: int, now: float, *, of_tokens: int = 0) -> float | Refusal:
+    def reserve(self, tokens: int, now: float, *, of_tokens: int = 0) -> float | LimitRefusal:
         """Take what a sequence needs at most; if it is the first of several, only if there are
         `of_tokens` for all. Answers what is to be said when it is settled."""
         if self.tokens is None:
             return 0.0
         if wait := self.tokens.wait_seconds(max(tokens, of_tokens), now):
-            return Refusal("tokens", self.tokens.per_minute, wait)
+            return LimitRefusal("tokens", self.tokens.per_minute, wait)
         return self.tokens.take(tokens, now)
 
     def settle(self, reserved: float, tokens: int, now: float) -> None:

@@ -22,7 +22,7 @@ _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
-class Outcome(NamedTuple):
+class OutcomePlace(NamedTuple):
     """Where the record of a request's outcome is in a log."""
 
     request: int
@@ -72,7 +72,7 @@ class BatchLog:
             while file.tell() < self._size:
                 yield _decoder.decode(file.readline())
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[OutcomePlace]:
         """The outcomes of requests, in the order of the input."""
         found = []
         offset = 0
@@ -81,11 +81,11 @@ class BatchLog:
                 line = file.readline()
                 record = _decoder.decode(line)
                 if isinstance(record, LineDone):
-                    found.append(Outcome(record.request, record.ok, offset, len(line)))
+                    found.append(OutcomePlace(record.request, record.ok, offset, len(line)))
                 offset += len(line)
         return sorted(found)
 
-    def entry(self, outcome: Outcome) -> bytes:
+    def entry(self, outcome: OutcomePlace) -> bytes:
         """What the files of a batch say of a request."""
         record = _decoder.decode(os.pread(self._descriptor, outcome.size, outcome.offset))
         assert isinstance(record, LineDone)

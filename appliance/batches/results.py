@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from appliance.batches.files import MESSAGES_OUTPUT, FileStore
-from appliance.batches.log import BatchLog, Outcome
+from appliance.batches.log import BatchLog, OutcomePlace
 from appliance.batches.records import MESSAGES, Batch, Status
 from appliance.batches.requestlines import RequestLines
 
@@ -49,7 +49,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class ResultLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of an output file or an error file."""
 
     id: str
@@ -66,7 +66,7 @@ def answered(endpoint: str, custom_id: str, status: int, body: bytes) -> msgspec
         return _result(custom_id, {"type": "errored", "error": msgspec.Raw(body)})
     name = uuid.uuid4().hex
     response = Response(status_code=status, request_id=name, body=msgspec.Raw(body))
-    entry = Entry(id=f"batch_req_{name}", custom_id=custom_id, response=response)
+    entry = ResultLine(id=f"batch_req_{name}", custom_id=custom_id, response=response)
     return msgspec.Raw(msgspec.json.encode(entry))
 
 
@@ -78,7 +78,7 @@ def refused(endpoint: str, custom_id: str, code: str, message: str) -> msgspec.R
         error = {"type": _ERRORS.get(code, "api_error"), "message": message}
         return _result(custom_id, {"type": "errored", "error": {"type": "error", "error": error}})
     failure = Failure(code=code, message=message)
-    entry = Entry(id=f"batch_req_{uuid.uuid4().hex}", custom_id=custom_id, error=failure)
+    entry = ResultLine(id=f"batch_req_{uuid.uuid4().hex}", custom_id=custom_id, error=failure)
     return msgspec.Raw(msgspec.json.encode(entry))
 
 
@@ -127,7 +127,7 @@ def write_results(
 def _lines(
     batch: Batch,
     status: Status,
-    outcomes: list[Outcome],
+    outcomes: list[OutcomePlace],
     pending: list[int],
     log: BatchLog,
     source: Path,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Turn(NamedTuple):
+class BatchTurn(NamedTuple):
     """A request of a batch that may run."""
 
     batch: str
@@ -30,7 +30,7 @@ class Turns:
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
-        self._running: set[Turn] = set()
+        self._running: set[BatchTurn] = set()
         self._queues: dict[str, _Queue] = {}
         self._owners: deque[str] = deque()
 
@@ -51,7 +51,7 @@ class Turns:
         if queue is not None and not any(q.owner == queue.owner for q in self._queues.values()):
             self._owners.remove(queue.owner)
 
-    def next(self, now: float) -> Turn | None:
+    def next(self, now: float) -> BatchTurn | None:
         """The request that runs now; None if none may. It is to be `ended`, or `put_back`."""
         if len(self._running) >= self._at_once:
             return None
@@ -60,16 +60,16 @@ class Turns:
             self._owners.rotate(-1)
             for batch, queue in self._queues.items():
                 if queue.owner == owner and queue.waiting and queue.not_before <= now:
-                    turn = Turn(batch, queue.waiting.popleft())
+                    turn = BatchTurn(batch, queue.waiting.popleft())
                     self._running.add(turn)
                     return turn
         return None
 
-    def ended(self, turn: Turn) -> None:
+    def ended(self, turn: BatchTurn) -> None:
         """It does not run any more, and will not again."""
         self._running.discard(turn)
 
-    def put_back(self, turn: Turn, not_before: float) -> None:
+    def put_back(self, turn: BatchTurn, not_before: float) -> None:
         """It could not run: it is its batch's next one, at a later time."""
         self._running.discard(turn)
         queue = self._queues.get(turn.batch)

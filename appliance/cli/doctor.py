@@ -1,8 +1,8 @@
-"""`appliance doctor`: looks at what the appliance needs of a machine, and says what is odd.
+"""`appliance doctor`: checks what the appliance needs of a machine, and reports problems.
 
-Facts are read first (`Machine`, `Daemon`), judged afterwards; each check is one `Finding`, and none
-changes anything. Neither vLLM nor torch is imported: that takes seconds, and fails where they are
-what is wrong.
+Facts are read first (`SystemFacts`, `DaemonProbe`) and judged afterwards. Each check is one
+`Finding`; no check changes anything. Neither vLLM nor torch is imported: that takes seconds, and
+fails where one of them is the problem.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
             entries.append(entry)
     if len(entries) == len(config.models):
         yield check_host_cache(config, entries)
-    machine = Machine.read()
-    daemon = Daemon.find(config)
+    machine = SystemFacts.read()
+    daemon = DaemonProbe.find(config)
     yield check_memory(config, machine, running=daemon.ready is not None)
     yield check_locking(config, machine)
     yield check_huge_pages(config, machine)
@@ -218,7 +218,7 @@ def _problem(problem: Problem) -> tuple[str, str]:
 # --- the machine ---------------------------------------------------------------------------------
 
 
-class Machine(NamedTuple):
+class SystemFacts(NamedTuple):
     """What the system says of itself. None where it does not say, or has no limit."""
 
     total_bytes: int | None
@@ -229,7 +229,7 @@ class Machine(NamedTuple):
     """The word that is chosen in `SHMEM_HUGE`."""
 
     @classmethod
-    def read(cls, root: Path = Path("/")) -> Machine:
+    def read(cls, root: Path = Path("/")) -> SystemFacts:
         """The facts of this machine, from the files below `root`."""
         memory = _fields(root / "proc/meminfo")
         chosen = re.search(r"\[(\w+)\]", _text(root / SHMEM_HUGE.lstrip("/")))
@@ -241,7 +241,7 @@ class Machine(NamedTuple):
         )
 
 
-def check_memory(config: Config, machine: Machine, *, running: bool) -> Finding:
+def check_memory(config: Config, machine: SystemFacts, *, running: bool) -> Finding:
     """Whether pools and host cache fit into the memory that is available."""
     devices = config.devices
     ranks = devices.instances * devices.tensor_parallel
@@ -262,7 +262,7 @@ def check_memory(config: Config, machine: Machine, *, running: bool) -> Finding:
     return ok(what, found)
 
 
-def check_locking(config: Config, machine: Machine) -> Finding:
+def check_locking(config: Config, machine: SystemFacts) -> Finding:
     """Whether the host cache may be page-locked."""
     what, size = "page locking", config.devices.host_cache_bytes
     limit = machine.lockable_bytes
@@ -278,7 +278,7 @@ def check_locking(config: Config, machine: Machine) -> Finding:
     )
 
 
-def check_huge_pages(config: Config, machine: Machine) -> Finding:
+def check_huge_pages(config: Config, machine: SystemFacts) -> Finding:
     """Whether slabs can be huge pages, by making one; what the kernel's setting says is not all."""
     what, slab = "huge pages", config.devices.slab_bytes
     if slab % mapping.HUGE_BYTES:
@@ -296,7 +296,7 @@ def check_huge_pages(config: Config, machine: Machine) -> Finding:
     )
 
 
-def _huge_remedy(machine: Machine) -> str:
+def _huge_remedy(machine: SystemFacts) -> str:
     """Slabs are collapsed on request, which Linux 6.1 and newer do unless it is denied."""
     if machine.shmem_huge == "deny":
         return f"echo never > {SHMEM_HUGE} (or any other word)"
@@ -343,7 +343,7 @@ def _lockable(capabilities: str) -> int | None:
 # --- the daemon ----------------------------------------------------------------------------------
 
 
-class Daemon(NamedTuple):
+class DaemonProbe(NamedTuple):
     """What answers where the configuration says that the daemon listens."""
 
     url: str
@@ -356,7 +356,7 @@ class Daemon(NamedTuple):
     """What is out of order though it is ready."""
 
     @classmethod
-    def find(cls, config: Config) -> Daemon:
+    def find(cls, config: Config) -> DaemonProbe:
         """On its admin socket, which needs no key, or else on TCP."""
         path = admin_path(config.api.admin_socket)
         if path is not None and path.is_socket():
@@ -370,7 +370,7 @@ class Daemon(NamedTuple):
         return cls._at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{bind.port}")
 
     @classmethod
-    def _at(cls, url: str) -> Daemon:
+    def _at(cls, url: str) -> DaemonProbe:
         try:
             with _client(url, ANSWER_SECONDS) as client:
                 response = client.get("/readyz")
@@ -421,7 +421,7 @@ class _Verifications(msgspec.Struct):
     instances: list[_Verification]
 
 
-def check_daemon(daemon: Daemon) -> Finding:
+def check_daemon(daemon: DaemonProbe) -> Finding:
     """Whether it runs, and makes progress."""
     what, reasons = "daemon", "; ".join(daemon.reasons)
     if daemon.ready and daemon.degraded:
@@ -436,7 +436,7 @@ def check_daemon(daemon: Daemon) -> Finding:
     return warn(what, f"none answers at {daemon.url} ({reasons})", "start it: `appliance serve`")
 
 
-def verify_weights(daemon: Daemon) -> Iterator[Finding]:
+def verify_weights(daemon: DaemonProbe) -> Iterator[Finding]:
     """Have the daemon compare the weights on its devices with their master images."""
     if daemon.ready is None:
         yield warn("weights", "not compared: no daemon answers", "start it, and serve something")

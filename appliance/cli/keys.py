@@ -20,7 +20,7 @@ from appliance.errors import ConfigError, KeyFieldError, KeysError
 from appliance.vocabulary import RequestClass
 
 
-class Lifetime(click.ParamType[str]):
+class DurationType(click.ParamType[str]):
     """A duration: 30d, 12h, 90m."""
 
     name = "duration"
@@ -64,7 +64,7 @@ def key() -> None:
     help="The class of its requests; batch alone makes all of them batch work. Without any: both.",
 )  # fmt: skip
 @click.option("--slo", is_flag=True, help="Its requests may name a service level (x-slo).")
-@click.option("--expires", "lifetime", type=Lifetime(), help="After so long: 30d, 12h, 90m.")
+@click.option("--expires", "lifetime", type=DurationType(), help="After so long: 30d, 12h, 90m.")
 @click.option("--requests-per-minute", type=limit)
 @click.option("--tokens-per-minute", type=limit, help="Prompts and answers together.")
 @click.option("--concurrency", type=limit, help="Requests at once.")

@@ -124,7 +124,7 @@ from __future__ import annotations
 import pytest
 from $module import $kind
 
-from appliance.conformance import Question, check, questions
+from appliance.conformance import HookCall, check, questions
 
 
 def test_it_can_be_used() -> None:
@@ -135,7 +135,7 @@ def test_it_can_be_used() -> None:
 
 
 @pytest.mark.parametrize("question", questions("round")[:20])
-def test_a_turn_is_as_long_as_it_was_set(question: Question) -> None:
+def test_a_turn_is_as_long_as_it_was_set(question: HookCall) -> None:
     """Every model that can run gets the time that the parameter says."""
     instance = question.views["instance"]
 

@@ -12,7 +12,7 @@ from typing import Final
 from appliance.access.keys import KeyFile
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
-from appliance.config.problems import Report
+from appliance.config.problems import ProblemReport
 from appliance.config.schema import Api, Config, Devices, Model, PolicyTable, Telemetry
 from appliance.config.sizing import check_sizes, read_model
 from appliance.errors import CheckpointError, KeysError, PolicyChoiceError
@@ -25,7 +25,7 @@ from appliance.units import human
 PAGE_BYTES: Final = 4096
 
 
-def check(config: Config, report: Report, check_files: bool) -> None:
+def check(config: Config, report: ProblemReport, check_files: bool) -> None:
     """Report what is wrong; without `check_files`, only what shows in the configuration itself."""
     _check_reach(config.api, report)
     _check_root_path(config.api, report)
@@ -47,7 +47,7 @@ def check(config: Config, report: Report, check_files: bool) -> None:
         check_sizes(config, entries, report)
 
 
-def _check_reach(api: Api, report: Report) -> None:
+def _check_reach(api: Api, report: ProblemReport) -> None:
     if not api.bind.local and not api.keys:
         report.add(
             ("api", "bind"),
@@ -57,7 +57,7 @@ def _check_reach(api: Api, report: Report) -> None:
         )
 
 
-def _check_root_path(api: Api, report: Report) -> None:
+def _check_root_path(api: Api, report: ProblemReport) -> None:
     """A path of the API itself would hide what lies below it."""
     first = api.root_path[1:].partition("/")[0]
     if first and any(path[1:].partition("/")[0] == first for path in FRONT_PATHS):
@@ -68,7 +68,7 @@ def _check_root_path(api: Api, report: Report) -> None:
         )
 
 
-def _check_telemetry(telemetry: Telemetry, report: Report) -> None:
+def _check_telemetry(telemetry: Telemetry, report: ProblemReport) -> None:
     if telemetry.endpoint and not telemetry.endpoint.startswith(("http://", "https://")):
         report.add(
             ("telemetry", "endpoint"),
@@ -90,7 +90,7 @@ def _has_opentelemetry() -> bool:
         return False
 
 
-def _check_api_files(api: Api, report: Report) -> None:
+def _check_api_files(api: Api, report: ProblemReport) -> None:
     if api.keys:
         try:
             KeyFile(Path(api.keys)).read()
@@ -106,7 +106,7 @@ def _check_api_files(api: Api, report: Report) -> None:
         report.add(("api", "admin_group"), str(error), "create it, or leave it out")
 
 
-def _check_devices(devices: Devices, report: Report) -> None:
+def _check_devices(devices: Devices, report: ProblemReport) -> None:
     slab = devices.slab_bytes
     if slab % PAGE_BYTES or slab & (slab - 1):
         report.add(
@@ -123,7 +123,7 @@ def _check_devices(devices: Devices, report: Report) -> None:
         )
 
 
-def _check_policies(table: PolicyTable, report: Report) -> None:
+def _check_policies(table: PolicyTable, report: ProblemReport) -> None:
     try:
         policies.load_stack(table.choice)
     except PolicyChoiceError as error:
@@ -134,7 +134,7 @@ def _check_policies(table: PolicyTable, report: Report) -> None:
             report.add(("policy", *key), problem.wrong, problem.remedy)
 
 
-def _check_names(models: tuple[Model, ...], report: Report) -> None:
+def _check_names(models: tuple[Model, ...], report: ProblemReport) -> None:
     first: dict[str, int] = {}
     for index, model in enumerate(models):
         if model.name in first:
@@ -147,7 +147,7 @@ def _check_names(models: tuple[Model, ...], report: Report) -> None:
         first.setdefault(model.name, index)
 
 
-def _read_checkpoints(config: Config, report: Report) -> list[CatalogEntry | None]:
+def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntry | None]:
     entries: list[CatalogEntry | None] = []
     for index, model in enumerate(config.models):
         entry = None
@@ -168,7 +168,7 @@ def _read_checkpoints(config: Config, report: Report) -> list[CatalogEntry | Non
     return entries
 
 
-def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:
+def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
     for index, (model, entry) in enumerate(zip(config.models, entries, strict=True)):
         if entry is None:
             continue
@@ -182,7 +182,7 @@ def _check_tasks(config: Config, entries: list[CatalogEntry | None], report: Rep
             report.add(at, error.wrong, error.remedy)
 
 
-def _check_heads(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:
+def _check_heads(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
     """Every rank has as many attention heads as the others, and at least one for keys and values:
     these are divided, or, if there are fewer than ranks, each is on equally many ranks."""
     ranks = config.devices.tensor_parallel

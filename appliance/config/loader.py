@@ -14,7 +14,7 @@ import msgspec
 
 from appliance.config.checks import check
 from appliance.config.layers import read_layers
-from appliance.config.problems import Report
+from appliance.config.problems import ProblemReport
 from appliance.config.schema import (
     Config,
     Model,
@@ -44,7 +44,7 @@ def load_config(
     found.
     """
     layers = read_layers(path, pending)
-    report = Report(layers)
+    report = ProblemReport(layers)
     config = _read_document(layers.document, report)
     if config is not None:
         config = _with_enabled_models(config, report)
@@ -58,7 +58,7 @@ def load_config(
     return config
 
 
-def _read_document(document: dict[str, Any], report: Report) -> Config | None:
+def _read_document(document: dict[str, Any], report: ProblemReport) -> Config | None:
     document = dict(document)
     policy = document.get("policy")
     parameters: dict[str, dict[str, Scalar]] = {}
@@ -72,7 +72,7 @@ def _read_document(document: dict[str, Any], report: Report) -> Config | None:
     return msgspec.structs.replace(config, policy=choice)
 
 
-def _read_section(kind: type[S], table: object, at: KeyPath, report: Report) -> S | None:
+def _read_section(kind: type[S], table: object, at: KeyPath, report: ProblemReport) -> S | None:
     """The section, or None when it has problems; all of them are reported."""
     if not isinstance(table, dict):
         report.add(at, f"expected a table, got {_shown(table)}", f"write [{dotted(at)}]")
@@ -91,7 +91,7 @@ def _read_section(kind: type[S], table: object, at: KeyPath, report: Report) -> 
     return kind(**values) if len(report.problems) == before else None
 
 
-def _read_value(kind: Any, value: object, at: KeyPath, report: Report) -> Any:
+def _read_value(kind: Any, value: object, at: KeyPath, report: ProblemReport) -> Any:
     plain = plain_type(kind)
     if plain == tuple[Model, ...]:
         if not isinstance(value, list) or not value:
@@ -128,7 +128,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _with_enabled_models(config: Config, report: Report) -> Config:
+def _with_enabled_models(config: Config, report: ProblemReport) -> Config:
     rows = [index for index, model in enumerate(config.models) if model.enabled]
     if not rows:
         report.add(("model",), "no model is enabled", "leave one")
@@ -167,7 +167,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     )
 
 
-def _with_devices(config: Config, report: Report) -> Config:
+def _with_devices(config: Config, report: ProblemReport) -> Config:
     """`auto` and shares become what they mean on this machine."""
     devices = config.devices
     gpus: list[Gpu] = []

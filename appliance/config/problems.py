@@ -7,7 +7,7 @@ from appliance.config.toml_lines import KeyPath, dotted
 from appliance.errors import Problem
 
 
-class Report:
+class ProblemReport:
     """Collects the problems of the files that were read."""
 
     def __init__(self, layers: Layers) -> None:

@@ -380,7 +380,7 @@ class Catalog(Section, kw_only=True):
     ] = AUTO
 
 
-class Slo(Section, kw_only=True):
+class SloTable(Section, kw_only=True):
     """The service level of a model's requests."""
 
     ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
@@ -391,7 +391,7 @@ class Slo(Section, kw_only=True):
     )
 
 
-class BatchSlo(Slo, kw_only=True):
+class BatchSlo(SloTable, kw_only=True):
     """The service level of batch requests (`service_tier: "flex"`)."""
 
     ttft_seconds: Annotated[Seconds, Meta(description="Time to the first token.")] = msgspec.field(
@@ -484,9 +484,9 @@ class Model(Section, kw_only=True):
             "well two texts match (`score`); `auto` is what its checkpoint says."
         ),
     ] = "auto"
-    slo: Annotated[Slo, Meta(description="Service level: `ttft` and `tbt`, both durations.")] = (
-        Slo()
-    )
+    slo: Annotated[
+        SloTable, Meta(description="Service level: `ttft` and `tbt`, both durations.")
+    ] = SloTable()
     batch_slo: Annotated[
         BatchSlo, Meta(description='The same for batch requests (`service_tier: "flex"`).')
     ] = BatchSlo()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
-from appliance.config.problems import Report
+from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, Devices, Model
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
 from appliance.units import human, no_less
@@ -55,7 +55,7 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
     return read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
 
 
-def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Report) -> None:
+def check_sizes(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
     """Report models that have no room, in whole slabs, as memory is given out."""
     devices, slab = config.devices, config.devices.slab_bytes
     ranks = devices.tensor_parallel

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from appliance.conformance.scenes import Question
+from appliance.conformance.scenes import HookCall
 from appliance.policies import validation
 from appliance.policies.guard import hook_callers
 
@@ -19,7 +19,7 @@ MAX_SLOW = 3
 """A policy that took a second so often is not asked any more: a test has to end."""
 
 
-class Reply(NamedTuple):
+class PolicyReply(NamedTuple):
     """What a policy made of a question."""
 
     answer: object
@@ -50,7 +50,7 @@ class Asker:
         """It was too slow too often."""
         return self._slow >= MAX_SLOW
 
-    def ask(self, question: Question) -> Reply:
+    def ask(self, question: HookCall) -> PolicyReply:
         """Put a question of a hook that it implements."""
         before = _fingerprint(question.views)
         answer, wrong, trace = None, "", ""
@@ -66,7 +66,7 @@ class Asker:
             trace = "".join(traceback.format_exception(error))
         self._slow += seconds > SLOW_SECONDS
         spoiled = _fingerprint(question.views) != before
-        return Reply(None if wrong else answer, wrong, trace, seconds, spoiled)
+        return PolicyReply(None if wrong else answer, wrong, trace, seconds, spoiled)
 
 
 def _fingerprint(views: Mapping[str, object]) -> bytes:
@@ -74,7 +74,7 @@ def _fingerprint(views: Mapping[str, object]) -> bytes:
     return msgspec.msgpack.encode(shown)
 
 
-def _check(question: Question, answer: object) -> str | None:
+def _check(question: HookCall, answer: object) -> str | None:
     check: Callable[..., str | None] = getattr(validation, question.hook)
     names = list(signature(check).parameters)[1:]
     return check(answer, **{name: question.views[name] for name in names})

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import msgspec
 
-from appliance.conformance.asking import SLOW_SECONDS, Asker, Reply
+from appliance.conformance.asking import SLOW_SECONDS, Asker, PolicyReply
 from appliance.conformance.recorded_calls import asked
 from appliance.conformance.rerun import digest_elsewhere, importable, make
-from appliance.conformance.scenes import SCENES, Played, Question, Scene, model_names
+from appliance.conformance.scenes import SCENES, HookCall, Played, Scene, model_names
 from appliance.conformance.trial import trial
 from appliance.errors import ApplianceError, PolicyError
 from appliance.hookspecs import API_VERSION, HOOKS
@@ -39,7 +39,7 @@ ENDED_WELL = {FinishReason.STOP, FinishReason.LENGTH, "overloaded"}
 UNKNOWN_PARAMETER = "no_such_parameter"
 
 
-class Finding(Word, frozen=True):
+class ConformanceFinding(Word, frozen=True):
     """Something wrong: which check found it, at which hook, how often; `detail` is a traceback."""
 
     check: str
@@ -65,12 +65,12 @@ class HookReport(Word, frozen=True):
     p99_seconds: float
 
 
-class Report(Word, frozen=True):
+class ConformanceReport(Word, frozen=True):
     """Everything that was found. `ended` requests came to their end in the runs."""
 
     policy: str
     hooks: tuple[HookReport, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ConformanceFinding, ...]
     ended: int = 0
 
     @property
@@ -83,7 +83,7 @@ class Report(Word, frozen=True):
         return found or f"{self.policy}: nothing to object to"
 
 
-def check(policy: object, *, p99_seconds: float = MACHINE_SECONDS) -> Report:
+def check(policy: object, *, p99_seconds: float = MACHINE_SECONDS) -> ConformanceReport:
     """Test a policy: its class, or an object for parameters other than as it ships.
 
     The class has to be a `msgspec.Struct`. Each hook's slowest hundredth of answers may take
@@ -100,14 +100,14 @@ class _Examination:
             {} if isinstance(policy, type) or not self._is_struct else msgspec.to_builtins(policy)
         )
         self._p99_seconds = p99_seconds
-        self._found: dict[tuple[str, str, str], Finding] = {}
+        self._found: dict[tuple[str, str, str], ConformanceFinding] = {}
         self._asked: Counter[str] = Counter()
         self._answered: Counter[str] = Counter()
         self._valid: Counter[str] = Counter()
         self._seconds: dict[str, list[float]] = {}
         self._ended = 0
 
-    def report(self) -> Report:
+    def report(self) -> ConformanceReport:
         if self._loads() and all(self._ask(scene) for scene in SCENES.values()):
             for name in RUN_SCENES:
                 self._run(SCENES[name])
@@ -123,7 +123,7 @@ class _Examination:
             for hook in HOOKS
             if self._asked[hook]
         )
-        return Report(
+        return ConformanceReport(
             policy=self._kind.__name__,
             hooks=hooks,
             findings=tuple(self._found.values()),
@@ -135,7 +135,9 @@ class _Examination:
         key = (check, hook, message if not hook else "")
         known = self._found.get(key)
         if known is None:
-            self._found[key] = Finding(check=check, message=message, hook=hook, detail=detail)
+            self._found[key] = ConformanceFinding(
+                check=check, message=message, hook=hook, detail=detail
+            )
         else:
             self._found[key] = msgspec.structs.replace(known, count=known.count + 1)
 
@@ -201,14 +203,14 @@ class _Examination:
             asked.cache_clear()
         return True
 
-    def _count(self, hook: str, reply: Reply, again: Reply) -> None:
+    def _count(self, hook: str, reply: PolicyReply, again: PolicyReply) -> None:
         self._asked[hook] += 1
         self._answered[hook] += reply.answer is not None or bool(reply.wrong)
         self._valid[hook] += reply.answer is not None
         # The better of the two: what the machine did meanwhile is not the policy's doing.
         self._seconds.setdefault(hook, []).append(min(reply.seconds, again.seconds))
 
-    def _object(self, question: Question, reply: Reply) -> None:
+    def _object(self, question: HookCall, reply: PolicyReply) -> None:
         if reply.wrong:
             kind = "exceptions" if reply.trace else "answers"
             self._find(kind, reply.wrong, question.hook, reply.trace)
@@ -252,7 +254,7 @@ class _Examination:
             self._find("determinism", message)
 
 
-def _estimates(question: Question, scene: Scene) -> list[float]:
+def _estimates(question: HookCall, scene: Scene) -> list[float]:
     """What the costs say of every model."""
     costs = cast(Costs, question.views["costs"])
     return [

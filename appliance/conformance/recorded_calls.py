@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from appliance.conformance.random_policy import RandomPolicy
-from appliance.conformance.scenes import SCENES, Question, Scene, play
+from appliance.conformance.scenes import SCENES, HookCall, Scene, play
 from appliance.hookspecs import HOOKS
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.stack import PolicyStack
@@ -18,7 +18,7 @@ MOST = 100
 """Questions of a kind that are kept of a scene."""
 
 
-def questions(hook: str) -> list[Question]:
+def questions(hook: str) -> list[HookCall]:
     """Those of one hook, in the order in which they were asked."""
     return [
         question for scene in SCENES.values() for question in asked(scene) if question.hook == hook
@@ -26,12 +26,12 @@ def questions(hook: str) -> list[Question]:
 
 
 @cache
-def asked(scene: Scene) -> tuple[Question, ...]:
+def asked(scene: Scene) -> tuple[HookCall, ...]:
     """Questions of a scene, in the order of time; of each kind as many, evenly taken."""
     stack = PolicyStack({"dice": RandomPolicy(seed=len(scene.name)), "built-in": Aegaeon()})
-    heard: list[Question] = []
+    heard: list[HookCall] = []
 
-    def answer(question: Question) -> object:
+    def answer(question: HookCall) -> object:
         heard.append(question)
         return getattr(stack, question.hook)(**question.views)
 

@@ -65,7 +65,7 @@ SCENES: Mapping[str, Scene] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class HookCall:
     """What the machine asked: the arguments of the hook, by name."""
 
     hook: str
@@ -80,7 +80,7 @@ class Interposed:
     """Hands every question to one function. Implements `appliance.scheduling.policy_api.Policy`
     as far as the function does."""
 
-    def __init__(self, answer: Callable[[Question], object]) -> None:
+    def __init__(self, answer: Callable[[HookCall], object]) -> None:
         self._answer = answer
 
     def __getattr__(self, hook: str) -> Callable[..., object]:
@@ -88,7 +88,7 @@ class Interposed:
 
         def ask(*views: object) -> object:
             shown = [tuple(view) if isinstance(view, list) else view for view in views]
-            return self._answer(Question(hook, dict(zip(names, shown, strict=True))))
+            return self._answer(HookCall(hook, dict(zip(names, shown, strict=True))))
 
         return ask
 
@@ -118,7 +118,7 @@ def true_lengths(scene: Scene) -> dict[RequestId, int]:
 
 
 def play(
-    scene: Scene, answer: Callable[[Question], object], drain_seconds: float = DRAIN_SECONDS
+    scene: Scene, answer: Callable[[HookCall], object], drain_seconds: float = DRAIN_SECONDS
 ) -> Played:
     """Run the machine on a scene until every request has ended, or for `drain_seconds` after the
     last may have come.

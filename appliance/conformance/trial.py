@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.conformance.asking import Asker, Reply
-from appliance.conformance.scenes import Played, Question, Scene, play
+from appliance.conformance.asking import Asker, PolicyReply
+from appliance.conformance.scenes import HookCall, Played, Scene, play
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.stack import PolicyStack
 
 
-def ignore(question: Question, reply: Reply) -> None:
+def ignore(question: HookCall, reply: PolicyReply) -> None:
     """For trials that are not watched."""
 
 
-def trial(policy: object, scene: Scene, look: Callable[[Question, Reply], None] = ignore) -> Played:
+def trial(
+    policy: object, scene: Scene, look: Callable[[HookCall, PolicyReply], None] = ignore
+) -> Played:
     """Run a scene under the policy; `look` is shown all that it says.
 
     Raises `PolicyError` for a hook that does not exist, and when events have no end.
@@ -23,7 +25,7 @@ def trial(policy: object, scene: Scene, look: Callable[[Question, Reply], None] 
     asker = Asker(policy)
     rest = PolicyStack({"built-in": Aegaeon()})
 
-    def answer(question: Question) -> object:
+    def answer(question: HookCall) -> object:
         if question.hook in asker.hooks and not asker.given_up:
             reply = asker.ask(question)
             look(question, reply)

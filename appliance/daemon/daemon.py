@@ -22,9 +22,9 @@ from appliance.daemon import health
 from appliance.daemon.decision_loop import DecisionLoop, Hands
 from appliance.daemon.gauges import Gauges
 from appliance.daemon.guide_checks import GuideChecks, GuideUnanswered
-from appliance.daemon.models import Models
+from appliance.daemon.models import ModelAdministration
 from appliance.daemon.quarantine import Quarantine
-from appliance.daemon.requests import RETRY_AFTER_SECONDS, Requests
+from appliance.daemon.requests import RETRY_AFTER_SECONDS, RequestStreams
 from appliance.daemon.served_model import ServedModel
 from appliance.daemon.slab_queries import SlabQuestions
 from appliance.daemon.status import (
@@ -34,7 +34,7 @@ from appliance.daemon.status import (
     host_bytes,
     request_activity,
 )
-from appliance.daemon.verification import Verifications
+from appliance.daemon.verification import WeightVerification
 from appliance.daemon.worker_links import WorkerLinks
 from appliance.journal import Journal, Setup
 from appliance.memory.host_tier import HostTier
@@ -192,17 +192,17 @@ class Daemon:
         """Make what stands between the machine, the workers and the API."""
         machine, metrics, feed, clock = self.machine, self.metrics_of_run, self.feed, self._clock
         handle = self._decisions.handle
-        self.catalogue = Models(
+        self.catalogue = ModelAdministration(
             models, machine, self.workers.values(), feed, metrics, handle, self._forget_model
         )
-        self._requests = Requests(self.catalogue, machine, handle, feed, metrics, clock)
+        self._requests = RequestStreams(self.catalogue, machine, handle, feed, metrics, clock)
         self._links = WorkerLinks(self.workers, self._requests.streams, metrics)
         self._counters = WorkCounters(metrics, feed)
         self._timeline = Timeline(
             list(machine.instances), lambda: time.time() - clock(), self._decisions.explain
         )
         self._decisions.observers = (self._requests.phases, self._timeline, self._counters)
-        self._verifications = Verifications(self._links.send, self._images)
+        self._verifications = WeightVerification(self._links.send, self._images)
         self._guides = GuideChecks(self._links.send)
         self._slab_questions = SlabQuestions(self._links.send)
         self._quarantine = Quarantine(
@@ -479,7 +479,7 @@ class Daemon:
                 self._verifications.answered(message)
             case frames.GuidePrepared():
                 self._guides.answered(message)
-            case frames.SlabsTold():
+            case frames.SlabsReported():
                 self._slab_questions.answered(message)
             case _:
                 self._on_report(message)

@@ -34,7 +34,7 @@ from appliance.worker.process import WorkerProcess
 log = logging.getLogger("appliance.daemon")
 
 
-class Models:
+class ModelAdministration:
     """The served models, and those that are leaving. Used on the daemon's event loop. Each method
     costs O(1) but for `forget_removed`: O(models that are leaving)."""
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from appliance.daemon.models import Models
+from appliance.daemon.models import ModelAdministration
 from appliance.observability.metrics import Metrics
 from appliance.observability.request_log import log_request
 from appliance.observability.request_phases import RequestPhases
@@ -57,13 +57,13 @@ REJECTION_STATUS = {
 }
 
 
-class Requests:
+class RequestStreams:
     """The streams of live requests, by request. Used on the daemon's event loop. A token costs
     O(1) for its request; what can be counted once for a frame of tokens is."""
 
     def __init__(
         self,
-        models: Models,
+        models: ModelAdministration,
         machine: Machine,
         handle: Callable[[Event], None],
         feed: EventLog,

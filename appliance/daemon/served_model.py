@@ -7,7 +7,7 @@ import msgspec
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.task import check_pooler, check_task
 from appliance.config.schema import Model
-from appliance.config.schema import Slo as ConfiguredSlo
+from appliance.config.schema import SloTable as ConfiguredSlo
 from appliance.service.front_frames import FrontModel
 from appliance.service.interface import ModelFacts, ModelTerms
 from appliance.vocabulary import ModelSpec, Slo

@@ -30,7 +30,7 @@ class SlabQuestions:
 
     def __init__(
         self,
-        send: Callable[[InstanceId, frames.TellSlabs], None],
+        send: Callable[[InstanceId, frames.ReportSlabs], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._send = send
@@ -43,10 +43,10 @@ class SlabQuestions:
         question = self._open.get(instance)
         if question is None:
             question = self._open[instance] = _Question(now)
-            self._send(instance, frames.TellSlabs())
+            self._send(instance, frames.ReportSlabs())
         elif now - question.asked_seconds >= ANSWER_SECONDS:  # the worker may have missed it
             question.asked_seconds = now
-            self._send(instance, frames.TellSlabs())
+            self._send(instance, frames.ReportSlabs())
         # A caller that is cancelled or times out does not cancel the answer for other callers.
         await asyncio.wait([question.answer], timeout=ANSWER_SECONDS)
         if not question.answer.done():
@@ -55,7 +55,7 @@ class SlabQuestions:
             raise SlabsUnanswered(f"the worker of instance {instance} ended")
         return question.answer.result()
 
-    def answered(self, message: frames.SlabsTold) -> None:
+    def answered(self, message: frames.SlabsReported) -> None:
         """A worker answers: the waiting callers get the answer, and the next caller asks again."""
         question = self._open.pop(message.instance, None)
         if question is not None:

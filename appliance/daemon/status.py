@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from appliance.daemon.models import Models
+from appliance.daemon.models import ModelAdministration
 from appliance.engines.protocol import KvBytes
 from appliance.memory.ledger import HostLedger
 from appliance.observability.slo_window import SloWindow
 from appliance.observability.timeline import Timeline
 from appliance.observability.work_counters import WorkCounters
 from appliance.platform.gpu_monitor import GpuReading, GpuWatch
-from appliance.scheduling.lifecycle import Engine, Stage
+from appliance.scheduling.lifecycle import EngineStage, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import InstanceState
 from appliance.scheduling.wait_reasons import wait_reason
@@ -97,7 +97,7 @@ class ModelActivities:
     def __init__(
         self,
         machine: Machine,
-        catalogue: Models,
+        catalogue: ModelAdministration,
         windows: Mapping[ModelName, SloWindow],
         clock: Callable[[], float],
     ) -> None:
@@ -177,9 +177,15 @@ class ModelActivities:
         if name in self._catalogue.leaving:
             return "leaving"
         if self._failure(name) is not None:
-            return Engine.FAILED.value
-        order = [Engine.ABSENT, Engine.BUILDING, Engine.STORED, Engine.LOADING, Engine.LOADED]
-        stages = [Engine(stage) for stage in self._residency(name).values()]
+            return EngineStage.FAILED.value
+        order = [
+            EngineStage.ABSENT,
+            EngineStage.BUILDING,
+            EngineStage.STORED,
+            EngineStage.LOADING,
+            EngineStage.LOADED,
+        ]
+        stages = [EngineStage(stage) for stage in self._residency(name).values()]
         best = max((order.index(stage) for stage in stages if stage in order), default=0)
         return "cold" if best == 0 else order[best].value
 

@@ -24,7 +24,7 @@ Images: TypeAlias = Mapping[ModelName, int]
 Verdicts: TypeAlias = Mapping[ModelName, Verdict]
 
 
-class Verifications:
+class WeightVerification:
     """The questions that are open. Used on one event loop."""
 
     def __init__(

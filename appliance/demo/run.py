@@ -33,7 +33,7 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.session import recorded
-from appliance.demo.traffic import Answer, Chat, burst, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
@@ -135,12 +135,12 @@ def free_port() -> int:
         return port
 
 
-def reference(config: Config, chats: Sequence[Chat]) -> dict[Chat, list[int]]:
+def reference(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, list[int]]:
     """The tokens of every chat on plain vLLM."""
     return {chat: answer.tokens for chat, answer in answered(config, chats).items()}
 
 
-def answered(config: Config, chats: Sequence[Chat]) -> dict[Chat, Known]:
+def answered(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, Known]:
     """The prompt and the tokens of every chat on plain vLLM, one process for all models."""
     mine = {m.name: [chat for chat in chats if chat.model == m.name] for m in config.models}
     task = {
@@ -233,15 +233,15 @@ def _describe(console: Console, config: Config, url: str) -> None:
 
 
 async def _send(
-    console: Console, url: str, chats: Sequence[Chat], session: Path
-) -> tuple[list[Answer], str | None]:
+    console: Console, url: str, chats: Sequence[ChatRequest], session: Path
+) -> tuple[list[TimedAnswer], str | None]:
     """The answers, and why what happened meanwhile is not recorded, if that is so."""
     total = sum(chat.max_tokens for chat in chats)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{len(chats)} chats at once", total=total)
         shown = 0
 
-        def on_token(_: Answer) -> None:
+        def on_token(_: TimedAnswer) -> None:
             nonlocal shown
             shown += 1
             progress.update(task, completed=shown)
@@ -264,8 +264,8 @@ def metrics_by_model(url: str) -> dict[tuple[str, str], float]:
 
 def _rows(
     config: Config,
-    answers: Sequence[Answer],
-    expected: dict[Chat, list[int]],
+    answers: Sequence[TimedAnswer],
+    expected: dict[ChatRequest, list[int]],
     metrics: dict[tuple[str, str], float],
 ) -> list[Row]:
     rows = []
@@ -301,7 +301,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 
-def _complaints(rows: Sequence[Row], answers: Sequence[Answer]) -> list[str]:
+def _complaints(rows: Sequence[Row], answers: Sequence[TimedAnswer]) -> list[str]:
     """What is not as it has to be."""
     found = [f"{a.chat.model}: {a.error}" for a in answers if a.error is not None]
     for row in rows:

@@ -8,16 +8,16 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from tui.connection import Connection
+from tui.connection import DaemonConnection
 from tui.messages import Kind, Message
-from tui.recording import Recorder
+from tui.recording import RecordingWriter
 from tui.state import State
 
 PATIENCE_SECONDS: Final = 5.0
 """How long the demonstration waits for its recorder, which hears four times a second."""
 
 
-class Session:
+class RecordedSession:
     """How far a recording has come, and what became of it."""
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Session:
 
 
 @asynccontextmanager
-async def recorded(url: str, path: Path) -> AsyncIterator[Session]:
+async def recorded(url: str, path: Path) -> AsyncIterator[RecordedSession]:
     """Writes what the daemon tells meanwhile to a new file, from the state at first to what became
     of the last request. A disk that is full ends the recording and nothing else. Raises
     `tui.recording.NotRecorded` if the file cannot be made."""
-    recorder, source, session = Recorder(path), Connection(url), Session()
+    recorder, source, session = RecordingWriter(path), DaemonConnection(url), RecordedSession()
 
     async def record() -> None:
         async for message in source.follow():
@@ -76,7 +76,7 @@ async def recorded(url: str, path: Path) -> AsyncIterator[Session]:
         await source.close()
 
 
-async def _newest_event(source: Connection) -> int:
+async def _newest_event(source: DaemonConnection) -> int:
     """The number of the newest event, as the daemon reports it to a new follower."""
     async with aclosing(source.follow()) as messages:  # type: ignore[type-var]
         async for message in messages:

@@ -26,7 +26,7 @@ _SUBJECTS = ("the sea", "old bridges", "glass", "winter mornings", "maps", "a ri
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatRequest:
     """One request of the burst."""
 
     model: str
@@ -36,10 +36,10 @@ class Chat:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What came of a chat. Times are seconds."""
 
-    chat: Chat
+    chat: ChatRequest
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     ttft_seconds: float = 0.0
@@ -48,7 +48,7 @@ class Answer:
     error: str | None = None
 
 
-def burst(models: Sequence[str], per_model: int) -> list[Chat]:
+def burst(models: Sequence[str], per_model: int) -> list[ChatRequest]:
     """`per_model` chats for each model, interleaved, of 16 to 200 tokens; always the same ones."""
     chats = []
     for round_number in range(per_model):
@@ -56,11 +56,15 @@ def burst(models: Sequence[str], per_model: int) -> list[Chat]:
             number = round_number * len(models) + index
             opening = _OPENINGS[number % len(_OPENINGS)]
             subject = _SUBJECTS[(number * 5 + round_number) % len(_SUBJECTS)]
-            chats.append(Chat(model, f"{opening} {subject}. {number}", 16 + number * 37 % 185))
+            chats.append(
+                ChatRequest(model, f"{opening} {subject}. {number}", 16 + number * 37 % 185)
+            )
     return chats
 
 
-async def send(url: str, chats: Sequence[Chat], on_token: Callable[[Answer], None]) -> list[Answer]:
+async def send(
+    url: str, chats: Sequence[ChatRequest], on_token: Callable[[TimedAnswer], None]
+) -> list[TimedAnswer]:
     """All chats at once, greedy; returns when every one has ended. `on_token` hears each chunk."""
     limits = httpx.Limits(max_connections=None)
     timeout = httpx.Timeout(None, connect=30)
@@ -68,8 +72,10 @@ async def send(url: str, chats: Sequence[Chat], on_token: Callable[[Answer], Non
         return list(await asyncio.gather(*(_one(client, chat, on_token) for chat in chats)))
 
 
-async def _one(client: httpx.AsyncClient, chat: Chat, on_token: Callable[[Answer], None]) -> Answer:
-    answer = Answer(chat)
+async def _one(
+    client: httpx.AsyncClient, chat: ChatRequest, on_token: Callable[[TimedAnswer], None]
+) -> TimedAnswer:
+    answer = TimedAnswer(chat)
     body = {
         "model": chat.model,
         "messages": [{"role": "user", "content": chat.prompt}],

@@ -27,7 +27,7 @@ AS_IT_COMES: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
 
-class Answer:
+class AnswerGuard:
     """What `send` is for the application inside.
 
     The head and the first bytes of a stream are held until the core has decided about the call, or

@@ -28,7 +28,7 @@ from vllm.entrypoints.scale_out.render.api_router import router as render_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
 
-from appliance.frontend.answers import Answer, Headers
+from appliance.frontend.answers import AnswerGuard, Headers
 from appliance.frontend.calls import Call, current
 from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
@@ -190,7 +190,7 @@ class FrontEnd:
     async def _answer(
         self, call: Call, scope: Any, receive: Receive, send: Send, common: Headers
     ) -> None:
-        answer = Answer(
+        answer = AnswerGuard(
             scope,
             send,
             call,
@@ -542,7 +542,7 @@ async def _watch(receive: Receive, gone: asyncio.Event) -> None:
 
 
 async def _refuse(scope: Any, send: Send, headers: Headers, refused: Refused) -> None:
-    answer = Answer(
+    answer = AnswerGuard(
         scope,
         send,
         Call(0),

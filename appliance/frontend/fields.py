@@ -43,7 +43,7 @@ _FLEX: Final = b'"flex"'
 
 
 @dataclass(frozen=True)
-class Refusal:
+class FieldRefusal:
     """Why a field is refused: `remedy` says what to do. `allowed` values ask for nothing."""
 
     remedy: str
@@ -57,7 +57,7 @@ class Rules:
     obeyed: frozenset[str]
     hints: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """By name the values that say what happens anyway, so that nothing is ignored."""
-    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    refused: Mapping[str, FieldRefusal] = field(default_factory=dict)
     not_null: frozenset[str] = frozenset()
     """Obeyed fields with a default whose null vLLM refuses; null is as if they were left out."""
 
@@ -121,23 +121,27 @@ _ANTHROPIC_HINTS: Final = _HINTS | {
     "diagnostics": (),
 }
 _GUIDED: Final = {
-    name: Refusal(
+    name: FieldRefusal(
         f"it was removed from vLLM; use structured_outputs.{name.removeprefix('guided_')}"
     )
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 }
-_BEST_OF: Final = {"best_of": Refusal("ask for n answers and choose among them", (1,))}
+_BEST_OF: Final = {"best_of": FieldRefusal("ask for n answers and choose among them", (1,))}
 _CHAT_REFUSED: Final = {
-    "modalities": Refusal('answers are text; use ["text"], or remove it', (["text"],)),
-    "audio": Refusal("answers are text; remove it"),
-    "web_search_options": Refusal("there is no web search here; offer a function that searches"),
-    "functions": Refusal("use tools"),
-    "function_call": Refusal("use tool_choice"),
+    "modalities": FieldRefusal('answers are text; use ["text"], or remove it', (["text"],)),
+    "audio": FieldRefusal("answers are text; remove it"),
+    "web_search_options": FieldRefusal(
+        "there is no web search here; offer a function that searches"
+    ),
+    "functions": FieldRefusal("use tools"),
+    "function_call": FieldRefusal("use tool_choice"),
     **_GUIDED,
     **_BEST_OF,
 }
 _RESPONSES_REFUSED: Final = {
-    "conversation": Refusal("conversations are not kept; use previous_response_id, or send input"),
+    "conversation": FieldRefusal(
+        "conversations are not kept; use previous_response_id, or send input"
+    ),
 }
 _OLLAMA_HINTS: Final[dict[str, tuple[object, ...]]] = {"keep_alive": (), "shift": ()}
 _OLLAMA: Final[dict[str, type[msgspec.Struct]]] = {
@@ -268,7 +272,7 @@ def _rules(path: str, models: tuple[type[BaseModel], ...]) -> Rules:
         for name, about in model.model_fields.items():
             fields[about.alias or name] = about
     ours = set[str]()
-    hints, refused = _HINTS, dict[str, Refusal]()
+    hints, refused = _HINTS, dict[str, FieldRefusal]()
     if path.startswith("/v1/chat/completions"):
         hints, refused = _CHAT_HINTS, _CHAT_REFUSED
     elif path.startswith("/v1/completions"):

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from appliance.access.admission import Admission
-from appliance.access.auth import Access, Asking, Caller
+from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
 from appliance.engines.protocol import Produced
 from appliance.gateway.responses import StoredResponse, StoredResponses
@@ -255,7 +255,7 @@ class Session:
     # --- calls -----------------------------------------------------------------------------------
 
     def _enter(self, frame: Enter) -> None:
-        asking = Asking(dict(frame.headers), frame.client, self._is_operator(frame.connection))
+        asking = Credentials(dict(frame.headers), frame.client, self._is_operator(frame.connection))
         try:
             if len(self._calls) >= MAX_CALLS:
                 raise _overloaded(f"a front end has {MAX_CALLS} calls at once")

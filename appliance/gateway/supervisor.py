@@ -56,7 +56,7 @@ _decoder: Final = msgspec.msgpack.Decoder(Handover | StreamBegun)
 log = logging.getLogger(__name__)
 
 
-class Session(Protocol):
+class FrameHandler(Protocol):
     """What a front end's frames are for. `appliance.gateway.sessions.Session` is one."""
 
     def received(self, frame: Up, /) -> None: ...
@@ -78,7 +78,7 @@ class OpenSession(Protocol):
 
     def __call__(
         self, send: Callable[[Down], None], is_operator: Callable[[int], bool], /
-    ) -> Session: ...
+    ) -> FrameHandler: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Patience:
     more often."""
 
 
-class FrontEnd(asyncio.Protocol):
+class FrontEndProcess(asyncio.Protocol):
     """One front-end process, over the stream of its frames."""
 
     def __init__(
@@ -324,7 +324,7 @@ class Supervisor:
         self._open_session = open_session
         self._command = tuple(command)
         self._patience = Patience() if patience is None else patience
-        self._front_ends: dict[int, FrontEnd] = {}
+        self._front_ends: dict[int, FrontEndProcess] = {}
         self._numbers = itertools.count(1)
         self._orders: socket.socket | None = None
         """To the zygote, while there is one."""
@@ -415,7 +415,7 @@ class Supervisor:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _is_slow(self, front_end: FrontEnd) -> bool:
+    def _is_slow(self, front_end: FrontEndProcess) -> bool:
         return front_end.owes_for() > self._patience.slow_seconds
 
     # --- keeping ---------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class Supervisor:
             stopping.cancel()
             began.cancel()
 
-    async def _start(self, orders: socket.socket) -> FrontEnd:
+    async def _start(self, orders: socket.socket) -> FrontEndProcess:
         """Order another front end."""
         number = next(self._numbers)
         frames, their_frames = socket.socketpair()
@@ -464,7 +464,9 @@ class Supervisor:
         for end in (handover, their_handover):
             end.setblocking(False)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HANDOVER_BYTES)
-        front_end = FrontEnd(number, handover, self._open_session, self._has_room, self._given_back)
+        front_end = FrontEndProcess(
+            number, handover, self._open_session, self._has_room, self._given_back
+        )
         self._front_ends[number] = front_end
         frames.setblocking(False)
         loop = asyncio.get_running_loop()

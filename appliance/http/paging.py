@@ -21,7 +21,7 @@ class Named(Protocol):
 _Item = TypeVar("_Item", bound=Named)
 
 
-class Part(NamedTuple, Generic[_Item]):
+class PageItems(NamedTuple, Generic[_Item]):
     """Some of a list, and whether there are more behind them."""
 
     items: Sequence[_Item]
@@ -56,7 +56,7 @@ def query_of(request: Request[Any, Any, Any], known: Collection[str]) -> dict[st
 
 def page_of(
     items: Sequence[_Item], query: Mapping[str, str], *, default: int, most: int
-) -> Part[_Item]:
+) -> PageItems[_Item]:
     """The part of `items` that a query asks for. Raises `BadRequest`."""
     limit = query.get("limit", str(default))
     digits = limit.isascii() and limit.isdigit() and len(limit) <= 9
@@ -69,4 +69,4 @@ def page_of(
             raise BadRequest("after: no such id in this list", "after")
         first = ids.index(query["after"]) + 1
     last = first + int(limit)
-    return Part(items[first:last], last < len(items))
+    return PageItems(items[first:last], last < len(items))

@@ -26,7 +26,7 @@ from appliance.lab.calibration.fit_profiles import (
     read_sizes,
     sizes_of,
 )
-from appliance.lab.calibration.step_tables import Key, read_tables
+from appliance.lab.calibration.step_tables import TableKey, read_tables
 from appliance.lab.replay.journal_workload import recording
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -70,7 +70,7 @@ def calibrate_command(
             if ".csv" not in path.suffixes:
                 recorded = recording(path)
                 for profile in recorded.setting.profiles.values():
-                    key = Key(path.stem, profile.name, RECORDED, profile.tp)
+                    key = TableKey(path.stem, profile.name, RECORDED, profile.tp)
                     measured[key] = recorded.measured[profile.name]
                     sizes[profile.name] = sizes_of(profile)
         found = calibrate(measured, sizes)

@@ -25,12 +25,12 @@ from appliance.errors import ApplianceError, IllegalTransition, LabError, Ledger
 from appliance.lab.calibrate_cli import calibrate_command
 from appliance.lab.experiments import plots, scenario
 from appliance.lab.experiments.capacity import Carries, Need, Planner, kinds_known, plan_table
-from appliance.lab.experiments.comparison import Arena, Match, Outcome, outcome
-from appliance.lab.experiments.report import Report, mean, share, table
+from appliance.lab.experiments.comparison import Match, MatchPool, MatchResult, outcome
+from appliance.lab.experiments.report import ComparisonReport, mean, share, table
 from appliance.lab.experiments.run import Contender, Trial, play
 from appliance.lab.experiments.scenario import Scenario
-from appliance.lab.experiments.sweep import Load, ModelsLoad, RateLoad, largest
-from appliance.lab.replay.journal_workload import Recording, recording
+from appliance.lab.experiments.sweep import LoadAxis, ModelsLoad, RateLoad, largest
+from appliance.lab.replay.journal_workload import JournalRecording, recording
 from appliance.lab.sim.extrapolation import worst
 
 MOST_TIMES_THE_RATE = 64.0
@@ -104,10 +104,10 @@ def run(
             for policy in _policies(chosen, policies)
             for seed in _seeds(chosen, seeds)
         ]
-        with Arena(min(jobs, len(matches))) as arena, _progress(len(matches)) as done:
+        with MatchPool(min(jobs, len(matches))) as arena, _progress(len(matches)) as done:
             outcomes = arena.play(matches, done)
         _publish(
-            Report(
+            ComparisonReport(
                 title=chosen.title,
                 duration_seconds=float(chosen.duration),
                 warmup_seconds=chosen.warmup_seconds,
@@ -149,7 +149,7 @@ def replay(
 
 def _what_if(
     path: Path,
-    found: Recording,
+    found: JournalRecording,
     others: Sequence[str],
     json_path: Path | None,
     plot_path: Path | None,
@@ -169,7 +169,7 @@ def _what_if(
             outcomes.append(outcome(contender.name, 0, trial, 0.0, with_curves=curves))
             done()
     _publish(
-        Report(
+        ComparisonReport(
             title=path.name,
             duration_seconds=found.setting.seconds,
             warmup_seconds=0.0,
@@ -241,13 +241,13 @@ def sweep(
     with _errors(plot_path):
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
-        load: Load = (
+        load: LoadAxis = (
             ModelsLoad(chosen, step, most) if over == "models" else RateLoad(chosen, step, most)
         )
         names, all_seeds = _policies(chosen, policies), _seeds(chosen, seeds)
         points: dict[str, dict[float, float]] = {name: {} for name in names}
         found: dict[str, dict[str, float]] = {name: {} for name in names}
-        with Arena(jobs) as arena, _progress(None) as done:
+        with MatchPool(jobs) as arena, _progress(None) as done:
 
             def attained(policy: str, steps: int) -> float:
                 matches = [
@@ -325,9 +325,9 @@ def plan(
         changed = _changes(changes)
         chosen = scenario.read(path, changed)
         all_seeds = _seeds(chosen, seeds)
-        with Arena(min(jobs, len(all_seeds))) as arena, _progress(None) as done:
+        with MatchPool(min(jobs, len(all_seeds))) as arena, _progress(None) as done:
 
-            def play_changed(more: Mapping[str, str]) -> Sequence[Outcome]:
+            def play_changed(more: Mapping[str, str]) -> Sequence[MatchResult]:
                 matches = [
                     Match(path=str(path), policy=policy, seed=seed, changes={**changed, **more})
                     for seed in all_seeds
@@ -355,15 +355,15 @@ def plan(
             json_path.write_bytes(encoded + b"\n")
 
 
-def _loads(chosen: Scenario) -> list[Load]:
+def _loads(chosen: Scenario) -> list[LoadAxis]:
     """Kinds of load that this scenario can have more of."""
-    loads: list[Load] = [RateLoad(chosen, None, MOST_TIMES_THE_RATE)]
+    loads: list[LoadAxis] = [RateLoad(chosen, None, MOST_TIMES_THE_RATE)]
     with suppress(LabError):
         loads.append(ModelsLoad(chosen, None, None))
     return loads
 
 
-def _metric(found: Outcome, metric: str) -> float:
+def _metric(found: MatchResult, metric: str) -> float:
     if metric not in found.metrics:
         raise LabError(f"--metric: there is no {metric}; there are: {', '.join(found.metrics)}")
     return found.metrics[metric]
@@ -421,7 +421,7 @@ def _progress(total: int | None) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _publish(report: Report, json_path: Path | None, plot_path: Path | None) -> None:
+def _publish(report: ComparisonReport, json_path: Path | None, plot_path: Path | None) -> None:
     _print(table(report))
     for found in report.outcomes:
         if found.faults:
@@ -441,7 +441,7 @@ def _publish(report: Report, json_path: Path | None, plot_path: Path | None) -> 
 
 def _publish_sweep(
     chosen: Scenario,
-    load: Load,
+    load: LoadAxis,
     found: Mapping[str, Mapping[str, float]],
     points: Mapping[str, Mapping[float, float]],
     metric: str,

@@ -24,7 +24,7 @@ EFFICIENCY = 0.625
 """Share of the link's rate that a load of weights reaches (Aegaeon, A.2: beta of Eq. 4)."""
 
 
-class Gpu(Word, frozen=True, kw_only=True):
+class GpuSpec(Word, frozen=True, kw_only=True):
     """One GPU, its link to the host, and the disk behind that."""
 
     name: str
@@ -189,7 +189,7 @@ class ModelProfile(Word, frozen=True, kw_only=True):
 class Box(Word, frozen=True, kw_only=True):
     """The hardware of a run: so many instances, each of `tp` GPUs, and the host they share."""
 
-    gpu: Gpu
+    gpu: GpuSpec
     instances: int
     tp: int = 1
     host_bytes: int
@@ -223,7 +223,7 @@ class Box(Word, frozen=True, kw_only=True):
         return int(self.gpu.vram_bytes * self.pool_share) // self.slab_bytes
 
 
-def gpu(name: str) -> Gpu:
+def gpu(name: str) -> GpuSpec:
     """A GPU of the built-in table. Raises `LabError` if it is not there."""
     known = _gpus()
     if name not in known:
@@ -248,9 +248,9 @@ def profiled() -> Collection[tuple[str, str, int]]:
 
 
 @cache
-def _gpus() -> dict[str, Gpu]:
+def _gpus() -> dict[str, GpuSpec]:
     return {
-        row["gpu"]: Gpu(
+        row["gpu"]: GpuSpec(
             name=row["gpu"],
             vram_bytes=int(row["vram_bytes"]),
             pcie_bytes_per_second=float(row["pcie_bytes_per_second"]),

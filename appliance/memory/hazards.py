@@ -18,7 +18,7 @@ from typing import NamedTuple
 from appliance.memory.transfers import Transfer
 
 
-class Order(NamedTuple):
+class TransferWaits(NamedTuple):
     """What a transfer waits for, see `appliance.memory.streams.Stream.run`."""
 
     needs: tuple[Transfer, ...]
@@ -53,7 +53,7 @@ class TransferBook:
 
     def enter(
         self, transfer: Transfer, reads: Iterable[Hashable], writes: Iterable[Hashable]
-    ) -> Order:
+    ) -> TransferWaits:
         """Put a transfer behind all that are in the book already; what it must wait for."""
         reads, writes = tuple(reads), tuple(writes)
         needs = {use.writer for place in reads if (use := self._uses.get(place))}
@@ -69,7 +69,7 @@ class TransferBook:
             use.writer = transfer
             use.readers = set()
         self._places[transfer] = (reads, writes)
-        return Order(
+        return TransferWaits(
             needs=tuple(t for t in needs if t is not None),
             after=tuple(t for t in after - needs if t is not None),
         )

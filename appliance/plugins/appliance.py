@@ -49,7 +49,7 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
 
 
 @dataclass(slots=True)
-class Work:
+class ModelWork:
     """What an instance has to do for one model."""
 
     model: ModelName
@@ -72,12 +72,12 @@ class Outlook:
     """What is known of an instance as long as its view is the same."""
 
     view: InstanceView
-    works: dict[ModelName, Work]
+    works: dict[ModelName, ModelWork]
     """By model."""
 
 
 @dataclass(slots=True, frozen=True)
-class Load:
+class InstanceWork:
     """About how long everything on an instance takes, as long as it has the same to do."""
 
     made: float
@@ -125,7 +125,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     def __post_init__(self) -> None:
         self._outlooks: dict[InstanceId, Outlook] = {}
-        self._loads: dict[InstanceId, Load] = {}
+        self._loads: dict[InstanceId, InstanceWork] = {}
         self._chosen: InstanceId | None = None
         self._expected: dict[ModelName, Expected] = {}
 
@@ -189,7 +189,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         for *_, view in changed[:LOOKED_AT]:
             loads[view.id] = self._make_load(view, now, costs)
 
-    def _make_load(self, view: InstanceView, now: float, costs: Costs) -> Load:
+    def _make_load(self, view: InstanceView, now: float, costs: Costs) -> InstanceWork:
         """O(batches + groups)."""
         known, resident = self._expected, view.resident
         requests, seconds = {batch.model: batch.requests for batch in view.batches}, 0.0
@@ -206,7 +206,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             )
             if model not in resident:
                 seconds += expected.switch_seconds
-        return Load(now, view.roster, resident, frozenset(requests), seconds)
+        return InstanceWork(now, view.roster, resident, frozenset(requests), seconds)
 
     def _expect(self, model: ModelName, now: float, costs: Costs) -> Expected:
         """What is known of the model. Prompts are taken to be on a line through two estimates."""
@@ -300,7 +300,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             return 0.0
         return self._quota(now, instance, model, costs, instance.turn_began)
 
-    def _next(self, now: float, view: InstanceView, costs: Costs) -> Work:
+    def _next(self, now: float, view: InstanceView, costs: Costs) -> ModelWork:
         """The urgent model with the earliest deadline. If none is urgent, the model that runs, as
         that costs no switch, until it has its slack target; then the model whose deadline is next.
         A running model that is late itself goes on: it soon will not be. If it stays late, as more
@@ -356,9 +356,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
 
     def _make_outlook(self, now: float, view: InstanceView, costs: Costs) -> Outlook:
         known = self._expected
-        works: dict[ModelName, Work] = {}
+        works: dict[ModelName, ModelWork] = {}
         for batch in view.batches:
-            works[batch.model] = Work(
+            works[batch.model] = ModelWork(
                 model=batch.model,
                 due=batch.deadline,
                 runs=batch.runnable > 0,
@@ -366,7 +366,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 margin_seconds=self.margin * batch.slo.ttft_seconds,
             )
         for group in view.groups:
-            work = works.setdefault(group.model, Work(model=group.model))
+            work = works.setdefault(group.model, ModelWork(model=group.model))
             work.due = min(work.due, group.deadline)
             margin = self.margin * group.slo.ttft_seconds
             work.margin_seconds = min(work.margin_seconds, margin)
@@ -401,9 +401,9 @@ def _batch(view: InstanceView, model: ModelName) -> BatchView | None:
     return None
 
 
-def _deadline(work: Work) -> tuple[float, ModelName]:
+def _deadline(work: ModelWork) -> tuple[float, ModelName]:
     return work.due, work.model
 
 
-def _latest(work: Work) -> tuple[float, ModelName]:
+def _latest(work: ModelWork) -> tuple[float, ModelName]:
     return work.latest, work.model

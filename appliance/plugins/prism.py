@@ -55,7 +55,7 @@ class Weighting(StrEnum):
     """SLO-weighted request rate: requests/s / TTFT SLO."""
 
 
-class Load(NamedTuple):
+class ModelDemand(NamedTuple):
     """What a model brings to the GPUs it is placed on: `weight` is its pressure w and
     `weight_bytes` its size, both shared by `parts` GPUs."""
 
@@ -65,7 +65,7 @@ class Load(NamedTuple):
     parts: int = 1
 
 
-class Gpu(NamedTuple):
+class GpuBudget(NamedTuple):
     """A GPU while models are placed: their pressure R, and the bytes S left for KV."""
 
     weight: float
@@ -76,16 +76,16 @@ class Plan(NamedTuple):
     """Where models are, and the GPUs with them."""
 
     homes: dict[ModelName, tuple[InstanceId, ...]]
-    gpus: dict[InstanceId, Gpu]
+    gpus: dict[InstanceId, GpuBudget]
 
 
-def kvpr(gpu: Gpu) -> float:
+def kvpr(gpu: GpuBudget) -> float:
     """The KV pressure ratio R / S (§6.2); infinite if nothing is left for KV."""
     return gpu.weight / gpu.free_bytes if gpu.free_bytes > 0 else math.inf
 
 
 def place_greedily(
-    loads: Sequence[Load],
+    loads: Sequence[ModelDemand],
     capacity_bytes: Mapping[InstanceId, float],
     homes: Homes,
     migration_threshold: float,
@@ -98,7 +98,7 @@ def place_greedily(
     adds its pressure and takes no room. At equal KVPR, where most room is left.
     O(parts x GPUs). Raises ValueError for a model of more parts than there are GPUs.
     """
-    gpus = {gpu: Gpu(0.0, capacity) for gpu, capacity in capacity_bytes.items()}
+    gpus = {gpu: GpuBudget(0.0, capacity) for gpu, capacity in capacity_bytes.items()}
     placed: dict[ModelName, tuple[InstanceId, ...]] = {}
     for load in sorted(loads, key=lambda load: (-load.weight / load.parts, load.model)):
         if load.parts > len(gpus):
@@ -114,14 +114,21 @@ def place_greedily(
 
 
 def _choose(
-    load: Load, gpus: Mapping[InstanceId, Gpu], homes: Sequence[InstanceId], threshold: float
-) -> tuple[InstanceId, Gpu]:
+    load: ModelDemand,
+    gpus: Mapping[InstanceId, GpuBudget],
+    homes: Sequence[InstanceId],
+    threshold: float,
+) -> tuple[InstanceId, GpuBudget]:
     """The GPU that a part goes to, and what that GPU is with it."""
     weight, size = load.weight / load.parts, load.weight_bytes / load.parts
     fits = any([state.free_bytes > size for state in gpus.values()])
     room = size if fits else 0.0
     options = [
-        (kvpr(Gpu(state.weight + weight, state.free_bytes - room)), room - state.free_bytes, gpu)
+        (
+            kvpr(GpuBudget(state.weight + weight, state.free_bytes - room)),
+            room - state.free_bytes,
+            gpu,
+        )
         for gpu, state in gpus.items()
         if state.free_bytes > size or not fits
     ]
@@ -130,7 +137,7 @@ def _choose(
     if home[0] * (1 - threshold) <= best[0]:
         best = home
     gpu = best[2]
-    return gpu, Gpu(gpus[gpu].weight + weight, gpus[gpu].free_bytes - room)
+    return gpu, GpuBudget(gpus[gpu].weight + weight, gpus[gpu].free_bytes - room)
 
 
 def moore_hodgson(
@@ -234,14 +241,14 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     def _is_idle(self, model: ModelName, now: float) -> bool:
         return now - self._seen.get(model, -math.inf) > self.idle_seconds
 
-    def _load(self, model: ModelView, gpus: int) -> Load:
+    def _load(self, model: ModelView, gpus: int) -> ModelDemand:
         """What the model brings. KV sizes that are not known yet are guessed: the mean of those
         that are."""
         if self.weighting is Weighting.RATE:
             rate = model.arrivals_per_second
         else:
             rate = model.tokens_per_second * (model.kv_bytes_per_token or self._mean_kv_bytes)
-        return Load(
+        return ModelDemand(
             model=model.name,
             weight=rate / model.slo.ttft_seconds,
             weight_bytes=model.weight_bytes,

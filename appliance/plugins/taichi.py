@@ -110,7 +110,7 @@ def _at_risk(request: DecodingView, alpha: float) -> bool:
     return request.tpot_seconds() > alpha * request.slo.tbt_seconds
 
 
-class Memory(NamedTuple):
+class KvRoom(NamedTuple):
     """Of an instance: the KV of all that decode there, and the room there is for it."""
 
     used_bytes: float
@@ -125,7 +125,7 @@ class Memory(NamedTuple):
 def distribute(
     requests: Sequence[DecodingView],
     kv_bytes: Mapping[RequestId, float],
-    targets: Mapping[InstanceId, Memory],
+    targets: Mapping[InstanceId, KvRoom],
     limit: float,
     takes: Callable[[InstanceId, DecodingView], bool],
 ) -> list[Migration]:
@@ -143,7 +143,7 @@ def distribute(
         if open_:
             best = min(open_, key=lambda target: (memory[target].use(size), target))
             used, room = memory[best]
-            memory[best] = Memory(used + size, room)
+            memory[best] = KvRoom(used + size, room)
             migrations.append(Migration(request=request.id, target=best))
     return migrations
 
@@ -347,7 +347,7 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
             leaving, sizes, memory, limit, lambda number, r: _takes(targets[number], r)
         )
 
-    def _memory(self, view: InstanceView) -> Memory:
+    def _memory(self, view: InstanceView) -> KvRoom:
         """KV of all that decode here, on the device or not; room for it beside the largest model
         that works here. O(groups + batches)."""
         used = sum(
@@ -359,8 +359,8 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         working = {work.model for work in view.batches} | {work.model for work in view.groups}
         known = [self._models[model].weight_bytes for model in working if model in self._models]
         if not self._models:
-            return Memory(used, view.kv_bytes + view.free_bytes)
-        return Memory(used, view.total_bytes - max(known, default=0))
+            return KvRoom(used, view.kv_bytes + view.free_bytes)
+        return KvRoom(used, view.total_bytes - max(known, default=0))
 
     def _kv_bytes_per_token(self, view: InstanceView, model: ModelName) -> float:
         """As known of the model, else the mean of what decodes on the instance."""

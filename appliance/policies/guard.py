@@ -28,7 +28,7 @@ Views: TypeAlias = Mapping[str, object]
 Check: TypeAlias = Callable[[Any], str | None]
 
 
-class Outcome(NamedTuple):
+class CheckedAnswer(NamedTuple):
     """An answer that was checked, or the reason why there is none. Both None: no opinion."""
 
     answer: object = None
@@ -62,7 +62,7 @@ class GuardedPolicy:
     def hooks(self) -> tuple[str, ...]:
         return tuple(self._hooks)
 
-    def ask(self, hook: str, check: Check, views: Views) -> Outcome:
+    def ask(self, hook: str, check: Check, views: Views) -> CheckedAnswer:
         """Put a question. Raises `Overran` or `Busy`, in a thread of its own only."""
         if self._thread is None:
             self._tallies[hook].calls += 1
@@ -120,7 +120,7 @@ class _Thread:
         self._name = name
         self._budget_seconds = budget_seconds
         self._questions: SimpleQueue[tuple[pluggy.HookCaller, Check, Views] | None] = SimpleQueue()
-        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._outcomes: SimpleQueue[CheckedAnswer] = SimpleQueue()
         self._late = False
         """A call is still running whose answer is not awaited any more."""
         self._began = False
@@ -138,7 +138,7 @@ class _Thread:
                 raise Busy from None
             self._late = False
 
-    def ask(self, hook: pluggy.HookCaller, check: Check, views: Views) -> Outcome:
+    def ask(self, hook: pluggy.HookCaller, check: Check, views: Views) -> CheckedAnswer:
         """Put a question to a thread that is ready. Raises `Overran`."""
         if not self._began:
             self._began = True
@@ -158,25 +158,25 @@ class _Thread:
             try:
                 outcome = _attempt(*question)
             except BaseException as error:  # such as an exit: not from here
-                outcome = Outcome(reason=_told(error))
+                outcome = CheckedAnswer(reason=_told(error))
             # The views of the last question are not to be held until the next.
             del question
             self._outcomes.put(outcome)
 
 
-def _attempt(hook: pluggy.HookCaller, check: Check, views: Views) -> Outcome:
+def _attempt(hook: pluggy.HookCaller, check: Check, views: Views) -> CheckedAnswer:
     """Ask, and check: what an answer does when it is looked at is its policy's fault, too."""
     try:
         answer = hook(**views)
         if answer is None:
             return NO_OPINION
         answer = validation.settled(answer)
-        return Outcome(answer, check(answer))
+        return CheckedAnswer(answer, check(answer))
     except Exception as error:
-        return Outcome(reason=_told(error))
+        return CheckedAnswer(reason=_told(error))
 
 
-NO_OPINION = Outcome()
+NO_OPINION = CheckedAnswer()
 
 
 def _told(error: BaseException) -> str:

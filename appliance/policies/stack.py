@@ -21,8 +21,8 @@ from appliance.policies.guard import (
     BUDGET_SECONDS,
     Busy,
     Check,
+    CheckedAnswer,
     GuardedPolicy,
-    Outcome,
     Overran,
     Views,
 )
@@ -276,7 +276,7 @@ class PolicyStack:
         hook: str,
         check: Check,
         views: Views,
-    ) -> Outcome:
+    ) -> CheckedAnswer:
         expected = self._expected.get((question, policy.name)) if self._expected else None
         if expected is not None:
             raise Overran("no answer in time") if expected.overran else Busy

@@ -16,7 +16,7 @@ from appliance.scheduling.policy_api import (
     Placement,
     RequestView,
 )
-from appliance.scheduling.state import Batch, Group, InstanceState, RequestState, TurnJob
+from appliance.scheduling.state import DecodeBatch, Group, InstanceState, RequestState, TurnJob
 from appliance.vocabulary import (
     InstanceClass,
     InstanceId,
@@ -179,7 +179,7 @@ class Cluster:
         )
         return group.view
 
-    def _batch_view(self, model: ModelName, batch: Batch) -> BatchView:
+    def _batch_view(self, model: ModelName, batch: DecodeBatch) -> BatchView:
         members, last = batch.members.values(), batch.last_view
         batch.view = batch.last_view = BatchView(
             model=model,

@@ -13,7 +13,7 @@ from typing import Final
 
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.host_room import HostRoom
-from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
+from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.policy_api import BatchLimits, Phase, PlannedTurn
 from appliance.scheduling.prefetcher import Prefetcher
 from appliance.scheduling.request_book import RequestBook
@@ -199,7 +199,7 @@ class Dispatcher:
                 return
 
     def _build(self, instance: InstanceState, model: ModelName) -> None:
-        instance.engines[model].to_stage(Engine.BUILDING, model)
+        instance.engines[model].to_stage(EngineStage.BUILDING, model)
         del instance.unbuilt[model]
         instance.job = BuildJob(model)
         self._context.out.append(BuildModel(instance=instance.id, model=model))
@@ -235,7 +235,7 @@ class Dispatcher:
         blocks = engine.shape.blocks(request.tokens)
         if blocks > self._residency.room_blocks(instance, model):
             self._context.out.append(self._residency.clear_kv(instance, model))
-        warm = engine.stage is Engine.LOADED
+        warm = engine.stage is EngineStage.LOADED
         job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
         grant = self._residency.grant(instance, model, blocks, 0, self._context.now)
         self._take_prompt(instance, request)

@@ -39,7 +39,7 @@ class KvPlace(StrEnum):
     ARRIVING = "arriving"
 
 
-class Engine(StrEnum):
+class EngineStage(StrEnum):
     """What exists of a model on an instance."""
 
     ABSENT = "absent"
@@ -70,13 +70,13 @@ KV_PLACES: Mapping[KvPlace, frozenset[KvPlace]] = {
     KvPlace.ARRIVING: frozenset({KvPlace.DEVICE, KvPlace.HOST}),
 }
 
-ENGINES: Mapping[Engine, frozenset[Engine]] = {
-    Engine.ABSENT: frozenset({Engine.BUILDING}),
-    Engine.BUILDING: frozenset({Engine.STORED, Engine.FAILED}),
-    Engine.STORED: frozenset({Engine.LOADING}),
-    Engine.LOADING: frozenset({Engine.LOADED, Engine.STORED, Engine.FAILED}),
-    Engine.LOADED: frozenset({Engine.STORED}),
-    Engine.FAILED: frozenset(),
+ENGINES: Mapping[EngineStage, frozenset[EngineStage]] = {
+    EngineStage.ABSENT: frozenset({EngineStage.BUILDING}),
+    EngineStage.BUILDING: frozenset({EngineStage.STORED, EngineStage.FAILED}),
+    EngineStage.STORED: frozenset({EngineStage.LOADING}),
+    EngineStage.LOADING: frozenset({EngineStage.LOADED, EngineStage.STORED, EngineStage.FAILED}),
+    EngineStage.LOADED: frozenset({EngineStage.STORED}),
+    EngineStage.FAILED: frozenset(),
 }
 
 S = TypeVar("S", bound=StrEnum)

@@ -10,7 +10,7 @@ from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.cost_model import CostModel
 from appliance.scheduling.demand import Demands
 from appliance.scheduling.dispatcher import Dispatcher
-from appliance.scheduling.lifecycle import Engine
+from appliance.scheduling.lifecycle import EngineStage
 from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.residency import Residency, store
 from appliance.scheduling.state import BuildJob, InstanceState, SchedulingContext
@@ -92,7 +92,7 @@ class ModelLifecycle:
             event.model, instance, event.kv, event.layout
         )
         if reason is not None:
-            self._close_build(instance, event.model, Engine.FAILED)
+            self._close_build(instance, event.model, EngineStage.FAILED)
             self.fail(event.model, reason, instance.id)
             return True
         self._context.out.append(self._first_store(instance, event.model, event.host_slabs))
@@ -128,9 +128,9 @@ class ModelLifecycle:
         """Its engine cannot be built, or its weights cannot be read (any more)."""
         instance = self._cluster.instances[event.instance]
         if isinstance(instance.job, BuildJob) and instance.job.model == event.model:
-            self._close_build(instance, event.model, Engine.FAILED)
-        elif instance.engines[event.model].stage is Engine.LOADING:
-            instance.engines[event.model].to_stage(Engine.FAILED, event.model)
+            self._close_build(instance, event.model, EngineStage.FAILED)
+        elif instance.engines[event.model].stage is EngineStage.LOADING:
+            instance.engines[event.model].to_stage(EngineStage.FAILED, event.model)
             instance.ledger.evict(event.model)
             instance.view = None
         self.fail(event.model, event.reason, instance.id)
@@ -141,12 +141,12 @@ class ModelLifecycle:
         instance = self._cluster.instances[event.instance]
         engine = instance.engines[event.model]
         self._weight_cache.filled(event.model, engine.attached)
-        if engine.stage is not Engine.BUILDING:
+        if engine.stage is not EngineStage.BUILDING:
             return False
-        self._close_build(instance, event.model, Engine.STORED)
+        self._close_build(instance, event.model, EngineStage.STORED)
         return True
 
-    def _close_build(self, instance: InstanceState, model: ModelName, stage: Engine) -> None:
+    def _close_build(self, instance: InstanceState, model: ModelName, stage: EngineStage) -> None:
         instance.engines[model].to_stage(stage, model)
         instance.job = None
 
@@ -155,8 +155,8 @@ class ModelLifecycle:
         instance = self._cluster.instances[event.instance]
         engine = instance.engines[event.model]
         self._costs.observe_load(event.moved_bytes, event.seconds)
-        if engine.stage is Engine.LOADING:
-            engine.to_stage(Engine.LOADED, event.model)
+        if engine.stage is EngineStage.LOADING:
+            engine.to_stage(EngineStage.LOADED, event.model)
             instance.ledger.loaded(event.model)
             self._prefetcher.preloads.pop(event.model, None)
         return bool(instance.dismissed or self._prefetcher.preloads)

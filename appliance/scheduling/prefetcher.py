@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.scheduling.cluster import Cluster
-from appliance.scheduling.lifecycle import Engine
+from appliance.scheduling.lifecycle import EngineStage
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import InstanceState, SchedulingContext
 from appliance.vocabulary import EvictModel, ModelName
@@ -32,7 +32,9 @@ class Prefetcher:
         wanted = [
             name
             for name in upcoming
-            if name != model and name not in gone and instance.engines[name].stage is Engine.STORED
+            if name != model
+            and name not in gone
+            and instance.engines[name].stage is EngineStage.STORED
         ]
         if wanted and not instance.ledger.loading - {model}:
             view = self._cluster.view(instance)
@@ -49,7 +51,7 @@ class Prefetcher:
             return
         gone = {c.model for c in self._context.out if isinstance(c, EvictModel)}
         for model in self.preloads:
-            stored = instance.engines[model].stage is Engine.STORED
+            stored = instance.engines[model].stage is EngineStage.STORED
             if stored and model not in gone and instance.may_serve(model) and not self._here(model):
                 commands = self._residency.prefetch(instance, running, model)
                 self._context.out += commands

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from appliance.scheduling.cluster import Cluster
-from appliance.scheduling.lifecycle import Engine, KvPlace
+from appliance.scheduling.lifecycle import EngineStage, KvPlace
 from appliance.scheduling.state import EngineState, InstanceState, RequestState, SchedulingContext
 from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
@@ -116,7 +116,7 @@ class Residency:
 
     def evict(self, instance: InstanceState, model: ModelName) -> Command:
         instance.ledger.evict(model)
-        instance.engines[model].to_stage(Engine.STORED, model)
+        instance.engines[model].to_stage(EngineStage.STORED, model)
         return EvictModel(instance=instance.id, model=model)
 
     def dismiss(self, instance: InstanceState, model: ModelName) -> list[Command]:
@@ -198,7 +198,7 @@ class Residency:
     def _begin_load(self, instance: InstanceState, model: ModelName) -> None:
         engine = instance.engines[model]
         instance.ledger.begin_load(model, engine.weight_slabs)
-        engine.to_stage(Engine.LOADING, model)
+        engine.to_stage(EngineStage.LOADING, model)
 
     def _attach(
         self, instance: InstanceState, model: ModelName, fill_at: float | None

@@ -13,7 +13,7 @@ from appliance.scheduling.lifecycle import (
     ENGINES,
     KV_PLACES,
     STAGES,
-    Engine,
+    EngineStage,
     KvPlace,
     Stage,
     move,
@@ -72,7 +72,7 @@ class RequestState:
     host_offsets: tuple[int, ...] = ()
     """Its reservation in the host tier: room for its KV at full length."""
     generated: int = 0
-    batch: Batch | None = None
+    batch: DecodeBatch | None = None
     """The batch it decodes in, if it does."""
     ran: float = 0.0
     """When its last turn began."""
@@ -187,7 +187,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Batch:
+class DecodeBatch:
     """Requests of one model that decode on an instance."""
 
     home: InstanceState
@@ -205,7 +205,7 @@ class Batch:
 class EngineState:
     """One model on one instance."""
 
-    stage: Engine = Engine.ABSENT
+    stage: EngineStage = EngineStage.ABSENT
     weight_slabs: int = 0
     host_slabs: int = 0
     attached: int = 0
@@ -215,16 +215,16 @@ class EngineState:
     """Requests whose KV is on this device, wholly or on its way."""
     used: float = 0.0
 
-    def to_stage(self, target: Engine, model: str) -> None:
+    def to_stage(self, target: EngineStage, model: str) -> None:
         self.stage = move(ENGINES, self.stage, target, model)
 
     @property
     def built(self) -> bool:
-        return self.stage in (Engine.STORED, Engine.LOADING, Engine.LOADED)
+        return self.stage in (EngineStage.STORED, EngineStage.LOADING, EngineStage.LOADED)
 
     @property
     def on_device(self) -> bool:
-        return self.stage in (Engine.LOADING, Engine.LOADED)
+        return self.stage in (EngineStage.LOADING, EngineStage.LOADED)
 
     @property
     def shape(self) -> KvShape:
@@ -301,7 +301,7 @@ class InstanceState:
     """Whether its worker is being ended, for a quarantine that may be over meanwhile."""
     ledger: DeviceLedger = field(default_factory=lambda: DeviceLedger(0))
     groups: list[Group] = field(default_factory=list)
-    batches: dict[ModelName, Batch] = field(default_factory=dict)
+    batches: dict[ModelName, DecodeBatch] = field(default_factory=dict)
     work: deque[PlannedTurn] = field(default_factory=deque)
     resumes: bool = False
     """Whether the next turn of `work` is the rest of the last one."""
@@ -408,7 +408,7 @@ class InstanceState:
         self.roster += 1
         batch = self.batches.get(request.model)
         if batch is None:
-            batch = self.batches[request.model] = Batch(self)
+            batch = self.batches[request.model] = DecodeBatch(self)
         batch.members[request.id] = request
         batch.last_view = None
         request.batch = batch

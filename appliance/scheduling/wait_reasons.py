@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
+from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import BuildJob, InstanceState, RequestState, TurnJob
 from appliance.vocabulary import WaitCode, WaitReason
@@ -41,7 +41,7 @@ def _under_way(
     """It is in the job that is out, but something may have to be moved before."""
     model = request.model
     master = machine.weight_cache.get(model)
-    if instance.engines[model].stage is Engine.LOADING:
+    if instance.engines[model].stage is EngineStage.LOADING:
         if master is not None and master.filler == instance.id:
             return WaitReason(
                 code=WaitCode.FILLING_HOST_CACHE,

@@ -77,4 +77,4 @@ class Background:
             except Exception:  # a defect must not end the thread; the daemon's wait has an end
                 log.exception("the map of the pool could not be drawn")
             else:
-                self._send([frames.SlabsTold(self._instance, slabs)])
+                self._send([frames.SlabsReported(self._instance, slabs)])

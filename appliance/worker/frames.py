@@ -85,7 +85,7 @@ class PrepareGuide(msgspec.Struct, frozen=True, tag=True):
     body: bytes
 
 
-class TellSlabs(msgspec.Struct, frozen=True, tag=True):
+class ReportSlabs(msgspec.Struct, frozen=True, tag=True):
     """Say which slab of the pool is whose, beside whatever is computed. Asked again before it is
     answered, it is answered once."""
 
@@ -140,7 +140,7 @@ class GuidePrepared(msgspec.Struct, frozen=True, tag=True):
     refused: str | None = None
 
 
-class SlabsTold(msgspec.Struct, frozen=True, tag=True):
+class SlabsReported(msgspec.Struct, frozen=True, tag=True):
     """The pool as it is now: of the first rank, where there are several; the others are alike."""
 
     instance: int
@@ -153,7 +153,7 @@ Down: TypeAlias = (
     | AddSequence
     | PrepareGuide
     | Verify
-    | TellSlabs
+    | ReportSlabs
     | Shutdown
     | v.BuildModel
     | v.StoreWeights
@@ -174,7 +174,7 @@ Up: TypeAlias = (
     | PoolReport
     | Verified
     | GuidePrepared
-    | SlabsTold
+    | SlabsReported
     | v.ModelBuilt
     | v.ModelFailed
     | v.ModelDropped

@@ -44,7 +44,7 @@ class Mailbox:
             self._preempted = max(self._preempted, message.turn)
         elif isinstance(message, frames.PrepareGuide):
             self.guides.put(message)
-        elif isinstance(message, frames.TellSlabs):
+        elif isinstance(message, frames.ReportSlabs):
             self.slabs_asked.set()
         else:
             self.commands.put(message)

@@ -55,7 +55,7 @@ from appliance.worker.rank_messages import Build
 log = logging.getLogger("appliance.worker")
 
 
-class Prompts:
+class TurnPrompts:
     """The prompts of a mixed turn that are not over."""
 
     def __init__(self, requests: Iterable[RequestId]) -> None:
@@ -287,7 +287,7 @@ class Worker:
     def _carry_out_run_turn(self, command: RunTurn) -> None:
         engine = self._engines[command.model]
         reason, steps, seconds = TurnEnd.DRAINED, 0, 0.0
-        prompts = Prompts(command.prompts)
+        prompts = TurnPrompts(command.prompts)
         if self._copies.wait_for_weights(command.model):
             self._copies.wait_for_kv(command.model)
             began = time.monotonic()
@@ -311,7 +311,7 @@ class Worker:
         self._report_pool()
 
     def _decode(
-        self, engine: Engine, turn: RunTurn, prompts: Prompts, began: float
+        self, engine: Engine, turn: RunTurn, prompts: TurnPrompts, began: float
     ) -> tuple[TurnEnd, int]:
         """Steps until the turn is over; at least one, so that every turn is progress. Whatever is
         to end it before its time, a prompt that has begun is computed to its end."""
@@ -350,7 +350,7 @@ class Worker:
                     end = TurnEnd.QUOTA
         return end or TurnEnd.DRAINED, steps
 
-    def _begin_prompts(self, engine: Engine, turn: RunTurn, prompts: Prompts) -> None:
+    def _begin_prompts(self, engine: Engine, turn: RunTurn, prompts: TurnPrompts) -> None:
         """Have prompts begin while those that have leave room in the next chunk."""
         waiting, begun = prompts.waiting, prompts.begun
         while (

@@ -32,7 +32,7 @@ from typing import Final
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import STOP_SECONDS, answered, free_port, running_daemon
-from appliance.demo.traffic import Chat, burst
+from appliance.demo.traffic import ChatRequest, burst
 from appliance.policies.loader import installed
 from benchmarks.endurance.asks import EMBEDDER, with_tool_parser
 from benchmarks.endurance.run import Plan, Result, endure, judge
@@ -90,7 +90,9 @@ def soak(plan: Plan, place: Path) -> Result:
     """All of it, in an empty folder."""
     models = [path.name for path in make_checkpoints(place)]
     chats = burst(models, CHATS_PER_MODEL)
-    chats += [Chat(model, f"{LONG} Go on with number {i}.", 64) for model in models for i in (1, 2)]
+    chats += [
+        ChatRequest(model, f"{LONG} Go on with number {i}.", 64) for model in models for i in (1, 2)
+    ]
     truths = answered(load_config(write_config(place)), chats)
     file = write_config(place, bind=f"127.0.0.1:{free_port()}")
     # So few that some requests are refused.

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from appliance.demo.run import Known
-from appliance.demo.traffic import Chat
+from appliance.demo.traffic import ChatRequest
 from benchmarks.endurance.answers import Said
 
 EMBEDDER = "vectors"
@@ -54,7 +54,7 @@ class Ask:
 class Truth:
     """A chat, and its tokens on plain vLLM, undisturbed."""
 
-    def __init__(self, chat: Chat, answer: Known, checkpoint: Path) -> None:
+    def __init__(self, chat: ChatRequest, answer: Known, checkpoint: Path) -> None:
         self.chat = chat
         self.prompt = answer.prompt
         self._tokens = answer.tokens
@@ -97,7 +97,7 @@ class Truth:
 class Book:
     """Everything that may be asked."""
 
-    def __init__(self, truths: Mapping[Chat, Known], checkpoints: Path) -> None:
+    def __init__(self, truths: Mapping[ChatRequest, Known], checkpoints: Path) -> None:
         self._truths = [
             Truth(chat, answer, checkpoints / chat.model) for chat, answer in truths.items()
         ]

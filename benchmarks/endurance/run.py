@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.demo.run import Known, metrics_by_model
-from appliance.demo.traffic import Chat
+from appliance.demo.traffic import ChatRequest
 from appliance.journal import replay
 from benchmarks.endurance.asks import Book
 from benchmarks.endurance.audit import (
@@ -90,7 +90,7 @@ class Life:
 
 
 async def endure(
-    plan: Plan, watch: Watch, *, truths: Mapping[Chat, Known], checkpoints: Path, log: Path
+    plan: Plan, watch: Watch, *, truths: Mapping[ChatRequest, Known], checkpoints: Path, log: Path
 ) -> Life:
     """Do it to the daemon that `watch` watches; when this returns, nothing runs there any more."""
     host, port = watch.address

@@ -186,7 +186,7 @@ def test_what_decides_the_bytes_is_in_the_key(tmp_path: Path) -> None:
     from appliance.checkpoints.safetensors import read_header
     from appliance.engines.vllm.weights import parameters
     from appliance.engines.vllm.weights.loading import made_from
-    from appliance.engines.vllm.weights.recipe import Recording
+    from appliance.engines.vllm.weights.recipe import RecipeRecording
 
     file = tmp_path / "model.safetensors"
     save(file, {"even": (7, 5), "odd": (7, 5)}, "float32")
@@ -198,7 +198,7 @@ def test_what_decides_the_bytes_is_in_the_key(tmp_path: Path) -> None:
         load: Callable[..., None] = fused, dtype: str = "float32", *, verify: bool = False
     ) -> str:
         files = [read_header(file)]
-        recording = Recording(files)
+        recording = RecipeRecording(files)
         model = toy({"mixed": (14, 5)}, load, dtype)
         recording.load(model)
         made_of = recording.ingredients(model)

@@ -113,10 +113,10 @@ def written(
     """The layout that a toy gets, and its image, made from the file; `after` follows loading."""
     from appliance.engines.vllm.weights import parameters
     from appliance.engines.vllm.weights.loading import CheckpointImage
-    from appliance.engines.vllm.weights.recipe import Recording
+    from appliance.engines.vllm.weights.recipe import RecipeRecording
 
     files = [read_header(path)]
-    recording = Recording(files)
+    recording = RecipeRecording(files)
     recording.load(model)
     with recording.recorder:
         after(model)

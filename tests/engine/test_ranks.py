@@ -17,7 +17,12 @@ import pytest
 
 from appliance import framing, vocabulary
 from appliance.engines.protocol import SequenceSpec
-from appliance.engines.vllm.reference import Answer, Checkpoint, Prompt, Task
+from appliance.engines.vllm.reference import (
+    ReferenceAnswer,
+    ReferenceModel,
+    ReferencePrompt,
+    ReferenceTask,
+)
 from appliance.memory.host_tier import HostTier
 from appliance.platform.cpus import show_cpus
 from appliance.vocabulary import (
@@ -259,12 +264,12 @@ def box(request: pytest.FixtureRequest, made: Callable[[int], Box]) -> Box:
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, str]) -> dict[str, list[list[int]]]:
     """The greedy tokens of plain vLLM, on two processes, too."""
-    task = Task(
+    task = ReferenceTask(
         [
-            Checkpoint(
+            ReferenceModel(
                 checkpoints[model],
                 1024,
-                [Prompt(list(prompt), LENGTH) for prompt in prompts(model)],
+                [ReferencePrompt(list(prompt), LENGTH) for prompt in prompts(model)],
                 tensor_parallel=2,
             )
             for model in MODELS
@@ -277,7 +282,7 @@ def expected(checkpoints: dict[str, str]) -> dict[str, list[list[int]]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-4000:]
-    outputs = msgspec.json.decode(done.stdout, type=list[list[Answer]])
+    outputs = msgspec.json.decode(done.stdout, type=list[list[ReferenceAnswer]])
     tokens = [[answer.tokens for answer in answers] for answers in outputs]
     return dict(zip(MODELS, tokens, strict=True))
 

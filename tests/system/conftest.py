@@ -23,7 +23,7 @@ from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import Known, free_port, metrics_by_model, running_daemon
 from appliance.demo.run import answered as plain_answers
-from appliance.demo.traffic import Chat, burst
+from appliance.demo.traffic import ChatRequest, burst
 from benchmarks.endurance.asks import with_tool_parser
 from tests.parrot import make_parrot
 from tests.patience import PATIENCE_SECONDS
@@ -192,13 +192,13 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="session")
-def chats(checkpoints: Path) -> list[Chat]:
+def chats(checkpoints: Path) -> list[ChatRequest]:
     names = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
     return burst(names, CHATS_PER_MODEL)
 
 
 @pytest.fixture(scope="session")
-def answered(checkpoints: Path, chats: list[Chat], shared: Path) -> dict[Chat, Known]:
+def answered(checkpoints: Path, chats: list[ChatRequest], shared: Path) -> dict[ChatRequest, Known]:
     """Every chat on plain vLLM, undisturbed; the first process to ask computes them."""
     answers = shared / "answered.json"
     with filelock.FileLock(shared / "answered.lock"):
@@ -210,7 +210,7 @@ def answered(checkpoints: Path, chats: list[Chat], shared: Path) -> dict[Chat, K
 
 
 @pytest.fixture(scope="session")
-def expected(answered: dict[Chat, Known]) -> dict[Chat, list[int]]:
+def expected(answered: dict[ChatRequest, Known]) -> dict[ChatRequest, list[int]]:
     """The tokens of these answers."""
     return {chat: answer.tokens for chat, answer in answered.items()}
 

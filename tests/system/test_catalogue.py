@@ -21,7 +21,7 @@ from appliance.cli.main import cli
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.demo.traffic import Answer, Chat, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from appliance.vocabulary import ModelAdded, ModelRemoved
 from tests.hub import hub
 from tests.patience import PATIENCE_SECONDS
@@ -34,7 +34,10 @@ FIT = ("--max-context", "1024", "--dtype", "float32")
 
 
 def test_models_come_and_go_under_load(
-    checkpoints: Path, tmp_path: Path, chats: list[Chat], expected: dict[Chat, list[int]]
+    checkpoints: Path,
+    tmp_path: Path,
+    chats: list[ChatRequest],
+    expected: dict[ChatRequest, list[int]],
 ) -> None:
     """They come from a directory, an archive, a hub (one of our own) and the configuration; they go
     by command, by Ollama's client and with their table, one while its requests run. Every answer is
@@ -71,7 +74,7 @@ def test_models_come_and_go_under_load(
         rewrite(file, configured + twin)
         return run(url, "reload")
 
-    async def load(url: str, endpoint: str) -> tuple[list[Answer], list[Answer]]:
+    async def load(url: str, endpoint: str) -> tuple[list[TimedAnswer], list[TimedAnswer]]:
         """All that is asked of the first models; what comes meanwhile is asked, too."""
         begun = asyncio.Semaphore(0)
         sending = asyncio.create_task(send(url, asked, lambda _: begun.release()))

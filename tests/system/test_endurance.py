@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from appliance.demo.run import Known
-from appliance.demo.traffic import Chat
+from appliance.demo.traffic import ChatRequest
 from benchmarks.endurance.asks import EMBEDDER
 from benchmarks.endurance.run import Plan, endure, judge
 from benchmarks.endurance.watch import Watch
@@ -23,7 +23,7 @@ task = "embed"
 """
 
 
-def test_a_busy_while(checkpoints: Path, answered: dict[Chat, Known]) -> None:
+def test_a_busy_while(checkpoints: Path, answered: dict[ChatRequest, Known]) -> None:
     """Forty connections in all dialects, clients that leave or do not read for a while, an operator
     who cancels, workers that are killed and another policy: every answer is what it is undisturbed,
     and the log, the journal and the ledgers agree with what clients saw."""

@@ -29,7 +29,7 @@ from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, metrics_by_model, running_daemon
-from appliance.demo.traffic import Answer, Chat, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from tests.patience import PATIENCE_SECONDS
 
 ORIGINAL = "qwen2-a"
@@ -55,7 +55,7 @@ class Box:
     pid: int
     folder: Path
     config: Config
-    expected: dict[Chat, list[int]]
+    expected: dict[ChatRequest, list[int]]
 
     def weights(self, model: str) -> Path:
         return self.folder / model / "model.safetensors"
@@ -64,7 +64,7 @@ class Box:
     def log(self) -> str:
         return (self.folder / "daemon.log").read_text(errors="replace")
 
-    def ask(self, chats: list[Chat]) -> list[Answer]:
+    def ask(self, chats: list[ChatRequest]) -> list[TimedAnswer]:
         return asyncio.run(send(self.url, chats, lambda _: None))
 
     def serves(self, model: str) -> bool:
@@ -97,7 +97,7 @@ class Box:
 @pytest.fixture(scope="module")
 def box(
     checkpoints: Path,
-    expected: dict[Chat, list[int]],
+    expected: dict[ChatRequest, list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Box]:
     """The daemon; one header is broken when it has checked its files and not built that engine."""

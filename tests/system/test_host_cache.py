@@ -13,7 +13,7 @@ from appliance.config.loader import load_config
 from appliance.config.sizing import kv_floor_slabs
 from appliance.demo.checkpoints import RECIPES, write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.demo.traffic import Chat, send
+from appliance.demo.traffic import ChatRequest, send
 from appliance.vocabulary import ModelLoaded, StoreWeights
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, memfds
@@ -22,7 +22,10 @@ SLAB = 512 << 10
 
 
 def test_one_copy_for_two_instances(
-    checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]], tmp_path: Path
+    checkpoints: Path,
+    chats: list[ChatRequest],
+    expected: dict[ChatRequest, list[int]],
+    tmp_path: Path,
 ) -> None:
     """Both workers have the master images they loaded from in memory, and they are the same pages:
     all processes together hold the bytes of the host cache once."""
@@ -56,7 +59,10 @@ def test_one_copy_for_two_instances(
 
 
 def test_models_without_room_come_from_their_files(
-    checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]], tmp_path: Path
+    checkpoints: Path,
+    chats: list[ChatRequest],
+    expected: dict[ChatRequest, list[int]],
+    tmp_path: Path,
 ) -> None:
     """With room for two of six master images every model is served, with the same tokens; a pinned
     one stays, and what has no image is read from its files."""

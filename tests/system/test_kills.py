@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.demo.traffic import Answer, Chat, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, memfds, start
 
@@ -19,7 +19,7 @@ TOKENS_BEFORE_KILL = 12
 
 
 def test_ten_kills_in_a_row(
-    checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]]
+    checkpoints: Path, chats: list[ChatRequest], expected: dict[ChatRequest, list[int]]
 ) -> None:
     """Ten times the worker that produces the stream is killed; every stream completes, with the
     same tokens, and no process, memfd or socket stays behind."""
@@ -55,11 +55,13 @@ def test_ten_kills_in_a_row(
     assert not _holders(memory), "no memory of the appliance outlives it"
 
 
-async def _send_and_kill(appliance: Appliance, chats: list[Chat], killed: set[int]) -> list[Answer]:
+async def _send_and_kill(
+    appliance: Appliance, chats: list[ChatRequest], killed: set[int]
+) -> list[TimedAnswer]:
     """Send; kill the worker that runs a stream's model when that stream is well under way."""
     before = len(killed)
 
-    def on_token(answer: Answer) -> None:
+    def on_token(answer: TimedAnswer) -> None:
         if len(killed) > before or len(answer.tokens) < TOKENS_BEFORE_KILL or answer.finish:
             return
         for instance in appliance.status()["instances"]:

@@ -20,7 +20,7 @@ from appliance.config.layers import directory
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.demo.traffic import Answer, Chat, burst, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
 from appliance.vocabulary import ModelDismissed, ModelWanted, WaitCode
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, until
@@ -46,7 +46,9 @@ def appliance(checkpoints: Path, file: Path) -> Iterator[Appliance]:
         yield Appliance(url, pid, config, record)
 
 
-async def operate(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str], set[str]]:
+async def operate(
+    url: str, chats: list[ChatRequest]
+) -> tuple[list[TimedAnswer], list[str], set[str]]:
     """All chats, while models are dismissed and wanted; what the operator did, and the reasons to
     wait that were seen."""
     pieces = asyncio.Semaphore(0)
@@ -142,19 +144,19 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
     )
     post("evict")
     until(lambda: model not in held())
-    (answer,) = asyncio.run(send(url, [Chat(model, "Hello", 8)], lambda _: None))
+    (answer,) = asyncio.run(send(url, [ChatRequest(model, "Hello", 8)], lambda _: None))
     assert answer.error is None
     assert len(answer.tokens) == 8
 
     post("drain")
-    (refused,) = asyncio.run(send(url, [Chat(model, "Hello", 8)], lambda _: None))
+    (refused,) = asyncio.run(send(url, [ChatRequest(model, "Hello", 8)], lambda _: None))
     assert refused.error is not None
     assert json.loads(refused.error)["error"]["code"] == "model_draining"
     post("resume")
 
     cancelled: list[int] = []
 
-    def cancel(answer: Answer) -> None:
+    def cancel(answer: TimedAnswer) -> None:
         if len(answer.tokens) > 2 and not cancelled:
             (request,) = httpx.get(f"{url}/api/requests", timeout=PATIENCE_SECONDS).json()[
                 "requests"
@@ -162,12 +164,12 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
             path = f"{url}/api/requests/{request['id']}"
             cancelled.append(httpx.delete(path, timeout=PATIENCE_SECONDS).status_code)
 
-    (broken,) = asyncio.run(send(url, [Chat(model, "Hello", 900, ignore_eos=True)], cancel))
+    (broken,) = asyncio.run(send(url, [ChatRequest(model, "Hello", 900, ignore_eos=True)], cancel))
     assert (broken.error, cancelled) == ("an operator cancelled the request", [200])
     assert journal.replay(appliance.journal)[1] == []
 
 
-async def set_aside(url: str, chats: list[Chat]) -> tuple[list[Answer], list[str]]:
+async def set_aside(url: str, chats: list[ChatRequest]) -> tuple[list[TimedAnswer], list[str]]:
     """All chats, and in the midst of them instance 0 is quarantined; what /health said then."""
     pieces = asyncio.Semaphore(0)
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from appliance import journal
-from appliance.demo.traffic import Answer, Chat, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from appliance.policies.loader import installed
 from appliance.service.policy_report import PolicyChosen
 from tests.patience import PATIENCE_SECONDS
@@ -59,7 +59,9 @@ async def put(client: httpx.AsyncClient, *use: str) -> dict[str, Any]:
     return answer.raise_for_status().json()
 
 
-async def under_changes(url: str, chats: list[Chat], names: list[str]) -> tuple[list[Answer], int]:
+async def under_changes(
+    url: str, chats: list[ChatRequest], names: list[str]
+) -> tuple[list[TimedAnswer], int]:
     """All chats, while each policy in turn decides for a while; and how often that changed before
     the last answer was whole."""
     pieces = asyncio.Semaphore(0)
@@ -85,7 +87,7 @@ async def under_changes(url: str, chats: list[Chat], names: list[str]) -> tuple[
 
 
 def test_changing_policies_under_load(
-    appliance: Appliance, chats: list[Chat], expected: dict[Chat, list[int]]
+    appliance: Appliance, chats: list[ChatRequest], expected: dict[ChatRequest, list[int]]
 ) -> None:
     """Every installed policy decides in turn while 48 requests run: all finish, token for token as
     on plain vLLM, none is computed twice, and the journal replays to the same commands."""
@@ -105,7 +107,7 @@ def test_changing_policies_under_load(
     assert journal.replay(appliance.journal)[1] == []
 
 
-async def watched(url: str, chats: list[Chat]) -> tuple[list[Answer], list[int]]:
+async def watched(url: str, chats: list[ChatRequest]) -> tuple[list[TimedAnswer], list[int]]:
     """All chats, and what the probe said again and again meanwhile."""
     probes = []
 
@@ -123,7 +125,7 @@ async def watched(url: str, chats: list[Chat]) -> tuple[list[Answer], list[int]]
 
 
 def test_strangers_that_fail(
-    appliance: Appliance, chats: list[Chat], expected: dict[Chat, list[int]]
+    appliance: Appliance, chats: list[ChatRequest], expected: dict[ChatRequest, list[int]]
 ) -> None:
     """One that raises, answers nonsense, sleeps 5 s, or changes its view: outputs are identical,
     the event names it and why, the probe stays green, and the journal replays."""

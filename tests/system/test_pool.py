@@ -9,14 +9,14 @@ import pytest
 
 from appliance import journal
 from appliance.checkpoints.checkpoint import read_checkpoint
-from appliance.demo.traffic import Answer, Chat, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from appliance.vocabulary import PrefillDone
 from tests.system.conftest import MEMORY_BYTES, mapped_bytes, memfds, private_bytes, start
 
 
 @pytest.mark.parametrize("policy", ["appliance", "aegaeon"])
 def test_48_requests(
-    policy: str, checkpoints: Path, chats: list[Chat], expected: dict[Chat, list[int]]
+    policy: str, checkpoints: Path, chats: list[ChatRequest], expected: dict[ChatRequest, list[int]]
 ) -> None:
     """All finish, token for token as on plain vLLM; no pool ever exceeds its memory, by /proc, by
     the workers' count and by the ledger; and the journal replays to the same commands."""
@@ -24,7 +24,7 @@ def test_48_requests(
         resident: list[int] = []
         seen = 0
 
-        def look(_: Answer) -> None:
+        def look(_: TimedAnswer) -> None:
             nonlocal seen
             seen += 1
             if seen % 200 == 0:

@@ -14,7 +14,7 @@ import pytest
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port, running_daemon
-from appliance.demo.traffic import Answer, Chat, burst, send
+from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, memfds
 
@@ -35,7 +35,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chats() -> list[Chat]:
+def chats() -> list[ChatRequest]:
     """Three of each model, the longest of them first."""
     return sorted(burst(MODELS, 3), key=lambda chat: -chat.max_tokens)
 
@@ -47,7 +47,7 @@ def start(file: Path) -> Iterator[Appliance]:
         yield Appliance(url, pid, config, Path(config.journal.path))
 
 
-def test_ranks_are_killed_in_mid_stream(file: Path, chats: list[Chat]) -> None:
+def test_ranks_are_killed_in_mid_stream(file: Path, chats: list[ChatRequest]) -> None:
     """Follower, leader, follower: every stream completes with the tokens it has undisturbed (those
     of plain vLLM on two processes: `tests/engine/test_ranks.py`); no process, memfd or shared
     memory stays behind."""
@@ -72,11 +72,11 @@ def test_ranks_are_killed_in_mid_stream(file: Path, chats: list[Chat]) -> None:
 
 
 async def _send_and_kill(
-    appliance: Appliance, chats: list[Chat], ranks: set[int], kill_leader: bool
-) -> list[Answer]:
+    appliance: Appliance, chats: list[ChatRequest], ranks: set[int], kill_leader: bool
+) -> list[TimedAnswer]:
     """Send; kill a rank when a stream is well under way. `ranks` gets those of that instance."""
 
-    def on_token(answer: Answer) -> None:
+    def on_token(answer: TimedAnswer) -> None:
         if ranks or len(answer.tokens) < TOKENS_BEFORE_KILL or answer.finish:
             return
         for leader in appliance.worker_pids():

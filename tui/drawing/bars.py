@@ -11,7 +11,7 @@ from textual.message import Message
 
 from tui.drawing.amounts import duration
 from tui.drawing.canvas import Canvas, Line, plain
-from tui.messages import Source
+from tui.messages import DaemonSource
 from tui.view import View, ViewContext
 
 TITLES = ((None, " "), (4, " "), (3, ""), (2, ""), (1, ""))
@@ -33,7 +33,9 @@ def spread(left: Line, right: Line, width: int) -> Line:
 class Header(Canvas):
     """The appliance in a line; in words, why there is nothing to see, if that is so."""
 
-    def show(self, context: ViewContext, source: Source, clock: float, *, readonly: bool) -> None:
+    def show(
+        self, context: ViewContext, source: DaemonSource, clock: float, *, readonly: bool
+    ) -> None:
         state, theme = context.state, context.theme
         mode = "" if source.live else "replay "
         mode += "read-only " if readonly and source.live else ""

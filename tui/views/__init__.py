@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from tui.view import View
-from tui.views.batches import Batches
-from tui.views.chat import Chat
-from tui.views.config import Config
-from tui.views.events import Events
-from tui.views.keys import Keys
-from tui.views.memory import Memory
-from tui.views.models import Models
-from tui.views.overview import Overview
-from tui.views.policies import Policies
-from tui.views.requests import Requests
-from tui.views.timeline import Timeline
+from tui.views.batches import BatchesView
+from tui.views.chat import ChatView
+from tui.views.config import ConfigView
+from tui.views.events import EventsView
+from tui.views.keys import KeysView
+from tui.views.memory import MemoryView
+from tui.views.models import ModelsView
+from tui.views.overview import OverviewView
+from tui.views.policies import PoliciesView
+from tui.views.requests import RequestsView
+from tui.views.timeline import TimelineView
 
 VIEWS: tuple[type[View], ...] = (
-    Overview,
-    Timeline,
-    Memory,
-    Models,
-    Requests,
-    Batches,
-    Policies,
-    Config,
-    Events,
-    Keys,
-    Chat,
+    OverviewView,
+    TimelineView,
+    MemoryView,
+    ModelsView,
+    RequestsView,
+    BatchesView,
+    PoliciesView,
+    ConfigView,
+    EventsView,
+    KeysView,
+    ChatView,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tui.conversation import Answer
+from tui.conversation import ChatAnswer
 from tui.drawing.canvas import Line
 from tui.drawing.theme import ColourTheme
 from tui.drawing.wrapping import Wrapped
@@ -18,7 +18,7 @@ class AnswerLayout:
     """For one width and one theme, as far as the answer has come: the question, what was answered,
     and the stats. `len` is the number of lines."""
 
-    def __init__(self, answer: Answer, width: int, theme: ColourTheme) -> None:
+    def __init__(self, answer: ChatAnswer, width: int, theme: ColourTheme) -> None:
         self.width = width
         self.theme = theme
         self._answer = answer

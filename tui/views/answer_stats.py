@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
-from tui.conversation import PHASES, Answer, Outcome
+from tui.conversation import PHASES, AnswerState, ChatAnswer
 from tui.drawing.amounts import divide, duration, rate
 from tui.drawing.canvas import Line
 from tui.drawing.theme import ColourTheme
@@ -24,7 +24,7 @@ MOST_NAMED = 8
 """Switches that are told by name, the last ones."""
 
 
-def stats_lines(answer: Answer, context: ViewContext, width: int) -> list[Line]:
+def stats_lines(answer: ChatAnswer, context: ViewContext, width: int) -> list[Line]:
     """No longer than `width` cells, where no word is."""
     lines = _stands(answer, context, width)
     switches = _switches(answer.journey, context, width)
@@ -33,16 +33,16 @@ def stats_lines(answer: Answer, context: ViewContext, width: int) -> list[Line]:
     return lines
 
 
-def _stands(answer: Answer, context: ViewContext, width: int) -> list[Line]:
+def _stands(answer: ChatAnswer, context: ViewContext, width: int) -> list[Line]:
     """Where one is that comes, and what it waits for; why one is no whole answer."""
     theme = context.theme
-    if answer.outcome is Outcome.FAILED:
+    if answer.outcome is AnswerState.FAILED:
         why = Wrapped(width)
         why.add(answer.why)
         return [[(text, theme.bad)] for text in why.lines]
-    if answer.outcome is Outcome.CANCELLED:
+    if answer.outcome is AnswerState.CANCELLED:
         return [[("cancelled", theme.warn)]]
-    if answer.outcome is Outcome.DONE:
+    if answer.outcome is AnswerState.DONE:
         return [[("cut at the limit of tokens", theme.warn)]] if answer.why == "length" else []
     row = context.state.rows("requests").get(answer.journey.request)
     if row is None:
@@ -58,7 +58,7 @@ def _stands(answer: Answer, context: ViewContext, width: int) -> list[Line]:
     return _flow(parts, width)
 
 
-def _speed(answer: Answer, context: ViewContext) -> list[Line]:
+def _speed(answer: ChatAnswer, context: ViewContext) -> list[Line]:
     """As it was seen from here; and a bar of what its time went to."""
     theme = context.theme
     parts: list[Line] = []
@@ -77,7 +77,7 @@ def _speed(answer: Answer, context: ViewContext) -> list[Line]:
     return parts
 
 
-def _phases(answer: Answer, context: ViewContext) -> list[Line]:
+def _phases(answer: ChatAnswer, context: ViewContext) -> list[Line]:
     """As the daemon counts: queue, load, …; those that took no time are left out."""
     parts: list[Line] = []
     for phase, glyph, style in zip(PHASES, GLYPHS, _styles(context.theme), strict=True):

@@ -8,7 +8,7 @@ from tui.asking import Ask
 from tui.drawing.amounts import duration, share
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
-from tui.messages import Document, Source
+from tui.messages import DaemonSource, Document
 from tui.view import Action, Given, ViewContext, told
 
 MOST = 100
@@ -47,12 +47,12 @@ def _status_style(status: Any, context: ViewContext) -> str:
     return known.get(status, theme.accent)
 
 
-async def _cancel(source: Source, key: str, given: Given) -> str:
+async def _cancel(source: DaemonSource, key: str, given: Given) -> str:
     batch = await source.ask("POST", f"/v1/batches/{key}/cancel")
     return f"{key} is {batch['status']}"
 
 
-class Batches(TableView):
+class BatchesView(TableView):
     """Those that were made with the dashboard's key, or without a key if it has none."""
 
     title = "Batches"

@@ -13,10 +13,10 @@ from textual.app import ComposeResult
 from textual.widgets import Input
 from textual.worker import Worker
 
-from tui.conversation import Answer, Conversation, Outcome
+from tui.conversation import AnswerState, ChatAnswer, Conversation
 from tui.drawing.canvas import Canvas, Line
 from tui.drawing.wrapping import harmless
-from tui.messages import Document, Refused
+from tui.messages import DaemonRefused, Document
 from tui.request_trace import Journey
 from tui.view import View, ViewContext
 from tui.views.answer_layout import AnswerLayout, lines_of
@@ -39,7 +39,7 @@ class Writing(Input):
         self.replace(harmless(" ".join(event.text.splitlines())), *self.selection)
 
 
-class Chat(View):
+class ChatView(View):
     """A conversation with each model. It follows what comes until it is scrolled back."""
 
     title = "Chat"
@@ -49,8 +49,8 @@ class Chat(View):
     )  # fmt: skip
 
     DEFAULT_CSS = """
-    Chat { layout: vertical; }
-    Chat > Input { background: $panel; }
+    ChatView { layout: vertical; }
+    ChatView > Input { background: $panel; }
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Chat(View):
         """The one that was chosen, or written to; before that it is the first of the catalogue."""
         self._conversations: dict[str, Conversation] = {}
         self._workers: dict[str, Worker[None]] = {}
-        self._layouts: WeakKeyDictionary[Answer, AnswerLayout] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[ChatAnswer, AnswerLayout] = WeakKeyDictionary()
         self._top: int | None = None
         """The first line that is seen; None follows the end."""
         self._last_top = 0
@@ -118,7 +118,7 @@ class Chat(View):
         ]
 
     def _layouts_of(
-        self, answers: Collection[Answer], context: ViewContext, width: int
+        self, answers: Collection[ChatAnswer], context: ViewContext, width: int
     ) -> list[AnswerLayout]:
         found = []
         for place, answer in enumerate(answers, start=1):
@@ -168,21 +168,21 @@ class Chat(View):
         self._workers[model] = self.run_worker(self._hear(conversation, answer, body))
         self.show(context)
 
-    async def _hear(self, conversation: Conversation, answer: Answer, body: Document) -> None:
+    async def _hear(self, conversation: Conversation, answer: ChatAnswer, body: Document) -> None:
         """Closing the stream, however it comes to that, ends the request."""
         try:
             async with aclosing(self.source.stream(PATH, body)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:
                     conversation.hear(answer, piece)
-                    if answer.outcome is Outcome.FAILED:
+                    if answer.outcome is AnswerState.FAILED:
                         break
                     self._look_again(answer, piece.at)
-        except Refused as refusal:
-            answer.end(Outcome.FAILED, str(refusal))
-        answer.end(Outcome.DONE)
+        except DaemonRefused as refusal:
+            answer.end(AnswerState.FAILED, str(refusal))
+        answer.end(AnswerState.DONE)
         self._again()
 
-    def _look_again(self, answer: Answer, at: float) -> None:
+    def _look_again(self, answer: ChatAnswer, at: float) -> None:
         if self._view_context is not None:
             answer.journey.hear(self._view_context.state)
         if abs(at - self._painted_at) >= PAINT_SECONDS:
@@ -206,7 +206,7 @@ class Chat(View):
         coming = None if conversation is None else conversation.coming
         if conversation is None or coming is None:
             return False
-        coming.end(Outcome.CANCELLED)
+        coming.end(AnswerState.CANCELLED)
         self._workers[conversation.model].cancel()
         self._again()
         return True

@@ -11,7 +11,7 @@ import msgspec
 from tui.asking import Ask
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
-from tui.messages import Document, Source
+from tui.messages import DaemonSource, Document
 from tui.view import Action, Given, ViewContext, told
 
 IN_FORCE = "/api/config"
@@ -44,12 +44,12 @@ def _style(row_member: Any, context: ViewContext) -> str:
     )
 
 
-async def _reload(source: Source, key: str, given: Given) -> str:
+async def _reload(source: DaemonSource, key: str, given: Given) -> str:
     done = await source.ask("POST", "/api/config/reload")
     return f"{len(done['applied'])} applied, {len(done['restart'])} wait for a restart"
 
 
-class Config(TableView):
+class ConfigView(TableView):
     """A row for each key: first what is wrong in the files, then what differs, then the rest."""
 
     title = "Config"

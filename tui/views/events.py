@@ -32,7 +32,7 @@ def _fact(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-class Events(TableView):
+class EventsView(TableView):
     """As `appliance logs` prints them; those that were not heard are said to be missing."""
 
     title = "Events"

@@ -9,7 +9,7 @@ from tui.asking import Ask
 from tui.drawing.amounts import duration, rate
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
-from tui.messages import Document, Refused, Source
+from tui.messages import DaemonRefused, DaemonSource, Document
 from tui.view import Action, Field, Given, Secret, ViewContext, told
 
 PATH = "/api/keys"
@@ -63,34 +63,34 @@ def _words(text: str) -> list[str]:
 
 
 def wanted(given: Given) -> Document:
-    """What was given as the daemon wants it. Raises `Refused` for what it could not read."""
+    """What was given as the daemon wants it. Raises `DaemonRefused` for what it could not read."""
     body: Document = {name: given[name] for name in ("name", "expires") if name in given}
     body |= {name: _words(given[name]) for name in ("scopes", "models", "classes") if name in given}
     if (slo := given.get("slo")) is not None:
         if slo not in ("yes", "no"):
-            raise Refused(f"slo: yes or no, not {slo!r}")
+            raise DaemonRefused(f"slo: yes or no, not {slo!r}")
         body["slo"] = slo == "yes"
     for name in BOUNDS:
         if (count := given.get(name)) is not None:
             if not count.isdecimal():
-                raise Refused(f"{name}: a whole number, such as 60, not {count!r}")
+                raise DaemonRefused(f"{name}: a whole number, such as 60, not {count!r}")
             body[name] = int(count)
     return body
 
 
-async def _create(source: Source, key: str, given: Given) -> Secret:
+async def _create(source: DaemonSource, key: str, given: Given) -> Secret:
     made = await source.ask("POST", PATH, wanted(given))
     return Secret(f"{made['name']} is made", f"the key {made['name']}", made["key"])
 
 
-async def _revoke(source: Source, key: str, given: Given) -> str:
+async def _revoke(source: DaemonSource, key: str, given: Given) -> str:
     answer = await source.ask("DELETE", f"{PATH}/{quote(key)}")
     if answer["admin_keys"]:
         return f"{key} is revoked"
     return f"{key} is revoked; no key of the scope admin is left, operators have the admin socket"
 
 
-class Keys(TableView):
+class KeysView(TableView):
     """In the order in which they were made, unless they are sorted. No secret is among them."""
 
     title = "Keys"

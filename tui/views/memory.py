@@ -13,7 +13,7 @@ from tui.asking import Ask
 from tui.drawing.amounts import size
 from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
-from tui.pools import Part, Pool, counted, mapped
+from tui.pools import Pool, PoolPart, counted, mapped
 from tui.view import View, ViewContext, told
 
 GLYPHS = {
@@ -26,7 +26,7 @@ ASKED_EVERY_SECONDS = 1.0
 HOST = "host cache"
 
 
-class Memory(View):
+class MemoryView(View):
     """A block for each pool, and one for the host cache."""
 
     title = "Memory"
@@ -155,21 +155,21 @@ def _path(name: str) -> str:
     return f"/api/instances/{name.removeprefix('instance ')}/slabs"
 
 
-def _label(part: Part) -> str:
+def _label(part: PoolPart) -> str:
     return part.of or {"kv": "KV"}.get(part.kind, part.kind)
 
 
-def _style(part: Part, context: ViewContext) -> str:
+def _style(part: PoolPart, context: ViewContext) -> str:
     theme, number = context.theme, context.state.numbers.get(part.of)
     if number is not None:
         return theme.model(number)
     return {"kv": theme.kv, "runtime": theme.graphs}.get(part.kind, theme.dim)
 
 
-def _line(cells: list[Part], context: ViewContext) -> Line:
+def _line(cells: list[PoolPart], context: ViewContext) -> Line:
     """Cells alike as one piece."""
     line: Line = []
-    styles: dict[Part, str] = {}
+    styles: dict[PoolPart, str] = {}
     for part in cells:
         if part not in styles:
             styles[part] = _style(part, context)

@@ -11,7 +11,7 @@ from textual import events
 from tui.drawing.amounts import duration, rate, share, size, sparkline
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
-from tui.messages import Document, Refused, Source
+from tui.messages import DaemonRefused, DaemonSource, Document
 from tui.view import Action, Field, Given, ViewContext, told
 
 SPARK_BUCKETS = 12
@@ -66,23 +66,23 @@ def attainment_style(value: Any, context: ViewContext) -> str:
     return theme.good if value >= 0.99 else theme.warn if value >= 0.9 else theme.bad
 
 
-def _post(verb: str, words: str) -> Callable[[Source, str, Given], Awaitable[str]]:
+def _post(verb: str, words: str) -> Callable[[DaemonSource, str, Given], Awaitable[str]]:
     """Has a model do something; of its `words`, ``{}`` is the model."""
 
-    async def do(source: Source, key: str, given: Given) -> str:
+    async def do(source: DaemonSource, key: str, given: Given) -> str:
         await source.ask("POST", f"/api/models/{quote(key)}/{verb}")
         return words.replace("{}", key)
 
     return do
 
 
-async def _limit(source: Source, key: str, given: Given) -> str:
+async def _limit(source: DaemonSource, key: str, given: Given) -> str:
     body: Document = {}
     if slo := {name: given[name] for name in ("ttft", "tbt") if name in given}:
         body["slo"] = slo
     if (queue := given.get("queue")) is not None:
         if not queue.isdecimal():
-            raise Refused(f"queue: a whole number, such as 20, not {queue!r}")
+            raise DaemonRefused(f"queue: a whole number, such as 20, not {queue!r}")
         body["max_queue"] = int(queue)
     found = await source.ask("PUT", f"/api/models/{quote(key)}/limits", body)
     terms = found["terms"]
@@ -109,7 +109,7 @@ LIMITS = (
 )  # fmt: skip
 
 
-class Models(TableView):
+class ModelsView(TableView):
     """In the order of the catalogue, unless they are sorted."""
 
     title = "Models"

@@ -49,7 +49,7 @@ def bar(sizes: dict[str, int], width: int, context: ViewContext) -> Line:
     ]
 
 
-class Overview(View):
+class OverviewView(View):
     """What an admin looks at first. The cursor is on an instance."""
 
     title = "Overview"

@@ -14,7 +14,7 @@ from tui.asking import Ask
 from tui.drawing.amounts import duration
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
-from tui.messages import Document, Refused, Source
+from tui.messages import DaemonRefused, DaemonSource, Document
 from tui.view import Action, Field, Given, ViewContext, told
 
 PATH = "/api/policies"
@@ -121,7 +121,7 @@ def compared(report: Document, context: ViewContext) -> list[Line]:
 
 
 def changed(choice: Document, given: Given) -> Document:
-    """A choice with what was given in it. Raises `Refused` for what is no pair."""
+    """A choice with what was given in it. Raises `DaemonRefused` for what is no pair."""
     use = [name for name in re.split(r"[,\s]+", given.get("use", "")) if name] or choice["use"]
     decisions = dict(choice["decisions"])
     for hook, name in _pairs(given.get("decisions", "")):
@@ -130,7 +130,7 @@ def changed(choice: Document, given: Given) -> Document:
     for key, text in _pairs(given.get("parameters", "")):
         policy, _, field = key.rpartition(".")
         if not policy:
-            raise Refused(f"parameters: NAME.KEY=VALUE, not {key}={text}")
+            raise DaemonRefused(f"parameters: NAME.KEY=VALUE, not {key}={text}")
         parameters.setdefault(policy, {})[field] = _value(text)
     return {
         "use": use,
@@ -145,7 +145,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     for pair in PAIRS.split(text.strip()) if text.strip() else ():
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise Refused(f"{pair!r} is not NAME=VALUE")
+            raise DaemonRefused(f"{pair!r} is not NAME=VALUE")
         found.append((key.strip(), value.strip()))
     return found
 
@@ -158,31 +158,31 @@ def _value(text: str) -> object:
         return text
 
 
-async def _set(source: Source, key: str, given: Given) -> str:
+async def _set(source: DaemonSource, key: str, given: Given) -> str:
     report = await source.ask("GET", PATH)
     report = await source.ask("PUT", PATH, changed(report["active"], given))
     return f"{', '.join(report['active']['use'])} decide from now on"
 
 
-async def _rollback(source: Source, key: str, given: Given) -> str:
+async def _rollback(source: DaemonSource, key: str, given: Given) -> str:
     report = await source.ask("POST", f"{PATH}/rollback")
     return f"{', '.join(report['active']['use'])} decide again"
 
 
-async def _enable(source: Source, key: str, given: Given) -> str:
+async def _enable(source: DaemonSource, key: str, given: Given) -> str:
     """Of the policies that are asked for a decision those that failed too often."""
     report = await source.ask("GET", PATH)
     names = report["decisions"].get(key, ())
     disabled = [row["name"] for row in report["policies"]
                 if row["disabled"] and row["name"] in names]  # fmt: skip
     if not disabled:
-        raise Refused("no policy that is asked for it is disabled")
+        raise DaemonRefused("no policy that is asked for it is disabled")
     for name in disabled:
         await source.ask("POST", f"{PATH}/{name}/enable")
     return f"{', '.join(disabled)}: asked again"
 
 
-class Policies(TableView):
+class PoliciesView(TableView):
     """A row for each decision."""
 
     title = "Policies"

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from tui.drawing.amounts import duration
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
-from tui.messages import Document, Source
+from tui.messages import DaemonSource, Document
 from tui.view import Action, Given, ViewContext, told
 
 
@@ -32,12 +32,12 @@ def _phase_style(phase: Any, context: ViewContext) -> str:
     )
 
 
-async def _cancel(source: Source, key: str, given: Given) -> str:
+async def _cancel(source: DaemonSource, key: str, given: Given) -> str:
     done = await source.ask("DELETE", f"/api/requests/{quote(key, safe='')}")
     return f"cancelled {key} after {done['cancelled']['output_tokens']} tokens"
 
 
-class Requests(TableView):
+class RequestsView(TableView):
     """The oldest first, unless they are sorted."""
 
     title = "Requests"

@@ -42,7 +42,7 @@ class Lane(NamedTuple):
     name: str
 
 
-class Timeline(View):
+class TimelineView(View):
     """It follows the time until it is moved; `f` has it follow again."""
 
     title = "Timeline"

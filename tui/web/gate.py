@@ -18,7 +18,7 @@ AT_ONCE = 4
 _KEY = re.compile(r"[!-~]{1,512}")
 
 
-class Verdict(Enum):
+class KeyVerdict(Enum):
     """What a daemon said to a key, or to none."""
 
     ADMITTED = "admitted"
@@ -27,14 +27,14 @@ class Verdict(Enum):
     """It said neither, or nothing."""
 
 
-class Answer(NamedTuple):
+class GateAnswer(NamedTuple):
     """Why, in words, unless it is admitted."""
 
-    verdict: Verdict
+    verdict: KeyVerdict
     why: str = ""
 
 
-class Gate:
+class KeyGate:
     """Of the daemon at an HTTP address: its admin socket knows no keys."""
 
     def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -42,20 +42,20 @@ class Gate:
         self._client = httpx.AsyncClient(base_url=url, transport=transport, timeout=timeout)
         self._turns = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(self, key: str | None) -> Answer:
+    async def ask(self, key: str | None) -> GateAnswer:
         """Whether the daemon takes this key for an operator's; None: whether it asks for none."""
         if key is not None and not _KEY.fullmatch(key):
-            return Answer(Verdict.REFUSED, "this is no API key")
+            return GateAnswer(KeyVerdict.REFUSED, "this is no API key")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
             async with self._turns:
                 response = await self._client.get(ASKED, headers=headers)
         except httpx.TransportError as error:
-            return Answer(Verdict.UNKNOWN, f"the daemon cannot be reached: {error}")
+            return GateAnswer(KeyVerdict.UNKNOWN, f"the daemon cannot be reached: {error}")
         if response.is_success:
-            return Answer(Verdict.ADMITTED)
+            return GateAnswer(KeyVerdict.ADMITTED)
         refused = response.status_code in (401, 403)
-        return Answer(Verdict.REFUSED if refused else Verdict.UNKNOWN, _why(response))
+        return GateAnswer(KeyVerdict.REFUSED if refused else KeyVerdict.UNKNOWN, _why(response))
 
     async def close(self) -> None:
         await self._client.aclose()

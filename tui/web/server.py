@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 from aiohttp import hdrs, web
 
 from tui.connection import UNIX
-from tui.web.gate import Answer, Gate, Verdict
+from tui.web.gate import GateAnswer, KeyGate, KeyVerdict
 from tui.web.origins import is_local, is_own
 from tui.web.pages import STATIC, harden, login_page, terminal_page
 from tui.web.terminal import Terminal
@@ -67,7 +67,7 @@ class Site:
             *(sys.executable, "-P", "-m", "tui.web.child", url, "--theme", theme),
             *(["--readonly"] if readonly else []),
         ]
-        self._gate = None if url.startswith(UNIX) else Gate(url)
+        self._gate = None if url.startswith(UNIX) else KeyGate(url)
         self._own_key = own_key
         self._local = local
         self._encrypted = encrypted
@@ -138,16 +138,16 @@ class Site:
         if visitor is not None:
             await asyncio.gather(*(one.close() for one in list(visitor.open)))
 
-    async def _ask(self, key: str | None) -> Answer:
+    async def _ask(self, key: str | None) -> GateAnswer:
         """What the daemon says to a key, or to somebody who has none yet."""
         if self._gate is None:
-            return Answer(Verdict.REFUSED, _LINK_ONLY)
+            return GateAnswer(KeyVerdict.REFUSED, _LINK_ONLY)
         without = await self._gate.ask(None)
-        if without.verdict is Verdict.ADMITTED and not self._local:
-            return Answer(Verdict.REFUSED, _NO_KEYS)
-        if without.verdict is not Verdict.REFUSED:
+        if without.verdict is KeyVerdict.ADMITTED and not self._local:
+            return GateAnswer(KeyVerdict.REFUSED, _NO_KEYS)
+        if without.verdict is not KeyVerdict.REFUSED:
             return without
-        return Answer(Verdict.REFUSED) if key is None else await self._gate.ask(key)
+        return GateAnswer(KeyVerdict.REFUSED) if key is None else await self._gate.ask(key)
 
     # --- pages -----------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Site:
         if visitor is not None and visitor.by_link:
             return terminal_page(request)
         answer = await self._ask(None if visitor is None else visitor.key)
-        if answer.verdict is Verdict.REFUSED or (visitor is None and answer.why):
+        if answer.verdict is KeyVerdict.REFUSED or (visitor is None and answer.why):
             return self._form(request, answer.why)
         page = terminal_page(request)  # of a daemon that is away the dashboard itself says so
         if visitor is None:
@@ -173,7 +173,7 @@ class Site:
     async def _login(self, request: web.Request) -> web.Response:
         key = (await _fields(request)).get("key", "").strip()
         answer = await self._ask(key)
-        if answer.verdict is not Verdict.ADMITTED:
+        if answer.verdict is not KeyVerdict.ADMITTED:
             return self._form(request, answer.why)
         response = web.HTTPSeeOther("/")
         await self._let_in(request, response, key, by_link=False)

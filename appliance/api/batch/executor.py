@@ -16,7 +16,7 @@ from appliance.batches.log import BatchLog
 from appliance.batches.records import Batch, LineDone
 from appliance.batches.requestlines import InputLost, RequestLine, RequestLines
 from appliance.batches.results import answered, refused
-from appliance.batches.turns import Turn, Turns
+from appliance.batches.turns import BatchTurn, Turns
 from appliance.batches.writer import BatchWriter
 from appliance.errors import IllegalTransition
 from appliance.gateway.sessions import Answered, FrontEndLost, NoFrontEnd
@@ -46,7 +46,7 @@ _LONG_BYTES: Final = 256 * 1024
 log = logging.getLogger("appliance.batches")
 
 
-class Run:
+class BatchRun:
     """A batch that is not over."""
 
     def __init__(self, batch: Batch, written: BatchLog, writer: BatchWriter) -> None:
@@ -122,17 +122,17 @@ class BatchRequests:
         self._wall_clock = wall_clock
         self._retry_seconds = retry_seconds
         self._turns = Turns(at_once)
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, BatchRun] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: BatchRun) -> None:
         """Have the requests of a batch asked that have no outcome yet; its `lines` are there."""
         batch = run.batch
         self._runs[batch.id] = run
         self._turns.add(batch.id, batch.created.owner, batch.pending)
         self._pump()
 
-    async def end(self, run: Run) -> None:
+    async def end(self, run: BatchRun) -> None:
         """No request of a batch runs afterwards, or will. Idempotent."""
         self._runs.pop(run.batch.id, None)
         self._turns.remove(run.batch.id)
@@ -167,7 +167,7 @@ class BatchRequests:
         self._waits_for_room = full
         return full
 
-    async def _carry_out(self, run: Run, turn: Turn) -> None:
+    async def _carry_out(self, run: BatchRun, turn: BatchTurn) -> None:
         wait_seconds: float | None = None
         caller = self._access.on_behalf_of(run.batch.created.owner)
         try:
@@ -191,7 +191,7 @@ class BatchRequests:
             run.news.set()
             self._pump()
 
-    async def _ask(self, run: Run, request: int, caller: Caller | None) -> LineDone | float:
+    async def _ask(self, run: BatchRun, request: int, caller: Caller | None) -> LineDone | float:
         """What became of a request; or after how many seconds it is to be asked again."""
         assert run.lines is not None
         endpoint = run.batch.created.endpoint
@@ -230,7 +230,7 @@ class BatchRequests:
         )
 
     def _failed(
-        self, run: Run, request: int, line: RequestLine, answer: Answered
+        self, run: BatchRun, request: int, line: RequestLine, answer: Answered
     ) -> LineDone | float:
         """Whether it is the request's own fault is known by what the core refused of it."""
         refusal = answer.refused
@@ -247,7 +247,7 @@ class BatchRequests:
         endpoint = run.batch.created.endpoint
         return self._bad(request, answered(endpoint, line.custom_id, answer.status, answer.body))
 
-    def _tried(self, run: Run, request: int) -> bool:
+    def _tried(self, run: BatchRun, request: int) -> bool:
         """Whether it makes sense to ask again. Counts the tries that are not to be too many."""
         tries = run.tries[request] = run.tries.get(request, 0) + 1
         return tries < _TRIES

@@ -13,7 +13,7 @@ from litestar.response.base import ASGIResponse
 from appliance.access.auth import current
 from appliance.api.batch.downloads import Download
 from appliance.api.batch.runner import BatchRunner
-from appliance.api.batch.uploads import FORM_BYTES, Form, read_form
+from appliance.api.batch.uploads import FORM_BYTES, UploadForm, read_form
 from appliance.batches.files import StoredFile, StoreFull
 from appliance.http.errors import ApiError, BadRequest, Unsupported
 from appliance.http.json import json_answer
@@ -78,7 +78,7 @@ def file_routes(batches: BatchRunner | None) -> list[HTTPRouteHandler]:
 
 async def _receive(here: BatchRunner, request: Request[Any, Any, Any]) -> StoredFile:
     """The file of a form, kept for its owner."""
-    form = Form()
+    form = UploadForm()
     try:
         await read_form(request, form, "file", here.files, here.disk)
         _check(form, here.settings.max_file_bytes)
@@ -130,7 +130,7 @@ def _no_file(id: str, param: str = "id") -> ApiError:
     return ApiError(404, f"no file {id[:100]!r}", param=param, code="file_not_found")
 
 
-def _check(form: Form, max_bytes: int) -> None:
+def _check(form: UploadForm, max_bytes: int) -> None:
     if (purpose := form.fields.get("purpose")) != "batch":
         if purpose is None:
             raise BadRequest("purpose: a value is required", "purpose", "missing_field")

@@ -24,7 +24,7 @@ from appliance.errors import IllegalTransition
 from appliance.http.bodies import parse
 from appliance.http.errors import ApiError, BadRequest
 from appliance.http.json import json_answer
-from appliance.http.paging import Part, page_of, query_of
+from appliance.http.paging import PageItems, page_of, query_of
 
 MAX_BATCHES: Final = 1000
 """In one page of a list."""
@@ -164,7 +164,7 @@ def _store(files: FileStore, lines: bytes, owner: str, now: float) -> str:
         files.drop(upload)
 
 
-def _page(mine: list[Batch], query: dict[str, str]) -> Part[Batch]:
+def _page(mine: list[Batch], query: dict[str, str]) -> PageItems[Batch]:
     """The batches behind `after_id`, or those before `before_id`; `more` is said of the same
     direction. Raises `BadRequest`."""
     if "after_id" in query and "before_id" in query:
@@ -176,7 +176,7 @@ def _page(mine: list[Batch], query: dict[str, str]) -> Part[Batch]:
         part = page_of(mine[::-1] if back else mine, asked, default=20, most=MAX_BATCHES)
     except BadRequest as error:
         raise error.renamed({"after": cursor}) from error
-    return Part(part.items[::-1], part.more) if back else part
+    return PageItems(part.items[::-1], part.more) if back else part
 
 
 def _own(batches: BatchRunner, id: str) -> Batch:

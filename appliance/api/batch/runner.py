@@ -21,7 +21,7 @@ import msgspec
 from litestar import Litestar
 
 from appliance.access.auth import Access, Caller
-from appliance.api.batch.executor import KEY_GONE, BatchRequests, Fronts, Run
+from appliance.api.batch.executor import KEY_GONE, BatchRequests, BatchRun, Fronts
 from appliance.batches.disk import Disk
 from appliance.batches.files import MESSAGES_INPUT, FileStore, StoredFile, counted
 from appliance.batches.log import BatchLog, load, shorten, sync
@@ -112,7 +112,7 @@ class BatchRunner:
         self._batches: dict[str, Batch] = {}
         self._creating: list[Created] = []
         """Those on their way to the disk, which count already."""
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, BatchRun] = {}
         self._requests = BatchRequests(
             fronts,
             access,
@@ -315,12 +315,12 @@ class BatchRunner:
 
     def _begin(self, batch: Batch, written: BatchLog) -> None:
         writer = BatchWriter(batch, written, self.disk, retry_seconds=self._retry_seconds)
-        run = self._runs[batch.id] = Run(batch, written, writer)
+        run = self._runs[batch.id] = BatchRun(batch, written, writer)
         # A context of its own: it must not inherit that of the request that created the batch.
         run.task = asyncio.get_running_loop().create_task(self._conduct(run), context=Context())
         self._metrics.unfinished(len(self._runs))
 
-    async def _conduct(self, run: Run) -> None:
+    async def _conduct(self, run: BatchRun) -> None:
         """From where it is to its end."""
         try:
             while not run.batch.over:
@@ -337,7 +337,7 @@ class BatchRunner:
             del self._runs[run.batch.id]
             self._metrics.unfinished(len(self._runs))
 
-    async def _go_on(self, run: Run) -> None:
+    async def _go_on(self, run: BatchRun) -> None:
         batch = run.batch
         if (closing := batch.closing(self.wall_clock())) is not None:
             await self._requests.end(run)
@@ -350,17 +350,17 @@ class BatchRunner:
         else:
             await self._carry_out(run)
 
-    async def _write(self, run: Run, record: Record) -> None:
+    async def _write(self, run: BatchRun, record: Record) -> None:
         """Unless something else came before, such as that it is cancelled."""
         with suppress(IllegalTransition):
             await run.writer.write(record)
 
-    async def _fail(self, run: Run, *problems: Problem) -> None:
+    async def _fail(self, run: BatchRun, *problems: Problem) -> None:
         """It cannot go on; what is done has its files."""
         await self._requests.end(run)
         await self._finalize(run, Status.FAILED, problems)
 
-    async def _validate(self, run: Run) -> None:
+    async def _validate(self, run: BatchRun) -> None:
         created = run.batch.created
         caller = self._access.on_behalf_of(created.owner)
         if caller is None:
@@ -387,7 +387,7 @@ class BatchRunner:
         """Those that a caller may use."""
         return frozenset(card.id for card in self._service.models() if caller.allows(card.id))
 
-    async def _carry_out(self, run: Run) -> None:
+    async def _carry_out(self, run: BatchRun) -> None:
         """Run its requests until all are done, or no more are to."""
         batch = run.batch
         try:
@@ -405,7 +405,9 @@ class BatchRunner:
             with suppress(TimeoutError):
                 await asyncio.wait_for(run.news.wait(), max(0.0, min(left, _LOOK_SECONDS)))
 
-    async def _finalize(self, run: Run, status: Status, problems: tuple[Problem, ...] = ()) -> None:
+    async def _finalize(
+        self, run: BatchRun, status: Status, problems: tuple[Problem, ...] = ()
+    ) -> None:
         batch = run.batch
         await run.writer.flush()  # outcomes of requests that were ended just then
         source = self.files.path(batch.created.input_file_id)
@@ -424,7 +426,7 @@ class BatchRunner:
                 await asyncio.sleep(self._retry_seconds)
         await self._write(run, batch.ended(self.wall_clock(), status, *results, problems))
 
-    async def _tidy_up(self, run: Run) -> None:
+    async def _tidy_up(self, run: BatchRun) -> None:
         """It is over: its log need not be long any more, and of messages it needs no input."""
         batch = run.batch
         log.info("%s is %s: %d of %d", batch.id, batch.status, batch.completed, batch.total)

@@ -24,7 +24,7 @@ _MAX_FIELD_BYTES: Final = 1024
 _MAX_PARTS: Final = 16
 
 
-class Form:
+class UploadForm:
     """The fields of a form, and its file, which is on its way in until it is kept."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Form:
 
 
 async def read_form(
-    request: Request[Any, Any, Any], form: Form, field: str, files: FileStore, disk: Disk
+    request: Request[Any, Any, Any], form: UploadForm, field: str, files: FileStore, disk: Disk
 ) -> None:
     """Read the body of `request` into `form`. Its file is the part `field`.
 
@@ -67,7 +67,7 @@ async def _body(request: Request[Any, Any, Any]) -> AsyncGenerator[bytes, None]:
 class _Reader:
     """Puts the parts of a form where they belong."""
 
-    def __init__(self, form: Form, field: str, files: FileStore, disk: Disk) -> None:
+    def __init__(self, form: UploadForm, field: str, files: FileStore, disk: Disk) -> None:
         self._form = form
         self._field = field
         self._files = files

@@ -24,7 +24,7 @@ from appliance.memory.transfers import Transfer
 from appliance.memory.weights import DeviceWeights
 
 
-class Gate(NamedTuple):
+class WeightGate(NamedTuple):
     """What waits, and for how many bytes of the image."""
 
     name: str
@@ -58,8 +58,10 @@ class Gates:
                 self._ahead = max(self._ahead, end)
             else:
                 ends[gate] = max(ends.get(gate, 0), end)
-        self._gates = [Gate(name, model.get_submodule(name), end) for name, end in ends.items()]
-        self._gates += [Gate(name, module, weights.layout.nbytes) for name, module in last]
+        self._gates = [
+            WeightGate(name, model.get_submodule(name), end) for name, end in ends.items()
+        ]
+        self._gates += [WeightGate(name, module, weights.layout.nbytes) for name, module in last]
 
     @contextmanager
     def holding(self, transfer: Transfer) -> Iterator[None]:
@@ -91,7 +93,7 @@ class Gates:
         transfer.wait()
 
     @contextmanager
-    def _closed(self, gate: Gate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
+    def _closed(self, gate: WeightGate, transfer: Transfer, passed: set[str]) -> Iterator[None]:
         """Within, the module waits for its bytes before it computes."""
 
         def wait(module: torch.nn.Module, args: object) -> None:

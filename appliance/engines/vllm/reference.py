@@ -1,8 +1,8 @@
 """Plain vLLM on a checkpoint, undisturbed: the reference that the appliance's outputs must equal.
 
-``python -m appliance.engines.vllm.reference`` reads one `Task` as JSON from standard input, runs it
-on stock `vllm.LLM`, with nothing of the appliance in the way, and prints its answers as JSON. It is
-a process of its own because the adapter changes process-wide settings of vLLM.
+``python -m appliance.engines.vllm.reference`` reads one `ReferenceTask` as JSON from standard
+input, runs it on stock `vllm.LLM` without any of the appliance, and prints the answers as JSON. It
+is a process of its own because the adapter changes process-wide settings of vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from appliance.engines.vllm.environment import prepare_environment
 from appliance.platform.cpus import deal_cpus, show_cpus
 
 
-class Prompt(msgspec.Struct):
+class ReferencePrompt(msgspec.Struct):
     """One prompt, and how many tokens may follow it: `tokens`, or what the model's template makes
     of a `chat` of one user message."""
 
@@ -25,32 +25,32 @@ class Prompt(msgspec.Struct):
     chat: str = ""
 
 
-class Answer(msgspec.Struct):
+class ReferenceAnswer(msgspec.Struct):
     """The tokens of a prompt, and those that follow it."""
 
     prompt: list[int]
     tokens: list[int]
 
 
-class Checkpoint(msgspec.Struct):
+class ReferenceModel(msgspec.Struct):
     """One model with its prompts; `max_context` in tokens, `tensor_parallel` in processes."""
 
     path: str
     max_context: int
-    prompts: list[Prompt]
+    prompts: list[ReferencePrompt]
     dtype: str = "float32"
     tensor_parallel: int = 1
 
 
-class Task(msgspec.Struct):
+class ReferenceTask(msgspec.Struct):
     """What to compute, greedily."""
 
-    checkpoints: list[Checkpoint]
+    checkpoints: list[ReferenceModel]
 
 
 def main() -> None:
-    """Answer the task on standard input: for each checkpoint, for each prompt, an `Answer`."""
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    """Answer the task on standard input: a `ReferenceAnswer` per prompt of each model."""
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=ReferenceTask)
     prepare_environment("auto")
     # vLLM and its libraries write to standard output; it is kept for the answer.
     answer = os.dup(1)
@@ -61,7 +61,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _generate(checkpoint: Checkpoint) -> list[Answer]:
+def _generate(checkpoint: ReferenceModel) -> list[ReferenceAnswer]:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     if checkpoint.tensor_parallel > 1:
@@ -94,12 +94,12 @@ def _generate(checkpoint: Checkpoint) -> list[Answer]:
         # Its processes, and their shared memory, would outlast this one's abrupt end.
         llm.llm_engine.engine_core.shutdown()
     return [
-        Answer(prompt, list(answer.outputs[0].token_ids))
+        ReferenceAnswer(prompt, list(answer.outputs[0].token_ids))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
 
-def _rendered(checkpoint: Checkpoint, prompt: Prompt) -> list[int]:
+def _rendered(checkpoint: ReferenceModel, prompt: ReferencePrompt) -> list[int]:
     """A chat's tokens, by the tokenizer that vLLM takes for the checkpoint."""
     from vllm.tokenizers import get_tokenizer
 

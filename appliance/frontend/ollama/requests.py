@@ -47,7 +47,7 @@ _LOADING: Final = frozenset(
 """Options of Ollama's that change nothing here, as they change nothing in Ollama's own engine."""
 
 
-class Options(msgspec.Struct, kw_only=True):
+class OllamaOptions(msgspec.Struct, kw_only=True):
     """How tokens are drawn."""
 
     temperature: float | None = None
@@ -111,7 +111,7 @@ class _Body(msgspec.Struct, kw_only=True):
     """Fields that all endpoints share."""
 
     model: str | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: str | float | None = None
     """A wish without effect: models share a pool, and leave it when others need room."""
 
@@ -160,7 +160,7 @@ class _Generating(_Body, kw_only=True):
             raise OllamaError(400, f"think: {self.think!r} is none of {levels}, true and false")
 
     def _common(self, model_defaults: Mapping[str, Any]) -> dict[str, Any]:
-        options = self.options or Options()
+        options = self.options or OllamaOptions()
         return {
             "stream": self.streams,
             "stream_options": {"include_usage": True} if self.streams else None,
@@ -206,7 +206,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     id: str | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class OllamaMessage(msgspec.Struct, kw_only=True):
     """One message of a chat."""
 
     role: str
@@ -222,7 +222,7 @@ class Message(msgspec.Struct, kw_only=True):
 class ChatBody(_Generating, kw_only=True):
     """``POST /api/chat``."""
 
-    messages: list[Message] | None = None
+    messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
 
     @property
@@ -296,8 +296,8 @@ class GenerateBody(_Generating, kw_only=True):
                 **({"truncate_prompt_tokens": -1} if self.truncates and not self.suffix else {}),
                 truncation_side="left",
             )
-        system = [Message(role="system", content=self.system)] if self.system else []
-        asked = Message(role="user", content=prompt)
+        system = [OllamaMessage(role="system", content=self.system)] if self.system else []
+        asked = OllamaMessage(role="user", content=prompt)
         return FittedChat(
             model=model.name,
             messages=_messages([*system, asked]),
@@ -408,7 +408,7 @@ def decoded(body: bytes, kind: type[_AnyBody], *, strict: bool) -> _AnyBody:
 
 def _refuse_unknown_options(body: bytes) -> None:
     options = msgspec.json.decode(body, type=_Optioned).options or {}
-    known = {*Options.__struct_fields__, *_LOADING}
+    known = {*OllamaOptions.__struct_fields__, *_LOADING}
     unknown = next((name for name in options if name not in known), None)
     if unknown is not None:
         raise OllamaError(
@@ -433,7 +433,7 @@ def check_thinks(asked: _Generating, model: FrontModel) -> None:
         raise OllamaError(400, f'"{asked.model}" does not support thinking')
 
 
-def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """The same in OpenAI's words. Calls without ids get some, and results the id of the oldest
     call of their tool, or of any, that has none yet."""
     translated: list[dict[str, Any]] = []
@@ -465,7 +465,7 @@ def _call(name: str, call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _answered(result: Message, waiting: list[dict[str, Any]]) -> str | None:
+def _answered(result: OllamaMessage, waiting: list[dict[str, Any]]) -> str | None:
     """The id of the call that a result belongs to, which waits no longer."""
     if result.tool_call_id:
         waiting[:] = [call for call in waiting if call["id"] != result.tool_call_id]

@@ -48,7 +48,7 @@ class NotAvailable(NotImplementedError):
     """An engine's method that has no meaning where the core schedules."""
 
 
-class Refusal(GracefulHTTPError):  # type: ignore[misc]
+class CoreRefusal(GracefulHTTPError):  # type: ignore[misc]
     """The core refuses a request; vLLM's handlers answer with its status and message."""
 
     def __init__(self, refused: Refused) -> None:
@@ -57,7 +57,7 @@ class Refusal(GracefulHTTPError):  # type: ignore[misc]
 
 def is_refusal(record: logging.LogRecord) -> bool:
     """Whether a record of the log is about a refusal of the core, which is no fault here."""
-    return record.exc_info is not None and isinstance(record.exc_info[1], Refusal)
+    return record.exc_info is not None and isinstance(record.exc_info[1], CoreRefusal)
 
 
 def _known_status(status: int) -> HTTPStatus:
@@ -92,7 +92,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         return self.tasks
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Returns when the core has admitted the request. Raises `Refusal`."""
+        """Returns when the core has admitted the request. Raises `CoreRefusal`."""
         call = current.get()
         try:
             self._check_pooled(call, request)
@@ -103,7 +103,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         except BaseException as error:
             self._drop(request.request_id)
             if isinstance(error, RequestRefused):
-                raise Refusal(error.refused) from error
+                raise CoreRefusal(error.refused) from error
             if isinstance(error, BadMessage | TooMuchPooled):
                 raise VLLMValidationError(str(error)) from error
             raise
@@ -143,7 +143,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         state = self.processor.request_states.get(request)
         if state is None:
             return
-        state.queue.put(Refusal(refused))
+        state.queue.put(CoreRefusal(refused))
         self._drop(request if state.parent_req is None else state.parent_req.request_id)
 
     def _plain(self, output: Output) -> EngineCoreOutput:

@@ -25,15 +25,15 @@ from appliance.errors import LabError
 from appliance.lab.calibration.least_squares import (
     Fit,
     Floats,
-    Prompts,
+    PromptSamples,
     Steps,
     consistent,
     fit_prefill,
     fit_steps,
     r_squared,
 )
-from appliance.lab.calibration.step_tables import Key, Measurements, MixedStep
-from appliance.lab.hardware import Gpu, Measured, ModelProfile, gpu, profile, profiled
+from appliance.lab.calibration.step_tables import Measurements, MixedStep, TableKey
+from appliance.lab.hardware import GpuSpec, Measured, ModelProfile, gpu, profile, profiled
 from appliance.vocabulary import Word
 
 PREFILL_R2, STEP_R2 = 0.97, 0.95
@@ -126,7 +126,9 @@ class Calibrated(Word, frozen=True, kw_only=True):
         return msgspec.convert(made, ModelProfile)
 
 
-def calibrate(measured: Mapping[Key, Measurements], sizes: Mapping[str, Sizes]) -> list[Calibrated]:
+def calibrate(
+    measured: Mapping[TableKey, Measurements], sizes: Mapping[str, Sizes]
+) -> list[Calibrated]:
     """Fits for every key, in order. `sizes` by model; a model's name in a table may differ from
     it in case and punctuation."""
     by_letters = {_letters(name): name for name in sizes}
@@ -136,13 +138,15 @@ def calibrate(measured: Mapping[Key, Measurements], sizes: Mapping[str, Sizes]) 
     ]
 
 
-def _calibrated(key: Key, rows: Measurements, model: str, sizes: Mapping[str, Sizes]) -> Calibrated:
+def _calibrated(
+    key: TableKey, rows: Measurements, model: str, sizes: Mapping[str, Sizes]
+) -> Calibrated:
     hardware, known = _gpu(key.gpu), sizes.get(model)
     prefill = step = None
     prompts, steps = rows.prompt_columns(), rows.step_columns()
     kept = _kept(key, np.stack([prompts.tokens, prompts.squares], 1), prompts.seconds)
     left_out = int((~kept).sum())
-    prompts = Prompts(*(column[kept] for column in _columns(prompts)))
+    prompts = PromptSamples(*(column[kept] for column in _columns(prompts)))
     if len(prompts.tokens) >= LEAST_ROWS:
         ranges = {"tokens": prompts.tokens, "sequences": prompts.sequences}
         prefill = _quality(fit_prefill(prompts), left_out, ranges)
@@ -172,13 +176,13 @@ def _calibrated(key: Key, rows: Measurements, model: str, sizes: Mapping[str, Si
     )
 
 
-def _kept(key: Key, sizes: Floats, seconds: Floats) -> NDArray[np.bool_]:
+def _kept(key: TableKey, sizes: Floats, seconds: Floats) -> NDArray[np.bool_]:
     if key.gpu == RECORDED:
         return np.ones(len(seconds), dtype=bool)
     return consistent(sizes, seconds)
 
 
-def _columns(rows: Prompts | Steps) -> list[Floats]:
+def _columns(rows: PromptSamples | Steps) -> list[Floats]:
     return [getattr(rows, field.name) for field in fields(rows)]
 
 
@@ -195,7 +199,7 @@ def _quality(fit: Fit, left_out: int, ranges: Mapping[str, Floats]) -> Quality:
     )
 
 
-def _possible(steps: Steps, hardware: Gpu | None, tp: int, sizes: Sizes | None) -> np.ndarray:
+def _possible(steps: Steps, hardware: GpuSpec | None, tp: int, sizes: Sizes | None) -> np.ndarray:
     """Rows whose weights and KV fit in the memory."""
     if hardware is None or sizes is None:
         return np.ones(len(steps.requests), dtype=bool)
@@ -219,7 +223,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
-def _gpu(name: str) -> Gpu | None:
+def _gpu(name: str) -> GpuSpec | None:
     """``A100``, ``a100-80gb`` …"""
     try:
         return gpu(name.partition("-")[0].upper())

@@ -37,7 +37,7 @@ ROUNDS = 50
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSamples:
     """Measured prompts: `tokens` of `sequences` computed together, the sum of their lengths'
     squares, and the seconds that took; a column each."""
 
@@ -72,7 +72,7 @@ class Fit:
     lines in the other columns). No law reaches more: what is left is noise."""
 
 
-def fit_prefill(prompts: Prompts) -> Fit:
+def fit_prefill(prompts: PromptSamples) -> Fit:
     """``a + b t + c t² + d max(0, t - knee)``. A sequence more in the same batch costs something,
     too; a prompt computed alone is one sequence."""
     tokens, ones = prompts.tokens, np.ones_like(prompts.tokens)

@@ -26,13 +26,13 @@ from typing import NamedTuple
 import numpy as np
 
 from appliance.errors import LabError
-from appliance.lab.calibration.least_squares import Prompts, Steps
+from appliance.lab.calibration.least_squares import PromptSamples, Steps
 
 FIRST_STEPS_TOKENS = 5
 """Tokens that a sequence has got, on average, over the first steps after its prompt."""
 
 
-class Key(NamedTuple):
+class TableKey(NamedTuple):
     """Who measured what on what."""
 
     source: str
@@ -61,17 +61,17 @@ class Measurements:
     """Requests, tokens of KV, seconds."""
     mixed: list[MixedStep] = field(default_factory=list)
 
-    def prompt_columns(self) -> Prompts:
-        return Prompts(*np.array(self.prompts, dtype=np.float64).reshape(-1, 4).T)
+    def prompt_columns(self) -> PromptSamples:
+        return PromptSamples(*np.array(self.prompts, dtype=np.float64).reshape(-1, 4).T)
 
     def step_columns(self) -> Steps:
         return Steps(*np.array(self.steps, dtype=np.float64).reshape(-1, 3).T)
 
 
-def read_tables(paths: Iterable[Path]) -> dict[Key, Measurements]:
+def read_tables(paths: Iterable[Path]) -> dict[TableKey, Measurements]:
     """All rows of these files, by key in the order of the files. A table without ``source`` is its
     own. Raises `LabError` naming the file, and line, that cannot be read."""
-    found: dict[Key, Measurements] = {}
+    found: dict[TableKey, Measurements] = {}
     for path in paths:
         try:
             lines = csv.DictReader(io.StringIO(_text(path)))
@@ -79,7 +79,7 @@ def read_tables(paths: Iterable[Path]) -> dict[Key, Measurements]:
             for row in lines:
                 try:
                     source = row.get("source") or path.name.partition(".")[0]
-                    key = Key(source, row["model"], row["gpu"], int(row["tp"]))
+                    key = TableKey(source, row["model"], row["gpu"], int(row["tp"]))
                     add(found.setdefault(key, Measurements()), row)
                 except (ValueError, TypeError) as error:
                     raise LabError(f"{path}:{lines.line_num}: {error}") from None

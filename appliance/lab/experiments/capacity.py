@@ -14,16 +14,16 @@ from rich.table import Table
 
 from appliance.errors import LabError
 from appliance.lab.experiments import scenario
-from appliance.lab.experiments.comparison import Outcome
+from appliance.lab.experiments.comparison import MatchResult
 from appliance.lab.experiments.report import mean, share
 from appliance.lab.experiments.run import Setting
-from appliance.lab.experiments.sweep import Load, largest, search
+from appliance.lab.experiments.sweep import LoadAxis, largest, search
 from appliance.lab.hardware import ModelProfile, gpu, profiled
 from appliance.lab.sim.extrapolation import Beyond, worst
 from appliance.vocabulary import Word
 
 Changes = Mapping[str, str]
-Play = Callable[[Changes], Sequence[Outcome]]
+Play = Callable[[Changes], Sequence[MatchResult]]
 """Plays the scenario with changes, once for each seed."""
 
 TPS = (1, 2, 4, 8)
@@ -88,9 +88,9 @@ class Planner:
             return Need(gpu=kind, why=found)
         changes, setting = found
         tp = setting.box.tp
-        played: dict[int, Sequence[Outcome]] = {}
+        played: dict[int, Sequence[MatchResult]] = {}
 
-        def on(instances: int) -> Sequence[Outcome]:
+        def on(instances: int) -> Sequence[MatchResult]:
             if instances not in played:
                 played[instances] = self._play({**changes, "hardware.count": f"{instances * tp}"})
             return played[instances]
@@ -114,12 +114,12 @@ class Planner:
             beyond=worst(one.beyond for one in outcomes),
         )
 
-    def carries(self, load: Load, target: float) -> Carries:
+    def carries(self, load: LoadAxis, target: float) -> Carries:
         """The largest load at which `target` is attained here, and what bounds it."""
         points: dict[float, float] = {}
-        played: dict[int, Sequence[Outcome]] = {}
+        played: dict[int, Sequence[MatchResult]] = {}
 
-        def under(steps: int) -> Sequence[Outcome]:
+        def under(steps: int) -> Sequence[MatchResult]:
             if steps not in played:
                 played[steps] = self._play(load.changes(steps))
             return played[steps]
@@ -143,7 +143,7 @@ class Planner:
             beyond=worst(one.beyond for one in under(max(1, steps))),
         )
 
-    def _attained(self, outcomes: Sequence[Outcome]) -> float:
+    def _attained(self, outcomes: Sequence[MatchResult]) -> float:
         known = outcomes[0].metrics
         if self._metric not in known:
             raise LabError(f"--metric: there is no {self._metric}; there are: {', '.join(known)}")

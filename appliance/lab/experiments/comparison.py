@@ -32,13 +32,13 @@ class Match(Word, frozen=True, kw_only=True):
     """Whether there will be plots."""
 
 
-class Outcome(Word, frozen=True, kw_only=True):
+class MatchResult(Word, frozen=True, kw_only=True):
     """What came of a match."""
 
     policy: str
     seed: int
     metrics: Mapping[str, float]
-    """Of `metrics.Metrics`, rounded; NaN where there was nothing to measure."""
+    """Of `metrics.RunMetrics`, rounded; NaN where there was nothing to measure."""
     faults: int = 0
     """Questions that the policy could not answer."""
     fault: str = ""
@@ -53,7 +53,7 @@ class Outcome(Word, frozen=True, kw_only=True):
     curves: Curves | None = None
 
 
-def played(match: Match) -> Outcome:
+def played(match: Match) -> MatchResult:
     """Play it. Raises `LabError` for a scenario or a policy that cannot be used."""
     path = Path(match.path)
     chosen = scenario.read(path, match.changes)
@@ -67,10 +67,10 @@ def played(match: Match) -> Outcome:
 
 def outcome(
     policy: str, seed: int, trial: Trial, warmup_seconds: float, *, with_curves: bool
-) -> Outcome:
+) -> MatchResult:
     """The figures of a trial."""
     first = trial.faults[0] if trial.faults else None
-    return Outcome(
+    return MatchResult(
         policy=policy,
         seed=seed,
         metrics=measure(trial.run, warmup_seconds).rounded(),
@@ -83,7 +83,7 @@ def outcome(
     )
 
 
-class Arena:
+class MatchPool:
     """Processes that play matches; a context manager that ends them. One job plays them here."""
 
     def __init__(self, jobs: int) -> None:
@@ -93,17 +93,17 @@ class Arena:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(jobs, mp_context=context)
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> MatchPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def play(self, matches: Sequence[Match], done: Callable[[], None]) -> list[Outcome]:
+    def play(self, matches: Sequence[Match], done: Callable[[], None]) -> list[MatchResult]:
         """The outcomes in the order of the matches; `done` is called after each. Raises `LabError`
         for the first that cannot be played."""
-        outcomes: list[Outcome] = []
+        outcomes: list[MatchResult] = []
         answers = map(_tried, matches) if self._pool is None else self._pool.map(_tried, matches)
         for match, answer in zip(matches, answers, strict=True):
             if isinstance(answer, str):
@@ -113,7 +113,7 @@ class Arena:
         return outcomes
 
 
-def _tried(match: Match) -> Outcome | str:
+def _tried(match: Match) -> MatchResult | str:
     """Errors go between processes as what they say."""
     try:
         return played(match)

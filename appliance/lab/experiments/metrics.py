@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from appliance.lab.sim.recorder import Life, Recorder
 from appliance.lab.sim.samples import by_shape, fragmentation, mapped_bytes
-from appliance.lab.sim.simulator import Run
+from appliance.lab.sim.simulator import SimulationRun
 from appliance.vocabulary import FinishReason, RequestClass, Word
 
 Floats = NDArray[np.float64]
@@ -28,7 +28,7 @@ NEAR_INSTANT_SECONDS = 0.05
 """A switch that waits no longer found its weights in place, or nearly so."""
 
 
-class Metrics(Word, frozen=True, kw_only=True):
+class RunMetrics(Word, frozen=True, kw_only=True):
     """Shares are of 1; times are seconds; NaN where there was nothing to measure."""
 
     requests: int
@@ -98,7 +98,7 @@ class Metrics(Word, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenTimes:
     """Every token of some requests: the request's place in the list, the token's, its time."""
 
     request: Ints
@@ -106,7 +106,7 @@ class Tokens:
     seconds: Floats
 
 
-def expand(recorder: Recorder, lives: Sequence[Life]) -> Tokens:
+def expand(recorder: Recorder, lives: Sequence[Life]) -> TokenTimes:
     """The tokens of these requests, one request after the other, each in the order of time."""
     place = np.full(len(recorder.lives), -1, dtype=np.int64)
     place[[life.number for life in lives]] = np.arange(len(lives))
@@ -128,10 +128,12 @@ def expand(recorder: Recorder, lives: Sequence[Life]) -> Tokens:
     )
     request = np.repeat(owner, counts)
     produced = np.bincount(request, minlength=len(lives))
-    return Tokens(request, position - np.repeat(np.cumsum(produced) - produced, produced), seconds)
+    return TokenTimes(
+        request, position - np.repeat(np.cumsum(produced) - produced, produced), seconds
+    )
 
 
-def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
+def measure(run: SimulationRun, warmup_seconds: float = 0.0) -> RunMetrics:
     """The metrics of the requests that arrived after the warm-up."""
     recorder, until = run.recorder, run.until
     lives = [life for life in recorder.lives if life.arrived >= warmup_seconds]
@@ -142,7 +144,7 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
     both = table.both_kept()
     batch = np.array([life.request_class is RequestClass.BATCH for life in lives], dtype=bool)
     samples = [sample for sample in run.samples if sample.at > warmup_seconds]
-    return Metrics(
+    return RunMetrics(
         requests=len(lives),
         finished=int(table.finished.sum()),
         rejected=int(table.rejected.sum()),
@@ -187,7 +189,9 @@ def measure(run: Run, warmup_seconds: float = 0.0) -> Metrics:
     )
 
 
-def fragmentation_by_shape(run: Run, warmup_seconds: float = 0.0) -> dict[str, dict[str, float]]:
+def fragmentation_by_shape(
+    run: SimulationRun, warmup_seconds: float = 0.0
+) -> dict[str, dict[str, float]]:
     """Of KV in each tier, by the bytes of a block."""
     samples = [sample for sample in run.samples if sample.at > warmup_seconds]
     tiers = {"device": [s.device for s in samples], "host": [s.host for s in samples]}
@@ -230,7 +234,7 @@ class Curves(Word, frozen=True, kw_only=True):
 QUANTILES = np.linspace(0, 1, 201)
 
 
-def curves(run: Run, warmup_seconds: float = 0.0, windows: int = 60) -> Curves:
+def curves(run: SimulationRun, warmup_seconds: float = 0.0, windows: int = 60) -> Curves:
     """What plots of the run are made of."""
     recorder = run.recorder
     lives = [life for life in recorder.lives if life.arrived >= warmup_seconds]
@@ -289,7 +293,7 @@ def seconds_covered(seconds: Floats, ttft_seconds: float, tbt_seconds: float, en
 class _Requests:
     """Columns, one row for each request."""
 
-    def __init__(self, lives: Sequence[Life], tokens: Tokens, until: float) -> None:
+    def __init__(self, lives: Sequence[Life], tokens: TokenTimes, until: float) -> None:
         self.tokens = tokens
         self.until = until
         self.arrived = np.array([life.arrived for life in lives])

@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.errors import LabError
 from appliance.lab.experiments.metrics import QUANTILES, Curves
-from appliance.lab.experiments.report import Report
+from appliance.lab.experiments.report import ComparisonReport
 
 
 def check() -> None:
@@ -16,7 +16,7 @@ def check() -> None:
     _pyplot()
 
 
-def draw(report: Report, directory: Path) -> list[Path]:
+def draw(report: ComparisonReport, directory: Path) -> list[Path]:
     """Latency distributions, attainment and GPUs over time of all policies, and of each a Gantt
     chart and its memory: of its first seed. Raises what `check` raises."""
     plt = _pyplot()

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 from rich.table import Table
 
-from appliance.lab.experiments.comparison import Outcome
+from appliance.lab.experiments.comparison import MatchResult
 from appliance.vocabulary import Word
 
 
-class Report(Word, frozen=True, kw_only=True):
+class ComparisonReport(Word, frozen=True, kw_only=True):
     """All outcomes of a scenario. `title` and the rest are its own."""
 
     title: str
     duration_seconds: float
     warmup_seconds: float
     changes: Mapping[str, str] = {}
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[MatchResult]
 
     def json(self) -> bytes:
         """NaN is null; curves are left out."""
@@ -99,7 +99,7 @@ BATCH_COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = [
 """Where there are requests of that class."""
 
 
-def table(report: Report) -> Table:
+def table(report: ComparisonReport) -> Table:
     """A row for each policy, means over its seeds; with several seeds, tokens ± half their range.
 
     Tokens and time are SLO attainment by token deadlines (count, and seconds covered); TTFT, TPOT

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import EXACT, Deviation
-from appliance.lab.sim.simulator import Run, simulate
+from appliance.lab.sim.simulator import SimulationRun, simulate
 from appliance.lab.workload import Arrival
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
@@ -124,7 +124,7 @@ class Contender:
 class Trial:
     """What came of it."""
 
-    run: Run
+    run: SimulationRun
     faults: Sequence[PolicyFault]
     """Questions that the policy could not answer; somebody else did."""
     host_kv_peak_bytes: int = 0

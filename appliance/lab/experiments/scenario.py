@@ -20,7 +20,7 @@ from msgspec import Meta
 from appliance.config.toml_lines import KeyPath, LineMap, dotted
 from appliance.errors import LabError
 from appliance.lab.experiments.run import Contender, Setting, System
-from appliance.lab.hardware import Box, Gpu, ModelProfile, gpu, profile
+from appliance.lab.hardware import Box, GpuSpec, ModelProfile, gpu, profile
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
 from appliance.units import Bytes, Seconds
@@ -31,11 +31,11 @@ Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScenarioTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file."""
 
 
-class Hardware(Section, frozen=True, kw_only=True):
+class Hardware(ScenarioTable, frozen=True, kw_only=True):
     """``[hardware]``: `count` GPUs of the built-in table, `tp` of them to an instance."""
 
     gpu: str
@@ -79,7 +79,7 @@ class Hardware(Section, frozen=True, kw_only=True):
             block_tokens=self.block_tokens,
         )
 
-    def _gpu(self) -> Gpu:
+    def _gpu(self) -> GpuSpec:
         known = gpu(self.gpu)
         changed = {
             "vram_bytes": self.vram,
@@ -90,7 +90,7 @@ class Hardware(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(known, **{k: v for k, v in changed.items() if v})
 
 
-class SloTarget(Section, frozen=True, kw_only=True):
+class SloTarget(ScenarioTable, frozen=True, kw_only=True):
     """An SLO: ``slo = { ttft = "10s", tbt = "100ms" }``."""
 
     ttft: Seconds
@@ -116,7 +116,7 @@ class SloTargets(SloTarget, frozen=True, kw_only=True):
         )
 
 
-class Models(Section, frozen=True, kw_only=True):
+class ModelGroup(ScenarioTable, frozen=True, kw_only=True):
     """``[[models]]``: `count` models, with the profiles of `mix` in turn.
 
     They are called by `names`, else ``m000``, ``m001`` … through all tables.
@@ -143,14 +143,14 @@ class Models(Section, frozen=True, kw_only=True):
     pinned: bool = False
 
 
-class RatePhase(Section, frozen=True, kw_only=True):
+class RatePhase(ScenarioTable, frozen=True, kw_only=True):
     """``phases = [{ at = "60s", scale = 3.0 }, …]``: from then on so many times the rate."""
 
     at: Seconds
     scale: Annotated[float, Meta(ge=0)]
 
 
-class Arrivals(Section, frozen=True, kw_only=True):
+class Arrivals(ScenarioTable, frozen=True, kw_only=True):
     """``[arrivals]``: requests drawn at a rate with lengths from a file, or a trace."""
 
     trace: str | None = None
@@ -174,7 +174,7 @@ class Arrivals(Section, frozen=True, kw_only=True):
     """What clients allow; without, all that the context has room for."""
 
 
-class SystemTable(Section, frozen=True, kw_only=True):
+class SystemTable(ScenarioTable, frozen=True, kw_only=True):
     """``system = { activation = "2.5s", efficiency = 0.3, prefetch = false }``."""
 
     activation: Seconds | None = None
@@ -191,7 +191,7 @@ class SystemTable(Section, frozen=True, kw_only=True):
         )
 
 
-class PolicyTable(Section, frozen=True, kw_only=True):
+class ScenarioPolicy(ScenarioTable, frozen=True, kw_only=True):
     """``[policies.NAME]``: policies to compare, composed as in ``[policy]`` of the appliance."""
 
     use: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ class PolicyTable(Section, frozen=True, kw_only=True):
     """What switching costs in the policy's own system; without, the same mechanism for all."""
 
 
-class Deviates(Section, frozen=True, kw_only=True):
+class Deviates(ScenarioTable, frozen=True, kw_only=True):
     """``[deviation]``: how far the truth is from what policies expect (1 is not at all)."""
 
     prefill: Positive = 1.0
@@ -218,7 +218,7 @@ class GivenProfile(ModelProfile, frozen=True, kw_only=True, forbid_unknown_field
     """``[[profiles]]``: a model that the built-in table does not have on this hardware."""
 
 
-class Scenario(Section, frozen=True, kw_only=True):
+class Scenario(ScenarioTable, frozen=True, kw_only=True):
     """The whole file."""
 
     title: str
@@ -229,9 +229,9 @@ class Scenario(Section, frozen=True, kw_only=True):
     seeds: Annotated[tuple[int, ...], Meta(min_length=1)] = (1,)
     hardware: Hardware
     slo: SloTargets
-    models: Annotated[tuple[Models, ...], Meta(min_length=1)]
+    models: Annotated[tuple[ModelGroup, ...], Meta(min_length=1)]
     arrivals: Arrivals
-    policies: Mapping[str, PolicyTable] = {}
+    policies: Mapping[str, ScenarioPolicy] = {}
     deviation: Deviates = Deviates()
     profiles: tuple[GivenProfile, ...] = ()
 
@@ -241,7 +241,7 @@ class Scenario(Section, frozen=True, kw_only=True):
 
     def contender(self, name: str) -> Contender:
         """The policy of this name: a table of the scenario, else an installed one as it ships."""
-        table = self.policies.get(name, PolicyTable())
+        table = self.policies.get(name, ScenarioPolicy())
         return Contender(
             name,
             table.use or (name,),
@@ -282,13 +282,13 @@ class Scenario(Section, frozen=True, kw_only=True):
             deviation=self._deviation(seed),
         )
 
-    def _names(self, group: Models, before: int) -> Sequence[ModelName]:
+    def _names(self, group: ModelGroup, before: int) -> Sequence[ModelName]:
         count = group.count or len(group.names) or len(group.mix)
         if group.names and len(group.names) != count:
             raise LabError(f"models.names: {len(group.names)} names for {count} models")
         return group.names or [f"m{before + index:03}" for index in range(count)]
 
-    def _spec(self, group: Models, name: ModelName, found: ModelProfile) -> ModelSpec:
+    def _spec(self, group: ModelGroup, name: ModelName, found: ModelProfile) -> ModelSpec:
         return ModelSpec(
             name=name,
             weight_bytes=found.weight_bytes,
@@ -299,7 +299,7 @@ class Scenario(Section, frozen=True, kw_only=True):
         )
 
     def _drawn(
-        self, group: Models, names: Sequence[ModelName], seed: int, directory: Path
+        self, group: ModelGroup, names: Sequence[ModelName], seed: int, directory: Path
     ) -> list[list[Arrival]]:
         """Interactive and batch requests that a rate or a number is given for."""
         asked = self.arrivals
@@ -329,7 +329,7 @@ class Scenario(Section, frozen=True, kw_only=True):
             backlog(names, group.batch_backlog if at < end else 0, lengths, at, seed),
         ]
 
-    def _lengths(self, group: Models, directory: Path) -> Lengths:
+    def _lengths(self, group: ModelGroup, directory: Path) -> Lengths:
         asked = self.arrivals
         if group.lengths is not None:
             lengths = Lengths.read(_found(directory, group.lengths, "models.lengths"))

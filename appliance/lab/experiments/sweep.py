@@ -33,7 +33,7 @@ def search(start: int, most: int, target: float) -> Search:
 
 
 def largest(
-    load: Load,
+    load: LoadAxis,
     target: float,
     points: MutableMapping[float, float],
     attained: Callable[[int], float],
@@ -53,7 +53,7 @@ def largest(
         return answer
 
 
-class Load(Protocol):
+class LoadAxis(Protocol):
     """Something of a scenario that there can be more of, `start` steps of it at first."""
 
     name: str

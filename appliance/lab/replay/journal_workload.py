@@ -23,11 +23,11 @@ from appliance.journal import Setup, read
 from appliance.lab.calibration.least_squares import fit_prefill, fit_steps
 from appliance.lab.calibration.step_tables import Measurements
 from appliance.lab.experiments.run import Contender, Setting
-from appliance.lab.hardware import Box, Gpu, ModelProfile
+from appliance.lab.hardware import Box, GpuSpec, ModelProfile
 from appliance.lab.noise import Deviation
 from appliance.lab.replay.overheads import ColdPrompt, Overheads
-from appliance.lab.sim.recorder import Life, Recorder, Span, Switch
-from appliance.lab.sim.simulator import Run
+from appliance.lab.sim.recorder import ComputeSpan, Life, ModelSwitch, Recorder
+from appliance.lab.sim.simulator import SimulationRun
 from appliance.lab.workload import Arrival
 from appliance.service.policy_report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
@@ -79,18 +79,18 @@ UNKNOWN_BYTES_PER_SECOND = 5e9
 
 
 @dataclass(frozen=True)
-class Recording:
+class JournalRecording:
     """The requests and the box of a journal, and what really happened."""
 
     setting: Setting
-    happened: Run
+    happened: SimulationRun
     contender: Contender
     """The policies that decided then, each from when it was chosen."""
     measured: Mapping[ModelName, Measurements]
     """Its prompts and turns, as rows to fit times to."""
 
 
-def recording(path: Path, learns: Callable[[float], bool] | None = None) -> Recording:
+def recording(path: Path, learns: Callable[[float], bool] | None = None) -> JournalRecording:
     """Read a journal. How long anything takes is learned from all of it, or from what was over at
     times at which `learns`, of the seconds since the first request, is true. Raises `LabError` if
     there is nothing in it to replay."""
@@ -103,7 +103,7 @@ def recording(path: Path, learns: Callable[[float], bool] | None = None) -> Reco
         raise LabError(f"{path}: {error}") from None
     if not reader.recorder.lives:
         raise LabError(f"{path}: there are no requests in it")
-    return Recording(
+    return JournalRecording(
         setting=reader.setting(),
         happened=reader.run(),
         measured=reader.measured,
@@ -302,7 +302,7 @@ class _Reader:
         command = job.command
         batch = len(command.requests) if isinstance(command, RunTurn) else 0
         prompts = len(command.prompts) if isinstance(command, RunTurn) else 1
-        span = Span(instance, model, self._now - seconds, self._now, batch, steps, prompts)
+        span = ComputeSpan(instance, model, self._now - seconds, self._now, batch, steps, prompts)
         self.recorder.computed(span, seconds)
 
     def _note(self, command: Command) -> None:
@@ -330,11 +330,11 @@ class _Reader:
         )
         if self._current.get(instance) != model:
             self._current[instance] = model
-            self.recorder.switches.append(Switch(instance, model, self._now, math.nan))
+            self.recorder.switches.append(ModelSwitch(instance, model, self._now, math.nan))
 
-    def run(self) -> Run:
+    def run(self) -> SimulationRun:
         """What happened."""
-        return Run(
+        return SimulationRun(
             recorder=self.recorder,
             until=self._now,
             instances=self._setup.instances,
@@ -352,7 +352,7 @@ class _Reader:
         tp = max(1, built.host_slabs // built.weight_slabs)
         rate = self._overheads.load_bytes_per_second() or UNKNOWN_BYTES_PER_SECOND
         box = Box(
-            gpu=Gpu(
+            gpu=GpuSpec(
                 name="recorded",
                 vram_bytes=self._slabs * setup.slab_bytes,
                 pcie_bytes_per_second=rate / tp,

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from appliance.lab.hardware import ModelProfile
-from appliance.lab.sim.link import Link, Transfer
+from appliance.lab.sim.link import Link, LinkTransfer
 from appliance.vocabulary import KvShape, RequestId
 
 
 @dataclass(slots=True)
-class Load:
+class WeightLoad:
     """Weights on their way."""
 
     link: Link
     lane: str
-    transfer: Transfer
+    transfer: LinkTransfer
     prefetched: bool
 
 
 @dataclass(slots=True)
-class Engine:
+class SimulatedEngine:
     """One model: what it holds of the pool."""
 
     profile: ModelProfile
@@ -29,7 +29,7 @@ class Engine:
     in_host: bool | None = None
     """Whether it loads from the host tier; None before it was told."""
     mapped: bool = False
-    load: Load | None = None
+    load: WeightLoad | None = None
     blocks: dict[RequestId, int] = field(default_factory=dict)
     used: int = 0
     """Blocks of requests."""

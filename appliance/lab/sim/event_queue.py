@@ -22,7 +22,7 @@ class Rank(IntEnum):
     TICK = 5
 
 
-class Entry:
+class ScheduledEvent:
     """Something that will happen, unless it is called off."""
 
     __slots__ = ("action", "seconds")
@@ -41,13 +41,13 @@ class Agenda:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, int, Entry]] = []
+        self._heap: list[tuple[float, int, int, ScheduledEvent]] = []
         self._entries = 0
 
-    def at(self, seconds: float, rank: Rank, action: Callable[[], None]) -> Entry:
+    def at(self, seconds: float, rank: Rank, action: Callable[[], None]) -> ScheduledEvent:
         """Have `action` called at this time, which is not before now."""
         assert seconds >= self.now, "nothing happens in the past"
-        entry = Entry(seconds, action)
+        entry = ScheduledEvent(seconds, action)
         self._entries += 1
         heapq.heappush(self._heap, (seconds, rank, self._entries, entry))
         return entry

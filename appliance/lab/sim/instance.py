@@ -29,9 +29,15 @@ from appliance.lab.noise import EXACT, Deviation, Pace
 from appliance.lab.sim.closed_form import elapsed, steps_until
 from appliance.lab.sim.event_queue import Agenda, Rank
 from appliance.lab.sim.instance_memory import Holdings
-from appliance.lab.sim.jobs import Activation, Mapped, Prefill, Prompt, Turn
+from appliance.lab.sim.jobs import (
+    Activation,
+    ChunkedPrompt,
+    Mapped,
+    SimulatedPrefill,
+    SimulatedTurn,
+)
 from appliance.lab.sim.known_requests import KnownRequests
-from appliance.lab.sim.recorder import Life, Recorder, Span, Switch
+from appliance.lab.sim.recorder import ComputeSpan, Life, ModelSwitch, Recorder
 from appliance.lab.sim.reports import Report, Reports
 from appliance.lab.sim.topology import Wiring
 from appliance.vocabulary import (
@@ -92,7 +98,9 @@ class SimulatedInstance:
         self._engines = self.holdings.engines
         self._reports = Reports(number, self._engines, report)
         self._queue: deque[Command] = deque()
-        self._job: Prefill | Turn | Activation | Mapped | StoreWeights | None = None
+        self._job: SimulatedPrefill | SimulatedTurn | Activation | Mapped | StoreWeights | None = (
+            None
+        )
         self._mapping_seconds = box.gpu.mapping_seconds
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
@@ -112,7 +120,7 @@ class SimulatedInstance:
         match command:
             case Preempt():
                 self._preempted = max(self._preempted, command.turn)
-                if isinstance(self._job, Turn) and self._is_preempted(self._job):
+                if isinstance(self._job, SimulatedTurn) and self._is_preempted(self._job):
                     self._preempt(self._job)
             case Release():
                 self._release(command)
@@ -133,7 +141,7 @@ class SimulatedInstance:
     def _release(self, command: Release) -> None:
         self._known.released.add(command.request)
         turn = self._job
-        if isinstance(turn, Turn) and turn.computes(command.request):
+        if isinstance(turn, SimulatedTurn) and turn.computes(command.request):
             self._cut(turn)  # it leaves at the next step, with its blocks
         elif command.model in self._engines:
             self._engines[command.model].drop(command.request)
@@ -234,19 +242,19 @@ class SimulatedInstance:
     def _notice(self, event: ModelLoaded | KvMoved) -> None:
         """A transfer is over: what waits for it may go on, but not while a prompt is computed."""
         job = self._job
-        if isinstance(job, Prefill):
+        if isinstance(job, SimulatedPrefill):
             if isinstance(event, ModelLoaded) and event.model == job.command.model:
                 self._complete_weights(job)
             self._unnoticed.append(event)
             return
         self._report(event)
-        if isinstance(job, Turn) and job.waits_since is not None:
+        if isinstance(job, SimulatedTurn) and job.waits_since is not None:
             job.done_seconds += self._agenda.now - job.waits_since
             job.waits_since = None
             self._next_stretch(job)
         self.work()
 
-    def _complete_weights(self, job: Prefill) -> None:
+    def _complete_weights(self, job: SimulatedPrefill) -> None:
         """The weights of the last layer came last: that layer is still to be computed."""
         layers = self._engines[job.command.model].profile.layers
         job.not_before = self._agenda.now + job.seconds / layers
@@ -273,11 +281,11 @@ class SimulatedInstance:
         seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
         if engine.load is not None:
             seconds += self._box.interference_seconds
-        job = self._job = Prefill(command, life, self._agenda.now, seconds)
+        job = self._job = SimulatedPrefill(command, life, self._agenda.now, seconds)
         self._agenda.at(job.began + seconds, Rank.JOB, lambda: self._compute_ended(job))
         return True
 
-    def _compute_ended(self, job: Prefill) -> None:
+    def _compute_ended(self, job: SimulatedPrefill) -> None:
         """Every layer could be computed by now, if its weights were there in time."""
         engine = self._engines[job.command.model]
         if engine.load is not None:
@@ -287,12 +295,12 @@ class SimulatedInstance:
         else:
             self._end_prefill(job)
 
-    def _end_prefill(self, job: Prefill) -> None:
+    def _end_prefill(self, job: SimulatedPrefill) -> None:
         command, life, now = job.command, job.life, self._agenda.now
         engine = self._engines[command.model]
         self._note_switch(command.model, now - self._ready_since - job.seconds)
         self._recorder.computed(
-            Span(self.number, command.model, job.began, now, 0, 0, 1), job.seconds
+            ComputeSpan(self.number, command.model, job.began, now, 0, 0, 1), job.seconds
         )
         self._recorder.reach.prompt(engine.profile, life.kv_tokens + 1, job.seconds)
         self._job, self._ready_since = None, now
@@ -330,7 +338,7 @@ class SimulatedInstance:
         if waiting and self.holdings.moves_out and not self._fits_prompt(command, waiting[0]):
             return False
         self._note_switch(command.model, now - self._ready_since)
-        turn = Turn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
+        turn = SimulatedTurn(command, batch, waiting, now, self._pace.turn(), largest=len(batch))
         self._job = turn
         self._next_stretch(turn)
         return True
@@ -340,7 +348,7 @@ class SimulatedInstance:
         blocks = shape.blocks(life.prompt_tokens + life.produced)
         return self.holdings.can_grow(command.model, blocks, command.kv_slabs)
 
-    def _begin_prompts(self, turn: Turn) -> None:
+    def _begin_prompts(self, turn: SimulatedTurn) -> None:
         """Have prompts begin while those that have leave room in the next chunk."""
         command, engine = turn.command, self._engines[turn.command.model]
         while turn.waiting and sum([p.left for p in turn.prompts]) < command.chunk_tokens:
@@ -354,9 +362,9 @@ class SimulatedInstance:
                 tokens = life.prompt_tokens + life.produced
                 engine.hold(request, engine.shape.blocks(tokens))
                 self._recorder.reach.prompt(engine.profile, tokens, 0.0)
-                turn.prompts.append(Prompt(life, tokens, self._agenda.now))
+                turn.prompts.append(ChunkedPrompt(life, tokens, self._agenda.now))
 
-    def _next_stretch(self, turn: Turn) -> None:
+    def _next_stretch(self, turn: SimulatedTurn) -> None:
         """Plan steps until a request finishes, a prompt is done, the quota is over or the slabs are
         full."""
         command = turn.command
@@ -387,34 +395,34 @@ class SimulatedInstance:
             turn.steps = min(room, steps_until(left, turn.first, turn.growth))
         self._plan_end(turn)
 
-    def _plan_end(self, turn: Turn) -> None:
+    def _plan_end(self, turn: SimulatedTurn) -> None:
         if turn.entry is not None:
             turn.entry.call_off()
         end = turn.start + elapsed(turn.first, turn.growth, turn.steps)
         end = max(end, self._agenda.now)  # the last bit of a sum may be lost
         turn.entry = self._agenda.at(end, Rank.JOB, lambda: self._end_stretch(turn))
 
-    def _preempt(self, turn: Turn) -> None:
+    def _preempt(self, turn: SimulatedTurn) -> None:
         """Have the turn end with this step; prompts that have begun are computed to their end."""
         if not turn.prompts:
             self._cut(turn)
         elif 0 < self._step_of(turn) < turn.steps:
             turn.end = turn.end or TurnEnd.PREEMPTED
 
-    def _cut(self, turn: Turn) -> None:
+    def _cut(self, turn: SimulatedTurn) -> None:
         """Have the stretch end with the step that is being computed."""
         steps = self._step_of(turn)
         if 0 < steps < turn.steps:
             turn.steps = steps
             self._plan_end(turn)
 
-    def _step_of(self, turn: Turn) -> int:
+    def _step_of(self, turn: SimulatedTurn) -> int:
         """Which step of the stretch is being computed, from 1; 0 if none is."""
         if turn.waits_since is not None:
             return 0
         return steps_until(self._agenda.now - turn.start, turn.first, turn.growth)
 
-    def _end_stretch(self, turn: Turn) -> None:
+    def _end_stretch(self, turn: SimulatedTurn) -> None:
         engine, command = self._engines[turn.command.model], turn.command
         turn.entry = None
         turn.done_steps += turn.steps
@@ -451,7 +459,7 @@ class SimulatedInstance:
                 turn.end = TurnEnd.QUOTA
         self._next_stretch(turn)
 
-    def _compute_prompts(self, turn: Turn) -> list[Prompt]:
+    def _compute_prompts(self, turn: SimulatedTurn) -> list[ChunkedPrompt]:
         """Take the stretch's chunks off the prompts; those that are over, computed or released."""
         ahead = turn.steps - 1
         turn.prompts[0].done += ahead * turn.command.chunk_tokens
@@ -465,16 +473,16 @@ class SimulatedInstance:
                 turn.done_prompts += 1
         return over
 
-    def _is_preempted(self, turn: Turn) -> bool:
+    def _is_preempted(self, turn: SimulatedTurn) -> bool:
         return turn.command.turn <= self._preempted
 
-    def _end_turn(self, turn: Turn, reason: TurnEnd) -> None:
+    def _end_turn(self, turn: SimulatedTurn, reason: TurnEnd) -> None:
         command = turn.command
         self._job, self._ready_since = None, self._agenda.now
         for request in turn.waiting:
             self._reports.prompt_deferred(command.model, request)
         if turn.done_steps:
-            span = Span(
+            span = ComputeSpan(
                 self.number,
                 command.model,
                 turn.began,
@@ -490,5 +498,5 @@ class SimulatedInstance:
     def _note_switch(self, model: ModelName, waited: float) -> None:
         if model != self._current:
             at = self._agenda.now
-            self._recorder.switches.append(Switch(self.number, model, at, waited))
+            self._recorder.switches.append(ModelSwitch(self.number, model, at, waited))
             self._current = model

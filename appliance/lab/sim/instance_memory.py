@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 from appliance.errors import LabError
 from appliance.lab.hardware import Box, ModelProfile
-from appliance.lab.sim.engine import Engine, Load
-from appliance.lab.sim.link import Transfer
+from appliance.lab.sim.engine import SimulatedEngine, WeightLoad
+from appliance.lab.sim.link import LinkTransfer
 from appliance.lab.sim.recorder import Life, Recorder
 from appliance.lab.sim.topology import KV_IN, KV_OUT, WEIGHTS, Wiring
 from appliance.vocabulary import (
@@ -49,15 +49,15 @@ class Holdings:
         self._disk = wiring.disk
         self._files = f"files {number}"
         self._ended = ended
-        self.engines: dict[ModelName, Engine] = {}
+        self.engines: dict[ModelName, SimulatedEngine] = {}
         self.moves_out = 0
         """Under way."""
 
-    def build(self, model: ModelName) -> Engine:
+    def build(self, model: ModelName) -> SimulatedEngine:
         """An engine that holds nothing."""
         profile, slab = self._profiles[model], self._box.slab_bytes
         shape = profile.kv_shape(slab, self._box.block_tokens)
-        engine = Engine(profile, shape, profile.weight_slabs(slab))
+        engine = SimulatedEngine(profile, shape, profile.weight_slabs(slab))
         self.engines[model] = engine
         return engine
 
@@ -81,7 +81,7 @@ class Holdings:
         else:
             link, lane, nbytes = self._disk, self._files, engine.profile.weight_bytes
         transfer = link.start(lane, nbytes, lambda _: self._end_load(model))
-        engine.load = Load(link, lane, transfer, prefetched)
+        engine.load = WeightLoad(link, lane, transfer, prefetched)
         self._recorder.loads += 1
         self._recorder.prefetches += prefetched
         return True
@@ -150,7 +150,7 @@ class Holdings:
         nbytes = blocks * engine.shape.block_bytes
         outwards = command.direction is Direction.OUT
 
-        def end(transfer: Transfer | None) -> None:
+        def end(transfer: LinkTransfer | None) -> None:
             if transfer is not None and outwards:
                 engine.leaving -= blocks
                 self.moves_out -= 1

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from appliance.lab.hardware import ModelProfile
 from appliance.lab.sim.closed_form import steps_in_room
-from appliance.lab.sim.engine import Engine
-from appliance.lab.sim.event_queue import Entry
+from appliance.lab.sim.engine import SimulatedEngine
+from appliance.lab.sim.event_queue import ScheduledEvent
 from appliance.lab.sim.recorder import Life
 from appliance.vocabulary import ModelName, RequestId, RunPrefill, RunTurn, TurnEnd
 
@@ -29,7 +29,7 @@ class Mapped:
 
 
 @dataclass(slots=True)
-class Prefill:
+class SimulatedPrefill:
     """A prompt that is being computed: `seconds` of work, and not over before `not_before`."""
 
     command: RunPrefill
@@ -42,7 +42,7 @@ class Prefill:
 
 
 @dataclass(slots=True)
-class Prompt:
+class ChunkedPrompt:
     """A prompt that is computed in chunks beside the steps of a turn."""
 
     life: Life
@@ -57,7 +57,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Turn:
+class SimulatedTurn:
     """A turn that runs, and the stretch it is at."""
 
     command: RunTurn
@@ -67,7 +67,7 @@ class Turn:
     began: float
     factor: float
     """Of all its times."""
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[ChunkedPrompt] = field(default_factory=list)
     """Prompts that have, in the order in which they are computed."""
     end: TurnEnd | None = None
     """Why it is over when its prompts are done."""
@@ -79,7 +79,7 @@ class Turn:
     kv_tokens: int = 0
     """Of its batch, when the stretch began."""
     steps: int = 0
-    entry: Entry | None = None
+    entry: ScheduledEvent | None = None
     largest: int = 0
     done_prompts: int = 0
     waits_since: float | None = None
@@ -91,7 +91,7 @@ class Turn:
             prompt.life.id == request for prompt in self.prompts
         )
 
-    def next_chunk(self) -> list[tuple[Prompt, int]]:
+    def next_chunk(self) -> list[tuple[ChunkedPrompt, int]]:
         """Tokens of its prompts that the next step computes."""
         chunk, room = [], self.command.chunk_tokens
         for prompt in self.prompts:
@@ -100,7 +100,7 @@ class Turn:
                 room -= chunk[-1][1]
         return chunk
 
-    def room(self, engine: Engine) -> int:
+    def room(self, engine: SimulatedEngine) -> int:
         """Steps until the first request finishes, or until the slabs of the turn are full."""
         shape = engine.shape
         cap_blocks = self.command.kv_slabs // shape.group_slabs * shape.group_blocks

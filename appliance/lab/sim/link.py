@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from appliance.lab.sim.event_queue import Agenda, Entry, Rank
+from appliance.lab.sim.event_queue import Agenda, Rank, ScheduledEvent
 
 DONE_BYTES = 0.5
 """Below this nothing is left: what rounding leaves over of sizes and rates."""
 
 
-class Transfer:
+class LinkTransfer:
     """`nbytes` bytes on their way; the times are those of the clock, once they are known."""
 
     __slots__ = ("began", "ended", "left", "nbytes", "queued", "then")
 
-    def __init__(self, nbytes: int, now: float, then: Callable[[Transfer], None]) -> None:
+    def __init__(self, nbytes: int, now: float, then: Callable[[LinkTransfer], None]) -> None:
         self.nbytes = nbytes
         self.left = float(nbytes)
         self.queued = now
@@ -82,19 +82,19 @@ class Link:
         self._own_rate = self._rate = bytes_per_second
         self._root = root
         self._used = False
-        self._lanes: dict[str, deque[Transfer]] = {}
+        self._lanes: dict[str, deque[LinkTransfer]] = {}
         self._since = 0.0
-        self._next: Entry | None = None
+        self._next: ScheduledEvent | None = None
 
-    def start(self, lane: str, nbytes: int, then: Callable[[Transfer], None]) -> Transfer:
+    def start(self, lane: str, nbytes: int, then: Callable[[LinkTransfer], None]) -> LinkTransfer:
         """Put a transfer in line; `then` is called with it when all of its bytes are there."""
         self._catch_up()
-        transfer = Transfer(nbytes, self._agenda.now, then)
+        transfer = LinkTransfer(nbytes, self._agenda.now, then)
         self._lanes.setdefault(lane, deque()).append(transfer)
         self._go_on()
         return transfer
 
-    def cancel(self, lane: str, transfer: Transfer) -> None:
+    def cancel(self, lane: str, transfer: LinkTransfer) -> None:
         """Stop a transfer, under way or in line, without a notice."""
         self._catch_up()
         self._lanes[lane].remove(transfer)

@@ -43,7 +43,7 @@ class Life:
         return self.output_tokens - self.produced
 
 
-class Span(NamedTuple):
+class ComputeSpan(NamedTuple):
     """Something that an instance computed: a prompt, or a turn with the size of its batch."""
 
     instance: InstanceId
@@ -57,7 +57,7 @@ class Span(NamedTuple):
     """Those that were computed."""
 
 
-class Switch(NamedTuple):
+class ModelSwitch(NamedTuple):
     """Another model became the one that runs; `waited` seconds went by for that alone (NaN where
     that is not known)."""
 
@@ -79,8 +79,8 @@ class Recorder:
     growths: array[float] = field(default_factory=lambda: array("d"))
     counts: array[int] = field(default_factory=lambda: array("q"))
     """The segments, column by column, each request's in the order of time."""
-    spans: list[Span] = field(default_factory=list)
-    switches: list[Switch] = field(default_factory=list)
+    spans: list[ComputeSpan] = field(default_factory=list)
+    switches: list[ModelSwitch] = field(default_factory=list)
     loads: int = 0
     prefetches: int = 0
     busy: dict[InstanceId, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Recorder:
         self.growths.append(growth)
         self.counts.append(count)
 
-    def computed(self, span: Span, seconds: float) -> None:
+    def computed(self, span: ComputeSpan, seconds: float) -> None:
         """An instance was at something; for `seconds` of that time it computed."""
         self.spans.append(span)
         self.busy[span.instance] = self.busy.get(span.instance, 0.0) + seconds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from appliance.lab.sim.engine import Engine
-from appliance.lab.sim.jobs import Turn
+from appliance.lab.sim.engine import SimulatedEngine
+from appliance.lab.sim.jobs import SimulatedTurn
 from appliance.lab.sim.recorder import Life
 from appliance.vocabulary import (
     Event,
@@ -30,7 +30,7 @@ class Reports:
     """Makes the events of one instance; `report` gets them."""
 
     def __init__(
-        self, number: InstanceId, engines: Mapping[ModelName, Engine], report: Report
+        self, number: InstanceId, engines: Mapping[ModelName, SimulatedEngine], report: Report
     ) -> None:
         self._number = number
         self._engines = engines
@@ -82,7 +82,7 @@ class Reports:
         )
         self._report(TokensProduced(instance=self._number, model=model, tokens=counts))
 
-    def turn_ended(self, turn: Turn, reason: TurnEnd) -> None:
+    def turn_ended(self, turn: SimulatedTurn, reason: TurnEnd) -> None:
         command = turn.command
         self._report(
             TurnEnded(

@@ -17,7 +17,7 @@ from functools import partial
 from appliance.errors import LabError
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import EXACT, Deviation
-from appliance.lab.sim.event_queue import Agenda, Entry, Rank
+from appliance.lab.sim.event_queue import Agenda, Rank, ScheduledEvent
 from appliance.lab.sim.instance import SimulatedInstance
 from appliance.lab.sim.recorder import Life, Recorder
 from appliance.lab.sim.samples import Sample, look, times
@@ -40,7 +40,7 @@ from appliance.vocabulary import (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulationRun:
     """What happened, until `until` seconds of the virtual clock."""
 
     recorder: Recorder
@@ -68,7 +68,7 @@ def simulate(
     deviation: Deviation = EXACT,
     swaps: Iterable[tuple[float, Policy]] = (),
     lengths: MutableMapping[RequestId, int] | None = None,
-) -> Run:
+) -> SimulationRun:
     """Run the machine on the box from 0 to `until` seconds.
 
     `profiles` has every model of the machine, on this kind of instance; `arrivals` come in the
@@ -100,7 +100,7 @@ class _Simulation:
         self._facts: deque[Event] = deque()
         self._events = 0
         self._order_seconds = box.order_seconds
-        self._tick: Entry | None = None
+        self._tick: ScheduledEvent | None = None
         wiring = Wiring(self._agenda, box, deviation)
         self._instances: dict[InstanceId, SimulatedInstance] = {
             number: SimulatedInstance(
@@ -117,7 +117,7 @@ class _Simulation:
             for number in machine.instances
         }
 
-    def run(self, until: float, swaps: Iterable[tuple[float, Policy]]) -> Run:
+    def run(self, until: float, swaps: Iterable[tuple[float, Policy]]) -> SimulationRun:
         for instance in self._instances.values():
             instance.start()
         self._tell()
@@ -131,7 +131,7 @@ class _Simulation:
                 self._tell()
                 self._await_deadline()
             samples.append(look(at, self._machine, holdings, self._box.slab_bytes))
-        return Run(
+        return SimulationRun(
             recorder=self._recorder,
             until=until,
             instances=len(self._instances),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.access.keys import Key
-from appliance.access.rate_limits import Bucket, Meter, Refusal
+from appliance.access.rate_limits import Bucket, LimitRefusal, Meter
 
 
 def key(**limits: Any) -> Key:
@@ -94,9 +94,9 @@ def test_each_limit_is_named() -> None:
         assert meter.begin(0.0) is None
     assert long.reserve(50, 0.0) == 50
 
-    assert busy.begin(0.0) == Refusal("concurrency", 1, 1.0)
-    assert often.begin(30.0) == Refusal("requests", 1, pytest.approx(30.0))
-    assert long.reserve(20, 0.0) == Refusal("tokens", 60, pytest.approx(10.0))
+    assert busy.begin(0.0) == LimitRefusal("concurrency", 1, 1.0)
+    assert often.begin(30.0) == LimitRefusal("requests", 1, pytest.approx(30.0))
+    assert long.reserve(20, 0.0) == LimitRefusal("tokens", 60, pytest.approx(10.0))
     assert busy.requests is not None
     assert busy.requests.remaining(0.0) == 99
     busy.end()
@@ -115,6 +115,6 @@ def test_changed_limits_begin_anew_and_others_go_on() -> None:
     assert meter.requests is not None
     assert meter.tokens is not None
     assert (meter.requests.remaining(0.0), meter.tokens.remaining(0.0)) == (9, 20)
-    assert isinstance(meter.begin(0.0), Refusal)
+    assert isinstance(meter.begin(0.0), LimitRefusal)
     meter.change(key(), 0.0)
     assert (meter.requests, meter.tokens, meter.begin(0.0)) == (None, None, None)

@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.batches.turns import Turn, Turns
+from appliance.batches.turns import BatchTurn, Turns
 
 
-def taken(turns: Turns, now: float = 0.0) -> list[Turn]:
+def taken(turns: Turns, now: float = 0.0) -> list[BatchTurn]:
     found = []
     while (turn := turns.next(now)) is not None:
         found.append(turn)
@@ -25,10 +25,11 @@ def test_owners_take_turns() -> None:
     turns.add("b1", "b", [0, 1])
 
     assert taken(turns) == [
-        Turn("a1", 0), Turn("b1", 0), Turn("a1", 1), Turn("b1", 1), Turn("a2", 0), Turn("a2", 1),
+        BatchTurn("a1", 0), BatchTurn("b1", 0), BatchTurn("a1", 1),
+        BatchTurn("b1", 1), BatchTurn("a2", 0), BatchTurn("a2", 1),
     ]  # fmt: skip
-    turns.ended(Turn("b1", 0))
-    assert taken(turns) == [Turn("a2", 2)]
+    turns.ended(BatchTurn("b1", 0))
+    assert taken(turns) == [BatchTurn("a2", 2)]
 
 
 def test_what_is_put_back_waits_with_its_batch() -> None:
@@ -36,14 +37,14 @@ def test_what_is_put_back_waits_with_its_batch() -> None:
     turns = Turns(2)
     turns.add("a", "a", [0, 1])
     turns.add("b", "b", [0, 1])
-    assert taken(turns) == [Turn("a", 0), Turn("b", 0)]
-    turns.put_back(Turn("a", 0), 5.0)
+    assert taken(turns) == [BatchTurn("a", 0), BatchTurn("b", 0)]
+    turns.put_back(BatchTurn("a", 0), 5.0)
 
-    assert taken(turns, 4.0) == [Turn("b", 1)]
+    assert taken(turns, 4.0) == [BatchTurn("b", 1)]
     assert turns.next_time(4.0) is None  # nothing could run before something ends
-    turns.ended(Turn("b", 0))
+    turns.ended(BatchTurn("b", 0))
     assert turns.next_time(4.0) == 5.0
-    assert taken(turns, 5.0) == [Turn("a", 0)]
+    assert taken(turns, 5.0) == [BatchTurn("a", 0)]
 
 
 def test_a_batch_that_is_gone() -> None:
@@ -53,12 +54,12 @@ def test_a_batch_that_is_gone() -> None:
     assert len(taken(turns)) == 2
     turns.remove("a")
     turns.remove("a")
-    turns.put_back(Turn("a", 1), 0.0)
+    turns.put_back(BatchTurn("a", 1), 0.0)
     turns.add("b", "a", [0, 1])
 
-    assert taken(turns) == [Turn("b", 0)]
-    turns.ended(Turn("a", 0))
-    assert taken(turns) == [Turn("b", 1)]
+    assert taken(turns) == [BatchTurn("b", 0)]
+    turns.ended(BatchTurn("a", 0))
+    assert taken(turns) == [BatchTurn("b", 1)]
     assert turns.running == 2
 
 
@@ -75,8 +76,8 @@ def test_each_request_runs_once(at_once: int, told: list[tuple[str, str | int, i
     turns = Turns(at_once)
     now = 0.0
     sizes: dict[str, int] = {}
-    running: list[Turn] = []
-    ended: Counter[Turn] = Counter()
+    running: list[BatchTurn] = []
+    ended: Counter[BatchTurn] = Counter()
     for what, which, size in told:
         now += 1.0
         if what == "add":
@@ -109,4 +110,4 @@ def test_each_request_runs_once(at_once: int, told: list[tuple[str, str | int, i
             break
     assert max(ended.values(), default=1) == 1
     for name, size in sizes.items():
-        assert {Turn(name, n) for n in range(size)} <= ended.keys()
+        assert {BatchTurn(name, n) for n in range(size)} <= ended.keys()

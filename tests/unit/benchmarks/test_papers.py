@@ -11,7 +11,7 @@ import pytest
 
 from appliance.errors import LabError
 from appliance.lab.experiments import scenario
-from appliance.lab.experiments.comparison import Arena
+from appliance.lab.experiments.comparison import MatchPool
 from benchmarks import papers, papers_report, papers_tables
 from benchmarks.papers_tables import (
     NOTABLE,
@@ -91,7 +91,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill(name: str = "one", again: Sequence[str] = ()) -> Cells:
-    with Arena(1) as arena:
+    with MatchPool(1) as arena:
         sheet = papers.Sheet(name, arena, 1, again)
         sheet.fill()
     return sheet.cells
@@ -187,7 +187,7 @@ def test_other_policies_and_words_leave_a_digest_alone(library: Path) -> None:
 def test_quick_finds_a_changed_figure(library: Path) -> None:
     """A committed figure that a run does not give again is named; only quick points are played."""
     fill()
-    with Arena(1) as arena:
+    with MatchPool(1) as arena:
         assert papers.check("one", arena) == (1, [])
         text = (library / "one.json").read_text()
         (library / "one.json").write_text(text.replace('"requests":', '"requests":1'))
@@ -210,7 +210,7 @@ def test_a_search_brackets_the_knee(library: Path, monkeypatch: pytest.MonkeyPat
     )
     asked = []
 
-    def pretend(table: PaperTable, wanted: list[papers.Wanted], arena: Arena) -> list[Cell]:
+    def pretend(table: PaperTable, wanted: list[papers.Wanted], arena: MatchPool) -> list[Cell]:
         asked.append([one.policy for one in wanted])
         enough = {"aegaeon": 50, "appliance": 107}
         metrics = dict.fromkeys(table.kept(), 0.0)
@@ -226,7 +226,7 @@ def test_a_search_brackets_the_knee(library: Path, monkeypatch: pytest.MonkeyPat
         ]
 
     monkeypatch.setattr(papers, "play", pretend)
-    with Arena(1) as arena:
+    with MatchPool(1) as arena:
         sheet = papers.Sheet("one", arena, 2)
         sheet.fill()
     found = {

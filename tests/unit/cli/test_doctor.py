@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from appliance.cli import doctor
-from appliance.cli.doctor import SHMEM_HUGE, Finding, Level, Machine, Package, examine
+from appliance.cli.doctor import SHMEM_HUGE, Finding, Level, Package, SystemFacts, examine
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.memory import mapping
@@ -25,7 +25,7 @@ from appliance.memory.host_tier import HostTier
 Make = Callable[..., Path]
 
 GIB = 1 << 30
-ROOMY = Machine(64 * GIB, 32 * GIB, None, "always")
+ROOMY = SystemFacts(64 * GIB, 32 * GIB, None, "always")
 
 
 class Server(ThreadingHTTPServer):
@@ -101,7 +101,7 @@ def make_file(tmp_path: Path) -> Make:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with room for everything and all packages, whatever the one that tests is."""
-    monkeypatch.setattr(Machine, "read", classmethod(lambda cls: ROOMY))
+    monkeypatch.setattr(SystemFacts, "read", classmethod(lambda cls: ROOMY))
     monkeypatch.setattr(doctor, "installed", lambda: [Package("msgspec", "1", None)])
 
 
@@ -299,7 +299,7 @@ def test_memory(
 ) -> None:
     """All pools and the host cache fit into what is there; a daemon that runs has them already."""
     config = config_of(f'memory = "2GiB"\nhost_cache = "4GiB"\n{ranks}', tmp_path)
-    machine = Machine(total, available, None, None)
+    machine = SystemFacts(total, available, None, None)
 
     assert doctor.check_memory(config, machine, running=running).level is level
 
@@ -364,19 +364,21 @@ def test_the_facts_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "proc/self/status": "Name:\tpython\nCapEff:\t0000000000000000\n",
         SHMEM_HUGE[1:]: "always within_size advise [never] deny force\n",
     }
-    assert Machine.read(tmp_path) == Machine(None, None, 8192, None)
+    assert SystemFacts.read(tmp_path) == SystemFacts(None, None, 8192, None)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="ascii")
-    assert Machine.read(tmp_path) == Machine(24684084 * 1024, 21236764 * 1024, 8192, "never")
+    assert SystemFacts.read(tmp_path) == SystemFacts(
+        24684084 * 1024, 21236764 * 1024, 8192, "never"
+    )
 
     # CAP_IPC_LOCK: the limit does not count.
     (tmp_path / "proc/self/status").write_text("CapEff:\t0000000000004000\n", encoding="ascii")
-    assert Machine.read(tmp_path).lockable_bytes is None
+    assert SystemFacts.read(tmp_path).lockable_bytes is None
     (tmp_path / "proc/self/status").write_text("CapEff:\t0000000000002000\n", encoding="ascii")
-    assert Machine.read(tmp_path).lockable_bytes == 8192
+    assert SystemFacts.read(tmp_path).lockable_bytes == 8192
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    assert Machine.read(tmp_path).lockable_bytes is None
+    assert SystemFacts.read(tmp_path).lockable_bytes is None
 
 
 # --- the daemon ----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.certificates import certify
 from tests.unit.doubles.daemon import Box, box_maker
 from tests.unit.doubles.serving import served
-from tui.web.gate import Gate, Verdict
+from tui.web.gate import KeyGate, KeyVerdict
 from tui.web.origins import is_local, is_own
 from tui.web.server import FORM, Site, serve
 from tui.web.visitors import KEPT_SECONDS, MOST, Visitors
@@ -455,8 +455,10 @@ async def test_a_browser_is_one_visitor() -> None:
 
 async def test_what_a_daemon_says_that_is_none() -> None:
     """It neither lets in nor turns out."""
-    gate = Gate("http://x", transport=httpx.MockTransport(lambda _: httpx.Response(500, text="?")))
-    assert await gate.ask("key") == (Verdict.UNKNOWN, "the daemon answered 500")
+    gate = KeyGate(
+        "http://x", transport=httpx.MockTransport(lambda _: httpx.Response(500, text="?"))
+    )
+    assert await gate.ask("key") == (KeyVerdict.UNKNOWN, "the daemon answered 500")
     await gate.close()
 
 

@@ -11,7 +11,7 @@ from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.cli.docs import config as configdoc
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
-from appliance.config.schema import BatchSlo, Config, PolicyTable, Slo, fields
+from appliance.config.schema import BatchSlo, Config, PolicyTable, SloTable, fields
 from appliance.config.sizing import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
@@ -77,7 +77,7 @@ def test_units_and_paths_are_resolved(models: Path) -> None:
     assert config.journal.path == str(models / "run.journal")
     (model,) = config.models
     assert model.path == str(models / "tiny")
-    assert model.slo == Slo(ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05))
+    assert model.slo == SloTable(ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05))
     assert model.batch_slo == BatchSlo(ttft_seconds=Seconds(28800), tbt_seconds=Seconds(2))
     assert model.max_batch == 32
     assert warnings(config) == []

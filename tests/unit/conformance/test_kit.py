@@ -13,7 +13,7 @@ from appliance.cli.docs.hook_examples import Examples
 from appliance.cli.docs.hooks import shipped_policies
 from appliance.conformance import Report, asking, check, kit, questions, scenes
 from appliance.conformance.recorded_calls import asked
-from appliance.conformance.scenes import SCENES, Played, Question, Scene
+from appliance.conformance.scenes import SCENES, HookCall, Played, Scene
 from appliance.conformance.trial import trial
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
@@ -446,6 +446,6 @@ def test_the_questions_are_the_same_every_time() -> None:
 
 def test_a_question_is_asked_by_name() -> None:
     """As pluggy asks it, so that an implementation may leave arguments out."""
-    question: Question = questions("flow")[0]
+    question: HookCall = questions("flow")[0]
 
     assert list(question.views) == ["now", "instance", "requests", "others", "costs"]

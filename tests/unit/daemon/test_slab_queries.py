@@ -42,14 +42,14 @@ async def test_who_asks_for_slabs_meanwhile_shares_the_answer(make_box: MakeBox)
 
     gone, first, second = await asking(box), await asking(box), await asking(box)
     gone.cancel()
-    box.workers[0].deliver(frames.SlabsTold(0, MAP))
+    box.workers[0].deliver(frames.SlabsReported(0, MAP))
     assert [await first, await second] == [MAP, MAP]
-    assert len(box.workers[0].heard(frames.TellSlabs)) == 1
+    assert len(box.workers[0].heard(frames.ReportSlabs)) == 1
 
     third = await asking(box)
-    box.workers[0].deliver(frames.SlabsTold(0, MAP))
+    box.workers[0].deliver(frames.SlabsReported(0, MAP))
     assert await third == MAP
-    assert len(box.workers[0].heard(frames.TellSlabs)) == 2
+    assert len(box.workers[0].heard(frames.ReportSlabs)) == 2
 
 
 async def test_who_asks_late_has_time_of_its_own(
@@ -64,8 +64,8 @@ async def test_who_asks_late_has_time_of_its_own(
             await box.daemon.pool_map(0)
 
     late = await asking(box)
-    assert len(box.workers[0].heard(frames.TellSlabs)) == 1
-    box.workers[0].deliver(frames.SlabsTold(0, MAP))
+    assert len(box.workers[0].heard(frames.ReportSlabs)) == 1
+    box.workers[0].deliver(frames.SlabsReported(0, MAP))
     assert await late == MAP
 
 
@@ -74,7 +74,7 @@ async def test_a_question_that_is_old_is_asked_again() -> None:
     sent = 0
     moments = iter((0.0, 0.9 * ANSWER_SECONDS, ANSWER_SECONDS, 1.9 * ANSWER_SECONDS))
 
-    def send(instance: int, message: frames.TellSlabs) -> None:
+    def send(instance: int, message: frames.ReportSlabs) -> None:
         nonlocal sent
         sent += 1
 
@@ -84,8 +84,8 @@ async def test_a_question_that_is_old_is_asked_again() -> None:
         tasks.append(asyncio.ensure_future(questions.ask(0)))
         await asyncio.sleep(0)
         asked.append(sent)
-    questions.answered(frames.SlabsTold(0, MAP))
-    questions.answered(frames.SlabsTold(0, MAP))
+    questions.answered(frames.SlabsReported(0, MAP))
+    questions.answered(frames.SlabsReported(0, MAP))
 
     assert asked == [1, 1, 2, 2]
     assert await asyncio.gather(*tasks) == [MAP] * 4
@@ -105,7 +105,7 @@ async def test_slabs_of_a_lost_worker(make_box: MakeBox) -> None:
     with pytest.raises(InstanceNotFound):
         await box.daemon.pool_map(7)
     box.workers[0].greet()
-    box.workers[0].deliver(frames.SlabsTold(0, MAP))
+    box.workers[0].deliver(frames.SlabsReported(0, MAP))
 
 
 async def test_a_worker_that_does_not_tell_its_slabs(

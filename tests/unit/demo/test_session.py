@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import Box, box_maker
 from tests.unit.doubles.serving import served
 from tui.messages import Kind, Message
-from tui.recording import NotRecorded, Recorder, read_recording
+from tui.recording import NotRecorded, RecordingWriter, read_recording
 from tui.state import State
 
 
@@ -60,10 +60,10 @@ async def test_a_recording_that_breaks(
 ) -> None:
     """What is recorded goes on, is not held up, and hears of it at the end."""
 
-    def refuse(recorder: Recorder, message: Message) -> None:
+    def refuse(recorder: RecordingWriter, message: Message) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Recorder, "write", refuse)
+    monkeypatch.setattr(RecordingWriter, "write", refuse)
     monkeypatch.setattr("appliance.demo.session.PATIENCE_SECONDS", 10 * PATIENCE_SECONDS)
     async with served(create_app(box.daemon)) as port, asyncio.timeout(PATIENCE_SECONDS):
         async with recorded(f"http://127.0.0.1:{port}", tmp_path / "session.jsonl") as session:

@@ -159,9 +159,9 @@ class WorkerDouble:
                 return
             case frames.AddModel() | frames.Verify() | frames.PrepareGuide():
                 return  # the test answers
-            case frames.TellSlabs():
+            case frames.ReportSlabs():
                 if self.tells_slabs:
-                    self.deliver(frames.SlabsTold(self.instance, self._slabs()))
+                    self.deliver(frames.SlabsReported(self.instance, self._slabs()))
                 return
             case RunPrefill():
                 self._check_known(heard.request)

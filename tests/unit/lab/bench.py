@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from appliance.lab.experiments.metrics import expand
-from appliance.lab.hardware import Box, Gpu, ModelProfile
+from appliance.lab.hardware import Box, GpuSpec, ModelProfile
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.sim.event_queue import Agenda
 from appliance.lab.sim.instance import SimulatedInstance
@@ -57,7 +57,7 @@ def profile(name: str = "m", **changed: object) -> ModelProfile:
 def box(instances: int = 1, slabs: int = 32, host_slabs: int = 400) -> Box:
     """Blocks of 4 tokens, 16 in a slab; the link takes a slab in a quarter of a second."""
     return Box(
-        gpu=Gpu(
+        gpu=GpuSpec(
             name="toy",
             vram_bytes=slabs * SLAB,
             pcie_bytes_per_second=8 * SLAB,

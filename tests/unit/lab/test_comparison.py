@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from appliance.errors import LabError
-from appliance.lab.experiments.comparison import Arena, Match, Outcome, played
+from appliance.lab.experiments.comparison import Match, MatchPool, MatchResult, played
 from appliance.lab.experiments.metrics import QUANTILES
-from appliance.lab.experiments.report import Report, table
+from appliance.lab.experiments.report import ComparisonReport, table
 
 SCENARIOS = Path(__file__).parents[3] / "benchmarks/scenarios"
 QUICK = {"duration": "20s", "warmup": "2s"}
@@ -23,8 +23,8 @@ def match(policy: str = "aegaeon", seed: int = 1, **changed: object) -> Match:
     return Match(path=path, policy=policy, seed=seed, **{"changes": QUICK, **changed})
 
 
-def report(*outcomes: Outcome) -> Report:
-    return Report(title="T", duration_seconds=20.0, warmup_seconds=2.0, outcomes=outcomes)
+def report(*outcomes: MatchResult) -> ComparisonReport:
+    return ComparisonReport(title="T", duration_seconds=20.0, warmup_seconds=2.0, outcomes=outcomes)
 
 
 def test_any_number_of_processes_makes_the_same_json() -> None:
@@ -32,7 +32,7 @@ def test_any_number_of_processes_makes_the_same_json() -> None:
     matches = [match(policy, seed) for policy in ["aegaeon", "serverlessllm"] for seed in [1, 2]]
     made, done = [], []
     for jobs in [1, 2]:
-        with Arena(jobs) as arena:
+        with MatchPool(jobs) as arena:
             made.append(report(*arena.play(matches, lambda: done.append(None))).json())
     assert made[0] == made[1]
     assert len(done) == 8
@@ -45,7 +45,7 @@ def test_any_number_of_processes_makes_the_same_json() -> None:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_match_that_cannot_be_played_is_an_error(jobs: int) -> None:
     """It says which, wherever it was to be played."""
-    with Arena(jobs) as arena, pytest.raises(LabError, match=r"nobody, seed 1: .*'nobody'"):
+    with MatchPool(jobs) as arena, pytest.raises(LabError, match=r"nobody, seed 1: .*'nobody'"):
         arena.play([match("nobody")], lambda: None)
 
 
@@ -98,9 +98,9 @@ def test_the_table_has_means_over_seeds() -> None:
     plain = played(match()).metrics
     nan = dict.fromkeys(plain, math.nan)
     made = report(
-        Outcome(policy="p", seed=1, metrics=plain | {"token_attainment": 0.90, "switches": 10}),
-        Outcome(policy="p", seed=2, metrics=plain | {"token_attainment": 0.96, "switches": 20}),
-        Outcome(policy="q", seed=1, metrics=nan),
+        MatchResult(policy="p", seed=1, metrics=plain | {"token_attainment": 0.90, "switches": 10}),
+        MatchResult(policy="p", seed=2, metrics=plain | {"token_attainment": 0.96, "switches": 20}),
+        MatchResult(policy="q", seed=1, metrics=nan),
     )
     console = Console(width=300)
     with console.capture() as capture:

@@ -15,7 +15,7 @@ from appliance.lab.experiments.run import play
 from appliance.lab.hardware import Box
 from appliance.lab.noise import Deviation
 from appliance.lab.replay.journal_workload import recording
-from appliance.lab.sim.simulator import Run, simulate
+from appliance.lab.sim.simulator import SimulationRun, simulate
 from appliance.scheduling.machine import Machine
 from appliance.service.policy_report import PolicyChoice
 from appliance.vocabulary import Command, Event, ModelAdded, ModelSpec
@@ -41,7 +41,7 @@ def write(
     policy: str = "aegaeon",
     box: Box | None = None,
     noise: float = 0.0,
-) -> Run:
+) -> SimulationRun:
     """A journal of a run on two toy instances."""
     setup = Setup(
         models=tuple(

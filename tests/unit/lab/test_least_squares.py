@@ -9,7 +9,7 @@ import pytest
 
 from appliance.lab.calibration.least_squares import (
     Floats,
-    Prompts,
+    PromptSamples,
     Steps,
     attainable_r2,
     consistent,
@@ -27,14 +27,14 @@ def noise(rows: int, share: float, seed: int = 1) -> Floats:
     return 1 + share * np.random.default_rng(seed).standard_normal(rows)
 
 
-def prompts(share: float = 0.0) -> Prompts:
+def prompts(share: float = 0.0) -> PromptSamples:
     """10 ms up to 256 tokens, then 0.05 ms a token more; the square of lengths; 0.2 ms for every
     sequence but the first."""
     rows = [(length, n) for length in LENGTHS for n in BATCHES if length * n <= 4096]
     length, n = np.array(rows, dtype=np.float64).T
     tokens, squares = length * n, length * length * n
     seconds = 0.01 + 5e-5 * np.maximum(0, tokens - 256) + 1e-9 * squares + 2e-4 * (n - 1)
-    return Prompts(tokens, squares, n, seconds * noise(len(rows), share))
+    return PromptSamples(tokens, squares, n, seconds * noise(len(rows), share))
 
 
 def steps(share: float = 0.0) -> Steps:
@@ -115,7 +115,7 @@ def test_few_rows_are_fitted_by_straight_lines() -> None:
     """Bends would follow their noise; and with very few nothing can be held out."""
     rows = steps(0.05)
     ten = Steps(rows.requests[:10], rows.kv_tokens[:10], rows.seconds[:10])
-    three = Prompts(*(np.array([1.0, 2.0, 3.0]) for _ in range(4)))
+    three = PromptSamples(*(np.array([1.0, 2.0, 3.0]) for _ in range(4)))
 
     assert fit_steps(ten).coefficients["step_knee_sequences"] == 0
     assert fit_steps(ten).coefficients["step_tile_sequences"] == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.lab.sim.event_queue import Agenda, Rank
-from appliance.lab.sim.link import Link, Root, Transfer
+from appliance.lab.sim.link import Link, LinkTransfer, Root
 from appliance.lab.sim.topology import Wiring
 from tests.unit.lab.bench import SLAB, box
 
@@ -22,7 +22,7 @@ def test_transfers_of_a_lane_go_one_after_the_other() -> None:
     """The second begins when the first is over, and knows how long it waited."""
     agenda = Agenda()
     link = Link(agenda, 100.0)
-    over: list[Transfer] = []
+    over: list[LinkTransfer] = []
     first = link.start("weights", 100, over.append)
     second = link.start("weights", 200, over.append)
     finish(agenda)
@@ -34,7 +34,7 @@ def test_lanes_share_the_rate() -> None:
     """Two at once go at half the rate each; who is left has all of it."""
     agenda = Agenda()
     link = Link(agenda, 100.0)
-    over: list[Transfer] = []
+    over: list[LinkTransfer] = []
     weights = link.start("weights", 200, over.append)
     kv = link.start("kv_in", 50, over.append)
     finish(agenda)
@@ -46,7 +46,7 @@ def test_a_cancelled_transfer_frees_the_link() -> None:
     """Nobody is told of it, and what is behind it begins at once."""
     agenda = Agenda()
     link = Link(agenda, 100.0)
-    over: list[Transfer] = []
+    over: list[LinkTransfer] = []
     first = link.start("weights", 1000, over.append)
     second = link.start("weights", 100, over.append)
     agenda.at(2.0, Rank.JOB, lambda: link.cancel("weights", first))
@@ -60,7 +60,7 @@ def test_links_under_a_root_share_its_rate_while_they_are_in_use() -> None:
     agenda = Agenda()
     root = Root(120.0)
     links = [Link(agenda, 100.0, root) for _ in range(3)]
-    over: list[Transfer] = []
+    over: list[LinkTransfer] = []
     first = links[0].start("weights", 100, over.append)
     second = links[1].start("weights", 120, over.append)
     agenda.at(1.0, Rank.JOB, lambda: links[2].start("kv_in", 20, over.append))
@@ -78,7 +78,7 @@ def test_instances_share_roots_with_their_neighbours() -> None:
 
     def seconds(instances: list[int], **changed: object) -> list[float]:
         agenda = Agenda()
-        over: list[Transfer] = []
+        over: list[LinkTransfer] = []
         wiring = Wiring(agenda, msgspec.structs.replace(box(4), **changed))
         for instance in instances:
             wiring.inwards(instance).start("weights", 4 * SLAB, over.append)
@@ -106,7 +106,7 @@ def test_a_root_that_is_never_idle_passes_all_bytes_in_its_time(
     agenda = Agenda()
     root = Root(rate)
     links = [Link(agenda, 9e9, root) for _ in range(4)]
-    over: list[Transfer] = []
+    over: list[LinkTransfer] = []
     for link, nbytes in transfers:
         links[link].start("weights", nbytes, over.append)
     finish(agenda)
@@ -122,7 +122,7 @@ def test_every_byte_arrives_in_the_time_that_the_rate_takes(
     """A link that is never idle ends when all bytes together would have passed."""
     agenda = Agenda()
     link = Link(agenda, 3e9)
-    over: list[Transfer] = []
+    over: list[LinkTransfer] = []
     for lane, nbytes in transfers:
         link.start(lane, nbytes, over.append)
     finish(agenda)

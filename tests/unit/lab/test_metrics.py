@@ -18,7 +18,7 @@ from appliance.lab.experiments.metrics import (
 from appliance.lab.sim.closed_form import elapsed
 from appliance.lab.sim.recorder import Life, Recorder
 from appliance.lab.sim.samples import KvUse, Sample
-from appliance.lab.sim.simulator import Run
+from appliance.lab.sim.simulator import SimulationRun
 from appliance.vocabulary import RequestClass, Slo
 
 
@@ -47,13 +47,13 @@ def life(
     return made
 
 
-def run(recorder: Recorder, until: float = 100.0) -> Run:
-    return Run(recorder=recorder, until=until, instances=1, events=0, preemptions=0)
+def run(recorder: Recorder, until: float = 100.0) -> SimulationRun:
+    return SimulationRun(recorder=recorder, until=until, instances=1, events=0, preemptions=0)
 
 
 def request_with(
     *times: float, until: float = 100.0, outcome: str | None = "stop", output: int = 0
-) -> Run:
+) -> SimulationRun:
     recorder = Recorder()
     made = life(recorder, output or len(times), outcome=outcome)
     for at in times:
@@ -161,7 +161,7 @@ def test_memory_and_gpus_are_means_of_looks() -> None:
         sample(3.0, with_work=1, kv=(100,), device={64: (60, 100)}, host={32: (30, 40)}),
         sample(4.0, kv=(200,), device={64: (100, 100), 32: (60, 100)}),
     ]
-    done = Run(
+    done = SimulationRun(
         recorder=Recorder(), until=4.0, instances=1, events=0, preemptions=0, samples=looks, tp=2
     )
     metrics = measure(done, warmup_seconds=2.0)

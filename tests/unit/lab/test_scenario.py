@@ -17,10 +17,10 @@ from appliance.lab.experiments.scenario import (
     Deviates,
     GivenProfile,
     Hardware,
-    Models,
-    PolicyTable,
+    ModelGroup,
     RatePhase,
     Scenario,
+    ScenarioPolicy,
     SloTargets,
     SystemTable,
 )
@@ -350,8 +350,8 @@ def test_the_reference_rows_are_what_they_say(
 @pytest.mark.parametrize(
     "section",
     [
-        *(Scenario, Hardware, SloTargets, Models, Arrivals, RatePhase),
-        *(PolicyTable, SystemTable, Deviates, GivenProfile),
+        *(Scenario, Hardware, SloTargets, ModelGroup, Arrivals, RatePhase),
+        *(ScenarioPolicy, SystemTable, Deviates, GivenProfile),
     ],
 )
 def test_every_key_is_documented(section: type) -> None:

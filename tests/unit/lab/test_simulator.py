@@ -16,7 +16,7 @@ from appliance.hookspecs import hookimpl
 from appliance.lab.experiments.metrics import measure
 from appliance.lab.experiments.run import Contender, Setting, System, play
 from appliance.lab.hardware import Box, gpu, profile
-from appliance.lab.sim.simulator import Run, simulate
+from appliance.lab.sim.simulator import SimulationRun, simulate
 from appliance.lab.workload import Arrival, Lengths, drawn
 from appliance.memory.ledger import HostLedger
 from appliance.plugins.aegaeon import Aegaeon
@@ -66,7 +66,9 @@ def machine(
     return made
 
 
-def run(made: Machine, arrivals: Iterable[Arrival], *, slabs: int = 32, until: float = 1e5) -> Run:
+def run(
+    made: Machine, arrivals: Iterable[Arrival], *, slabs: int = 32, until: float = 1e5
+) -> SimulationRun:
     box = lab_bench.box(len(made.instances), slabs)
     profiles = {name: lab_bench.profile(name) for name in MODELS}
     return simulate(made, box, profiles, arrivals, until)

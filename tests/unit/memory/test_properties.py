@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from appliance.memory import mapping
 from appliance.memory.arena import POISON, Arena, PoolExhausted, Region
-from appliance.memory.hazards import Order, TransferBook
+from appliance.memory.hazards import TransferBook, TransferWaits
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm_host import HostVmm
 from tests.unit.memory.test_ledger import DeviceBooks, HostBooks
@@ -211,7 +211,7 @@ class TransferRules(Counted):
         self.spoilt: set[int] = set()  # places whose owner knows that nothing is in them
         self.version = 0
         self.inside: list[Transfer] = []  # in the book, in the order of entry
-        self.orders: dict[Transfer, Order] = {}
+        self.orders: dict[Transfer, TransferWaits] = {}
         self.reads: dict[Transfer, dict[int, int]] = {}  # place -> version that is to be read
         self.writes: dict[Transfer, dict[int, int]] = {}  # place -> version that it makes
 
@@ -349,14 +349,14 @@ def test_transfers_under_any_schedule() -> None:
 class WithoutRule2(TransferBook):
     """Reads what another transfer is still bringing."""
 
-    def enter(self, *arguments: object) -> Order:
+    def enter(self, *arguments: object) -> TransferWaits:
         return super().enter(*arguments)._replace(needs=())  # type: ignore[arg-type]
 
 
 class WithoutRule3(TransferBook):
     """Overwrites what another transfer still reads or writes."""
 
-    def enter(self, *arguments: object) -> Order:
+    def enter(self, *arguments: object) -> TransferWaits:
         return super().enter(*arguments)._replace(after=())  # type: ignore[arg-type]
 
 

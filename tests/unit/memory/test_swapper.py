@@ -17,7 +17,7 @@ import pytest
 
 from appliance.memory import mapping
 from appliance.memory.arena import Arena
-from appliance.memory.hazards import Order, TransferBook
+from appliance.memory.hazards import TransferBook, TransferWaits
 from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
@@ -265,7 +265,7 @@ def test_a_failed_copy_fails_its_readers_and_its_place_is_written_again() -> Non
 class WithoutRule2(TransferBook):
     """A defect: who reads does not wait for who writes."""
 
-    def enter(self, *arguments: Any) -> Order:
+    def enter(self, *arguments: Any) -> TransferWaits:
         return super().enter(*arguments)._replace(needs=())
 
 

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.plugins.prism import Gpu, Load, Prism, kvpr, moore_hodgson, place_greedily
+from appliance.plugins.prism import (
+    GpuBudget,
+    ModelDemand,
+    Prism,
+    kvpr,
+    moore_hodgson,
+    place_greedily,
+)
 from appliance.scheduling.policy_api import InstanceView, Migration, Phase, PlannedTurn
 from tests.unit.plugins.policy_views import (
     GIB,
@@ -76,11 +83,11 @@ CAPACITY = 100.0
 
 def test_pressure() -> None:
     """KVPR is the pressure over what is left for KV, infinite when nothing is."""
-    assert kvpr(Gpu(6.0, 3.0)) == 2.0
-    assert kvpr(Gpu(0.0, 0.0)) == math.inf
+    assert kvpr(GpuBudget(6.0, 3.0)) == 2.0
+    assert kvpr(GpuBudget(0.0, 0.0)) == math.inf
 
 
-def highest_kvpr(loads: list[Load], gpus: tuple[int, ...]) -> float:
+def highest_kvpr(loads: list[ModelDemand], gpus: tuple[int, ...]) -> float:
     """Of a placement: the KVPR of the GPU that is worst off."""
     totals = [
         (
@@ -92,7 +99,7 @@ def highest_kvpr(loads: list[Load], gpus: tuple[int, ...]) -> float:
         )
         for number in set(gpus)
     ]
-    return max(kvpr(Gpu(weight, left)) for weight, left in totals)
+    return max(kvpr(GpuBudget(weight, left)) for weight, left in totals)
 
 
 @given(
@@ -102,7 +109,7 @@ def highest_kvpr(loads: list[Load], gpus: tuple[int, ...]) -> float:
 @settings(deadline=None)
 def test_greedy_is_within_its_bound(models: list[tuple[int, int]], count: int) -> None:
     """No more than 1 + C / (C - all weights) times the optimum that exhaustive search finds."""
-    loads = [Load(f"m{n}", weight, size) for n, (weight, size) in enumerate(models)]
+    loads = [ModelDemand(f"m{n}", weight, size) for n, (weight, size) in enumerate(models)]
     capacity = dict.fromkeys(range(count), CAPACITY)
 
     plan = place_greedily(loads, capacity, {}, 0.0)
@@ -119,18 +126,18 @@ def test_greedy_is_within_its_bound(models: list[tuple[int, int]], count: int) -
 
 def test_the_heaviest_first_and_where_pressure_stays_lowest() -> None:
     """By hand: a (10) takes GPU 0, b (6) GPU 1, c (5) GPU 1 as 11/60 < 15/60."""
-    loads = [Load("c", 5.0, 20.0), Load("a", 10.0, 20.0), Load("b", 6.0, 20.0)]
+    loads = [ModelDemand("c", 5.0, 20.0), ModelDemand("a", 10.0, 20.0), ModelDemand("b", 6.0, 20.0)]
 
     plan = place_greedily(loads, {0: 100.0, 1: 100.0}, {}, 0.0)
 
     assert plan.homes == {"a": (0,), "b": (1,), "c": (1,)}
-    assert plan.gpus == {0: Gpu(10.0, 80.0), 1: Gpu(11.0, 60.0)}
+    assert plan.gpus == {0: GpuBudget(10.0, 80.0), 1: GpuBudget(11.0, 60.0)}
 
 
 def test_pressure_is_looked_at_with_the_model_in_place() -> None:
     """A big model does not go to the emptier GPU if that would leave it nothing for KV: before it
     is there the small GPU has the lower pressure (0), with it the higher."""
-    loads = [Load("hot", 10.0, 10.0), Load("big", 5.0, 39.0)]
+    loads = [ModelDemand("hot", 10.0, 10.0), ModelDemand("big", 5.0, 39.0)]
 
     plan = place_greedily(loads, {0: 100.0, 1: 40.0}, {}, 0.0)
 
@@ -140,7 +147,7 @@ def test_pressure_is_looked_at_with_the_model_in_place() -> None:
 @pytest.mark.parametrize("size", [40.0, 41.0])
 def test_room_for_kv_is_left(size: float) -> None:
     """A model that leaves nothing for KV, or less, does not fit, whatever the pressure is."""
-    loads = [Load("hot", 10.0, 10.0), Load("big", 0.1, size)]
+    loads = [ModelDemand("hot", 10.0, 10.0), ModelDemand("big", 0.1, size)]
 
     plan = place_greedily(loads, {0: 100.0, 1: 40.0}, {"big": (1,)}, 0.5)
 
@@ -149,30 +156,32 @@ def test_room_for_kv_is_left(size: float) -> None:
 
 def test_what_fits_nowhere_takes_turns() -> None:
     """It adds its pressure where that hurts least, and takes no room from the others."""
-    loads = [Load("a", 10.0, 60.0), Load("b", 8.0, 60.0), Load("c", 1.0, 60.0)]
+    loads = [ModelDemand("a", 10.0, 60.0), ModelDemand("b", 8.0, 60.0), ModelDemand("c", 1.0, 60.0)]
 
     plan = place_greedily(loads, {0: 100.0, 1: 100.0}, {}, 0.0)
 
     assert plan.homes == {"a": (0,), "b": (1,), "c": (1,)}
-    assert plan.gpus[1] == Gpu(9.0, 40.0)
+    assert plan.gpus[1] == GpuBudget(9.0, 40.0)
 
 
 def test_parts_go_to_distinct_gpus() -> None:
     """Each part brings its share; the second goes to the second best."""
-    loads = [Load("tp", 10.0, 60.0, parts=2), Load("b", 4.0, 10.0)]
+    loads = [ModelDemand("tp", 10.0, 60.0, parts=2), ModelDemand("b", 4.0, 10.0)]
 
     plan = place_greedily(loads, {0: 200.0, 1: 100.0, 2: 50.0}, {}, 0.0)
 
     assert plan.homes["tp"] == (0, 1)
-    assert plan.gpus[0] == Gpu(9.0, 160.0)
+    assert plan.gpus[0] == GpuBudget(9.0, 160.0)
     with pytest.raises(ValueError, match="4 parts for 3 GPUs"):
-        place_greedily([Load("tp", 1.0, 1.0, parts=4)], dict.fromkeys(range(3), 9.0), {}, 0.0)
+        place_greedily(
+            [ModelDemand("tp", 1.0, 1.0, parts=4)], dict.fromkeys(range(3), 9.0), {}, 0.0
+        )
 
 
 @pytest.mark.parametrize(("threshold", "home"), [(0.0, 0), (0.3, 0), (0.4, 1)])
 def test_small_gains_move_nobody(threshold: float, home: int) -> None:
     """By hand: b meets 10.5/84 beside a at home, and 5/60 elsewhere: lower by a third."""
-    loads = [Load("a", 5.5, 0.0), Load("b", 5.0, 20.0)]
+    loads = [ModelDemand("a", 5.5, 0.0), ModelDemand("b", 5.0, 20.0)]
     homes = {"a": (1,), "b": (1,)}
 
     plan = place_greedily(loads, {0: 80.0, 1: 104.0}, homes, threshold)

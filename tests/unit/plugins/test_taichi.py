@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.plugins.taichi import (
-    Memory,
+    KvRoom,
     Sliders,
     Taichi,
     backflow,
@@ -103,7 +103,7 @@ def test_targets_are_balanced() -> None:
     the two then, 20 to the second."""
     requests = [paced(name, 0.05) for name in ("x", "y", "z")]
     sizes = {"x": 30.0, "y": 10.0, "z": 20.0}
-    targets = {1: Memory(50.0, 100.0), 2: Memory(20.0, 100.0)}
+    targets = {1: KvRoom(50.0, 100.0), 2: KvRoom(20.0, 100.0)}
 
     moved = distribute(requests, sizes, targets, 0.95, lambda target, request: True)
 
@@ -118,7 +118,7 @@ def test_nobody_goes_where_there_is_no_room() -> None:
     """Full targets, and those that do not take the request, are left alone."""
     requests = [paced("big", 0.05), paced("small", 0.05)]
     sizes = {"big": 60.0, "small": 40.0}
-    targets = {1: Memory(50.0, 100.0), 2: Memory(0.0, 100.0), 3: Memory(0.0, 0.0)}
+    targets = {1: KvRoom(50.0, 100.0), 2: KvRoom(0.0, 100.0), 3: KvRoom(0.0, 0.0)}
 
     moved = distribute(requests, sizes, targets, 0.95, lambda target, request: target != 2)
 
@@ -138,7 +138,7 @@ def test_degrading_fills_nobody_beyond_the_watermark(
     """No target is filled beyond the limit, nobody goes twice, and nobody at risk goes at all."""
     views = [paced(f"r{n}", pace, here=here) for n, (here, pace, _) in enumerate(requests)]
     sizes = {f"r{n}": float(size) for n, (_, _, size) in enumerate(requests)}
-    targets = {n: Memory(float(bytes_), 100.0) for n, bytes_ in enumerate(used)}
+    targets = {n: KvRoom(float(bytes_), 100.0) for n, bytes_ in enumerate(used)}
 
     leaving = degrade(views, 50.0, sizes, ALPHA)
     moved = distribute(leaving, sizes, targets, 0.95, lambda target, request: True)

@@ -14,7 +14,7 @@ from appliance.scheduling.lifecycle import (
     ENGINES,
     KV_PLACES,
     STAGES,
-    Engine,
+    EngineStage,
     KvPlace,
     Stage,
     move,
@@ -25,7 +25,7 @@ from appliance.vocabulary import RequestSpec, Slo
 TABLES: list[tuple[Mapping[Any, frozenset[Any]], type[StrEnum]]] = [
     (STAGES, Stage),
     (KV_PLACES, KvPlace),
-    (ENGINES, Engine),
+    (ENGINES, EngineStage),
 ]
 STEPS = [
     (table, current, target)
@@ -74,9 +74,9 @@ def test_an_illegal_move_of_kv_changes_nothing() -> None:
 
 def test_an_engine_that_failed_stays_failed() -> None:
     """No step leads out of a failed build."""
-    engine = EngineState(stage=Engine.FAILED)
+    engine = EngineState(stage=EngineStage.FAILED)
 
     with pytest.raises(IllegalTransition):
-        engine.to_stage(Engine.BUILDING, "a")
+        engine.to_stage(EngineStage.BUILDING, "a")
 
-    assert engine.stage is Engine.FAILED
+    assert engine.stage is EngineStage.FAILED

@@ -17,7 +17,7 @@ from textual.keys import _character_to_key
 from textual.widget import Widget
 
 from tui.app import Dashboard
-from tui.messages import Document, Kind, Message, Part, Piece, Refused
+from tui.messages import AnswerPiece, DaemonRefused, Document, Kind, Message, PieceKind
 
 NOW = 1_700_000_000.0
 """2023-11-14 22:13:20 UTC."""
@@ -84,33 +84,35 @@ class Spoken:
         self.body = body
         self.closed = False
         """Nobody listens any more."""
-        self._pieces: asyncio.Queue[Piece | Refused | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[AnswerPiece | DaemonRefused | None] = asyncio.Queue()
 
     def begin(self, request: str = "chatcmpl-1", at: float = NOW) -> None:
-        self._pieces.put_nowait(Piece(at, Part.BEGUN, {"request": request}))
+        self._pieces.put_nowait(AnswerPiece(at, PieceKind.BEGUN, {"request": request}))
 
     def say(self, data: Document | str, at: float = NOW) -> None:
         """An event, or new text."""
         data = said(data) if isinstance(data, str) else data
-        self._pieces.put_nowait(Piece(at, Part.DATA, data))
+        self._pieces.put_nowait(AnswerPiece(at, PieceKind.DATA, data))
 
     def end(self, tokens: int, timing: str = "", at: float = NOW, *, reason: str = "stop") -> None:
         """As the daemon does it."""
         finish = {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
         usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}
-        self._pieces.put_nowait(Piece(at, Part.DATA, finish))
-        self._pieces.put_nowait(Piece(at, Part.REMARK, {"text": f"server-timing: {timing}"}))
-        self._pieces.put_nowait(Piece(at, Part.DATA, {"choices": [], "usage": usage}))
+        self._pieces.put_nowait(AnswerPiece(at, PieceKind.DATA, finish))
+        self._pieces.put_nowait(
+            AnswerPiece(at, PieceKind.REMARK, {"text": f"server-timing: {timing}"})
+        )
+        self._pieces.put_nowait(AnswerPiece(at, PieceKind.DATA, {"choices": [], "usage": usage}))
         self._pieces.put_nowait(None)
 
     def refuse(self, why: str) -> None:
-        self._pieces.put_nowait(Refused(why))
+        self._pieces.put_nowait(DaemonRefused(why))
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
         try:
-            yield Piece(NOW, Part.ASKED, {})
+            yield AnswerPiece(NOW, PieceKind.ASKED, {})
             while (piece := await self._pieces.get()) is not None:
-                if isinstance(piece, Refused):
+                if isinstance(piece, DaemonRefused):
                     raise piece
                 yield piece
         finally:
@@ -142,12 +144,12 @@ class Told:
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         self.asked.append((method, path, body))
-        answer = self.answers.get((method, path), Refused(f"{path} is not known"))
-        if isinstance(answer, Refused):
+        answer = self.answers.get((method, path), DaemonRefused(f"{path} is not known"))
+        if isinstance(answer, DaemonRefused):
             raise answer
         return answer
 
-    def stream(self, path: str, body: object) -> AsyncIterator[Piece]:
+    def stream(self, path: str, body: object) -> AsyncIterator[AnswerPiece]:
         self.streams.append(Spoken(path, body))
         return self.streams[-1].pieces()
 

@@ -17,8 +17,8 @@ from tests.unit.tui.bench import (
     state,
     tree,
 )
-from tui.dialogs import Form
-from tui.messages import Refused
+from tui.dialogs import FormDialog
+from tui.messages import DaemonRefused
 
 TERMS = {"slo": {"ttft_seconds": 5.0, "tbt_seconds": 0.1}, "max_queue": 20, "pinned": False}
 
@@ -60,7 +60,7 @@ async def test_models_are_steered(key: str, verb: str, asks: bool, words: str) -
 async def test_what_is_refused_is_told_of_each_model() -> None:
     """In the daemon's words; the others are done."""
     source = pool()
-    source.answers["POST", "/api/models/a/load"] = Refused("a is draining")
+    source.answers["POST", "/api/models/a/load"] = DaemonRefused("a is draining")
     source.answers["POST", "/api/models/of/b/load"] = {}
     async with dashboard(source, size=(100, 30)) as app:
         await command(app, "models")
@@ -81,7 +81,7 @@ async def test_limits_are_asked_for_in_a_form() -> None:
     async with dashboard(source, size=(100, 30)) as app:
         await command(app, "models")
         await press(app, "l")
-        assert isinstance(app.screen, Form)
+        assert isinstance(app.screen, FormDialog)
         assert "limit a" in seen(app)
         assert [one.placeholder for one in app.screen.query(Input)] == [
             "now 5s",
@@ -136,7 +136,7 @@ async def test_the_palette_has_actions() -> None:
     async with dashboard(pool(), size=(100, 30)) as app:
         await command(app, "models")
         await press(app, "ctrl+p", *"limit", "enter")
-        assert isinstance(app.screen, Form)
+        assert isinstance(app.screen, FormDialog)
 
 
 async def test_readonly_steers_nothing() -> None:

@@ -33,11 +33,11 @@ from tests.unit.tui.bench import (
     state,
     tree,
 )
-from tui.dialogs import Page
+from tui.dialogs import TextDialog
 from tui.drawing.theme import THEMES
-from tui.messages import Message, Refused
-from tui.prompt import Prompt
-from tui.recording import Recorder, read_recording
+from tui.messages import DaemonRefused, Message
+from tui.prompt import CommandPrompt
+from tui.recording import RecordingWriter, read_recording
 from tui.views import VIEWS
 
 REQUESTS = [request(f"chat-{n}", "abc"[n % 3], output_tokens=10 - n) for n in range(6)]
@@ -132,7 +132,7 @@ async def test_commands_are_completed() -> None:
     """Tab takes the first command that begins so, then the argument; up recalls."""
     async with dashboard(told()) as app:
         await press(app, ":", "t", "h", "tab")
-        prompt = app.query_one(Prompt)
+        prompt = app.query_one(CommandPrompt)
         assert prompt.value == ":theme"
         await press(app, "space", "c", "tab")
         assert prompt.value == ":theme colour-blind"
@@ -221,7 +221,7 @@ async def test_mouse() -> None:
         await click(app, 10, line + 3)
         assert app.view.picked() == ["chat-3"]
         await click(app, 10, line + 3, times=2)
-        assert isinstance(app.screen, Page)
+        assert isinstance(app.screen, TextDialog)
 
 
 async def test_detail_is_kept_up_to_date() -> None:
@@ -238,7 +238,7 @@ async def test_detail_is_kept_up_to_date() -> None:
         assert "it is gone" in seen(app)
         assert "4711" in seen(app)
         await press(app, "escape")
-        assert not isinstance(app.screen, Page)
+        assert not isinstance(app.screen, TextDialog)
 
 
 async def test_describe_asks_the_daemon() -> None:
@@ -296,7 +296,7 @@ async def test_actions_ask_first_and_are_done_to_marked_rows() -> None:
     source = told()
     for name in ("chat-1", "chat-2"):
         source.answers["DELETE", f"/api/requests/{name}"] = {"cancelled": {"output_tokens": 3}}
-    source.answers["DELETE", "/api/requests/chat-2"] = Refused("no request 'chat-2' is live")
+    source.answers["DELETE", "/api/requests/chat-2"] = DaemonRefused("no request 'chat-2' is live")
     async with dashboard(source, size=(100, 30)) as app:
         await command(app, "requests")
         await press(app, "down", "space", "space")
@@ -375,7 +375,7 @@ async def test_a_session_is_recorded_and_replayed(tmp_path: Path) -> None:
     path = tmp_path / "session.jsonl"
     messages = [state(tree()), notice(3, "model_wanted", NOW + 5, model="b"),
                 delta({"models": {"d": model("d")}}, NOW + 9)]  # fmt: skip
-    async with dashboard(Told(*messages), recorder=Recorder(path)) as app:
+    async with dashboard(Told(*messages), recorder=RecordingWriter(path)) as app:
         live = seen(app)
         assert "4 models" in live
     source = Told(*(Message(NOW, *message[1:]) for message in read_recording(path)), live=False)
@@ -393,7 +393,7 @@ async def test_a_full_disk_ends_only_the_recording(
     full = FileIO("/dev/full", "w")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, mode: BufferedWriter(full))
-        recorder = Recorder(tmp_path / "session.jsonl")
+        recorder = RecordingWriter(tmp_path / "session.jsonl")
     source = told()
     async with dashboard(source, recorder=recorder, size=(160, 30)) as app:
         assert seen(app).count("No space left on device") == 1
@@ -408,7 +408,7 @@ async def test_brackets_are_text() -> None:
     """In what is typed, in what the daemon says, and in names."""
     source = Told(state(tree(requests=[request("[b]1[/x]", "a")])))
     path = "/api/requests/%5Bb%5D1%5B%2Fx%5D"
-    source.answers["DELETE", path] = Refused("[/y] is not live")
+    source.answers["DELETE", path] = DaemonRefused("[/y] is not live")
     source.answers["GET", path] = {"state": "[/z]"}
     async with dashboard(source, size=(160, 30)) as app:
         await command(app, "[/x]")

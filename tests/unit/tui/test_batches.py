@@ -16,7 +16,7 @@ from tests.unit.tui.bench import (
     tree,
 )
 from tests.unit.tui.scenes import batches
-from tui.messages import Refused
+from tui.messages import DaemonRefused
 
 PATH = "/v1/batches?limit=100"
 
@@ -54,7 +54,7 @@ async def test_they_are_cancelled() -> None:
     source = told(batches())
     source.answers["POST", "/v1/batches/batch_1/cancel"] = {"status": "cancelling"}
     why = "a batch that is completed cannot be cancelled"
-    source.answers["POST", "/v1/batches/batch_2/cancel"] = Refused(why)
+    source.answers["POST", "/v1/batches/batch_2/cancel"] = DaemonRefused(why)
     async with dashboard(source, size=(120, 30)) as app:
         await command(app, "batches")
         await press(app, "space", "space", "K")
@@ -71,7 +71,7 @@ async def test_none_more_or_not_at_all() -> None:
     for answer, words in (
         ({"data": [], "has_more": False}, "there are none"),
         (batches() | {"has_more": True}, "3, the newest"),
-        (Refused("batches.directory is not set"), "batches.directory is not set"),
+        (DaemonRefused("batches.directory is not set"), "batches.directory is not set"),
     ):
         async with dashboard(told(answer)) as app:
             await command(app, "batches")

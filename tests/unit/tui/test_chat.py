@@ -31,8 +31,8 @@ from tests.unit.tui.bench import (
 )
 from tests.unit.tui.scenes import DECISION, loaded, span
 from tui.app import Dashboard
-from tui.recording import Recorder
-from tui.views.chat import Chat
+from tui.recording import RecordingWriter
+from tui.views.chat import ChatView
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 TIMING = (
@@ -48,7 +48,7 @@ def pool() -> Told:
 
 async def ask(app: Dashboard, source: Told, text: str) -> Spoken:
     """Write it, from wherever, and send it."""
-    if not app.query_one(Chat).query_one(Input).has_focus:
+    if not app.query_one(ChatView).query_one(Input).has_focus:
         await press(app, "i")
     await press(app, *text, "enter")
     return source.streams[-1]
@@ -135,7 +135,7 @@ async def test_what_is_typed_is_text_until_escape() -> None:
         await command(app, "chat")
         await press(app, "enter", *"1:q?/ x", "enter")
         assert source.streams[0].body["messages"][-1]["content"] == "1:q?/ x"
-        assert type(app.view) is Chat
+        assert type(app.view) is ChatView
         await press(app, *"words", "escape", "1")
         assert app.view.title == "Overview"
         await command(app, "chat")
@@ -220,7 +220,7 @@ async def test_ctrl_c_without_an_answer() -> None:
     async with dashboard(pool()) as app:
         await command(app, "chat")
         await press(app, "i", *"words", "ctrl+c")
-        assert app.query_one(Chat).query_one(Input).value == ""
+        assert app.query_one(ChatView).query_one(Input).value == ""
         assert not app._exit
         await press(app, "escape", "ctrl+c")
         assert app._exit
@@ -419,7 +419,7 @@ async def test_nothing_that_is_said_is_recorded_or_saved(tmp_path: Path) -> None
     """Only what was measured is."""
     path = tmp_path / "session.jsonl"
     async with dashboard(
-        source := pool(), recorder=Recorder(path), folder=tmp_path, size=(80, 40)
+        source := pool(), recorder=RecordingWriter(path), folder=tmp_path, size=(80, 40)
     ) as app:
         await command(app, "chat")
         stream = await ask(app, source, "secret")

@@ -16,7 +16,7 @@ from tests.unit.tui.bench import (
     tree,
 )
 from tests.unit.tui.scenes import config, config_check
-from tui.messages import Document, Refused
+from tui.messages import DaemonRefused, Document
 
 IN_FORCE, CHECK = "/api/config", "/api/config/check"
 
@@ -72,7 +72,9 @@ async def test_reload() -> None:
         assert [asked[1] for asked in source.asked] == ["/api/config/reload", IN_FORCE, CHECK]
         assert notified(app) == ["2 applied, 1 wait for a restart"]
         assert "differ" not in screen(app)[1]
-        source.answers["POST", "/api/config/reload"] = Refused("appliance.toml:7: unknown key")
+        source.answers["POST", "/api/config/reload"] = DaemonRefused(
+            "appliance.toml:7: unknown key"
+        )
         await command(app, "reload")
         await press(app, "y")
         assert notified(app)[-1] == "reload: appliance.toml:7: unknown key"
@@ -91,7 +93,7 @@ async def test_another_reload_is_seen() -> None:
 async def test_a_daemon_that_does_not_tell() -> None:
     """Why."""
     source = Told(state(tree()))
-    source.answers["GET", IN_FORCE] = Refused("the API key is no admin's")
+    source.answers["GET", IN_FORCE] = DaemonRefused("the API key is no admin's")
     async with dashboard(source) as app:
         await command(app, "config")
         assert "the API key is no admin's" in seen(app)

@@ -15,8 +15,8 @@ from appliance.api.app import create_app
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.daemon import Box, box_maker
 from tests.unit.doubles.serving import served
-from tui.connection import LONGEST_WAIT_SECONDS, Connection
-from tui.messages import Kind, Message, Part, Refused
+from tui.connection import LONGEST_WAIT_SECONDS, DaemonConnection
+from tui.messages import DaemonRefused, Kind, Message, PieceKind
 
 
 def sent(*events: tuple[str, dict[str, Any], int | None]) -> httpx.Response:
@@ -40,8 +40,8 @@ class Sleeper:
 
 def connected(
     answer: Callable[[httpx.Request], httpx.Response], sleep: Sleeper | None = None
-) -> Connection:
-    return Connection(
+) -> DaemonConnection:
+    return DaemonConnection(
         "http://appliance",
         "secret",
         clock=lambda: 5.0,
@@ -50,7 +50,7 @@ def connected(
     )
 
 
-async def hear(connection: Connection, count: int) -> list[Message]:
+async def hear(connection: DaemonConnection, count: int) -> list[Message]:
     heard: list[Message] = []
     async with aclosing(connection.follow()) as messages:  # type: ignore[type-var]
         async for message in messages:
@@ -147,7 +147,7 @@ async def test_questions_are_answered_or_refused() -> None:
         ("GET", "/gone", "cannot be reached"),
         ("GET", "/html", "is not the appliance"),
     ]:
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(DaemonRefused, match=words):
             await connection.ask(method, path)
     await connection.close()
 
@@ -155,7 +155,7 @@ async def test_questions_are_answered_or_refused() -> None:
 ASKED = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
-async def listen(connection: Connection) -> list[tuple[Part, dict[str, Any]]]:
+async def listen(connection: DaemonConnection) -> list[tuple[PieceKind, dict[str, Any]]]:
     pieces = connection.stream("/v1/chat/completions", ASKED)
     heard = [(piece.part, piece.data) async for piece in pieces]
     await connection.close()
@@ -172,9 +172,9 @@ async def test_an_answer_is_heard_as_it_comes() -> None:
         return httpx.Response(200, headers={"x-appliance-request": "chat-1"}, text=text)
 
     assert await listen(connected(answer)) == [
-        (Part.ASKED, {}), (Part.BEGUN, {"request": "chat-1"}),
-        (Part.REMARK, {"text": "keep-alive"}), (Part.DATA, {"n": "\u2028"}),
-        (Part.REMARK, {"text": "server-timing: a"}),
+        (PieceKind.ASKED, {}), (PieceKind.BEGUN, {"request": "chat-1"}),
+        (PieceKind.REMARK, {"text": "keep-alive"}), (PieceKind.DATA, {"n": "\u2028"}),
+        (PieceKind.REMARK, {"text": "server-timing: a"}),
     ]  # fmt: skip
     assert json.loads(asked[0].content) == ASKED
     assert asked[0].headers["authorization"] == "Bearer secret"
@@ -197,7 +197,7 @@ async def test_an_answer_that_is_none(answer: httpx.Response | Exception, words:
             raise answer
         return answer
 
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(DaemonRefused, match=words):
         await listen(connected(respond))
 
 
@@ -215,14 +215,14 @@ async def test_who_stops_listening_ends_the_request() -> None:
         left.set()
 
     async with served(answer) as port:
-        connection = Connection(f"http://127.0.0.1:{port}")
+        connection = DaemonConnection(f"http://127.0.0.1:{port}")
         async with aclosing(connection.stream("/v1/chat/completions", ASKED)) as pieces:  # type: ignore[type-var]
             heard = [await anext(pieces) for _ in range(3)]
         async with asyncio.timeout(PATIENCE_SECONDS):
             await left.wait()
         await connection.close()
 
-    assert [piece.part for piece in heard] == [Part.ASKED, Part.BEGUN, Part.DATA]
+    assert [piece.part for piece in heard] == [PieceKind.ASKED, PieceKind.BEGUN, PieceKind.DATA]
     assert heard[1].data == {"request": "chat-1"}
 
 
@@ -237,7 +237,7 @@ async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
 async def test_a_real_api_is_heard(box: Box) -> None:
     """Over a socket: the state first, then what happens."""
     async with served(create_app(box.daemon)) as port:
-        connection = Connection(f"http://127.0.0.1:{port}")
+        connection = DaemonConnection(f"http://127.0.0.1:{port}")
         async with aclosing(connection.follow()) as messages:  # type: ignore[type-var]
             first = await anext(messages)
             box.daemon.drain_model("a", True)

@@ -6,10 +6,10 @@ import pytest
 
 from tests.unit.tui.bench import NOW, delta, model, notice, request, said, state, tree
 from tui import conversation as conversations
-from tui.conversation import LONGEST_QUESTION, MOST_LINES, Answer, Conversation, Outcome
+from tui.conversation import LONGEST_QUESTION, MOST_LINES, AnswerState, ChatAnswer, Conversation
 from tui.drawing.wrapping import Wrapped
-from tui.messages import Document, Message, Part, Piece, Refused
-from tui.request_trace import Journey, Switch
+from tui.messages import AnswerPiece, DaemonRefused, Document, Message, PieceKind
+from tui.request_trace import Journey, TraceSwitch
 from tui.state import State
 
 TIMING = (
@@ -24,10 +24,10 @@ def heard(*messages: Message) -> State:
     return found
 
 
-def answered(*pieces: tuple[float, Part, Document]) -> Answer:
-    answer = Answer("why?", Journey(State()))
+def answered(*pieces: tuple[float, PieceKind, Document]) -> ChatAnswer:
+    answer = ChatAnswer("why?", Journey(State()))
     for piece in pieces:
-        answer.hear(Piece(*piece))
+        answer.hear(AnswerPiece(*piece))
     return answer
 
 
@@ -38,21 +38,25 @@ def finish(reason: str) -> Document:
 def test_an_answer_measures_as_its_listener_sees() -> None:
     """From the question to the first of the text, then between tokens; the rest says the daemon."""
     answer = answered(
-        (10.0, Part.ASKED, {}),
-        (10.5, Part.BEGUN, {"request": "chatcmpl-7"}),
+        (10.0, PieceKind.ASKED, {}),
+        (10.5, PieceKind.BEGUN, {"request": "chatcmpl-7"}),
         (
             12.0,
-            Part.DATA,
+            PieceKind.DATA,
             {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
         ),
-        (12.0, Part.DATA, said("", reasoning="hm")),
-        (13.0, Part.DATA, said("It ")),
-        (14.0, Part.DATA, said("is.")),
-        (16.0, Part.DATA, finish("length")),
-        (16.5, Part.REMARK, {"text": f"server-timing: {TIMING}"}),
-        (16.5, Part.DATA, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}}),
+        (12.0, PieceKind.DATA, said("", reasoning="hm")),
+        (13.0, PieceKind.DATA, said("It ")),
+        (14.0, PieceKind.DATA, said("is.")),
+        (16.0, PieceKind.DATA, finish("length")),
+        (16.5, PieceKind.REMARK, {"text": f"server-timing: {TIMING}"}),
+        (
+            16.5,
+            PieceKind.DATA,
+            {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}},
+        ),
     )
-    answer.end(Outcome.DONE)
+    answer.end(AnswerState.DONE)
 
     assert (answer.text, answer.reasoning, answer.why) == ("It is.", "hm", "length")
     assert answer.measured() == {
@@ -66,13 +70,17 @@ def test_an_answer_measures_as_its_listener_sees() -> None:
 def test_an_error_in_a_stream_ends_it() -> None:
     """In the daemon's words; what came stays, and later words change nothing."""
     answer = answered(
-        (1.0, Part.ASKED, {}),
-        (2.0, Part.DATA, said("It")),
-        (3.0, Part.DATA, {"error": {"message": "the worker died", "type": "server_error"}}),
+        (1.0, PieceKind.ASKED, {}),
+        (2.0, PieceKind.DATA, said("It")),
+        (3.0, PieceKind.DATA, {"error": {"message": "the worker died", "type": "server_error"}}),
     )
-    answer.end(Outcome.DONE)
+    answer.end(AnswerState.DONE)
 
-    assert (answer.outcome, answer.why, answer.text) == (Outcome.FAILED, "the worker died", "It")
+    assert (answer.outcome, answer.why, answer.text) == (
+        AnswerState.FAILED,
+        "the worker died",
+        "It",
+    )
     assert answer.ttft_seconds == 1.0
     assert answer.tbt_seconds is None
 
@@ -82,15 +90,15 @@ def test_an_error_in_a_stream_ends_it() -> None:
 )
 def test_what_no_appliance_says_is_refused(data: Document) -> None:
     """Some other server answers there."""
-    with pytest.raises(Refused, match="no answer of an appliance"):
-        answered((1.0, Part.DATA, data))
+    with pytest.raises(DaemonRefused, match="no answer of an appliance"):
+        answered((1.0, PieceKind.DATA, data))
 
 
 def test_remarks_that_mean_nothing_are_passed_over() -> None:
     """A stream is kept alive by them."""
     answer = answered(
-        (1.0, Part.REMARK, {"text": "keep-alive"}),
-        (1.0, Part.REMARK, {"text": "server-timing: queue;dur=x, load"}),
+        (1.0, PieceKind.REMARK, {"text": "keep-alive"}),
+        (1.0, PieceKind.REMARK, {"text": "server-timing: queue;dur=x, load"}),
     )
 
     assert (answer.phases, answer.preemptions) == ({}, 0)
@@ -103,7 +111,7 @@ def test_a_conversation_sends_what_was_said() -> None:
         answer, _ = talk.ask(question, Journey(State()))
         assert talk.coming is answer
         answer.text = text
-        answer.end(Outcome.DONE if text else Outcome.FAILED)
+        answer.end(AnswerState.DONE if text else AnswerState.FAILED)
         assert talk.coming is None
     _, body = talk.ask("three?", Journey(State()))
 
@@ -122,16 +130,16 @@ def test_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Conversation("a")
     for number in range(4):
         answer, body = talk.ask(f"{number}?", Journey(State()))
-        talk.hear(answer, Piece(1.0, Part.DATA, said("x" * 7)))
-        answer.end(Outcome.DONE)
+        talk.hear(answer, AnswerPiece(1.0, PieceKind.DATA, said("x" * 7)))
+        answer.end(AnswerState.DONE)
     assert [one.question for one in talk.answers] == ["2?", "3?"]
     assert [message["content"] for message in body["messages"]] == ["2?", "x" * 7, "3?"]
 
-    talk.hear(answer, Piece(1.0, Part.DATA, said("y" * 3, reasoning="z")))
+    talk.hear(answer, AnswerPiece(1.0, PieceKind.DATA, said("y" * 3, reasoning="z")))
     assert list(talk.answers) == [answer]
     assert not answer.cut
     for _ in range(2):
-        talk.hear(answer, Piece(1.0, Part.DATA, said("y" * 30, reasoning="z")))
+        talk.hear(answer, AnswerPiece(1.0, PieceKind.DATA, said("y" * 30, reasoning="z")))
     assert len(answer.question) + len(answer.text) + len(answer.reasoning) == 19
     assert answer.cut
 
@@ -139,9 +147,9 @@ def test_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_so_many_lines_are_kept() -> None:
     """However they end: some models say nothing else."""
     answer = answered(
-        (1.0, Part.DATA, said("\n\u2028" * (MOST_LINES // 2 - 1))),
-        (2.0, Part.DATA, said("a\nb\nc\nd\n")),
-        (3.0, Part.DATA, said("e")),
+        (1.0, PieceKind.DATA, said("\n\u2028" * (MOST_LINES // 2 - 1))),
+        (2.0, PieceKind.DATA, said("a\nb\nc\nd\n")),
+        (3.0, PieceKind.DATA, said("e")),
     )
     assert answer.text[-4:] == "\u2028a\nb"
     assert answer.cut
@@ -185,7 +193,7 @@ def test_switches_are_those_of_its_instances_while_it_lived() -> None:
     journey.request = "mine"
     journey.hear(known)
     assert journey.instances == ["0"]
-    assert journey.switches == [Switch("0", "c"), Switch("0", "a")]
+    assert journey.switches == [TraceSwitch("0", "c"), TraceSwitch("0", "a")]
     for message in (
         delta({"spans": span(5, 2, prompts=["mine"])}),
         notice(7, "request_ended", id="mine", model="a", output_tokens=12),

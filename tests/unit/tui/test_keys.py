@@ -29,10 +29,10 @@ from tests.unit.tui.bench import (
 )
 from tests.unit.tui.scenes import key, keys
 from tui.app import Dashboard
-from tui.dialogs import Form, SecretPage
+from tui.dialogs import FormDialog, SecretPage
 from tui.drawing.theme import THEMES
-from tui.messages import Refused
-from tui.recording import Recorder
+from tui.messages import DaemonRefused
+from tui.recording import RecordingWriter
 
 PATH = "/api/keys"
 SECRET = "sk-shown-once"
@@ -130,7 +130,7 @@ async def test_one_is_made_in_a_form() -> None:
     async with dashboard(source, size=(80, 24)) as app:
         await command(app, "keys")
         await press(app, "c")
-        assert isinstance(app.screen, Form)
+        assert isinstance(app.screen, FormDialog)
         assert len(app.screen.query(Input)) == len(FULL)
         for words in ("name:", "concurrency: requests at once", "What is left empty does not bind"):
             assert words in seen(app)
@@ -154,7 +154,7 @@ async def test_one_is_made_by_command() -> None:
         body = {"name": "ci", "scopes": ["infer"], "slo": False, "concurrency": 4}
         assert changes(source) == [("POST", PATH, body)]
         await press(app, "escape")
-        source.answers["POST", PATH] = Refused("there is a key 'ci' already")
+        source.answers["POST", PATH] = DaemonRefused("there is a key 'ci' already")
         for words, refusal in (
             ("slo=maybe", "slo: yes or no, not 'maybe'"),
             ("concurrency=4.5", "concurrency: a whole number, such as 60, not '4.5'"),
@@ -168,7 +168,7 @@ async def test_a_secret_is_shown_once(tmp_path: Path) -> None:
     """Until Escape alone takes it away; it is in no notice, no command, no recording, no state, and
     nowhere else."""
     path = tmp_path / "session.jsonl"
-    recorder = Recorder(path)
+    recorder = RecordingWriter(path)
     source = told(keys())
     secret = "sk-of-this-test-alone"  # pages of others may be about still
     source.answers["POST", PATH] = key("ci") | {"key": secret}
@@ -245,7 +245,7 @@ async def test_nothing_is_changed_where_nothing_may_be(readonly: str) -> None:
 async def test_where_there_are_none() -> None:
     """It is said; where they are not configured, how they would be."""
     why = 'api.keys is not set; add keys = "keys.json" to [api], and restart it'
-    for answer, words in (({"keys": []}, "there are none"), (Refused(why), why)):
+    for answer, words in (({"keys": []}, "there are none"), (DaemonRefused(why), why)):
         async with dashboard(told(answer)) as app:
             await command(app, "keys")
             assert words in seen(app)

@@ -22,8 +22,8 @@ from tests.unit.tui.bench import (
     tree,
 )
 from tests.unit.tui.scenes import policies
-from tui.asking import Ask, Asking
-from tui.messages import Refused
+from tui.asking import Ask, Poller
+from tui.messages import DaemonRefused
 
 PATH = "/api/policies"
 
@@ -120,7 +120,7 @@ async def test_others_are_set() -> None:
 async def test_what_cannot_be_set() -> None:
     """The daemon's words, or those for what is no pair."""
     source = decided()
-    source.answers["PUT", PATH] = Refused("use: no policy 'x' is installed")
+    source.answers["PUT", PATH] = DaemonRefused("use: no policy 'x' is installed")
     async with dashboard(source, size=(120, 30)) as app:
         await command(app, "policies")
         for text in ("use=x", "parameters=q=3", "decisions=round"):
@@ -178,21 +178,21 @@ async def test_a_change_is_seen_at_once() -> None:
 
 async def test_without_an_answer() -> None:
     """Why there is none; what was known stays when it is refused later."""
-    source = decided(Refused("this is a recording: there is no daemon to ask"))
+    source = decided(DaemonRefused("this is a recording: there is no daemon to ask"))
     async with dashboard(source) as app:
         await command(app, "policies")
         assert "this is a recording" in seen(app)
         source.answers["GET", PATH] = policies()
         await command(app, "policies")
         assert "aegaeon" in seen(app)
-        source.answers["GET", PATH] = Refused("the daemon cannot be reached")
+        source.answers["GET", PATH] = DaemonRefused("the daemon cannot be reached")
         await command(app, "policies")
         assert "aegaeon" in seen(app)
 
 
 def test_what_is_due() -> None:
     """After its time, when it is outdated, and never twice at once."""
-    asking, ask = Asking(), Ask("GET", PATH, 2.0)
+    asking, ask = Poller(), Ask("GET", PATH, 2.0)
     assert asking.due([ask], NOW) == [ask]
     assert asking.due([ask], NOW + 9) == []
     asking.ended(ask)

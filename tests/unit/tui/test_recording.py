@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tui.bench import NOW, delta, lost, notice, state, tree
-from tui.messages import Message, Refused
-from tui.recording import NoRecording, NotRecorded, Recorder, Replay, read_recording
+from tui.messages import DaemonRefused, Message
+from tui.recording import NoRecording, NotRecorded, RecordingPlayer, RecordingWriter, read_recording
 
 SESSION = [
     state(tree()),
@@ -21,7 +21,7 @@ SESSION = [
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "session.jsonl"
-    recorder = Recorder(path)
+    recorder = RecordingWriter(path)
     for message in SESSION:
         recorder.write(message)
     recorder.close()
@@ -38,7 +38,7 @@ def test_a_file_is_never_overwritten(path: Path) -> None:
     """A session that is there stays, and the error says which and what to do."""
     before = path.read_bytes()
     with pytest.raises(NotRecorded, match="--record makes a new file") as refused:
-        Recorder(path)
+        RecordingWriter(path)
 
     assert str(path) in str(refused.value)
     assert path.read_bytes() == before
@@ -51,15 +51,15 @@ async def test_it_is_played_in_its_own_time(path: Path) -> None:
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
-    replay = Replay(path, clock=lambda: 7.0, sleep=sleep)
+    replay = RecordingPlayer(path, clock=lambda: 7.0, sleep=sleep)
     heard: list[Message] = [message async for message in replay.follow()]
 
     assert waits == [0.5, 1.5]
     assert heard == [message._replace(at=7.0) for message in SESSION]
     assert (replay.name, replay.live) == ("session.jsonl", False)
-    with pytest.raises(Refused, match="recording"):
+    with pytest.raises(DaemonRefused, match="recording"):
         await replay.ask("GET", "/api/models")
-    with pytest.raises(Refused, match="recording"):
+    with pytest.raises(DaemonRefused, match="recording"):
         await anext(replay.stream("/v1/chat/completions", {}))
 
 
@@ -86,4 +86,4 @@ def test_what_is_no_session_is_refused(tmp_path: Path, text: str, words: str) ->
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     """Is said before anything is shown."""
     with pytest.raises(NoRecording, match="No such file"):
-        Replay(tmp_path / "nothing")
+        RecordingPlayer(tmp_path / "nothing")

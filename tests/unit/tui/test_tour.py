@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.unit.tui.bench import NOW, Told, command, dashboard, press, seen
 from tests.unit.tui.test_views import DEMO
-from tui.dialogs import Page
+from tui.dialogs import TextDialog
 from tui.recording import read_recording
 
 DOC = Path(__file__).parents[3] / "docs" / "tui.md"
@@ -39,7 +39,7 @@ async def test_the_tour() -> None:
             for title in re.findall(r"\*\*(\w+)\*\*", said):
                 assert app.view.title == title
                 looked_at.add(title)
-            assert isinstance(app.screen, Page) == (keys[-1] in ("Enter", "?")), keys
+            assert isinstance(app.screen, TextDialog) == (keys[-1] in ("Enter", "?")), keys
         await press(app, *(NAMES.get(key, key) for key in last))
         assert not app.is_running
     assert {"Overview", "Timeline", "Memory", "Models", "Requests", "Events"} <= looked_at

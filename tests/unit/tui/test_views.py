@@ -26,7 +26,7 @@ from tests.unit.tui.bench import (
 )
 from tests.unit.tui.scenes import loaded, maps, slabs
 from tui.drawing.theme import THEMES
-from tui.messages import Refused
+from tui.messages import DaemonRefused
 from tui.recording import read_recording
 from tui.views import VIEWS
 
@@ -286,7 +286,7 @@ async def test_every_cell_has_an_owner() -> None:
         await command(app, "memory")
         assert "by address" in seen(app)
         for path in maps():
-            source.answers["GET", path] = Refused("instance 0 is not up")
+            source.answers["GET", path] = DaemonRefused("instance 0 is not up")
         await command(app, "memory")
         lines = screen(app)
         first = next(n for n, line in enumerate(lines) if " instance 0 " in line)

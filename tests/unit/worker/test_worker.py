@@ -1315,13 +1315,13 @@ def test_a_slow_guide_holds_up_no_other() -> None:
 def test_slabs_are_told_in_the_middle_of_a_step() -> None:
     """Whoever asks waits for no turn; asked twice before it could answer, it answers once."""
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    found: list[wire.SlabsTold] = []
+    found: list[wire.SlabsReported] = []
     bench = Bench("a", send=said.put)
     bench.worker.background.start()
 
     def ask(step: int) -> None:
-        bench.mailbox.put(wire.TellSlabs())
-        while not isinstance(message := said.get(timeout=PATIENCE_SECONDS)[0], wire.SlabsTold):
+        bench.mailbox.put(wire.ReportSlabs())
+        while not isinstance(message := said.get(timeout=PATIENCE_SECONDS)[0], wire.SlabsReported):
             pass
         found.append(message)
 
@@ -1350,9 +1350,9 @@ def test_a_map_that_cannot_be_drawn_is_not_the_last(
 
     monkeypatch.setattr("appliance.worker.background.pool_map", draw)
     bench.worker.background.start()
-    bench.mailbox.put(wire.TellSlabs())
+    bench.mailbox.put(wire.ReportSlabs())
     assert tried.wait(PATIENCE_SECONDS)
-    bench.mailbox.put(wire.TellSlabs())
+    bench.mailbox.put(wire.ReportSlabs())
 
     (told,) = said.get(timeout=PATIENCE_SECONDS)
     assert told.slabs.runs == ((0, 20),)

@@ -42,7 +42,7 @@ READ_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """`nbytes` bytes of the image, at `offset`: `elements` of `dtype`, or what they are packed to.
 
     `writes` start at the piece's own first element.
@@ -119,7 +119,7 @@ class _Bench:
         self._image = image
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def announce(self, piece: Piece) -> None:
+    def announce(self, piece: WeightPiece) -> None:
         """Have the system read ahead."""
         for write in piece.writes:
             if isinstance(write.origin, Origin):
@@ -127,7 +127,7 @@ class _Bench:
                 fd = self._descriptors[number]
                 self._files[number].read_ahead(fd, offset, write.span * dtype.itemsize)
 
-    def make(self, piece: Piece) -> None:
+    def make(self, piece: WeightPiece) -> None:
         if piece.as_stored:
             for write in piece.writes:
                 start = piece.offset + write.start * piece.dtype.itemsize
@@ -216,7 +216,7 @@ def _is_read(write: Write, dtype: torch.dtype) -> bool:
     return write.plain and isinstance(write.origin, Origin) and write.origin.dtype == dtype
 
 
-def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[Piece]:
+def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[WeightPiece]:
     """Cut a tensor whose image begins at `offset` by rows, if its writes can be cut there."""
     packing = linear or made_of.packing
     row = math.prod(made_of.shape[1:])
@@ -239,7 +239,7 @@ def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterat
     for number, first in enumerate(range(0, made_of.elements, each * row)):
         elements = min(each * row, made_of.elements - first)
         cuts = (write.cut(first, first + elements) for write in made_of.writes)
-        yield Piece(
+        yield WeightPiece(
             offset=offset + number * step,
             nbytes=min(step, nbytes - number * step),
             dtype=made_of.dtype,

@@ -14,7 +14,7 @@ from appliance.engines.protocol import Verdict
 from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.weights import parameters
 from appliance.engines.vllm.weights.loading import CheckpointImage, made_from
-from appliance.engines.vllm.weights.recipe import Recording
+from appliance.engines.vllm.weights.recipe import RecipeRecording
 from appliance.engines.vllm.weights.tensors import bytes_at
 from appliance.kernels.reference import fingerprint
 from appliance.memory.arena import Arena
@@ -38,7 +38,7 @@ class PlacedWeights(NamedTuple):
     def place(
         cls,
         name: ModelName,
-        recorded: Recording,
+        recorded: RecipeRecording,
         arena: Arena,
         host: HostTier,
         swapper: Swapper,

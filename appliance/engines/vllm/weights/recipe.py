@@ -147,7 +147,7 @@ class Ingredients:
         return math.prod(self.shape)
 
 
-class Recording:
+class RecipeRecording:
     """What vLLM did with the placeholders of `files`; filled by the loader of one build."""
 
     def __init__(self, files: Sequence[WeightFile]) -> None:
@@ -199,13 +199,13 @@ class Recording:
         return Ingredients(parameter.dtype, shape, writes, packing)
 
 
-_current: ContextVar[Recording] = ContextVar("recording")
+_current: ContextVar[RecipeRecording] = ContextVar("recording")
 
 
 @contextmanager
-def recording(files: Sequence[WeightFile]) -> Iterator[Recording]:
+def recording(files: Sequence[WeightFile]) -> Iterator[RecipeRecording]:
     """The engine built in this context reads no weights: its recipe is recorded instead."""
-    made = Recording(files)
+    made = RecipeRecording(files)
     token = _current.set(made)
     try:
         yield made

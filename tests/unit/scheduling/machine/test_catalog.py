@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.scheduling.lifecycle import Engine
+from appliance.scheduling.lifecycle import EngineStage
 from appliance.vocabulary import (
     BuildModel,
     DropModel,
@@ -108,7 +108,7 @@ def test_an_image_that_is_read_gives_way_later() -> None:
     """A request that has to wait for its room is not rejected for it."""
     cluster = cluster_of("a", host_slabs=8, slabs=40)
     cluster.tell(ModelWanted(model="a"))
-    assert cluster.machine.instances[0].engines["a"].stage is Engine.LOADING
+    assert cluster.machine.instances[0].engines["a"].stage is EngineStage.LOADING
 
     cluster.add("b", ModelDouble(4, shape(block_bytes=1000)), kv_floor_slabs=8)
     assert cluster.machine.host.short_slabs == 4
@@ -142,7 +142,7 @@ def test_what_tears_the_room_of_long_blocks_may_be_read() -> None:
     cluster.add("d", ModelDouble(4, shape(block_bytes=3 * SLAB)), kv_floor_slabs=2)
     cluster.settle()
     cluster.tell(ModelWanted(model="b"))
-    assert cluster.machine.instances[0].engines["b"].stage is Engine.LOADING
+    assert cluster.machine.instances[0].engines["b"].stage is EngineStage.LOADING
 
     cluster.machine.weight_cache.add(cluster.machine.models["d"], 9, {"b"})
     assert cluster.machine.host.short_slabs == 0
@@ -224,7 +224,7 @@ def test_a_model_leaves_while_its_engine_is_built() -> None:
     cluster.start()
     assert cluster.commands(BuildModel)[0].model == "a"
     cluster.work_until(0, lambda: bool(cluster.commands(StoreWeights)))
-    assert cluster.machine.instances[1].engines["a"].stage is Engine.BUILDING
+    assert cluster.machine.instances[1].engines["a"].stage is EngineStage.BUILDING
 
     cluster.tell(ModelRemoved(model="a"))
     assert cluster.commands(DropModel) == []

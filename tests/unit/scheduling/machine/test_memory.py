@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.scheduling.lifecycle import Engine, KvPlace
+from appliance.scheduling.lifecycle import EngineStage, KvPlace
 from appliance.scheduling.recovery import MAX_REQUEST_LOSSES
 from appliance.scheduling.state import RequestState
 from appliance.vocabulary import (
@@ -319,7 +319,7 @@ def test_a_prefetch_nobody_wants_any_more_is_stopped() -> None:
     cluster = built("abc", slabs=20)
     instance, double = cluster.machine.instances[0], cluster.up[0]
     instance.ledger.begin_load("c", 4)
-    instance.engines["c"].to_stage(Engine.LOADING, "c")
+    instance.engines["c"].to_stage(EngineStage.LOADING, "c")
     double.engines["c"].loaded = double.loading["c"] = True
 
     cluster.ask("a1", "a")

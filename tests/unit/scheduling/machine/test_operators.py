@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.scheduling.lifecycle import Engine
+from appliance.scheduling.lifecycle import EngineStage
 from appliance.vocabulary import (
     BuildModel,
     Direction,
@@ -59,7 +59,7 @@ def change(cluster: ClusterDouble, model: str, **terms: Any) -> None:
 def where(cluster: ClusterDouble, model: str) -> list[int]:
     """The instances on whose devices the model is."""
     instances = cluster.machine.instances.values()
-    return [i.id for i in instances if i.engines[model].stage is Engine.LOADED]
+    return [i.id for i in instances if i.engines[model].stage is EngineStage.LOADED]
 
 
 def turn_runs(cluster: ClusterDouble) -> Callable[[], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appliance.scheduling.lifecycle import Engine, KvPlace, Stage
+from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.state import BuildJob, PrefillJob
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import RunTurn, WaitCode, WaitReason
@@ -137,7 +137,7 @@ def test_an_engine_that_is_not_there_yet_is_mentioned() -> None:
     cluster.ask("r1", "a")
     cluster.work_until(0, lambda: isinstance(cluster.machine.instances[0].job, PrefillJob))
     cluster.ask("r2", "b")
-    assert cluster.machine.instances[0].engines["b"].stage is Engine.ABSENT
+    assert cluster.machine.instances[0].engines["b"].stage is EngineStage.ABSENT
 
     found = reason(cluster, "r2")
 
