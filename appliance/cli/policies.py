@@ -212,8 +212,8 @@ def test(target: str, p99_ms: float | None, as_json: bool) -> None:
     It is asked what the machine asks in boxes of all sizes, and has to serve some by itself. Exit
     status: 0 nothing to object to, 1 something, 2 it cannot be loaded.
     """
-    from appliance.conformance.kit import MACHINE_SECONDS, check  # loads the lab
-    from appliance.conformance.loading import find
+    from appliance.testing.kit import MACHINE_SECONDS, check  # loads the lab
+    from appliance.testing.loading import find
 
     try:
         found = find(target)

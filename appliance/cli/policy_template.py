@@ -124,7 +124,7 @@ from __future__ import annotations
 import pytest
 from $module import $kind
 
-from appliance.conformance import HookCall, check, questions
+from appliance.testing import HookCall, check, questions
 
 
 def test_it_can_be_used() -> None:

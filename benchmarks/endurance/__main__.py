@@ -1,140 +1,58 @@
-"""Everything at once for half an hour: six models in all dialects, clients that leave, kills.
+"""Every answer stays right while everything changes under it.
 
-    python -m benchmarks.endurance [--minutes 30] [--connections 200] [--seed 1] [--json FILE]
+    python -m benchmarks.endurance daemon [--minutes 30] [--connections 200] [--seed 1] [--json F]
+    python -m benchmarks.endurance memory [--minutes 10] [--slab 16KiB] [--seed 1] [--json F]
 
-The daemon with the six demo models and an embedder, on two instances whose pools hold a third of
-the weights. So many connections at once ask for chats whose answers plain vLLM has given before,
-whole or streamed, in OpenAI's, Anthropic's and Ollama's dialect, and for embeddings, guided
-answers, calls of tools and seeded chance, whose answers the daemon has given before anything
-disturbed it; batches run beside. Clients hang up at any time, in any way, or do not read for a
-while; an operator cancels requests; a worker is killed every minute, and the policy is another one
-every two.
-
-Every answer has to be what it is undisturbed, every partial one how that begins. The daemon's log
-and journal have to agree with what clients saw: each request taken in ends once. Memory,
-descriptors and threads have to stay, and nothing is left in the end. Exit status 1 if anything is
-otherwise.
+`daemon` disturbs a whole daemon (`benchmarks.endurance.daemon`); `memory` runs engines on two small
+pools in this process, under a random schedule (`benchmarks.endurance.memory`). Both compare every
+token with plain vLLM's. Exit status 1 if anything is wrong; it is listed under `complaints`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
 import sys
-import tempfile
-import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Final
 
-from appliance.config.loader import load_config
-from appliance.demo.checkpoints import make_checkpoints, write_config
-from appliance.demo.run import STOP_SECONDS, answered, free_port, running_daemon
-from appliance.demo.traffic import ChatRequest, burst
-from appliance.policies.loader import installed
-from benchmarks.endurance.asks import EMBEDDER, with_tool_parser
-from benchmarks.endurance.run import Plan, Result, endure, judge
-from benchmarks.endurance.watch import Watch
+from appliance.engines.vllm import prepare_environment
+from appliance.units import Bytes
+from benchmarks.endurance.daemon import endure_daemon
+from benchmarks.endurance.memory.schedule import endure
 from benchmarks.provenance import made_on_cpu
-
-CHATS_PER_MODEL = 12
-LONG = "It was a long winter, and the river was frozen from bank to bank. " * 30
-MORE = """
-[[model]]
-name = "{embedder}"
-path = "qwen3-a"
-max_context = 512
-dtype = "float32"
-task = "embed"
-[journal]
-path = "journal.jsonl"
-[batches]
-directory = "batches"
-concurrency = 8
-"""
-
-PARTIAL: Final = "muxserve"
-"""It refuses models that do not fit on the devices together, as it should; here those are most."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--connections", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    plan = Plan(
-        seconds=asked.minutes * 60,
-        connections=asked.connections,
-        seed=asked.seed,
-        kill_every=60.0,
-        policy_every=120.0,
-        cancel_every=2.0,
-        sample_every=10.0,
-        nap_seconds=45.0,  # a client that takes nothing for a minute is given up
-        batches=3,
-        policies=[
-            p.name for p in installed() if p.shipped and not p.lab_only and p.name != PARTIAL
-        ],
-    )
-    with tempfile.TemporaryDirectory(prefix="appliance-endurance-") as directory:
-        result = soak(plan, Path(directory))
-    report(plan, result, asked.json)
-    return 1 if result.complaints else 0
-
-
-def soak(plan: Plan, place: Path) -> Result:
-    """All of it, in an empty folder."""
-    models = [path.name for path in make_checkpoints(place)]
-    chats = burst(models, CHATS_PER_MODEL)
-    chats += [
-        ChatRequest(model, f"{LONG} Go on with number {i}.", 64) for model in models for i in (1, 2)
-    ]
-    truths = answered(load_config(write_config(place)), chats)
-    file = write_config(place, bind=f"127.0.0.1:{free_port()}")
-    # So few that some requests are refused.
-    limit = f"max_queue = {plan.connections * 6 // 5}\n"
-    text = file.read_text().replace("[api]\n", f"[api]\n{limit}")
-    file.write_text(with_tool_parser(text, "hermes") + MORE.format(embedder=EMBEDDER))
-    scratch = place / "tmp"
-    scratch.mkdir()
-    os.environ["TMPDIR"] = str(scratch)
-    log = place / "daemon.log"
-    with running_daemon(file, load_config(file)) as (url, pid):
-        watch = Watch(pid, url, place / "journal.jsonl")
-        life = asyncio.run(endure(plan, watch, truths=truths, checkpoints=place, log=log))
-        ending = time.monotonic()
-    result = judge(life, watch, log)
-    if time.monotonic() - ending >= STOP_SECONDS:
-        result.complaints.append("the daemon did not end by itself")
-    result.complaints += [
-        f"{name} is not flat: {said}" for name, said in result.flatness.items() if not said["flat"]
-    ]
-    if not result.stalls:
-        result.complaints.append("no client was found not to read")
-    result.complaints += [f"{left.name} is left behind" for left in scratch.iterdir()]
-    if result.complaints:
-        kept = Path(tempfile.mkdtemp(prefix="appliance-endurance-failed-", dir="/tmp"))
-        for name in ("daemon.log", "journal.jsonl", "appliance.toml"):
-            (place / name).rename(kept / name)
-        print(f"its log and journal are in {kept}", file=sys.stderr)
-    return result
-
-
-def report(plan: Plan, result: Result, file: Path | None) -> None:
-    """Print what came of it, and write it down."""
-    shown = {
-        "benchmark": "endurance",
-        **made_on_cpu(),
-        "plan": asdict(plan),
-        **asdict(result),
-    }
-    if file is not None:
-        file.write_text(json.dumps(shown, indent=1) + "\n")
+    options = _options()
+    machine = made_on_cpu()
+    if options.layer == "daemon":
+        result = endure_daemon(options.minutes, options.connections, options.seed)
+    else:
+        prepare_environment("auto")
+        seconds, count = options.minutes * 60, options.operations
+        sizes = options.pool, options.slab
+        result = endure(options.seed, seconds, count, *sizes, options.families)
+    shown = {"benchmark": f"endurance {options.layer}", **machine, **result}
+    if options.json is not None:
+        options.json.write_text(json.dumps(shown, indent=1) + "\n")
     print(json.dumps({k: v for k, v in shown.items() if k != "samples"}, indent=1))
+    return 1 if result["complaints"] else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    layers = parser.add_subparsers(dest="layer", required=True)
+    daemon, memory = layers.add_parser("daemon"), layers.add_parser("memory")
+    for layer, minutes in ((daemon, 30.0), (memory, 10.0)):
+        layer.add_argument("--minutes", type=float, default=minutes)
+        layer.add_argument("--seed", type=int, default=1)
+        layer.add_argument("--json", type=Path)
+    daemon.add_argument("--connections", type=int, default=200)
+    memory.add_argument("--operations", type=int, help="end after so many, whatever the time")
+    memory.add_argument("--slab", type=Bytes.read, default="16KiB")
+    memory.add_argument("--pool", type=Bytes.read, default="12MiB")
+    memory.add_argument("--families", type=int, default=12, help="of prompts, for each model")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from appliance.memory.cuda.vmm import CudaVmm
-from tests.conformance.bench import Bench
+from tests.devices.bench import Bench
 
 SLAB = 2 << 20
 DEVICE = 0

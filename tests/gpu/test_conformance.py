@@ -8,10 +8,10 @@ import torch
 from appliance.memory.cuda.driver import CudaError
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.host_tier import HostTier
-from tests.conformance.bench import Bench
-from tests.conformance.streams import StreamConformance, floor
-from tests.conformance.swapping import SwapConformance
-from tests.conformance.vmm import VmmConformance
+from tests.devices.bench import Bench
+from tests.devices.streams import StreamConformance, floor
+from tests.devices.swapping import SwapConformance
+from tests.devices.vmm import VmmConformance
 from tests.gpu.conftest import DEVICE, SLAB
 
 __all__ = ["floor"]

@@ -22,7 +22,7 @@ LIGHT = [
     "appliance.checkpoints.checkpoint",
     "appliance.cli.main",
     "appliance.config.loader",
-    "appliance.conformance",
+    "appliance.testing",
     "appliance.daemon.daemon",
     "appliance.demo.checkpoints",
     "appliance.gateway.sessions",

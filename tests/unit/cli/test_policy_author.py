@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 from appliance.cli.docs.hooks import generate
 from appliance.cli.main import cli
-from appliance.conformance import kit
-from appliance.conformance.scenes import SCENES, arrivals
+from appliance.testing import kit
+from appliance.testing.scenes import SCENES, arrivals
 
 BROKEN = """
 from appliance.hookspecs import hookimpl

@@ -112,7 +112,7 @@ def test_the_package_s_own_test_fails_when_turns_differ(tmp_path: Path) -> None:
 
 def test_every_check_is_explained() -> None:
     """The table of the page has those that the kit makes, and no other."""
-    source = (ROOT / "appliance" / "conformance" / "kit.py").read_text(encoding="utf-8")
+    source = (ROOT / "appliance" / "testing" / "kit.py").read_text(encoding="utf-8")
     made = set(re.findall(r'_find\("(\w+)"', source)) | {"exceptions", "answers"}
 
     explained = set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))

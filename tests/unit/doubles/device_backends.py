@@ -8,7 +8,7 @@ import pytest
 
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.vmm_host import HostVmm
-from tests.conformance.bench import Bench
+from tests.devices.bench import Bench
 from tests.stand_in.driver import StandIn, stand_in
 
 SLAB = 2 << 20

@@ -6,7 +6,7 @@ import pytest
 
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import TransferFailed
-from tests.conformance.streams import Floor, StreamConformance, floor
+from tests.devices.streams import Floor, StreamConformance, floor
 from tests.unit.doubles.device_backends import bench
 
 __all__ = ["bench", "floor"]

@@ -12,7 +12,7 @@ import torch
 
 from appliance.kernels import reference
 from appliance.memory import mapping
-from tests.conformance.swapping import SwapConformance
+from tests.devices.swapping import SwapConformance
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.device_backends import bench
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.bench import Bench
-from tests.conformance.vmm import VmmConformance
+from tests.devices.bench import Bench
+from tests.devices.vmm import VmmConformance
 from tests.unit.doubles.device_backends import bench
 
 __all__ = ["bench"]

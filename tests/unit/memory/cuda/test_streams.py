@@ -17,7 +17,7 @@ from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
-from tests.conformance.streams import Gate
+from tests.devices.streams import Gate
 from tests.patience import PATIENCE_SECONDS
 from tests.stand_in.driver import StandIn
 from tests.unit.doubles.device_backends import SLAB, driver

@@ -11,7 +11,7 @@ import pytest
 from appliance.memory.arena import Arena, PoolExhausted, Region
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferKind
-from tests.conformance.bench import Bench
+from tests.devices.bench import Bench
 
 Fingerprint = Callable[[int, int], int]
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from appliance.conformance.scenes import HookCall
 from appliance.policies import validation
 from appliance.policies.guard import hook_callers
+from appliance.testing.scenes import HookCall
 
 SLOW_SECONDS = 1.0
 MAX_SLOW = 3

@@ -3,5 +3,5 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    "tests.conformance.vmm", "tests.conformance.streams", "tests.conformance.swapping"
+    "tests.devices.vmm", "tests.devices.streams", "tests.devices.swapping"
 )

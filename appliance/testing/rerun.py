@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from appliance.conformance.scenes import SCENES, Scene, true_lengths
-from appliance.conformance.trial import trial
 from appliance.errors import PolicyError
+from appliance.testing.scenes import SCENES, Scene, true_lengths
+from appliance.testing.trial import trial
 
 LIMIT_SECONDS = 120.0
 

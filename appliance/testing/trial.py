@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.conformance.asking import Asker, PolicyReply
-from appliance.conformance.scenes import HookCall, Played, Scene, play
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.stack import PolicyStack
+from appliance.testing.asking import Asker, PolicyReply
+from appliance.testing.scenes import HookCall, Played, Scene, play
 
 
 def ignore(question: HookCall, reply: PolicyReply) -> None:

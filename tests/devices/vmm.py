@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.memory.arena import Arena, PoolExhausted
-from tests.conformance.bench import Bench
+from tests.devices.bench import Bench
 
 
 class VmmConformance:

@@ -11,10 +11,6 @@ import pytest
 
 from appliance.cli.docs.hook_examples import Examples
 from appliance.cli.docs.hooks import shipped_policies
-from appliance.conformance import Report, asking, check, kit, questions, scenes
-from appliance.conformance.recorded_calls import asked
-from appliance.conformance.scenes import SCENES, HookCall, Played, Scene
-from appliance.conformance.trial import trial
 from appliance.hookspecs import HOOKS, hookimpl
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.scheduling.policy_api import (
@@ -27,6 +23,10 @@ from appliance.scheduling.policy_api import (
     Refusal,
     RequestView,
 )
+from appliance.testing import Report, asking, check, kit, questions, scenes
+from appliance.testing.recorded_calls import asked
+from appliance.testing.scenes import SCENES, HookCall, Played, Scene
+from appliance.testing.trial import trial
 from appliance.vocabulary import InstanceId, ModelName, RequestId, Role, Word
 
 

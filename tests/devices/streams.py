@@ -11,7 +11,7 @@ import pytest
 from appliance.memory.streams import PIECE_BYTES, Copy
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.vmm import Vmm
-from tests.conformance.bench import Bench
+from tests.devices.bench import Bench
 from tests.patience import PATIENCE_SECONDS
 
 SLABS = 8

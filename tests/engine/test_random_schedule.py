@@ -1,5 +1,5 @@
-"""A short random life of six models on two pools (`benchmarks/soak.py`; the long one takes 10
-minutes)."""
+"""A short random schedule of six models on two pools (`benchmarks/endurance/memory`); the long
+form takes ten minutes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ OPERATIONS = 600
 def test_a_random_schedule_changes_no_token(tmp_path: Path) -> None:
     """After turns, swaps, migrations, prefetches, cancelled loads and dropped images in random
     order every token is plain vLLM's, every book balances, and nothing is left."""
-    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-    answer = tmp_path / "soak.json"
+    answer = tmp_path / "result.json"
     ended = subprocess.run(
         [
-            sys.executable,
-            str(script),
+            *(sys.executable, "-m", "benchmarks.endurance", "memory"),
             *f"--operations {OPERATIONS} --families 4 --seed 3 --json".split(),
             answer,
         ],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=600,

@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import msgspec
 
-from appliance.conformance.asking import SLOW_SECONDS, Asker, PolicyReply
-from appliance.conformance.recorded_calls import asked
-from appliance.conformance.rerun import digest_elsewhere, importable, make
-from appliance.conformance.scenes import SCENES, HookCall, Played, Scene, model_names
-from appliance.conformance.trial import trial
 from appliance.errors import ApplianceError, PolicyError
 from appliance.hookspecs import API_VERSION, HOOKS
 from appliance.policies.guard import BUDGET_SECONDS
 from appliance.policies.validation import shown
 from appliance.scheduling.policy_api import Costs
+from appliance.testing.asking import SLOW_SECONDS, Asker, PolicyReply
+from appliance.testing.recorded_calls import asked
+from appliance.testing.rerun import digest_elsewhere, importable, make
+from appliance.testing.scenes import SCENES, HookCall, Played, Scene, model_names
+from appliance.testing.trial import trial
 from appliance.vocabulary import FinishReason, Word
 
 MACHINE_SECONDS = BUDGET_SECONDS / 10

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from appliance.conformance.random_policy import RandomPolicy
-from appliance.conformance.scenes import SCENES, HookCall, Scene, play
 from appliance.hookspecs import HOOKS
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.stack import PolicyStack
+from appliance.testing.random_policy import RandomPolicy
+from appliance.testing.scenes import SCENES, HookCall, Scene, play
 
 MOST = 100
 """Questions of a kind that are kept of a scene."""

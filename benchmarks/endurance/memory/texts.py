@@ -1,0 +1,115 @@
+"""Random prompts of six models, and what plain vLLM adds to each of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from appliance.demo.checkpoints import Recipe
+
+CONTEXT: Final = 512
+LONGEST: Final = 64
+"""Tokens of an answer at most."""
+MEMBERS: Final = 5
+"""Prompts of a family, which share a stem."""
+STEM: Final = 20
+"""Tokens that tell families apart."""
+VOCABULARY: Final = range(6, 2048)
+
+# Six models, four shapes of a block: 256, 320, 288 and 128 KiB.
+RECIPES: Final = tuple(
+    Recipe(
+        name=name,
+        family=family,
+        layers=4,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        seed=70 + seed,
+    )
+    for seed, (name, family, hidden, intermediate, heads, kv_heads, head_dim) in enumerate(
+        (
+            ("llama-4x64", "llama", 128, 256, 4, 4, 64),
+            ("qwen3-4x64", "qwen3", 128, 320, 4, 4, 64),
+            ("llama-10x32", "llama", 120, 256, 10, 10, 32),
+            ("llama-3x96", "llama", 144, 288, 3, 3, 96),
+            ("qwen2-2x64", "qwen2", 128, 320, 2, 2, 64),
+            ("qwen3-1x128", "qwen3", 128, 256, 2, 1, 128),
+        )
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt, and what plain vLLM adds to it: `LONGEST` tokens, or up to its end token."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def answered(
+    paths: Sequence[Path], generator: random.Random, families: int
+) -> tuple[dict[str, list[Text]], dict[str, int]]:
+    """Prompts of every model with their answers; how many were left out.
+
+    Every prompt is asked twice, in other company the second time. Where plain vLLM does not agree
+    with itself two tokens are as good as equally likely, and nothing can be compared.
+    """
+    prompts = {path.name: _prompts(generator, families) for path in paths}
+    orders = {name: generator.sample(range(len(p)), len(p)) for name, p in prompts.items()}
+    task = {
+        "checkpoints": [
+            {
+                "path": str(path),
+                "max_context": CONTEXT,
+                "prompts": [
+                    {"tokens": prompts[path.name][number], "max_tokens": LONGEST}
+                    for number in (*range(len(prompts[path.name])), *orders[path.name])
+                ],
+            }
+            for path in paths
+        ]
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.engines.vllm.reference"],
+        input=json.dumps(task).encode(),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"plain vLLM failed:\n{done.stderr.decode(errors='replace')[-4000:]}")
+    texts: dict[str, list[Text]] = {}
+    dropped: dict[str, int] = {}
+    for name, answered in zip(prompts, json.loads(done.stdout), strict=True):
+        answers = [answer["tokens"] for answer in answered]
+        count = len(prompts[name])
+        again = dict(zip(orders[name], answers[count:], strict=True))
+        texts[name] = [
+            Text(prompt, tuple(answer))
+            for number, (prompt, answer) in enumerate(
+                zip(prompts[name], answers[:count], strict=True)
+            )
+            if again[number] == answer
+        ]
+        dropped[name] = count - len(texts[name])
+    return texts, dropped
+
+
+def _prompts(generator: random.Random, families: int) -> list[tuple[int, ...]]:
+    """Families of prompts: a stem, and the stem with something behind it."""
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(families):
+        stem = tuple(generator.choices(VOCABULARY, k=generator.randint(STEM, 128)))
+        prompts.append(stem)
+        for _ in range(MEMBERS - 1):
+            prompts.append(stem + tuple(generator.choices(VOCABULARY, k=generator.randint(1, 40))))
+    return prompts
