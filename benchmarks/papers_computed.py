@@ -14,7 +14,7 @@ import numpy as np
 
 from appliance.lab.calibration.least_squares import r_squared
 from appliance.lab.workload import Lengths, drawn
-from appliance.plugins.chiron import waiting_seconds
+from appliance.plugins.chiron_formulas import waiting_seconds
 
 SERVICE_SECONDS = 16.79
 """What a request takes on average (Aegaeon §3.1)."""

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.plugins.chiron import (
+from appliance.plugins.chiron import Chiron
+from appliance.plugins.chiron_formulas import (
     BatchSize,
-    Chiron,
     Queued,
     Yield,
     batch_pressure,
