@@ -23,7 +23,7 @@ FC = TypeVar("FC", bound=Callable[..., Any])
 
 
 def default_url() -> str:
-    """The admin socket of a daemon that runs here, or where one listens that was told nothing."""
+    """The admin socket of a daemon that runs here, or where one listens by default."""
     path = running_socket()
     return DEFAULT_URL if path is None else f"{UNIX}{path}"
 

@@ -100,7 +100,7 @@ class PolicySpec:
         self, now: float, model: ModelName, instance: InstanceView, costs: Costs
     ) -> BatchLimits | None:
         """Before a turn or a prompt of `model`: how many requests decode together, and in chunks of
-        how many tokens prompts are computed beside them."""
+        how many tokens of prompts are computed in the same steps."""
 
     @hookspec(firstresult=True)
     def flow(
@@ -126,7 +126,7 @@ class PolicySpec:
         self, now: float, instance: InstanceView, upcoming: Sequence[ModelName], costs: Costs
     ) -> Sequence[ModelName] | None:
         """When a job starts: which of the models that run next here and are not in place is brought
-        in beside it: a sequence of at most one."""
+        in meanwhile: a sequence of at most one."""
 
 
 HOOKS = tuple(name for name in vars(PolicySpec) if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""The record of a run: what the machine was told, when, and what it ordered. One JSON line each.
+"""The record of a run: the machine's events, their times and its commands. One JSON line each.
 
 The first line describes the machine. Replaying the rest through a fresh one must give the same
 commands; where it does not, policy, time or randomness leaked into the decisions.
@@ -70,7 +70,7 @@ class Difference(Word, frozen=True):
 class Journal:
     """Writes a run to a file, buffered; a context manager that closes it.
 
-    The file of an earlier run is kept beside it, with ``.previous`` behind its name.
+    The file of an earlier run is kept next to it, with ``.previous`` after its name.
     """
 
     def __init__(self, path: Path, setup: Setup) -> None:
@@ -124,7 +124,7 @@ def _entries(path: Path) -> Iterator[Entry]:
 
 
 class Replay:
-    """A fresh machine that is told what another one was told, and has its policies changed as that
+    """A fresh machine that gets another one's events, and has its policies changed as that
     one had. What policies missed then they miss again: they are not asked."""
 
     def __init__(self, setup: Setup) -> None:

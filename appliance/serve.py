@@ -56,7 +56,7 @@ log = logging.getLogger("appliance.serve")
 
 
 def serve(config: Config, path: Path) -> int:
-    """Run until told to stop, on what was read from `path`; returns the exit status. Raises what
+    """Run until a signal ends it, on what was read from `path`; returns the exit status. Raises
     `make_daemon` raises."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there is nothing to reload yet
     logs.begin(config.log.format, config.log.level)
@@ -100,11 +100,11 @@ async def _serve(config: Config, path: Path) -> int:
     )
     daemon.on_failure = lifetime.fail
     # All of this stays: a collection need not look at it again, for tens of milliseconds in which
-    # no request is heard and no token sent.
+    # no request is read and no token sent.
     gc.collect()
     gc.freeze()
     with reloading(settings, notifier):
-        async with beside(admin):
+        async with running(admin):
             return await lifetime.run()
 
 
@@ -121,7 +121,7 @@ def make_daemon(config: Config) -> Daemon:
     ]
     if left_out := uncached(config, entries):
         log.warning(
-            "devices.host_cache has no room for the weights of %s beside those of the others: "
+            "devices.host_cache has no room for the weights of %s and those of the others: "
             "models that are not in it are loaded from disk",
             ", ".join(left_out),
         )
@@ -338,7 +338,7 @@ def reloading(settings: LiveConfig, notifier: Notifier) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def beside(admin: AdminServer | None) -> AsyncIterator[None]:
+async def running(admin: AdminServer | None) -> AsyncIterator[None]:
     """Serve the admin socket meanwhile; it is gone afterwards."""
     if admin is None:
         yield

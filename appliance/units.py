@@ -61,7 +61,7 @@ class Seconds(float):
 
 
 class Address(str):
-    """``host:port`` of a TCP socket; an IPv6 host stands in brackets."""
+    """``host:port`` of a TCP socket; an IPv6 host is in brackets."""
 
     @classmethod
     def read(cls, value: object) -> Address:

@@ -34,7 +34,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A fact that the scheduling machine is told."""
+    """A fact that the scheduling machine receives."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -236,7 +236,7 @@ class InstanceLost(Event, frozen=True, kw_only=True):
 
 class InstanceQuarantined(Event, frozen=True, kw_only=True):
     """The instance is out of service until it is released, and why. Its worker, if it has one, is
-    being ended; that it has is told by `InstanceLost`."""
+    being ended; `InstanceLost` reports its end."""
 
     instance: InstanceId
     reason: str
@@ -387,7 +387,7 @@ class ModelChanged(Event, frozen=True, kw_only=True):
 
 
 class ModelWanted(Event, frozen=True, kw_only=True):
-    """An operator wants the model's weights on a device, before anybody asks for it."""
+    """An operator wants the model's weights on a device, before a request asks for it."""
 
     model: ModelName
 
@@ -454,7 +454,7 @@ class LoadModel(Command, frozen=True):
 
 
 class PrefetchModel(Command, frozen=True):
-    """As `LoadModel`, beside whatever runs."""
+    """As `LoadModel`, during whatever runs."""
 
     instance: InstanceId
     model: ModelName
@@ -486,7 +486,7 @@ class RunPrefill(Command, frozen=True):
 class RunTurn(Command, frozen=True):
     """Decode `requests` for `quota_seconds`; the model may map at most `kv_slabs` slabs of KV.
 
-    With `prompts` it is a mixed turn: they are computed beside the decoding steps, at most
+    With `prompts` it is a mixed turn: they are computed in the decoding steps, at most
     `chunk_tokens` tokens of them in a step, and the turn is over when they are done, each reported
     as by `RunPrefill`. They decode from the next turn on. Prompts that are embedded may be a turn
     without `requests`.
@@ -539,7 +539,7 @@ class Release(Command, frozen=True):
 
 
 class Finish(Command, frozen=True):
-    """The request ended; the client is told why."""
+    """The request ended; the client gets the reason."""
 
     request: RequestId
     reason: FinishReason

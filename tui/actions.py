@@ -29,7 +29,7 @@ class ActionRunner:
         self._done = done
 
     def run_command(self, action: Action, view: View, words: str) -> None:
-        """What is given stands behind the name: `ttft=5s queue=20`."""
+        """The answers follow the name: `ttft=5s queue=20`."""
         pairs = [word.partition("=") for word in words.split()]
         known = [field.name for field in action.fields]
         wrong = [name for name, _, value in pairs if name not in known or not value]

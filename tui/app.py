@@ -30,12 +30,12 @@ from tui.messages import DaemonRefused, DaemonSource, Kind, Message
 from tui.prompt import CommandPrompt, PromptCommand
 from tui.recording import NoRecording, RecordingWriter
 from tui.state import State
-from tui.view import View, ViewContext, raw, told
+from tui.view import View, ViewContext, details, raw
 from tui.views import VIEWS
 
 TICK_SECONDS = 0.25
 IDLE_SECONDS = 1.0
-"""Ages are brought up to date so often when nothing is heard."""
+"""Ages are brought up to date so often when nothing arrives."""
 NEED_MORE = ("sort", "filter", "theme")
 """Commands that are nothing by themselves."""
 
@@ -182,7 +182,7 @@ class Dashboard(App[None]):
             )
 
     def _outdate(self, message: Message) -> None:
-        """What was answered is old after some events, and when a daemon is heard again."""
+        """An answer is old after some events, and when a daemon is reachable again."""
         kind = message.data.get("kind") if message.kind is Kind.NOTICE else None
         if self._shows and (kind is not None or message.kind is Kind.STATE):
             asks = [ask for ask in self.view.asks if kind is None or kind in ask.renewed_by]
@@ -253,7 +253,7 @@ class Dashboard(App[None]):
         timeout: float | None = None,
         markup: bool = False,
     ) -> None:
-        """What is told may be anybody's text: brackets in it are brackets."""
+        """The text may be anything: brackets in it are brackets."""
         super().notify(message, title=title, severity=severity, timeout=timeout, markup=markup)
 
     # --- keys ------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class Dashboard(App[None]):
         except DaemonRefused as refusal:
             self.notify(str(refusal), severity="error")
         else:
-            self.show_page(title, lambda context: told(found, context.theme))
+            self.show_page(title, lambda context: details(found, context.theme))
 
     def _help(self) -> None:
         view = self.view

@@ -1,4 +1,4 @@
-"""What a view asks for beside what is heard: when it is due, and the answer. No clock, no I/O.
+"""What a view asks for besides the state: when it is due, and the answer. No clock, no I/O.
 
 Only the view on the screen asks: again and again, and at once when something happened that makes
 an answer old.

@@ -51,7 +51,7 @@ class DaemonConnection:
         )
 
     async def follow(self) -> AsyncIterator[Message]:
-        """Waits twice as long before every next try, until something was heard."""
+        """Waits twice as long before every next try, until something arrives."""
         seen: str | None = None
         wait = FIRST_WAIT_SECONDS
         while True:

@@ -29,7 +29,7 @@ _PHASE = re.compile(r'(\w+);dur=(\d+(?:\.\d+)?)(?:;desc="(\d+)")?')
 
 
 class AnswerState(StrEnum):
-    """How an answer stands."""
+    """The state of an answer."""
 
     COMING = "coming"
     DONE = "done"

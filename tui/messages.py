@@ -14,13 +14,13 @@ class Kind(StrEnum):
     """What a message is."""
 
     STATE = "state"
-    """All there is: `unix_seconds`, `missed` (whether it stands for events), `state`."""
+    """All there is: `unix_seconds`, `missed` (whether it replaces events), `state`."""
     DELTA = "delta"
     """What changed: `unix_seconds`, `patch` (a JSON merge patch of the state)."""
     NOTICE = "notice"
     """Something happened: `number`, `unix_seconds`, `kind`, `facts`."""
     LOST = "lost"
-    """Nothing is heard for now: `reason`, and `seconds` until it is tried again."""
+    """Nothing arrives for now: `reason`, and `seconds` until it is tried again."""
 
 
 class Message(NamedTuple):
@@ -65,7 +65,7 @@ class DaemonSource(Protocol):
     """Whether something can be asked of it."""
 
     def follow(self) -> AsyncIterator[Message]:
-        """What is to be heard, from now on. Ends with a recording, never with a daemon."""
+        """All messages from now on. Ends with a recording, never with a daemon."""
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         """The JSON that is answered. Raises `DaemonRefused`."""

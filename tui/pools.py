@@ -20,7 +20,7 @@ class PoolPart(NamedTuple):
 
 class Pool(NamedTuple):
     """`parts` are bytes by owner, the free ones last. `cells`, not more than there was room for,
-    are of whom they are, in order; `scale` says what one stands for."""
+    are of whom they are, in order; `scale` says how much one is."""
 
     name: str
     parts: list[PoolPart]
@@ -53,7 +53,7 @@ def counted(name: str, owners: Document, loading: set[str], room: int) -> Pool:
 
 def mapped(name: str, document: Document, room: int, *, host: bool = False) -> Pool:
     """A pool of which it is known whose each slab is: the answer of ``/api/instances/N/slabs``, or
-    of ``/api/host/slabs``. Cells are in the order of addresses; one that stands for several slabs
+    of ``/api/host/slabs``. Cells are in the order of addresses; one that shows several slabs
     is of whom most of them are."""
     slab_bytes = document["slab_bytes"]
     owners = [_owner(row["name"], moving=row["moving"], host=host) for row in document["owners"]]

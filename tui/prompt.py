@@ -14,7 +14,7 @@ MOST_REMEMBERED = 100
 
 
 class PromptCommand(NamedTuple):
-    """`run` is given what stands behind the name; `words` are what that may be."""
+    """`run` is given what follows the name; `words` are what that may be."""
 
     help: str
     run: Callable[[str], None]
@@ -72,7 +72,7 @@ class CommandPrompt(Input):
 
     class Late(Message):
         """A key was sent here before it was known that the one before it closed the line. It is
-        told behind what that one did."""
+        shown after what that one did."""
 
         def __init__(self, key: events.Key) -> None:
             super().__init__()

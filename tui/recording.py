@@ -1,4 +1,4 @@
-"""A session in a file: JSON lines, a message each, as they were heard; and played again.
+"""A session in a file: JSON lines, a message each, as they arrived; and played again.
 
 The first line says what the file is. Each other one has `at` (Unix seconds), `kind` and `data`.
 """

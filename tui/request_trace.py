@@ -21,24 +21,24 @@ class TraceSwitch(NamedTuple):
 
 
 class Journey:
-    """Of one request. It hears what is new in the state, as often as somebody likes."""
+    """Of one request. It reads what is new in the state, as often as it is called."""
 
     def __init__(self, state: State) -> None:
         """Before the request is sent: what happened until then is none of it."""
         self.request = ""
-        """What the daemon knows it by; nothing is heard before that is told."""
+        """The daemon's name for it; nothing is read before the answer has it."""
         self.instances: list[str] = []
         """Where it was computed, in order."""
         self.over = False
-        """Its end was heard, or can not be heard any more."""
+        """Its end arrived, or cannot arrive any more."""
         self.missed = False
-        """Events were not heard."""
+        """Events were missed."""
         self.output_tokens: int | None = None
-        """Once it is over, where that was heard."""
+        """Once it is over, if that arrived."""
         self._arrived = False
         self._switches: deque[TraceSwitch] = deque(maxlen=MOST_SWITCHES)
         self._newest = state.notices[-1] if state.notices else None
-        """What was heard last."""
+        """What arrived last."""
         self._span = max(map(int, state.spans), default=0)
 
     @property
@@ -48,7 +48,7 @@ class Journey:
 
     def hear(self, state: State) -> None:
         """O(what is new)."""
-        # An end is told at once, and where it was computed with the next change of the state.
+        # An end is reported at once, and where it was computed with the next change of the state.
         if not self.request or (self.over and self.instances):
             return
         row = state.rows("requests").get(self.request)

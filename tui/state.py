@@ -19,7 +19,7 @@ MOST_NOTICES = 2000
 MOST_SPANS = 4000
 """Of all instances together."""
 SAME_START_SECONDS = 1.0
-"""A daemon's start is told by its age, and so never twice the same to the last digit."""
+"""The age of a daemon says when it started, and so never twice the same to the last digit."""
 
 COUNTED = {
     "instances": ("switches", "busy_seconds", "moved_bytes"),
@@ -48,12 +48,12 @@ class State:
         self.tree: Document = {}
         """As `GET /api/watch` tells it: `readiness`, `instances`, `models`, `requests`, …"""
         self.notices: deque[Document] = deque(maxlen=MOST_NOTICES)
-        """What happened, the oldest first. One of the kind `missed` stands for those not heard."""
+        """What happened, the oldest first. One of the kind `missed` replaces missed events."""
         self.spans: dict[str, Document] = {}
         """What was computed and moved, by number, the oldest first; also what is over and the
         daemon has forgotten. Another daemon counts anew: of the one before nothing is left."""
         self.lost: str | None = "connecting"
-        """Why nothing is heard, if that is so."""
+        """Why nothing arrives, if that is so."""
         self.retry_at = 0.0
         """When it is tried again, by the listener's clock."""
         self.version = 0
@@ -97,7 +97,7 @@ class State:
         self._answers[path] = self.answer(path)._replace(refused=why)
         self.version += 1
 
-    # --- what is heard ---------------------------------------------------------------------------
+    # --- what arrives ----------------------------------------------------------------------------
 
     def hear(self, message: Message) -> None:
         """Know more. Messages come in the order in which they were sent."""
@@ -130,7 +130,7 @@ class State:
             self._changed(data["patch"])
 
     def _is_another(self, tree: Document) -> bool:
-        """Whether this is of another daemon than what was told before."""
+        """Whether this is of another daemon than the messages before."""
         before: float = self.tree.get("started_unix_seconds", 0.0)
         now: float = tree.get("started_unix_seconds", 0.0)
         return abs(now - before) > SAME_START_SECONDS
@@ -159,7 +159,7 @@ class State:
 
     def _let_go(self, number: str) -> None:
         """The daemon knows no more of it. One that is over stays as it was; of one that is not, the
-        end was not heard and never will be."""
+        end did not arrive and never will."""
         if "ended_unix_seconds" not in self.spans.get(number, {}):
             self.spans.pop(number, None)
 

@@ -29,7 +29,7 @@ class ViewContext(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Something that an action wants to be told; `now` says of a row what holds there."""
+    """A field that an action asks for; `now` gives the present value of a row."""
 
     name: str
     help: str
@@ -37,7 +37,7 @@ class Field(NamedTuple):
 
 
 Given: TypeAlias = Mapping[str, str]
-"""What was told, by the names of fields; those that were left empty are not in it."""
+"""The values of fields, by their names; those that were left empty are not in it."""
 
 
 class Secret(NamedTuple):
@@ -74,7 +74,7 @@ class View(Widget):
     """A page. To add one: a file in `tui/views` with a subclass, and its place in `VIEWS` there.
 
     Only the view on the screen is shown anything, four times a second at most, and only when
-    something was heard or a second has passed.
+    something arrived or a second has passed.
     """
 
     title: ClassVar[str]
@@ -84,7 +84,7 @@ class View(Widget):
     """Keys of its own, and what they do."""
     actions: ClassVar[tuple[Action, ...]] = ()
     asks: tuple[Ask, ...] = ()
-    """What it needs beside the state; it is found in `State.answer`. May change with what is shown
+    """What it needs besides the state; it is found in `State.answer`. May change with what is shown
     of it."""
 
     can_focus = True
@@ -130,7 +130,7 @@ class View(Widget):
         return False
 
     def status(self) -> str:
-        """A few words beside the title: how many rows, by what they are filtered."""
+        """A few words after the title: how many rows, by what they are filtered."""
         return ""
 
     def current(self) -> tuple[str, Document] | None:
@@ -170,8 +170,8 @@ class View(Widget):
         return []
 
 
-def told(document: object, theme: ColourTheme, indent: int = 0) -> list[Line]:
-    """A JSON document in lines for people: names beside values, what is nested below."""
+def details(document: object, theme: ColourTheme, indent: int = 0) -> list[Line]:
+    """A JSON document in lines for people: names and values, what is nested below."""
     pad = "  " * indent
     if not isinstance(document, dict):
         return [[(f"{pad}{_word(document)}", "")]]
@@ -181,11 +181,11 @@ def told(document: object, theme: ColourTheme, indent: int = 0) -> list[Line]:
         name = str(key).replace("_", " ")
         if isinstance(value, dict) and value:
             lines.append([(f"{pad}{name}", theme.accent)])
-            lines.extend(told(value, theme, indent + 1))
+            lines.extend(details(value, theme, indent + 1))
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
             lines.append([(f"{pad}{name}", theme.accent)])
             for one in value:
-                lines.extend([*told(one, theme, indent + 1), []])
+                lines.extend([*details(one, theme, indent + 1), []])
         else:
             lines.append([(f"{pad}{name:{width}}  ", theme.accent), (_word(value), "")])
     return lines

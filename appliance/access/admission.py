@@ -36,7 +36,7 @@ _MOST_WAITING: Final = 4096
 """Sequences that wait at most, of all keys together: each holds its prompt and a connection."""
 
 _RETRY_SECONDS: Final = 0.05
-"""The next one is also tried without being told that there is room: others use the appliance."""
+"""The next waiting request is also tried without a notice of free room: others use it too."""
 
 _FULL_SECONDS: Final = 1.0
 """After how long a key makes sense to try again that has too many waiting."""
@@ -71,7 +71,7 @@ class Admission:
         """Take a request in, or let it wait for its turn.
 
         Raises what the service raises, `Forbidden`, `LimitMet` and `BadRequest`; the sink hears
-        nothing then. What goes wrong after a wait is told to the sink.
+        nothing then. An error after a wait goes to the sink.
         """
         meter = caller.meter
         if meter is None:
@@ -102,7 +102,7 @@ class Admission:
         return None if metered is None else self._shown(metered)
 
     def turn_away(self, request: RequestId) -> bool:
-        """Cancel a request that waits, which its client is told; False if it does not."""
+        """Cancel a waiting request, with an error to its client; False if it does not wait."""
         metered = self._find(request)
         if metered is not None:
             self._turn_away(metered, cancelled())
@@ -194,7 +194,7 @@ class Admission:
         self._turn_away(metered, QueueFull(_FULL_SECONDS))
 
     def _turn_away(self, metered: _Metered, error: Exception) -> None:
-        """A sequence that waits is told that it will not begin."""
+        """Report to a waiting sequence that it will not begin."""
         self._queue.remove(metered.key, metered)
         metered.never_begins(error)
 

@@ -107,7 +107,7 @@ class Credentials(NamedTuple):
 
 
 class Caller:
-    """Who asks. Without a meter it is somebody who needs no key: everything is allowed."""
+    """The sender of a request. Without a meter it needs no key: everything is allowed."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Caller:
         bill: list[Used] | None = None,
     ) -> None:
         """Unless it `waits`, it has no place among those who wait for room. With a `bill`, its
-        sequences are written there, and count for its key when somebody says so."""
+        sequences are written there, and count for its key only when they are charged."""
         self.meter = meter
         self.slo = AskedSlo() if slo is None else slo
         self.waits = waits
@@ -198,7 +198,7 @@ class Access:
         return _with_slo(asking, self._meter(key))
 
     def begin(self, caller: Caller) -> None:
-        """Count another HTTP request of a caller, to be told of its `end`. Raises `LimitMet`."""
+        """Count another HTTP request of a caller, whose `end` is due later. Raises `LimitMet`."""
         meter = caller.meter
         if meter is not None and (refusal := meter.begin(self.clock())):
             self.metrics.refused(meter.key.name, refusal.limit)
@@ -220,7 +220,7 @@ class Access:
         return headers
 
     def on_behalf_of(self, owner: str) -> Caller | None:
-        """Who is meant by what the appliance does later for the key of this hash, "" for somebody
+        """The caller for work that the appliance does later for the key of this hash, "" for one
         who needed none; None if that key is not valid any more."""
         if not owner:
             return KEYLESS
@@ -322,8 +322,8 @@ class Authentication(ASGIMiddleware):
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
-                told = access.rate_headers(caller)
-                headers = ((name.encode(), value.encode()) for name, value in told)
+                limits = access.rate_headers(caller)
+                headers = ((name.encode(), value.encode()) for name, value in limits)
                 message["headers"] = [*message["headers"], *headers]
             await send(message)
 

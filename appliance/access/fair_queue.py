@@ -26,7 +26,7 @@ class FairQueue(Generic[_Item]):
         """`per_key` items of a key wait at most."""
         self._per_key = per_key
         self._waiting: dict[Hashable, deque[_Item]] = {}
-        """Only keys that have somebody waiting, in the order in which they began to."""
+        """Only keys with waiting requests, in the order in which they began to wait."""
         self._served: dict[Hashable, float] = {}
         self._level = 0.0
         """The counter of the key that went last."""
@@ -73,7 +73,7 @@ class FairQueue(Generic[_Item]):
         self._tidy(key)
 
     def charge(self, key: Hashable, tokens: float) -> None:
-        """A key was served so many tokens more. Without anybody who waits nothing is counted."""
+        """A key was served so many tokens more. Without waiting requests nothing is counted."""
         if self._waiting:
             self._served[key] = self._served.get(key, self._level) + tokens
 

@@ -32,7 +32,7 @@ PREFIX: Final = "sk-"
 MAX_KEYS: Final = 10_000
 MAX_FILE_BYTES: Final = 16 << 20
 LOCK_TRIES: Final = 100
-"""How often somebody looks whether the file may be changed: for five seconds in all."""
+"""How often a writer tries to lock the file: for five seconds in all."""
 
 _LOCK_PAUSE_SECONDS: Final = 0.05
 _SECRET_BYTES: Final = 32
@@ -100,7 +100,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def lifetime_seconds(text: str) -> float:
-    """What ``30d``, ``12h`` or ``90m`` comes to. Raises `ValueError` with what is expected."""
+    """Seconds of ``30d``, ``12h`` or ``90m``. Raises `ValueError` with what is expected."""
     match = _LIFETIME.fullmatch(text)
     if match is None or not int(match[1]):
         raise ValueError(f"{text[:40]!r} is not a duration, such as 30d, 12h or 90m")
@@ -154,7 +154,7 @@ class KeyFile:
 
     @property
     def shared(self) -> bool:
-        """Whether somebody gave others than its owner access to it."""
+        """Whether users other than its owner have access to it."""
         try:
             return bool(self.path.stat().st_mode & 0o077)
         except OSError:
@@ -224,13 +224,13 @@ class KeyFile:
             os.close(descriptor)
 
     def _take(self, lock: int) -> None:
-        """Raises `KeysError` if somebody else has it for too long."""
+        """Raises `KeysError` if another process holds it for too long."""
         for left in reversed(range(LOCK_TRIES)):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if not left:
-                    raise KeysError(f"{self.path}: somebody else changes it; try again") from error
+                    raise KeysError(f"{self.path} is locked; try again later") from error
                 time.sleep(_LOCK_PAUSE_SECONDS)
             else:
                 return
@@ -245,7 +245,7 @@ class KeyFile:
             )
         temporary = None
         try:
-            # A new file of mode 0600, never one that somebody else put there.
+            # A new file of mode 0600, never one that another user put there.
             descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
             temporary = Path(name)
             with os.fdopen(descriptor, "wb") as stream:
@@ -260,7 +260,7 @@ class KeyFile:
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
         try:
             _sync(self.path.parent)
-        except OSError as error:  # who asked must not be told that nothing was changed
+        except OSError as error:  # the caller must not read that nothing was changed
             log.warning("%s: may be lost in a power cut: %s", self.path, error.strerror)
 
 
@@ -269,7 +269,7 @@ def _open_lock(lock: Path) -> int:
     descriptor = os.open(lock, flags, _MODE)
     try:
         found = os.fstat(descriptor)
-        # Also one that root left before. What has another name may be anybody's file.
+        # Also one that root left before. A file of another name may belong to any user.
         if stat.S_ISREG(found.st_mode) and found.st_uid == _ROOT and found.st_nlink == 1:
             _hand_over(descriptor, lock.parent)
     except OSError:
@@ -279,7 +279,7 @@ def _open_lock(lock: Path) -> int:
 
 
 def _hand_over(made: int, owned: Path) -> None:
-    """If root made a file, give it to the owner of another: the daemon may be somebody else, and
+    """If root made a file, give it to the owner of another: the daemon may run as another user, and
     has to read keys and to change them."""
     if os.geteuid() == _ROOT:
         owner = owned.stat()

@@ -1,4 +1,4 @@
-"""How much a key may ask: requests and tokens per minute, and requests at once. Time is told."""
+"""Limits of a key: requests and tokens per minute, requests at once. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Meter:
         self.tokens = _bucket(self.tokens, key.tokens_per_minute, now)
 
     def begin(self, now: float) -> LimitRefusal | None:
-        """Count another request, to be told of its `end`; or say why it may not be."""
+        """Count another request, whose `end` is due later; or say which limit forbids it."""
         key = self.key
         if key.concurrency is not None and self.live >= key.concurrency:
             return LimitRefusal("concurrency", key.concurrency, _CONCURRENCY_RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""Work that waits for the disk, beside the event loop: in threads of its own."""
+"""Work that waits for the disk, off the event loop: in threads of its own."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def counted(size_bytes: int) -> int:
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a file. Times are Unix seconds; `owner` is the hash of the key that it
-    belongs to, "" for somebody who needs none."""
+    belongs to, "" for a caller that needs none."""
 
     id: str
     owner: str
@@ -93,7 +93,7 @@ class FileStore:
         keep_seconds: float,
         beside_bytes: Callable[[], int] = int,
     ) -> None:
-        """`beside_bytes` count as well, though they are of no file of anybody's: asked in any
+        """`beside_bytes` count as well, though they belong to no file: asked in any
         thread."""
         self._folder = folder
         self._beside_bytes = beside_bytes
@@ -121,7 +121,7 @@ class FileStore:
 
     @property
     def stored_bytes(self) -> int:
-        """All files together, also those on their way in, and what is beside them; whatever is
+        """All files together, also those being uploaded, and what is stored with them; whatever is
         small counts as a page."""
         coming = sum(counted(upload.size_bytes) for upload in list(self._uploads))
         return self._files_bytes + coming + self._beside_bytes()

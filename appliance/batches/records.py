@@ -49,7 +49,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
 
 class Created(_Record, frozen=True, kw_only=True, tag="created"):
     """A client asked for it; always the first record. `owner` is the hash of the client's key, ""
-    for somebody who needs none."""
+    for a caller that needs none."""
 
     id: str
     owner: str

@@ -56,7 +56,7 @@ class RequestLines:
 
     def __init__(self, path: Path) -> None:
         """Raises `InputLost`."""
-        self._lock = Lock()  # somebody may still read when it is closed
+        self._lock = Lock()  # a reader may still be active when it is closed
         self._open = True
         self._offsets = array("Q")
         self._sizes = array("Q")

@@ -103,7 +103,7 @@ class BatchWriter:
                 await self._disk(self._log.append, records)
             except OSError as error:
                 if not self.stuck:
-                    log.error("%s stands still: %s", self._batch.id, error)
+                    log.error("%s is paused: %s", self._batch.id, error)
                 self.stuck = True
             else:
                 if self.stuck:

@@ -1,4 +1,4 @@
-"""``SHA256SUMS``: the checksums that may lie beside a checkpoint's files, in sha256sum's format."""
+"""``SHA256SUMS``: the checksums that may come with a checkpoint's files, in sha256sum's format."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def _read_lines(listing: Path, lines: list[str]) -> Iterator[Checksum]:
         outside = not relative.name or relative.is_absolute() or ".." in relative.parts
         if len(expected) != 64 or not _DIGITS.issuperset(expected.lower()) or outside:
             raise CheckpointError(
-                f"{listing}:{number} is not a checksum and a file beside it; correct the line"
+                f"{listing}:{number} is not a checksum and a file of its folder; correct the line"
             )
         yield Checksum(listing.parent / relative, expected.lower())

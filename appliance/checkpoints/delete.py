@@ -2,7 +2,7 @@
 
     FOLDER, marked (.FOLDER.delete) --rename--> .FOLDER.gone --> nothing
 
-A mark beside the folder says that it is to go, from before the model is removed until the folder is
+A mark next to the folder says that it is to go, from before the model is removed until it is
 set aside. If the daemon ends meanwhile, the next one finds either, and finishes what was begun. The
 mark is of that folder as it was: not of another one that got its name since, nor of one to which
 files were added since. If the folder is needed again, `take_back` removes the mark.
@@ -27,7 +27,7 @@ log = logging.getLogger("appliance.daemon")
 
 
 def intend(folder: Path) -> None:
-    """Mark a folder. Raises `NotSaved` for one that cannot be deleted, as far as can be told."""
+    """Mark a folder. Raises `NotSaved` for one that cannot be deleted, as far as can be known."""
     for path in (folder.parent, folder):
         if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             raise NotSaved(f"{folder} cannot be deleted: {path} cannot be written; keep the files")

@@ -222,7 +222,7 @@ def _drop_foreign_sums(part: Path) -> None:
     try:
         sums = read_sums(part)
     except CheckpointError:
-        return  # it is told when it is compared
+        return  # the comparison reports it
     kept = [one for one in sums if is_taken(one.file.relative_to(part).as_posix())]
     if len(kept) < len(sums):
         lines = [f"{one.expected}  {one.file.relative_to(part).as_posix()}\n" for one in kept]

@@ -54,7 +54,7 @@ class WeightFile:
     @contextmanager
     def open(self) -> Iterator[int]:
         """A descriptor of this very file. Raises `CheckpointError` if it is another one by now,
-        or is when the block ends: somebody wrote to it."""
+        or is when the block ends: another process wrote to it."""
         with io_errors(self.path):
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:

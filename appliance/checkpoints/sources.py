@@ -1,7 +1,7 @@
 """Where models come from: a directory, an archive (tar, tar.gz, zip), or a hub.
 
 A source tells what it has before anything is written, and what of it is wanted: weights as
-safetensors, and text (configuration, tokenizer, template). Everything else is left out, and told.
+safetensors, and text (configuration, tokenizer, template). Everything else is left out and listed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What the model is called unless somebody calls it otherwise."""
+        """What the model is called unless the operator names it."""
 
     @property
     def directory(self) -> Path | None:

@@ -1,5 +1,5 @@
 """What a model is for, as its checkpoint says: to generate, to embed or to score. Read from the
-small files beside the weights, as vLLM reads them."""
+small files next to the weights, as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ _KEYS_OF: Final = {
 
 
 class PoolerRefused(ValueError):
-    """A model does not pool as it is told to: the key, what is wrong with it, and the remedy."""
+    """A model does not pool as configured: the key, what is wrong with it, and the remedy."""
 
     def __init__(self, key: str, wrong: str, remedy: str) -> None:
         super().__init__(f"pooler_config.{key}: {wrong}; {remedy}")
@@ -163,10 +163,10 @@ def pools_tokens(pooling_task: str) -> bool:
 def _files(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """config.json, and modules.json if there is one."""
     config = _read(path / "config.json", dict)
-    beside = path / "modules.json"
-    modules = _read(beside, list) if beside.exists() else []
+    file = path / "modules.json"
+    modules = _read(file, list) if file.exists() else []
     if not all(isinstance(module, dict) for module in modules):
-        raise CheckpointError(f"{beside} is not a list of JSON objects")
+        raise CheckpointError(f"{file} is not a list of JSON objects")
     return config, modules
 
 
@@ -194,9 +194,9 @@ def _own_task(architecture: str, modules: list[Any]) -> Task:
 
 def _check_modules(path: Path, modules: list[Any]) -> None:
     """Raise `CheckpointError` for modules of sentence-transformers that are not computed here."""
-    beside = path / "sentence_bert_config.json"
-    if beside.exists() and _read(beside, dict).get("do_lower_case"):
-        raise CheckpointError(f"{beside}: do_lower_case is not supported")
+    file = path / "sentence_bert_config.json"
+    if file.exists() and _read(file, dict).get("do_lower_case"):
+        raise CheckpointError(f"{file}: do_lower_case is not supported")
     for module in modules:
         kind = module.get("type")
         if kind in _DENSE:

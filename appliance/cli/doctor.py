@@ -205,7 +205,7 @@ def check_host_cache(config: Config, entries: Sequence[CatalogEntry]) -> Finding
         return ok(what, "has room for all weights")
     return warn(
         what,
-        f"has no room for the weights of {', '.join(left_out)} beside those of the others: models "
+        f"has no room for the weights of {', '.join(left_out)} and those of the others: models "
         "that are not in it are loaded from disk",
         "make devices.host_cache larger",
     )
@@ -390,7 +390,7 @@ class _Readiness(msgspec.Struct):
 
 
 def _quarantines(client: httpx.Client) -> tuple[str, ...]:
-    """With their reasons, which are told where no key is needed to ask for them."""
+    """With their reasons, which `/readyz` gives without a key."""
     response = client.get("/api/instances")
     if not response.is_success:
         return ()
@@ -425,8 +425,8 @@ def check_daemon(daemon: DaemonProbe) -> Finding:
     """Whether it runs, and makes progress."""
     what, reasons = "daemon", "; ".join(daemon.reasons)
     if daemon.ready and daemon.degraded:
-        told = f"ready at {daemon.url}, but {'; '.join(daemon.degraded)}"
-        return warn(what, told, "when that is mended: `appliance instance release`")
+        found = f"ready at {daemon.url}, but {'; '.join(daemon.degraded)}"
+        return warn(what, found, "when that is mended: `appliance instance release`")
     if daemon.ready:
         return ok(what, f"ready at {daemon.url}")
     if daemon.ready is not None:

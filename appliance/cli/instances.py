@@ -38,8 +38,8 @@ def release(number: int, url: str, as_json: bool) -> None:
     _show(found, as_json, f"instance {number} is released")
 
 
-def _show(found: dict[str, Any], as_json: bool, told: str) -> None:
+def _show(found: dict[str, Any], as_json: bool, text: str) -> None:
     if as_json:
         print_json(found)
     else:
-        click.echo(told)
+        click.echo(text)

@@ -23,10 +23,10 @@ def model_command(action: Callable[..., None]) -> click.Command:
 
 @model_command
 def load(model: str, url: str, as_json: bool) -> None:
-    """Bring MODEL's weights to a device before anybody asks, as soon as there is room."""
+    """Load MODEL's weights to a device before a request asks for them, as soon as there is room."""
     found = post(url, model, "load")
-    told = "is on its way to a device" if found["wanted"] else "is on a device"
-    _report(found, as_json, f"{model} {told}")
+    text = "is on its way to a device" if found["wanted"] else "is on a device"
+    _report(found, as_json, f"{model} {text}")
 
 
 @model_command
@@ -88,12 +88,12 @@ def limit(
     path = f"/api/models/{quote(model)}"
     found = call("PUT", url, f"{path}/limits", body) if body else get(url, path)
     terms = found["terms"]
-    told = [
+    text = [
         f"{kind}: first token {terms[key]['ttft_seconds']:g} s, "
         f"then {terms[key]['tbt_seconds']:g} s each"
         for kind, key in (("interactive", "slo"), ("batch", "batch_slo"))
     ]
-    _report(found, as_json, "\n".join([*told, f"at most {terms['max_queue']} requests"]))
+    _report(found, as_json, "\n".join([*text, f"at most {terms['max_queue']} requests"]))
 
 
 def _given(**values: Any) -> dict[str, Any]:

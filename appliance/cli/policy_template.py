@@ -12,7 +12,7 @@ from appliance.hookspecs import API_VERSION, ENTRY_POINTS, HOOKS, PROJECT
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 TAKEN = {*HOOKS, "use", "budget"}
-"""Words that mean something else beside the names of policies in [policy]."""
+"""Words that mean something else where [policy] takes names of policies."""
 
 
 def write_policy(name: str, directory: Path) -> list[Path]:
@@ -128,7 +128,7 @@ from appliance.testing import HookCall, check, questions
 
 
 def test_it_can_be_used() -> None:
-    """It keeps the rules, and every request of a real run under it comes to its end."""
+    """It keeps the rules, and every request of a real run under it ends."""
     report = check($kind)
 
     assert report.ok, str(report)

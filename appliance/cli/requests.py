@@ -52,7 +52,7 @@ def why(id: str, url: str, as_json: bool) -> None:
 @url_option
 @json_option
 def cancel(id: str, url: str, as_json: bool) -> None:
-    """End the request ID; its client is told."""
+    """Cancel the request ID; its client gets an error."""
     found = call("DELETE", url, _path(id))["cancelled"]
     if as_json:
         print_json(found)

@@ -142,8 +142,8 @@ def _shown(value: object) -> str:
 
 def _show(found: dict[str, Any]) -> None:
     status, ready = found["status"], found["readiness"]
-    told = "ready" if ready["ok"] else f"not ready: {'; '.join(ready['reasons'])}"
-    click.echo(f"appliance {status['version']}, up {status['uptime_seconds']:.0f} s, {told}")
+    text = "ready" if ready["ok"] else f"not ready: {'; '.join(ready['reasons'])}"
+    click.echo(f"appliance {status['version']}, up {status['uptime_seconds']:.0f} s, {text}")
     for row in status["instances"]:
         if reason := row.get("quarantine"):
             click.echo(f"instance {row['instance']} is quarantined: {reason}")

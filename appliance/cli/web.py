@@ -30,7 +30,7 @@ class Web(NamedTuple):
 
     @property
     def address(self) -> str:
-        """As a browser is told; a port that the system chooses is not known yet."""
+        """As a browser needs it; a port that the system chooses is not known yet."""
         host = self.bind.host
         shown = socket.gethostname() if host in EVERYWHERE else host
         return (

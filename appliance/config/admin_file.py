@@ -75,14 +75,14 @@ class AdminEdit:
 
 
 class AdminFile:
-    """The drop-in beside a configuration file."""
+    """The drop-in of a configuration file."""
 
     def __init__(self, config: Path) -> None:
         self.path = directory(config) / ADMIN_FILE
 
     def edit(self) -> AdminEdit:
         """What operators changed so far. Raises `NotSaved` if it cannot be read, or has keys that
-        the appliance does not write: the file is somebody's own then."""
+        the appliance does not write: the operator wrote the file then."""
         try:
             document = tomlkit.parse(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -115,10 +115,10 @@ def _check_devices(devices: Devices, report: ProblemReport) -> None:
             'use a size such as "2MiB"',
         )
     elif devices.memory_bytes.share is None and not devices.slabs:
-        beside = f" beside devices.runtime ({human(devices.runtime_bytes)})" if devices.cuda else ""
+        runtime = f" after devices.runtime ({human(devices.runtime_bytes)})" if devices.cuda else ""
         report.add(
             ("devices", "memory"),
-            f"is smaller than a slab of {human(slab)}{beside}",
+            f"is smaller than a slab of {human(slab)}{runtime}",
             "make it larger",
         )
 

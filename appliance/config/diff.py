@@ -67,7 +67,7 @@ def changes(running: Config, found: Config) -> Iterator[ConfigChange]:
             continue
         model = key[:2]
         if key[0] == "model" and len(key) > 2 and (model not in old or model not in new):
-            continue  # the model as a whole is told of
+            continue  # the model as a whole is reported
         renews = stays_https and key in TLS
         moves = key[0] == "model" and len(key) == 2 and key[1] in at_once
         yield ConfigChange(

@@ -25,7 +25,7 @@ class Layers:
         self.paths: list[Path] = []
         self._lines: list[LineMap] = []
         self._origins: dict[KeyPath, tuple[int, KeyPath]] = {}
-        """Where what was merged last stands: the file, and its path there."""
+        """Where the last merged value is: the file, and its path there."""
 
     def place(self, key: KeyPath) -> tuple[Path, int]:
         """The file and the line of a key, or of what is nearest around it."""

@@ -1,4 +1,4 @@
-"""Reading a configuration: a file and its drop-ins become a `Config`, or every problem is told.
+"""Reading a configuration: a file and its drop-ins become a `Config`, or every problem is reported.
 
 Sizes, durations and paths are resolved here, and what `auto` and shares mean on this machine.
 """

@@ -90,7 +90,7 @@ class Api(Section, kw_only=True):
     ] = AUTO
     admin_group: Annotated[
         str,
-        Meta(description="Group whose members are operators, beside root and the daemon's user."),
+        Meta(description="Group whose members are operators, as root and the daemon's user are."),
     ] = ""
     processes: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | Literal["auto"],
@@ -118,7 +118,7 @@ class Api(Section, kw_only=True):
         tuple[str, ...],
         Meta(
             description="Origins whose pages in a browser may use the API, such as "
-            '`https://chat.example.org`, beside those of this machine; `"*"` for all. A change '
+            '`https://chat.example.org`, besides those of this machine; `"*"` for all. A change '
             "waits for a restart."
         ),
     ] = ()
@@ -270,7 +270,7 @@ class PolicyTable(Section, kw_only=True):
         str, Meta(description="Who says which models lose their place when memory is short.")
     ] = ""
     prefetch: Annotated[
-        str, Meta(description="Who says which model is brought in beside the one that runs.")
+        str, Meta(description="Policy that chooses the model to load while another runs.")
     ] = ""
     parameters: dict[str, dict[str, Scalar]] = {}
 
@@ -537,7 +537,7 @@ class Model(Section, kw_only=True):
     verify: Annotated[
         bool,
         Meta(
-            description="Check its files against the SHA256SUMS beside them when they are read, "
+            description="Check its files against their SHA256SUMS when they are read, "
             "and what `devices.images` has of it against its digests."
         ),
     ] = False

@@ -1,8 +1,8 @@
 """What the models of a configuration take of its memory, in slabs, and whether that is there.
 
 Known of a model before its engine is built is what it takes at least: the engine rounds up, and
-may need a slab more. So what is refused here can never be served; what just fits may still be told
-otherwise by its engine (`Machine._why_never`), and fails then. A daemon that starts, one that
+may need a slab more. So what is refused here can never be served; what just fits may be refused
+later by its engine (`Machine._why_never`), and fails then. A daemon that starts, one that
 reloads, and one that is given a model all come here, by `load_config`.
 """
 
@@ -27,7 +27,7 @@ class Least(NamedTuple):
     kv: int
     """Of one request of `max_context` tokens."""
     tokens: int
-    """The longest request whose KV has room beside the weights, were `max_context` as large."""
+    """The longest request whose KV has room next to the weights, were `max_context` as large."""
 
     @property
     def slabs(self) -> int:
@@ -68,14 +68,14 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
         need = least(entry, model.max_context, devices)
         if need.slabs > devices.slabs:
             runtime = devices.runtime_slabs * slab
-            beside = f" beside devices.runtime ({human(runtime)})" if runtime else ""
+            reserved = f" after devices.runtime ({human(runtime)})" if runtime else ""
             shorter = f", or max_context to {need.tokens} or less" if need.tokens else ""
             report.add(
                 ("model", index),
                 f"{model.name} needs {human(need.weights * slab)} for its weights and "
                 f"{human(need.kv * slab)} for the KV cache of one request{_on_each(ranks)}, in "
                 f"slabs of {human(slab)}: "
-                f"more than devices.memory ({human(devices.memory_bytes)}) has{beside}",
+                f"more than devices.memory ({human(devices.memory_bytes)}) has{reserved}",
                 f"set devices.memory to {no_less(need.slabs * slab + runtime)} or more, a "
                 f"smaller devices.slab{shorter}",
             )

@@ -1,4 +1,4 @@
-"""Where a key stands in a TOML file: ``tomllib`` gives values, this gives their lines."""
+"""The line of every key of a TOML file: ``tomllib`` gives values only."""
 
 from __future__ import annotations
 

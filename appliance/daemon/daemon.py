@@ -97,7 +97,7 @@ class Limits(msgspec.Struct, frozen=True):
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers run on. `cpus[i]` are the processors of instance i, `devices[i]` is what it
     computes on, if that is not the CPU. Each of its `ranks` has a pool of `pool_slabs`; a GPU has
-    `runtime_slabs` beside its pool. Packed weights are kept in the folder `images`, if that is
+    `runtime_slabs` besides its pool. Packed weights are kept in the folder `images`, if that is
     one."""
 
     pool_slabs: int
@@ -189,7 +189,7 @@ class Daemon:
             self._requests.trace(traces)
 
     def _compose(self, models: Sequence[ServedModel], plan: WorkerPlan) -> None:
-        """Make what stands between the machine, the workers and the API."""
+        """Make what connects the machine, the workers and the API."""
         machine, metrics, feed, clock = self.machine, self.metrics_of_run, self.feed, self._clock
         handle = self._decisions.handle
         self.catalogue = ModelAdministration(

@@ -43,16 +43,16 @@ def readiness(
 
 
 def progresses(
-    machine: Machine, now: float, heard: float, progress_seconds: float, *, broken: bool
+    machine: Machine, now: float, last_frame: float, progress_seconds: float, *, broken: bool
 ) -> bool:
-    """Whether something still happens, or nothing has to. A worker was `heard` last at that time;
+    """Whether something still happens, or nothing has to. The newest frame came at `last_frame`;
     a `broken` daemon decides nothing more.
 
     A request that waits while workers report, start, build, load or compute a prompt is not stuck
     in a way that a new daemon would mend; of the latter they report nothing before the end.
     """
     oldest = machine.oldest_progress()
-    if oldest is None or now - max(oldest, heard) <= WATCHDOG_PATIENCE * progress_seconds:
+    if oldest is None or now - max(oldest, last_frame) <= WATCHDOG_PATIENCE * progress_seconds:
         return not broken
     return any(
         not (instance.up or instance.quarantine)

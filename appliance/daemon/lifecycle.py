@@ -133,8 +133,8 @@ class Lifetime:
     """Runs a daemon behind a server until a signal or a failure ends it.
 
     The first SIGTERM or SIGINT drains: what runs may go on for `drain_seconds`, then it is ended
-    with a named error. A second one ends everything at once. With `sockets`, which are somebody
-    else's, too, connections are left to the next daemon as soon as the drain begins; without,
+    with a named error. A second one ends everything at once. With `sockets` that another process
+    has, too, connections are left to the next daemon as soon as the drain begins; without,
     they are answered until it is over.
     """
 

@@ -86,7 +86,7 @@ class PolicyWatch:
                 )
 
     def report(self, installed: Sequence[InstalledPolicy]) -> PolicyReport:
-        """All that is known, beside what is installed."""
+        """All that is known, besides what is installed."""
         return PolicyReport(
             installed=tuple(installed),
             active=self.choice,

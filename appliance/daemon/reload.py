@@ -48,7 +48,7 @@ from appliance.service.settings import (
 from appliance.vocabulary import ModelName
 
 SHOWN_DIGITS: Final = 12
-"""Of a digest, so that two can be told apart."""
+"""Characters of a digest, enough to tell two apart."""
 
 T = TypeVar("T")
 
@@ -231,7 +231,7 @@ class LiveConfig:
         row = dict(keys)
         row["path"] = str(self._path.parent / str(row["path"]))
         if "max_context" not in row:
-            with contextlib.suppress(CheckpointError, OSError):  # which is told of its path
+            with contextlib.suppress(CheckpointError, OSError):  # reported with its path
                 entry = read_checkpoint(str(row["name"]), Path(str(row["path"])))
                 row["max_context"] = min(entry.max_positions, DEFAULT_CONTEXT_TOKENS)
             row.setdefault("max_context", 1)
@@ -241,7 +241,7 @@ class LiveConfig:
         """Whether other files than the drop-in, which says `text`, have a table of this name."""
         rows = read_layers(self._path, {self._admin.path: text}).document.get("model")
         if not isinstance(rows, list):
-            return False  # or nothing that can be read: that is told of the whole
+            return False  # or nothing that can be read: reported for the file as a whole
         return any(isinstance(row, dict) and row.get("name") == name for row in rows)
 
     def _folder_of(self, model: Model) -> Path | None:

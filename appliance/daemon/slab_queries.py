@@ -1,4 +1,4 @@
-"""Asking a worker which slab of its pool is whose; it answers beside whatever it computes."""
+"""Asking a worker which slab of its pool is whose; it answers while it computes."""
 
 from __future__ import annotations
 

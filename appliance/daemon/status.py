@@ -173,7 +173,7 @@ class ModelActivities:
         }
 
     def _state(self, name: ModelName) -> str:
-        """Where the model stands on the instance where it stands best."""
+        """The model's state on the instance that is closest to serving it."""
         if name in self._catalogue.leaving:
             return "leaving"
         if self._failure(name) is not None:

@@ -159,7 +159,7 @@ def write_config(
 
 
 def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE of exactly `VOCABULARY_SIZE` tokens, trained on the corpus beside this."""
+    """A byte-level BPE of exactly `VOCABULARY_SIZE` tokens, trained on this package's corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -197,7 +197,7 @@ def checkpoint_digest(path: Path) -> str:
 
 
 def _make(path: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Write beside `path`, then rename: a checkpoint is whole or absent, never half there."""
+    """Write next to `path`, then rename: a checkpoint is whole or absent, never half there."""
     partial = path.with_name(f".{path.name}.partial")
     for leftover in (partial, path):
         if leftover.exists():

@@ -176,7 +176,7 @@ def answered(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, 
 @contextmanager
 def running_daemon(file: Path, config: Config, *, keep: bool = False) -> Iterator[tuple[str, int]]:
     """A running daemon with all instances up: its address and process id. It logs to
-    ``daemon.log`` beside the configuration, and ends with the context unless it is to be kept."""
+    ``daemon.log`` next to the configuration, and ends with the context unless it is to be kept."""
     url = f"http://{config.api.bind}"
     log = file.with_name("daemon.log")
     with log.open("wb") as stream:

@@ -25,7 +25,7 @@ class RecordedSession:
         """Why it ended before the demonstration did, once that is over; None: it did not."""
         self._state = State()
         self._newest = -1
-        """The newest event that was heard."""
+        """The number of the newest event received."""
         self._settled = -1
         """That of a state without requests."""
         self._heard = asyncio.Event()
@@ -41,7 +41,7 @@ class RecordedSession:
             self._heard.set()
 
     async def settled(self, event: int) -> None:
-        """Until it was told that there are no requests, behind an event of this number."""
+        """Until a state without requests, newer than the event of this number."""
         while self._settled < event:
             self._heard.clear()
             await self._heard.wait()

@@ -1,4 +1,4 @@
-"""What a worker asks of an engine: the seam behind which vLLM (or another executor) stands.
+"""What a worker asks of an engine: the seam in front of vLLM, or of another executor.
 
 Owners of memory: a worker has one `appliance.memory.arena.Arena` (the device pool of its instance)
 and one `appliance.memory.host_tier.HostTier` (the box's shared host memory). An engine reserves
@@ -209,5 +209,5 @@ class Engine(Protocol):
         """Compare the weights on the device with the master image, by their 64-bit fingerprints.
 
         Reads all of both. A load under way counts as not loaded. The image is compared where
-        `store_weights` said that it is, even if its slabs were given to somebody else since.
+        `store_weights` said that it is, even if another model has its slabs since.
         """

@@ -48,7 +48,7 @@ class AnswerGuard:
         on_stream: Callable[[bytes], None],
     ) -> None:
         """`headers` go into every answer of the call. `is_blocked` says whether what is sent next
-        waits until the client has taken what was sent before. `on_reading` is told when the client
+        waits until the client has taken what was sent before. `on_reading` is called if the client
         stops to take what is sent, and when it takes it again; `on_stream`, when a stream has
         begun: with the event that ends it if this process dies."""
         self._scope = scope

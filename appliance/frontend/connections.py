@@ -31,7 +31,7 @@ CONNECTION: Final = "connection"
 """Where a scope's state has the core's number of the connection."""
 
 STREAM_BEGUN: Final = "stream_begun"
-"""Where it has what is to be told when the stream that answers a call has begun: the number of the
+"""Key of the callback for the start of the stream that answers a call: the number of the
 call, and the event that ends the stream if this process dies."""
 
 IS_BLOCKED: Final = "is_blocked"

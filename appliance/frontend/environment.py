@@ -16,7 +16,7 @@ _SILENCED: Final = (
     "vllm.platforms.cpu",  # what is changed for the CPU; workers compute elsewhere
     "vllm.triton_utils.importing",  # there is no Triton
 )
-"""Loggers whose warnings mean nothing in a front end; errors are told."""
+"""Loggers whose warnings mean nothing in a front end; errors are logged."""
 
 COLLECT_AFTER: Final = (20_000, 20, 20)
 """Thresholds of garbage collection. With Python's own it takes a tenth of a front end's time, as

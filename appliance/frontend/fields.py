@@ -281,11 +281,11 @@ def _rules(path: str, models: tuple[type[BaseModel], ...]) -> Rules:
         hints, refused = _RESPONSES_HINTS, _RESPONSES_REFUSED
     elif path.startswith("/v1/messages"):
         hints, ours = _ANTHROPIC_HINTS, {"output_format"}
-        if path.endswith("count_tokens"):  # what is told besides changes no count
+        if path.endswith("count_tokens"):  # other fields change no count
             hints = hints | dict.fromkeys(
                 ("max_tokens", "stream", "temperature", "stop_sequences"), ()
             )
-    if path == "/v1/responses":  # told back in the answer, which is all that they are for
+    if path == "/v1/responses":  # repeated in the answer, which is their only use
         hints = {name: said for name, said in hints.items() if name not in ("metadata", "user")}
     return Rules(
         obeyed=frozenset(fields.keys() | ours) - hints.keys() - refused.keys(),

@@ -1,7 +1,7 @@
 """The process of a front end, from its first frame to its end.
 
 Started by the core with two sockets: frames go over one of them, connections come over the other.
-It ends with the core's end of the frames, or when it was told to drain and all is answered.
+It ends when the core closes the frames, or when it is draining and all requests are answered.
 """
 
 from __future__ import annotations

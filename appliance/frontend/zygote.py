@@ -54,7 +54,7 @@ def serve_orders(orders: socket.socket, run: Callable[[socket.socket, socket.soc
 
 
 def check_threads() -> None:
-    """Raises `RuntimeError` if there is a thread beside this one: what it holds stays held in a
+    """Raises `RuntimeError` if there is a thread besides this one: its locks would stay locked in a
     process that is forked."""
     count = len(list(Path("/proc/self/task").iterdir()))
     if count != 1:

@@ -52,7 +52,7 @@ class FrontEnds(Protocol):
 
     def hand(self, connection: socket.socket, handover: Handover, *, operator: bool) -> bool:
         """Give a connection to a front end, which then has a descriptor of its own. False if none
-        can take it now: `on_room` is told when one can. Raises `ApiError` if none will."""
+        can take it now: `on_room` is called when one can. Raises `ApiError` if none will."""
 
     def on_room(self, tell: Callable[[], None]) -> None:
         """`tell` is to be called whenever a front end can take connections again."""

@@ -14,7 +14,7 @@ from appliance.service.front_frames import UNFINISHED
 MAX_RESPONSES: Final = 4096
 MAX_BYTES: Final = 64 * 1024 * 1024
 EACH_BYTES: Final = 1024
-"""Charged for a response beside what is kept of it."""
+"""Charged for a response in addition to what is kept of it."""
 
 
 class StoredResponse:

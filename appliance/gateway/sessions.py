@@ -230,7 +230,7 @@ class Session:
                 self.ready = not self._drained
 
     def drained(self) -> None:
-        """It was told to end when it has answered: it is given no more lines of batches."""
+        """It drains: it gets no more lines of batches."""
         self._drained = True
         self.ready = False
 
@@ -410,7 +410,7 @@ class Session:
             request.cancel(reason)
 
     def _release(self, request: _Request) -> None:
-        """The front end is told no more of a request."""
+        """The front end gets no more frames about a request."""
         self._requests.pop(request.id, None)
         if (call := self._calls.get(request.call)) is not None:
             call.requests.discard(request.id)
@@ -532,7 +532,7 @@ class _Request:
         self._session = session
         self._generation: Generation | None = None
         self._wanted = True
-        """Whether the front end wants to be told of it."""
+        """Whether the front end wants frames about it."""
         self._frame = -1
         """The frame that `_waiting` goes with."""
         self._plain = True

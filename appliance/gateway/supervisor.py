@@ -66,7 +66,7 @@ class FrameHandler(Protocol):
         close. `ending` ends it, should the front end die before."""
 
     def drained(self) -> None:
-        """The front end was told to end when its connections are answered."""
+        """The front end drains: it ends when its connections are answered."""
 
     def lost(self) -> None:
         """The front end died."""
@@ -131,10 +131,10 @@ class FrontEndProcess(asyncio.Protocol):
         self._session = open_session(self.send, self._operators.__contains__)
         self._loop.add_reader(handover, self._take_back)
 
-    # --- what it is told -------------------------------------------------------------------------
+    # --- what is sent to it ----------------------------------------------------------------------
 
     def send(self, frame: Down) -> None:
-        """Send a frame; lost if the front end is, as that is told."""
+        """Send a frame; it is lost if the front end has died, which is reported elsewhere."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(framing.encode(frame))
 
@@ -168,7 +168,7 @@ class FrontEndProcess(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether its handover socket took nothing more, and it was not heard since."""
+        """Whether its handover socket is full and no frame came since."""
         return self._full
 
     def hand(self, connection: socket.socket, handover: Handover, *, operator: bool) -> bool:
@@ -385,8 +385,8 @@ class Supervisor:
         if self.ready:
             return None
         deaths = self._zygote_deaths
-        told = f", {deaths} attempts failed; see the log" if deaths else ""
-        return f"no front end is ready{told}"
+        reason = f", {deaths} attempts failed; see the log" if deaths else ""
+        return f"no front end is ready{reason}"
 
     def drain(self) -> None:
         """Have all front ends end when their connections are answered; start no others."""

@@ -1,4 +1,4 @@
-"""JSON bodies of requests, decoded strictly: what is wrong is told with the name of the field."""
+"""JSON bodies of requests, decoded strictly: an error names the field."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
     for_operators: ClassVar = False
     """Whether who is let in is an operator."""
     handover: Handover | None = None
-    """What is known of a connection that comes from somebody who had it before."""
+    """What is known of a connection that another process accepted."""
     refusal: ApiError | None = None
     """What is answered to every request, if none is let in."""
 
@@ -130,7 +130,7 @@ class Connection(HttpToolsProtocol):
             self._await(Awaited.HEAD)
         self._around += len(data) - (self._body - body)
         if self._around > self.around_bytes + AROUND_EACH * self._body:
-            self._refuse(ApiError(431, "too much beside the body", code="head_too_large"))
+            self._refuse(ApiError(431, "the head is too large", code="head_too_large"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -241,9 +241,9 @@ class Connection(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Reached by CONNECT alone: what follows is no request, and no handler takes it."""
-        told = "CONNECT is for proxies, and this is none; ask for a path"
+        message = "CONNECT is for proxies, and this is none; ask for a path"
         none = {"allow": ""}  # of what has no path (RFC 9110, 10.2.1)
-        self._refuse(ApiError(405, told, code="not_a_proxy", headers=none))
+        self._refuse(ApiError(405, message, code="not_a_proxy", headers=none))
 
     # --- what a client takes ---------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ _SECONDS: Final = "600"
 
 def origin_allowed(origin: str, configured: Iterable[str] = ()) -> bool:
     """Whether a page of `origin` may use the API: one of `DEFAULT_ORIGINS`, or of `configured`
-    (`api.origins`), in which ``*`` stands for a part of a host, a port, or, alone, for any origin.
+    (`api.origins`), in which ``*`` is a part of a host, a port, or, alone, any origin.
     """
     return _allowed(origin, tuple(configured))
 
@@ -64,7 +64,7 @@ class Cors:
     """An ASGI application around another one, outside of what asks for keys: browsers send no key
     with what they ask first, and a page has to be able to read refusals.
 
-    A page of an origin that is not allowed is told nothing: its browser does not show it the
+    A page of an origin that is not allowed learns nothing: its browser does not show it the
     answer. Whether it is answered at all without keys is what `appliance.access.auth` decides.
     """
 

@@ -57,7 +57,7 @@ def ollama_error(error: ApiError, request: str = "") -> bytes:
 
 
 def shape_of(path: str) -> ErrorShape:
-    """How an error at `path` is told: OpenAI's way, unless the path is another dialect's."""
+    """The format of an error at `path`: OpenAI's, unless the path is another dialect's."""
     if _below(path, "/v1/messages"):
         return anthropic_error
     if any(_below(path, mine) for mine in OLLAMA_PATHS):

@@ -1,8 +1,8 @@
 """Offers of another protocol (`Upgrade`), which are not taken: the request is served as HTTP/1.1.
 
 Who offers HTTP/2 so (`h2c`, as Java's clients do) sends the body all the same (RFC 9110, 7.8). The
-parser takes what stands behind such a head for the other protocol: it skips the body, and goes on
-with the next request. So it is told the head once more, without the offer, before the body.
+parser takes what follows such a head for the other protocol: it skips the body, and goes on
+with the next request. So it gets the head once more, without the offer, before the body.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import httptools
 
 
 class Offered(Protocol):
-    """Whose requests are parsed. What it is told of a head for which `should_upgrade()` holds comes
-    again."""
+    """The protocol that is parsed for. A head for which `should_upgrade()` holds is parsed
+    again, as `plain_head` gives it."""
 
     def plain_head(self) -> bytes:
         """The head that was parsed last, without its offer."""

@@ -132,8 +132,8 @@ def replay(
     Beside them stand what really happened, and what the lab makes of the policy that decided then:
     how far those two differ is how far the lab is to be trusted here.
 
-    With the policy that decided then, or without --policy, the machine is told again what it was
-    told, and has to order again what it ordered; exit status 1 if it does not.
+    With the policy that decided then, or without --policy, the machine gets the same events
+    again, and has to give the same commands again; exit status 1 if it does not.
     """
     with _errors(plot_path):
         found = recording(path)

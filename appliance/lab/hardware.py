@@ -1,6 +1,6 @@
 """What the lab knows of hardware: GPUs, and how long a model's steps take on them.
 
-The built-in tables lie beside this file: ``gpus.csv`` (data sheets) and ``profiles.csv`` (written
+The built-in tables are in this package: ``gpus.csv`` (data sheets) and ``profiles.csv`` (written
 by ``appliance lab calibrate``; benchmarks/RESULTS.md has the command line).
 """
 
@@ -202,7 +202,7 @@ class Box(Word, frozen=True, kw_only=True):
     root_pcie_bytes_per_second: float | None = None
     """Of a root, in each direction; None for as much as one GPU has."""
     activation_seconds: float = 0.0
-    """For which an instance stands still at every switch, after the copy: what a system needs to
+    """For which an instance computes nothing at a switch, after the copy: what a system needs to
     start an engine. None where engines stay ready."""
     interference_seconds: float = 0.0
     """By how much longer a prompt takes when its weights are still to come: where one processor

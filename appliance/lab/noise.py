@@ -1,4 +1,4 @@
-"""How far the lab's truth is from what policies are told to expect: bias, and seeded noise.
+"""How far the lab's truth is from what policies expect: bias, and seeded noise.
 
 The estimates (`appliance.scheduling.cost_model`) begin with the same profiles as the instances run
 by. With a deviation they are wrong, as they are in life: by a factor that they can learn, and by

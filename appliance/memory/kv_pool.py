@@ -11,7 +11,7 @@ same stretch of `extent_slabs` slabs in every layer; its blocks are usable while
 Blocks that straddle two groups (b3, b6) are never used. Neither is group 0: the engine keeps
 block 0 as its null block, which must have no memory.
 
-A block of a mapped group is *used* (somebody's KV), *cold* (unused, but its content may be
+A block of a mapped group is *used* (a request's KV), *cold* (unused, but its content may be
 needed again: the prefix cache) or *free*. Cold blocks count for nothing when room is needed:
 
     ensure:  free blocks, then groups not mapped yet, then cold blocks, coldest first

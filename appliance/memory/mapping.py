@@ -49,8 +49,8 @@ _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """That of a process that is to copy weights: what it inherits, and how large copies are made.
 
-    glibc writes past the cache only what is larger than most of it, as it was told of its size: a
-    virtual machine is told that of a whole socket. Pieces of weights then are copied at half the
+    glibc writes past the cache only what is larger than most of it, by the size that it sees: a
+    virtual machine sees that of a whole socket. Pieces of weights then are copied at half the
     speed, as each line is read before it is overwritten. Can be set at a process's start only; a
     C library that does not know the name, or a user who set it, is left alone.
     """

@@ -52,7 +52,7 @@ class RuntimeMemory:
         region.release()
 
     def charge(self, slabs: int) -> None:
-        """Count slabs that somebody maps elsewhere for good. Raises `PoolExhausted`."""
+        """Count slabs that the runtime maps elsewhere for good. Raises `PoolExhausted`."""
         if self.used + slabs > self.slabs:
             raise PoolExhausted(
                 f"{slabs} more slabs for activations, workspaces and CUDA graphs: {self.used} of "

@@ -1,6 +1,6 @@
 """Draws maps of slabs: of a pool from what is mapped and moved, of the host tier from its books.
 
-A map is drawn at one moment beside whatever is computed and copied, so it costs those nothing but
+A map is drawn at one moment during whatever is computed and copied, so it costs those nothing but
 the lock of the arena for as long as it takes to copy its tables.
 """
 
@@ -90,7 +90,7 @@ def _slots(stretches: Mapping[tuple[int, int, int, int], None]) -> Iterator[int]
 def _drawn(
     count: int, slab_bytes: int, owned: Iterable[tuple[SlabOwner, Iterable[int]]]
 ) -> SlabMap:
-    """What has no owner is free; of several owners of a slab the last one is told."""
+    """What has no owner is free; of several owners of a slab the last one is shown."""
     places: dict[SlabOwner, int] = {FREE: 0}
     drawn = array("H", bytes(2 * count))
     for owner, slabs in owned:

@@ -1,4 +1,4 @@
-"""Streams: copies that go on beside compute, in order within a stream, after others across streams.
+"""Streams: copies that run during compute, in order within a stream, after others across streams.
 
 The interface is the same for host memory (a thread with a queue) and for a GPU (driver streams and
 events). Which transfer has to come after which is decided above (`appliance.memory.hazards`).
@@ -168,7 +168,7 @@ class HostStream:
                 transfer.land(piece.nbytes * piece.rows)
             if transfer.landed != transfer.nbytes:
                 raise ValueError(f"{transfer.landed} bytes copied, not {transfer.nbytes}")
-        except BaseException as error:  # whatever it is, somebody waits to hear of it
+        except BaseException as error:  # whatever it is, a waiting thread needs it
             transfer.fail(error, self._clock())
         else:
             transfer.finish(self._clock())

@@ -1,4 +1,4 @@
-"""The swapper: weights and KV on their way beside compute, one stream for each kind of transfer.
+"""The swapper: weights and KV that move during compute, one stream for each kind of transfer.
 
 `start` puts a transfer in line, behind whatever else still reads or writes its places. What is to
 happen when it is over (blocks that a swap out read become free, places in the host tier that a swap
@@ -85,7 +85,7 @@ class Swapper:
         return transfer
 
     def follow(self, transfer: Transfer) -> None:
-        """Count a transfer in that somebody else carries out, and that has not begun: it is reaped,
+        """Count a transfer in that another thread carries out, and that is not begun: it is reaped,
         settled and traced like those of `start`."""
         transfer.on_end = self._note
         self._book.enter(transfer, (), ())

@@ -110,9 +110,9 @@ class Transfer:
     def fail(self, error: BaseException, now: float) -> None:
         """No more bytes will come. Waiters get a `TransferFailed` that names `error`."""
         if not isinstance(error, TransferFailed):
-            told = TransferFailed(f"{self.kind} of {self.owner}: {error}")
-            told.__cause__ = error
-            error = told
+            failed = TransferFailed(f"{self.kind} of {self.owner}: {error}")
+            failed.__cause__ = error
+            error = failed
         with self._changed:
             self.error = error
             self._end(now)

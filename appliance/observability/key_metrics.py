@@ -25,7 +25,7 @@ class KeyUse(msgspec.Struct, kw_only=True):
 
 
 class KeyMetrics:
-    """Counts for keys whose names it was told, until it is told that they are gone."""
+    """Counts for keys, from their names' first appearance until their removal."""
 
     def __init__(self) -> None:
         self.registry = Registry()
@@ -85,7 +85,7 @@ class KeyMetrics:
             self._refusals.labels(key, limit).inc()
 
     def use(self, key: str) -> KeyUse:
-        """What was counted for a key that it was told of."""
+        """The counters of a key that was added here."""
         return self._known[key]
 
     def waiting(self, sequences: Mapping[str, int]) -> None:

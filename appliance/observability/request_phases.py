@@ -1,4 +1,4 @@
-"""What the time of every live request goes to, from the orders given and the reports heard."""
+"""What the time of every live request goes to, from commands and reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES = ("queue", "load", "prefill", "decode", "preempted")
 MOST_STRETCHES: Final = 128
 """Kept of one request."""
 PAUSE_SECONDS: Final = 0.001
-"""Between two turns of its own a request is not told to have stopped for less."""
+"""A shorter gap between two turns of its own is not shown as a pause of the request."""
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class RequestPhases:
 
     @singledispatchmethod
     def reported(self, event: Event, now: float) -> None:
-        """A worker told of something. Most of it changes no request's phase."""
+        """A report of a worker. Most of them change no request's phase."""
 
     @reported.register
     def _reported_model_loaded(self, event: ModelLoaded, now: float) -> None:
@@ -180,7 +180,7 @@ class RequestPhases:
             self._enter(record, phase, now)
 
     def _enter(self, record: _Record, phase: int, now: float) -> None:
-        """The phase before is over; what of it was the load of its weights is told apart."""
+        """The phase before is over; the load of weights in it is reported apart."""
         loaded = (now, now)
         if PREFILL in (record.phase, phase) and record.instances:
             loaded = self._overlap(record, now)

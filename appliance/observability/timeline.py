@@ -44,7 +44,7 @@ KEPT = 48
 MOST_REQUESTS = 64
 """Named in a span, at most."""
 MOST_PLANNED = 8
-"""Turns of a plan that are told."""
+"""Turns of a plan that are shown."""
 
 HOOKS: Mapping[type[Command], str | None] = {
     BuildModel: None,
@@ -235,7 +235,7 @@ class Timeline:
 
     @singledispatchmethod
     def reported(self, event: Event, now: float) -> None:
-        """A worker told of something. Most of it is no end of anything."""
+        """A report of a worker. Most of them end nothing."""
 
     @reported.register
     def _reported_turn_ended(self, event: TurnEnded, now: float) -> None:

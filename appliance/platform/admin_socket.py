@@ -32,7 +32,7 @@ class AdminSocketError(ApplianceError):
 
 
 def automatic_path() -> Path | None:
-    """Where a daemon listens that was not told: in the runtime directory that it or its user was
+    """Where a daemon listens by default: in the runtime directory that it or its user was
     given, if there is one."""
     given = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     if given:

@@ -1,4 +1,4 @@
-"""Sensors and errors of the GPUs that we use, watched through NVML beside everything else."""
+"""Sensors and errors of the GPUs that we use, read through NVML in a thread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GpuWatch:
 
     A GPU fails when it has a critical error that no program brings about, when it has an
     uncorrectable memory error (ECC), or when it is lost: it has fallen off the bus. Of one that is
-    lost is told at every look.
+    lost is reported at every look.
 
     `readings` by GPU and `xids` by GPU and code are replaced, never changed, by a thread of its
     own: NVML may take its time.
@@ -105,9 +105,9 @@ class GpuWatch:
         any more."""
         self._look(nvml)
         present = [number for number in self._gpus if number not in self._lost]
-        heard = [self._register(nvml, number, events) for number in present]
+        registered = [self._register(nvml, number, events) for number in present]
         while not self._over.is_set():
-            if any(heard):
+            if any(registered):
                 try:
                     self._wait_for_errors(nvml, events)
                 except nvml.NVMLError_GpuIsLost:  # one of ours, or any; the next look finds which

@@ -1,7 +1,7 @@
 """systemd's protocols for services: signs of life to the manager, listening sockets from it.
 
 Both are datagrams and environment variables (sd_notify(3), sd_listen_fds(3)), so no library is
-needed. Without systemd nothing is told and nothing is taken.
+needed. Without systemd nothing is sent and nothing is taken.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def read_pair(certificate: str, key: str) -> Pair | TlsProblem:
         ("tls_key", "tls_certificate", key),
     ):
         if not given:
-            return TlsProblem(name, f"is missing beside {other}", "give both, or neither")
+            return TlsProblem(name, f"is missing, but {other} is set", "give both, or neither")
         try:
             contents[name] = Path(given).read_bytes()
         except OSError as error:
@@ -75,7 +75,7 @@ class LiveTls:
     Connections keep the one that they were made with.
 
     `context`, for the listener, has no certificate itself. Loading another pair into one that has
-    would leave a certificate of another kind of key in force beside the new one, and a pair that
+    would leave a certificate of another kind of key in force next to the new one, and a pair that
     fails half-way would leave none.
     """
 

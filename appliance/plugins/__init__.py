@@ -1,1 +1,1 @@
-"""The policies that ship: registered through the same entry points as anybody's."""
+"""The policies that ship: registered through the same entry points as third-party ones."""

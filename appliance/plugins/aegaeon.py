@@ -193,7 +193,7 @@ def partitions(instances: int, prefill_share: float) -> list[Placement]:
 
 
 def has_room(request: RequestView, batch: BatchView, view: InstanceView) -> bool:
-    """Whether the KV of the batch with the request fits the instance beside the weights, with
+    """Whether the KV of the batch with the request fits the instance next to the weights, with
     nothing else there."""
     tokens = batch.kv_tokens + request.tokens + (batch.requests + 1) * GROWTH_TOKENS
     return request.weight_bytes + tokens * request.kv_bytes_per_token <= view.total_bytes

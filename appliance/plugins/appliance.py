@@ -105,14 +105,14 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     the last one."""
 
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """How long before its deadline a request comes to run at the latest, as a share of its
+    """How long before its deadline a request starts to run at the latest, as a share of its
     TTFT target."""
     shortest_turn_seconds: Seconds = 0.05
     """The shortest turn of a model. No turn is shorter than it takes to bring in the next model
     either, or switching would be all that is done when all are late."""
     longest_step: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """A step that computes part of a prompt takes at most this share of the TBT target of the
-    requests that decode beside it."""
+    requests that decode in the same steps."""
     max_lateness_seconds: Seconds = 30.0
     """How much later than the model that runs, if that is late itself, another one may be."""
     slack_target: Annotated[float, Meta(gt=0)] = 1.0
@@ -174,7 +174,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         return PrefillChoice(instance=best.id, group=_own_group(request, best))
 
     def _renew_loads(self, now: float, instances: Sequence[InstanceView], costs: Costs) -> None:
-        """Of the instances where somebody came or went, the one that the last request went to and
+        """Of the instances where a request came or went, the one that the last request went to and
         those that were looked at longest ago; some requests later, the others."""
         loads = self._loads
         changed = []
@@ -241,8 +241,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def batch(
         self, now: float, model: ModelName, instance: InstanceView, costs: Costs
     ) -> BatchLimits:
-        """As many as there are. A prompt beside them is computed in parts that keep a step within
-        their TBT target, unless it has to be done with soon."""
+        """As many as there are. A prompt in the same steps is computed in parts that keep steps in
+        their TBT target, unless it is urgent."""
         batch = _batch(instance, model)
         expected = self._expect(model, now, costs)
         if batch is None or expected.prompt_seconds_per_token <= 0:

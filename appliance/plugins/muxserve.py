@@ -1,6 +1,6 @@
 """MuxServe (ICML'24) as Aegaeon and Prism run it: static spatial sharing of what fits.
 
-Models that fit an instance together stay there and run in short turns, which stands in for
+Models that fit an instance together stay there and run in short turns, which replace
 running at once under MPS. Models that fit nowhere are not served: the limit of multiplexing
 (Aegaeon §7.2).
 """
@@ -48,7 +48,7 @@ class MuxServe(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=Tr
     def prefill(self, request: RequestView) -> Refusal | None:
         """Refused if its model fits nowhere."""
         if request.model in self._fixed.unfit:
-            return Refusal(reason=f"{request.model} has no room beside the models placed before it")
+            return Refusal(reason=f"{request.model} has no room: other models were placed first")
         return None
 
     @hookimpl

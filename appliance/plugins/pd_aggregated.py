@@ -1,6 +1,6 @@
 """Prefill and decoding aggregated, with chunked prefill: TaiChi's first baseline (§2.1, §4.1).
 
-Every instance does both; a prompt of the model that decodes is computed in chunks beside its steps
+Every instance does both; a prompt of the model that decodes is computed in chunks with its steps
 (Sarathi-Serve), so that no request waits for a whole prompt.
 """
 
@@ -31,10 +31,10 @@ class PdAggregated(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dic
     """What can be set."""
 
     chunk_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Tokens of a prompt that are computed beside one decoding step (CP1024)."""
+    """Tokens of a prompt that are computed in one decoding step (CP1024)."""
     max_prefills: Annotated[int, Meta(ge=1)] = 8
     """Prompts in a row before other models that decode have a turn. (The paper has one model, which
-    decodes beside its prompts.)"""
+    decodes together with its prompts.)"""
 
     def __post_init__(self) -> None:
         self._prefills: dict[InstanceId, int] = {}

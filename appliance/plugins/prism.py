@@ -94,7 +94,7 @@ def place_greedily(
 
     A part leaves a GPU of its `homes` only if that lowers the KVPR it meets by more than
     `migration_threshold` of what it is. Parts of a model go to distinct GPUs (A.1.2). A part fits
-    where room for KV is left beside it. One that fits nowhere shares its GPU's memory by turns: it
+    where room for KV is left next to it. One that fits nowhere shares its GPU's memory by turns: it
     adds its pressure and takes no room. At equal KVPR, where most room is left.
     O(parts x GPUs). Raises ValueError for a model of more parts than there are GPUs.
     """
@@ -179,7 +179,7 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     swap_ratio: Positive = 4.0
     """A model that has to be brought in for a turn runs for this times what that takes."""
     chunk_tokens: Annotated[int, Meta(ge=0)] = 2048
-    """Prompts are computed in such chunks beside their model's decoding; whole for 0."""
+    """Prompts are computed in such chunks within their model's decoding steps; whole for 0."""
     reserve_share: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Of a GPU's memory, what is left for the KV of running requests to grow."""
     patience_seconds: Positive = 60.0
@@ -356,19 +356,19 @@ class Prism(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
 
     @hookimpl
     def phase(self, instance: InstanceView) -> Phase:
-        """Prompts and turns take turns; but a prompt that only its own model decodes beside comes
+        """Prompts and turns alternate; but a prompt while only its own model decodes comes
         at once, as that goes on with it. One that its engine has no room for waits in the queue
         (§6.3) until others are done."""
         if not self._has_room(instance):
             return Phase.DECODE
         running = {batch.model for batch in instance.batches if batch.runnable}
-        beside = self.chunk_tokens > 0 and running == {instance.groups[0].model}
-        # One since the last turn began was beside it; if there are two, it has come alone.
-        owed = instance.prefills_since_turn > beside
+        mixed = self.chunk_tokens > 0 and running == {instance.groups[0].model}
+        # One since the last turn began was mixed with it; if there are two, one has run alone.
+        owed = instance.prefills_since_turn > mixed
         return Phase.DECODE if owed else Phase.PREFILL
 
     def _has_room(self, instance: InstanceView) -> bool:
-        """Whether the first prompt's KV fits beside all models of this GPU, with the reserve left.
+        """Whether the first prompt's KV fits next to all models of this GPU, with the reserve left.
         Where they do not fit together, they make room for each other by turns."""
         group = instance.groups[0]
         at_home = {name for name, homes in self._plan.homes.items() if instance.id in homes}

@@ -1,7 +1,7 @@
 """ServerlessLLM+ (Aegaeon §7.1): ServerlessLLM, with the shortest job first instead of the oldest.
 
 Needs to know how long every answer will be, which only the lab does: it cannot be loaded
-anywhere else, and what it is told reaches no view.
+anywhere else, and the lengths that it gets reach no view.
 """
 
 from __future__ import annotations

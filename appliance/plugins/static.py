@@ -19,7 +19,7 @@ Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Partition(Word, frozen=True):
-    """Which models each instance has, and those among them that do not fit beside the others."""
+    """Which models each instance has, and those among them that do not fit with the others."""
 
     models: tuple[frozenset[ModelName], ...]
     unfit: frozenset[ModelName]

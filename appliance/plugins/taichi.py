@@ -3,7 +3,7 @@
 Prompts of any length go where they are just in time (Alg. 2, §3.4), decoding begins where prompts
 disturb least, and when memory is short there the longest answers go on where they disturb more,
 until their SLO targets are at risk (Alg. 1, §3.3). What kind an instance is follows from nothing
-but the chunks in which it computes prompts beside decoding (§3.1). The printed gaps are settled as
+but the chunks in which it computes prompts while decoding (§3.1). The printed gaps are settled as
 docs/policies/taichi.md says.
 """
 
@@ -63,7 +63,7 @@ def chunked_seconds(
     prefill_seconds: float, tokens: int, chunk_tokens: int, step_seconds: float
 ) -> float:
     """Estimate(len, chunk, batch) of Alg. 2: computing a prompt of `tokens` tokens in chunks, each
-    beside a decoding step of `step_seconds`; whole and alone if `chunk_tokens` is 0."""
+    in a decoding step of `step_seconds`; whole and alone if `chunk_tokens` is 0."""
     steps = -(-tokens // chunk_tokens) if chunk_tokens else 0
     return prefill_seconds + steps * step_seconds
 
@@ -198,7 +198,7 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     prefill_share: Share = 0.5
     """R_PD: the share of the instances that are P-heavy."""
     p_chunk_tokens: Tokens = 1024
-    """S_P: prompts are computed in such chunks beside decoding on P-heavy instances; whole and
+    """S_P: prompts are computed in such chunks with decoding on P-heavy instances; whole and
     alone for 0."""
     d_chunk_tokens: Tokens = 256
     """S_D: as S_P, on D-heavy instances; they take no prompts for 0 (disaggregation)."""
@@ -281,12 +281,12 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
 
     @hookimpl
     def phase(self, instance: InstanceView) -> Phase:
-        """A prompt that only its own model decodes beside comes at once, as that goes on with it;
+        """A prompt while only its own model decodes comes at once, as that goes on with it;
         others alternate with turns."""
         running = {batch.model for batch in instance.batches if batch.runnable}
-        beside = self._chunk_tokens(instance) > 0 and running == {instance.groups[0].model}
-        # One since the last turn began was beside it; if there are two, it has come alone.
-        owed = instance.prefills_since_turn > beside
+        mixed = self._chunk_tokens(instance) > 0 and running == {instance.groups[0].model}
+        # One since the last turn began was mixed with it; if there are two, one has run alone.
+        owed = instance.prefills_since_turn > mixed
         return Phase.DECODE if owed else Phase.PREFILL
 
     @hookimpl
@@ -348,7 +348,7 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         )
 
     def _memory(self, view: InstanceView) -> KvRoom:
-        """KV of all that decode here, on the device or not; room for it beside the largest model
+        """KV of all that decode here, on the device or not; room for it next to the largest model
         that works here. O(groups + batches)."""
         used = sum(
             [
@@ -372,7 +372,7 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
 
 
 class _Estimates:
-    """Estimate(len, chunk, batch) on one instance: what a prompt costs beside what decodes of its
+    """Estimate(len, chunk, batch) on one instance: what a prompt costs while others decode of its
     model there."""
 
     def __init__(self, view: InstanceView, chunk_tokens: int, costs: Costs) -> None:

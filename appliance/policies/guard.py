@@ -72,7 +72,7 @@ class GuardedPolicy:
         return self._thread.ask(self._hooks[hook], check, views)
 
     def took(self, hook: str, seconds: float) -> None:
-        """How long `ask` took, where somebody looks at a clock."""
+        """How long `ask` took, if calls are timed."""
         self._tallies[hook].took(seconds)
 
     def answered(self) -> None:
@@ -106,7 +106,7 @@ class GuardedPolicy:
             apart=self._thread is not None,
             busy=self._thread is not None and self._thread.busy,
             decisions={
-                hook: tally.told()
+                hook: tally.report()
                 for hook, tally in self._tallies.items()
                 if tally.calls or tally.faults
             },
@@ -200,7 +200,7 @@ def hook_callers(name: str, policy: object) -> dict[str, pluggy.HookCaller]:
 
 
 RECENT: Final = 256
-"""Questions of which quantiles are told."""
+"""Questions of which quantiles are reported."""
 
 
 class PolicyStats:
@@ -217,7 +217,7 @@ class PolicyStats:
         self._seconds += seconds
         self._recent.append(seconds)
 
-    def told(self) -> DecisionTally:
+    def report(self) -> DecisionTally:
         recent = sorted(self._recent)
         return DecisionTally(
             calls=self.calls,

@@ -54,7 +54,7 @@ def load_stack(
     """The stack that was chosen, with the built-in behind it.
 
     With a budget, policies that are not ours are asked in threads of their own and have so long to
-    answer; without, everything is deterministic. `observe` is told of every question, its hook and
+    answer; without, everything is deterministic. `observe` gets every question, its hook and
     how long it took. `lengths` are the true lengths of the outputs, which only the lab has: they go
     to policies that declare ``oracle = True`` and to no others.
 
@@ -166,7 +166,7 @@ def _make(name: str, entries: Mapping[str, EntryPoint], parameters: Mapping[str,
 
 def _hand_oracle(name: str, policy: object, lengths: Mapping[RequestId, int] | None) -> None:
     """Raises `PolicyError` where there are none: who knows the true lengths must not decide for
-    anybody but the lab."""
+    any user but the lab."""
     if not _is_oracle(policy):
         return
     if lengths is None:

@@ -62,11 +62,11 @@ class PolicyStack:
         observe: Callable[[str, float], None] | None = None,
     ) -> None:
         """`order` names who is asked for each decision; all, as they come, for one that it does not
-        name. The last policy is never disabled: somebody has to answer.
+        name. The last policy is never disabled: one has to answer.
 
         Policies of the names `apart` are asked in threads of their own, with a budget. `observe` is
-        told of every question: its hook, and the seconds until there was an answer. Without it no
-        clock is looked at.
+        called with each question: its hook, and the seconds until the answer came. Without it no
+        clock is read.
 
         Raises `PolicyError` for a hook that does not exist.
         """

@@ -2,7 +2,7 @@
 
 An instance has at most one *job* out. What prepares it (evictions, swaps, loads) is ordered right
 before it, and a worker works in order, so when a job's end is reported everything ordered before it
-is done and the instance's ledger is exact again. Only a prefetch goes on beside a job.
+is done and the instance's ledger is exact again. Only a prefetch runs during a job.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ class Dispatcher:
         limits: BatchLimits,
         prompt: RequestState | None,
     ) -> bool:
-        """A turn of the model, with a prompt beside it if one is given and both fit."""
+        """A turn of the model, with a prompt in it if one is given and both fit."""
         context, model = self._context, planned.model
         engine = instance.engines[model]
         # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
@@ -450,7 +450,7 @@ class Dispatcher:
     ) -> tuple[list[RequestState], int, int]:
         """The requests of the next turn, the blocks they and `blocks` others need more, and how
         many the limit keeps out: interactive ones first, then those that ran longest ago, as many
-        as fit beside the KV that is already there."""
+        as fit next to the KV that is already there."""
         shape = instance.engines[model].shape
         order = sorted(
             self._runnable(instance, model),
@@ -475,7 +475,7 @@ class Dispatcher:
         job: PrefillJob | TurnJob,
         preparation: Sequence[Command],
     ) -> None:
-        """A job is out: order what prepares it, and a prefetch to go on beside it."""
+        """A job is out: order what prepares it, and a prefetch to run during it."""
         if not isinstance(job, TurnJob) or job.switches:
             for name in instance.suspended:
                 if name in self._requests.live:

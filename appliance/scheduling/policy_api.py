@@ -140,7 +140,7 @@ class InstanceView(Word, frozen=True):
     `computing_tokens` of prompts are computed now, of `current_model`; `prefills_since_turn` counts
     the prompts whose computing began since the last turn did. `resident` models
     have their weights on the device or on the way there; `kv_bytes` of `total_bytes` hold KV that
-    is in use, `free_bytes` nothing that anybody uses.
+    is in use, `free_bytes` nothing that is in use.
     """
 
     id: InstanceId
@@ -242,7 +242,7 @@ class PlannedTurn(Word, frozen=True):
 
 class BatchLimits(Word, frozen=True):
     """At most `requests` requests (above 0) decode together. Prompts of the running model are
-    computed `chunk_tokens` at a time beside the decoding steps; whole and alone if that is 0."""
+    computed `chunk_tokens` at a time in the decoding steps; whole and alone if that is 0."""
 
     requests: int
     chunk_tokens: int = 0
@@ -334,4 +334,4 @@ class Policy(Protocol):
     def prefetch(
         self, now: float, instance: InstanceView, upcoming: Sequence[ModelName], costs: Costs
     ) -> ModelName | None:
-        """Which of the models that run next here is brought in beside the running one."""
+        """Which of the models that run next here is loaded while the current one runs."""

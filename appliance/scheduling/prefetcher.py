@@ -1,4 +1,4 @@
-"""Weights brought in beside a job, because a turn or an operator wants them next; or taken away."""
+"""Weights loaded during a job, because a turn or an operator wants them next; or taken away."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prefetcher:
         for name in sorted(instance.ledger.loading - {model, *upcoming, *self.preloads}):
             context.out.append(self._residency.evict(instance, name))
             instance.view = None
-        # What goes with this job is not brought back beside it: a load of it may be about to be
+        # What goes with this job is not brought back during it: a load of it may be about to be
         # reported, and would be taken for the new one.
         gone = {c.model for c in context.out if isinstance(c, EvictModel)}
         wanted = [
@@ -45,7 +45,7 @@ class Prefetcher:
         self.preload(instance, model)
 
     def preload(self, instance: InstanceState, running: ModelName | None) -> None:
-        """Bring a model in that an operator wants, beside whatever runs: one at a time, where there
+        """Load a model that an operator wants, during whatever runs: one at a time, where there
         is room, and on one instance."""
         if not self.preloads or instance.ledger.loading - {running}:
             return

@@ -91,7 +91,7 @@ class Residency:
     def prefetch(
         self, instance: InstanceState, model: ModelName | None, target: ModelName
     ) -> list[Command]:
-        """Bring `target` in beside what runs, if slabs are free, cold, or held by weights
+        """Load `target` during whatever runs, if slabs are free, cold, or held by weights
         that are needed later only. Nothing is filled for it: that would take the worker's time."""
         ledger = instance.ledger
         engine = instance.engines[target]

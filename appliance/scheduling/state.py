@@ -259,7 +259,7 @@ class TurnJob:
     turn: int
     requests: tuple[RequestId, ...]
     prompts: tuple[RequestId, ...]
-    """Requests whose prompts are computed beside the steps."""
+    """Requests whose prompts are computed in the steps."""
     prompt_tokens: int
     ordered: float
     switches: bool

@@ -81,7 +81,7 @@ class EventLog:
         self._wake()
 
     async def follow(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
-        """All that happens behind the notice of this number, in batches. None stands for what was
+        """All that happens after the notice of this number, in batches. None replaces what was
         missed, and comes first without a number: the state as it is then takes its place."""
         news = asyncio.Event()
         self._followers.add(news)

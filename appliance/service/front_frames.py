@@ -74,7 +74,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     strict: bool
     """`api.strict`: unknown fields are refused in every dialect."""
     origins: tuple[str, ...]
-    """`api.origins`: the origins whose pages may use the API, beside the default ones."""
+    """`api.origins`: the origins whose pages may use the API, besides the default ones."""
     root_path: str = ""
     """`api.root_path`: requests below it are meant as those without it."""
     models: tuple[FrontModel, ...]

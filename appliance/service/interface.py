@@ -99,7 +99,7 @@ def removed(model: ModelName) -> GenerationFailed:
 
 
 def cancelled() -> GenerationFailed:
-    """What a client is told whose request an operator ended. 499 is what gRPC's CANCELLED becomes
+    """The error of a client whose request an operator cancelled. 499 is what gRPC's CANCELLED is
     over HTTP; clients do not try again as after a 5xx."""
     return GenerationFailed("cancelled", "an operator cancelled the request", 499)
 
@@ -263,7 +263,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
     """vLLM's parser of its reasoning; without one, all that a model writes is its answer."""
     state: str = "cold"
-    """Where it stands on the instance where it stands best: a residency, or ``failed``."""
+    """Its state on the instance that is closest to serving it: a residency, or ``failed``."""
     architecture: str = ""
     """As the checkpoint names it: ``LlamaForCausalLM``."""
     dtype: str = ""
@@ -309,7 +309,7 @@ class InstanceActivity(msgspec.Struct, frozen=True, kw_only=True):
     pool_bytes: dict[str, int] = {}
     pool_high_water_bytes: int = 0
     runtime_bytes: int = 0
-    """Memory of a GPU beside the pool, for its context, its graphs and its kernels' own."""
+    """Memory of a GPU outside the pool, for its context, its graphs and its kernels' own."""
     prefetched: tuple[ModelName, ...] = ()
     """Models whose weights came before they were asked for, and did not run since."""
     busy_seconds: float = 0.0
@@ -554,7 +554,7 @@ class Watch(Protocol):
     def snapshot(self) -> Snapshot: ...
 
     def events(self, after: int | None) -> AsyncIterator[list[Notice] | None]:
-        """What happens behind the event of this number. None stands for what was missed: a
+        """What happens after the event of this number. None replaces what was missed: a
         snapshot, taken then, accounts for it. Ends with the appliance."""
 
     async def pool_map(self, number: InstanceId) -> SlabMap:
@@ -574,7 +574,7 @@ class Admin(Protocol):
     """What an operator does to requests, models, instances and policies."""
 
     def cancel_request(self, request: RequestId) -> None:
-        """End a request for its client, who is told. Raises `RequestNotFound`."""
+        """End a request; its client gets an error. Raises `RequestNotFound`."""
 
     def load_model(self, name: ModelName) -> None:
         """Have its weights brought to a device as soon as there is room that no request waits

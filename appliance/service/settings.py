@@ -13,7 +13,7 @@ from appliance.service.interface import ModelActivity
 from appliance.vocabulary import ModelName
 
 DEFAULT_CONTEXT_TOKENS: Final = 8192
-"""The context of a model that is added by somebody who says nothing of it, at most."""
+"""The default context of a model that is added while the daemon runs, at most."""
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):

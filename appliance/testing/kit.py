@@ -34,7 +34,7 @@ RUN_SCENES = ("crowd", "pair")
 RERUN_SCENE = "pair"
 
 ENDED_WELL = {FinishReason.STOP, FinishReason.LENGTH, "overloaded"}
-"""The last is what a `Refusal` comes to."""
+"""The last is where a `Refusal` leads."""
 
 UNKNOWN_PARAMETER = "no_such_parameter"
 

@@ -29,15 +29,15 @@ def questions(hook: str) -> list[HookCall]:
 def asked(scene: Scene) -> tuple[HookCall, ...]:
     """Questions of a scene, in the order of time; of each kind as many, evenly taken."""
     stack = PolicyStack({"dice": RandomPolicy(seed=len(scene.name)), "built-in": Aegaeon()})
-    heard: list[HookCall] = []
+    calls: list[HookCall] = []
 
     def answer(question: HookCall) -> object:
-        heard.append(question)
+        calls.append(question)
         return getattr(stack, question.hook)(**question.views)
 
     play(scene, answer, drain_seconds=0.0)
     kept: set[int] = set()
     for hook in HOOKS:
-        places = [place for place, question in enumerate(heard) if question.hook == hook]
+        places = [place for place, question in enumerate(calls) if question.hook == hook]
         kept.update(places[:: max(1, -(-len(places) // MOST))])
-    return tuple([heard[place] for place in sorted(kept)])
+    return tuple([calls[place] for place in sorted(kept)])

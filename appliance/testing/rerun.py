@@ -22,7 +22,7 @@ LIMIT_SECONDS = 120.0
 
 
 def make(kind: type, parameters: object, scene: Scene) -> object:
-    """A policy for a run. One with an oracle is told the lengths of this run's answers."""
+    """A policy for a run. One with an oracle gets the lengths of this run's answers."""
     made: Any = msgspec.convert(parameters, kind)
     if getattr(made, "oracle", False):
         made.learn_oracle(true_lengths(scene))

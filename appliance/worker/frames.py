@@ -77,7 +77,7 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareGuide(msgspec.Struct, frozen=True, tag=True):
-    """Compile the guide of a request's body, beside whatever is computed; the answer has the same
+    """Compile the guide of a request's body, during whatever is computed; the answer has the same
     number."""
 
     number: int
@@ -86,7 +86,7 @@ class PrepareGuide(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportSlabs(msgspec.Struct, frozen=True, tag=True):
-    """Say which slab of the pool is whose, beside whatever is computed. Asked again before it is
+    """Report which slab of the pool is whose, during whatever is computed. Asked again before it is
     answered, it is answered once."""
 
 

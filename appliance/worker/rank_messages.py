@@ -166,7 +166,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """The engine stands; sizes are of this rank."""
+    """The engine is built; sizes are of this rank."""
 
     number: int
     weight_slabs: int

@@ -432,10 +432,10 @@ class ReplicatedEngine:
         prompts: Sequence[RequestId] = (),
         chunk_tokens: int = 0,
     ) -> list[Produced]:
-        told = None if requests is self._stepping else list(requests)
+        changed = None if requests is self._stepping else list(requests)
         self._stepping = requests
         drawn = self._followers.drawn
-        call = Step(self.model, told, kv_slabs, drawn, tuple(prompts), chunk_tokens)
+        call = Step(self.model, changed, kv_slabs, drawn, tuple(prompts), chunk_tokens)
         return self._followers.compute(
             call, lambda: self._engine.step(requests, kv_slabs, prompts, chunk_tokens)
         )

@@ -54,7 +54,7 @@ def share(part: float | None) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A column for each value, as high as it is beside the highest."""
+    """A column for each value, as high as it is relative to the highest."""
     most = max(values, default=0.0)
     if most <= 0:
         return BLOCKS[0] * len(values)

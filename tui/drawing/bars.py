@@ -16,7 +16,7 @@ from tui.view import View, ViewContext
 
 TITLES = ((None, " "), (4, " "), (3, ""), (2, ""), (1, ""))
 """How titles of views are written where there is less and less room: so many letters of them, None
-for all, and what stands behind."""
+for all, and what follows."""
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
@@ -50,7 +50,7 @@ class Header(Canvas):
             return
         tree = state.tree
         ready = tree.get("readiness", {})
-        told = (
+        text = (
             ("ready", theme.good)
             if ready.get("ok")
             else ("NOT READY: " + "; ".join(ready.get("reasons", ())), f"bold {theme.bad}")
@@ -61,7 +61,7 @@ class Header(Canvas):
         age = duration(max(0.0, context.now - tree.get("started_unix_seconds", context.now)))
         left = [
             (f" appliance {tree.get('version', '')} ", theme.strong),
-            told,
+            text,
             (f" · {up}/{len(instances)} up", "" if up == len(instances) else theme.bad),
             (f" · {len(state.rows('models'))} models", ""),
             (f" · {len(requests)} requests, {running} running", ""),
@@ -114,8 +114,8 @@ class Tabs(Canvas):
         for place, view in enumerate(views, start=1):
             digit = f"{place % 10} " if place <= 10 else ""
             if view is current:
-                told = f" ({status})" if status else ""
-                line.append((f" {digit}{view.title}{told} ", "bold reverse"))
+                text = f" ({status})" if status else ""
+                line.append((f" {digit}{view.title}{text} ", "bold reverse"))
             else:
                 line.append((f" {digit}{view.title[:letters]}{gap}", context.theme.dim))
         return line

@@ -38,8 +38,8 @@ class AnswerLayout:
         if newest or self._was_newest:
             self._was_newest = newest
             cut: Line = [(f"{_PAD}the rest of it is not kept", self.theme.warn)]
-            told = [[(_PAD, ""), *line] for line in stats_lines(answer, context, self._room)]
-            self._behind = [*([cut] if answer.cut else []), *told, []]
+            stats = [[(_PAD, ""), *line] for line in stats_lines(answer, context, self._room)]
+            self._behind = [*([cut] if answer.cut else []), *stats, []]
 
     def __len__(self) -> int:
         return sum(len(text) for text in self._texts()) + len(self._behind)

@@ -21,7 +21,7 @@ GLYPHS = ("░", "↓", "▸", "█", "▒")
 """Of `PHASES`."""
 GAP = 2
 MOST_NAMED = 8
-"""Switches that are told by name, the last ones."""
+"""Switches that are listed by name, the last ones."""
 
 
 def stats_lines(answer: ChatAnswer, context: ViewContext, width: int) -> list[Line]:
@@ -96,21 +96,21 @@ def _switches(journey: Journey, context: ViewContext, width: int) -> list[Line]:
     for instance in journey.instances:
         models = [one.model for one in journey.switches if one.instance == instance]
         count = {0: "no switch", 1: "1 switch"}.get(len(models), f"{len(models)} switches")
-        told = f"{count} on instance {instance}"
+        turns = f"{count} on instance {instance}"
         names: list[str] = []
-        room = width - cell_len(told) - len(": … ")
+        room = width - cell_len(turns) - len(": … ")
         for model in reversed(models):
             room -= cell_len(model) + len(", ") * bool(names)
             if room < 0 or len(names) == MOST_NAMED:
                 break
             names.insert(0, model)
-        line: Line = [(told, theme.dim)]
+        line: Line = [(turns, theme.dim)]
         for place, model in enumerate(names):
             between = ", " if place else ": … " if len(names) < len(models) else ": "
             line += [(between, theme.dim), (model, context.model_style(model))]
         parts.append(line)
     if journey.missed and parts:
-        parts.append([("some events were not heard", theme.warn)])
+        parts.append([("some events were missed", theme.warn)])
     return parts
 
 

@@ -9,7 +9,7 @@ from tui.drawing.amounts import duration, share
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import DaemonSource, Document
-from tui.view import Action, Given, ViewContext, told
+from tui.view import Action, Given, ViewContext, details
 
 MOST = 100
 """The newest; as many as the daemon lists at once."""
@@ -102,7 +102,7 @@ class BatchesView(TableView):
             if row.get(name) is not None
         }
         shown = {name: value for name, value in row.items() if not name.endswith("_at")}
-        return told({**shown, **ages}, context.theme)
+        return details({**shown, **ages}, context.theme)
 
     def path(self, key: str) -> str | None:
         return f"/v1/batches/{key}"

@@ -108,12 +108,12 @@ class ChatView(View):
     def _heading(self, model: str, context: ViewContext, end: int) -> Line:
         row = context.state.rows("models").get(model, {})
         places = [key for key, stage in row.get("residency", {}).items() if stage == "loaded"]
-        told = f"  {row.get('state', 'not in the catalogue')}"
-        told += f" on {' '.join(places)}" if places else ""
+        status = f"  {row.get('state', 'not in the catalogue')}"
+        status += f" on {' '.join(places)}" if places else ""
         scrolled = f"  {end - self._last_top} lines below" if self._top is not None else ""
         return [
             (model, f"bold {context.model_style(model)}"),
-            (told, context.theme.dim),
+            (status, context.theme.dim),
             (scrolled, context.theme.warn),
         ]
 
@@ -169,7 +169,7 @@ class ChatView(View):
         self.show(context)
 
     async def _hear(self, conversation: Conversation, answer: ChatAnswer, body: Document) -> None:
-        """Closing the stream, however it comes to that, ends the request."""
+        """Closing the stream, for whatever reason, ends the request."""
         try:
             async with aclosing(self.source.stream(PATH, body)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:

@@ -12,7 +12,7 @@ from tui.asking import Ask
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import DaemonSource, Document
-from tui.view import Action, Given, ViewContext, told
+from tui.view import Action, Given, ViewContext, details
 
 IN_FORCE = "/api/config"
 CHECK = "/api/config/check"
@@ -100,7 +100,7 @@ class ConfigView(TableView):
         if row is None:
             return None
         in_force = context.state.answer(IN_FORCE).document or {}
-        return told({**row, "read from": in_force.get("files", [])}, context.theme)
+        return details({**row, "read from": in_force.get("files", [])}, context.theme)
 
     def path(self, key: str) -> str | None:
         return IN_FORCE

@@ -8,7 +8,7 @@ from typing import Any
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView
 from tui.messages import Document
-from tui.view import ViewContext, told
+from tui.view import ViewContext, details
 
 BAD = ("instance_lost", "model_failed", "request_rejected", "missed")
 GOOD = ("instance_up", "model_added", "config_reloaded", "policies_chosen")
@@ -33,7 +33,7 @@ def _fact(value: Any) -> str:
 
 
 class EventsView(TableView):
-    """As `appliance logs` prints them; those that were not heard are said to be missing."""
+    """As `appliance logs` prints them; missed ones are marked as missing."""
 
     title = "Events"
     names = ("events", "logs", "e")
@@ -50,4 +50,4 @@ class EventsView(TableView):
 
     def detail(self, key: str, context: ViewContext) -> list[Line] | None:
         row = self.rows(context).get(key)
-        return None if row is None else told(row, context.theme)
+        return None if row is None else details(row, context.theme)

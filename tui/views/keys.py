@@ -10,7 +10,7 @@ from tui.drawing.amounts import duration, rate
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import DaemonRefused, DaemonSource, Document
-from tui.view import Action, Field, Given, Secret, ViewContext, told
+from tui.view import Action, Field, Given, Secret, ViewContext, details
 
 PATH = "/api/keys"
 SOON_SECONDS = 24 * 3600.0
@@ -156,7 +156,7 @@ class KeysView(TableView):
             "use": row["use"] or "none since the daemon began",
         }
         shown |= {"created": f"{age} ago", "expires in": _until(_left(key, row, context))}
-        return told(shown, context.theme)
+        return details(shown, context.theme)
 
     def path(self, key: str) -> str | None:
         return f"{PATH}/{quote(key)}"

@@ -1,6 +1,6 @@
 """Memory map: the pool of each instance cut in cells, each coloured by who has it; the host below.
 
-Which slab is whose is asked for, of the pools on the screen. Where that is not told, as in a
+The owner of each slab is asked for, of the pools on the screen. Where the answer lacks it, as in a
 recording, cells are in the order of their owners, of whom the state says how much they have.
 """
 
@@ -14,7 +14,7 @@ from tui.drawing.amounts import size
 from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
 from tui.pools import Pool, PoolPart, counted, mapped
-from tui.view import View, ViewContext, told
+from tui.view import View, ViewContext, details
 
 GLYPHS = {
     "weights": "█", "loading": "▚", "kv": "▓", "moving": "▞", "runtime": "▒", "free": "·",
@@ -121,7 +121,7 @@ class MemoryView(View):
         if key not in self._names(context):
             return None
         parts = self._pool(key, context).parts
-        return told({f"{p.kind} {p.of}".strip(): size(p.amount) for p in parts}, context.theme)
+        return details({f"{p.kind} {p.of}".strip(): size(p.amount) for p in parts}, context.theme)
 
     def path(self, key: str) -> str | None:
         return _path(key)

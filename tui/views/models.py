@@ -12,7 +12,7 @@ from tui.drawing.amounts import duration, rate, share, size, sparkline
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import DaemonRefused, DaemonSource, Document
-from tui.view import Action, Field, Given, ViewContext, told
+from tui.view import Action, Field, Given, ViewContext, details
 
 SPARK_BUCKETS = 12
 SPARK_SECONDS = 5.0
@@ -135,7 +135,7 @@ class ModelsView(TableView):
     )  # fmt: skip
 
     actions = (
-        Action("L", "load", "bring weights to a device", _post("load", "{} comes to a device")),
+        Action("L", "load", "load weights to a device", _post("load", "{} is loaded to a device")),
         Action("E", "evict", "give devices back", _post("evict", "{} leaves its devices"),
                "Evict {}? Its turns are ended; its requests go on when their turn comes."),
         Action("D", "drain", "refuse new requests", _post("drain", "{} takes no new requests"),
@@ -153,7 +153,7 @@ class ModelsView(TableView):
 
     def detail(self, key: str, context: ViewContext) -> list[Line] | None:
         row = self.rows(context).get(key)
-        return None if row is None else told(row, context.theme)
+        return None if row is None else details(row, context.theme)
 
     def path(self, key: str) -> str | None:
         return f"/api/models/{quote(key)}"

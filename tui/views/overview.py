@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from tui.drawing.amounts import divide, duration, rate, share, size, sparkline
 from tui.drawing.canvas import Canvas, Line
 from tui.messages import Document
-from tui.view import View, ViewContext, told
+from tui.view import View, ViewContext, details
 from tui.views.models import attainment_style, tokens_per_second
 
 RATE_SECONDS = 10.0
@@ -176,7 +176,7 @@ class OverviewView(View):
 
     def detail(self, key: str, context: ViewContext) -> list[Line] | None:
         row = context.state.rows("instances").get(key)
-        return None if row is None else told(row, context.theme)
+        return None if row is None else details(row, context.theme)
 
     def table(self) -> list[list[str]]:
         """A row for each instance."""
@@ -233,11 +233,11 @@ def _attainment(models: dict[str, Document], speeds: dict[str, float]) -> float 
 
 
 def _sensors(gpu: Document) -> str:
-    told = [f"GPU {gpu['gpu']}"]
+    text = [f"GPU {gpu['gpu']}"]
     for name, unit in (("celsius", "°C"), ("power_watts", " W")):
         if name in gpu:
-            told.append(f"{gpu[name]:.0f}{unit}")
-    return " ".join(told)
+            text.append(f"{gpu[name]:.0f}{unit}")
+    return " ".join(text)
 
 
 def _residents(row: Document, context: ViewContext) -> Line:

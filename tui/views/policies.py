@@ -15,7 +15,7 @@ from tui.drawing.amounts import duration
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import DaemonRefused, DaemonSource, Document
-from tui.view import Action, Field, Given, ViewContext, told
+from tui.view import Action, Field, Given, ViewContext, details
 
 PATH = "/api/policies"
 PAIRS = re.compile(r"[,\s]+(?=[\w.-]+=)")
@@ -239,8 +239,8 @@ class PoliciesView(TableView):
                 tally = state.get("decisions", {}).get(key)
                 facts |= {f"for {key}": _told_tally(tally) if tally else "not asked yet"}
                 given = parameters.get(state["name"], {})
-                lines += [[(state["name"], f"bold {theme.accent}")], *told(facts, theme, 1)]
-                lines += [*told({"parameters": given or "as it ships"}, theme, 1), []]
+                lines += [[(state["name"], f"bold {theme.accent}")], *details(facts, theme, 1)]
+                lines += [*details({"parameters": given or "as it ships"}, theme, 1), []]
         for row in reversed(_faults(report, key)):
             at = datetime.fromtimestamp(row["unix_seconds"]).strftime("%Y-%m-%d %H:%M:%S")
             times = f" x{row['count']}" if row["count"] > 1 else ""

@@ -9,7 +9,7 @@ from tui.drawing.amounts import duration
 from tui.drawing.canvas import Line
 from tui.drawing.table import Column, TableView, member
 from tui.messages import DaemonSource, Document
-from tui.view import Action, Given, ViewContext, told
+from tui.view import Action, Given, ViewContext, details
 
 
 def _age(key: str, row: Document, context: ViewContext) -> float:
@@ -55,7 +55,7 @@ class RequestsView(TableView):
         Column("MOST", member("max_tokens"), right=True),
         Column("KV", member("kv")),
     )
-    actions = (Action("K", "cancel", "cancel requests", _cancel, "Cancel {}? Clients are told."),)
+    actions = (Action("K", "cancel", "cancel requests", _cancel, "Cancel {}? Clients see it."),)
 
     def rows(self, context: ViewContext) -> dict[str, Document]:
         return context.state.rows("requests")
@@ -65,7 +65,7 @@ class RequestsView(TableView):
         if row is None:
             return None
         shown = {name: value for name, value in row.items() if name != "arrived_unix_seconds"}
-        return told({**shown, "age": duration(_age(key, row, context))}, context.theme)
+        return details({**shown, "age": duration(_age(key, row, context))}, context.theme)
 
     def path(self, key: str) -> str | None:
         return f"/api/requests/{quote(key, safe='')}"

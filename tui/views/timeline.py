@@ -304,5 +304,5 @@ def described(span: Document, context: ViewContext) -> list[Line]:
 
 def _request(name: str, context: ViewContext) -> Line:
     row = context.state.rows("requests").get(name)
-    told = "over" if row is None else f"{row['phase']}, {row['output_tokens']} tokens"
-    return [(f"  {told}", context.theme.dim)]
+    status = "over" if row is None else f"{row['phase']}, {row['output_tokens']} tokens"
+    return [(f"  {status}", context.theme.dim)]

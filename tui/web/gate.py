@@ -1,4 +1,4 @@
-"""Asks the daemon whether it would let somebody in: only it knows its keys."""
+"""Asks the daemon whether it would admit a visitor: only it knows its keys."""
 
 from __future__ import annotations
 

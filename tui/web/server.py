@@ -139,7 +139,7 @@ class Site:
             await asyncio.gather(*(one.close() for one in list(visitor.open)))
 
     async def _ask(self, key: str | None) -> GateAnswer:
-        """What the daemon says to a key, or to somebody who has none yet."""
+        """The daemon's answer to a key, or to a visitor without one."""
         if self._gate is None:
             return GateAnswer(KeyVerdict.REFUSED, _LINK_ONLY)
         without = await self._gate.ask(None)
@@ -250,7 +250,7 @@ class Site:
 async def serve(
     site: Site, host: str, port: int, tls: ssl.SSLContext | None, opened: Callable[[int], None]
 ) -> None:
-    """Until a signal ends it; `opened` is told the port. Raises `CannotListen`."""
+    """Until a signal ends it; `opened` is called with the port. Raises `CannotListen`."""
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

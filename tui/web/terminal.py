@@ -75,7 +75,7 @@ class Terminal(AppService):
             await self._socket.close()
 
     async def run(self) -> None:
-        """Also where the app ended, or never began, its page is told."""
+        """Also where the app ended, or never began, its page gets the reason."""
         try:
             await super().run()
         finally:

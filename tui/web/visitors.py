@@ -41,7 +41,7 @@ class Visitors:
         self._link: str | None = None
 
     def admit(self, key: str | None, *, by_link: bool = False) -> str:
-        """Let somebody in; the cookie. The oldest of too many who has nothing open is forgotten."""
+        """Admit a visitor; the cookie. The oldest of too many without an open page is forgotten."""
         self._forget_expired()
         if len(self._known) >= MOST:
             idle = (name for name, visitor in self._known.items() if not visitor.open)

@@ -77,7 +77,7 @@ def key_routes(service: Inference, access: Access) -> list[HTTPRouteHandler]:
     turn = asyncio.Lock()
 
     async def changed(change: Callable[[], Done]) -> Done:
-        """One change at a time: somebody else may hold the file's lock, for one thread then."""
+        """One change at a time: another process may hold the file's lock, for one thread then."""
         async with turn:
             return await asyncio.to_thread(change)
 

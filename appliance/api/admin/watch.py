@@ -1,8 +1,8 @@
-"""The appliance as somebody watches it: its state once, then what changes, and what happens.
+"""The appliance as a watcher sees it: its state once, then what changes, and what happens.
 
 The state is `GET /api/snapshot` with its rows under their ids, and points in time where that has
-ages, so that what stands still is not told again. A watcher costs the daemon one state, the one
-that it was told last: one that reads slowly hears of fewer changes, larger ones.
+ages, so that what does not change is not sent again. A watcher costs the daemon one state, the one
+that was sent last: one that reads slowly gets fewer changes, larger ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AT_ONCE = frozenset(
         NoticeKind.POLICIES_CHOSEN,
     }
 )
-"""With these the state is told as it became, however lately it was told before. They are seldom."""
+"""After these the state is sent at once, however recent the last one is. They are rare."""
 
 DELTA = "delta"
 STATE = "state"
@@ -71,7 +71,7 @@ def _seconds(text: str | None) -> float:
 
 
 def state_of(snapshot: Snapshot, before: Document) -> Document:
-    """The state to be told, of which somebody was told `before`. Points in time that were computed
+    """The state to send to a watcher that has `before`. Points in time that were computed
     from ages stay what they were said to be."""
     whole = msgspec.to_builtins(msgspec.structs.replace(snapshot, spans=()))
     status, now = whole["status"], snapshot.unix_seconds
@@ -100,14 +100,14 @@ def _keyed(rows: Iterable[Document], key: str) -> Document:
 
 
 def _spans(spans: Iterable[Span], known: Document) -> Document:
-    """By number. One that is over does not change any more: it is told as it was, the same object,
+    """By number. One that is over does not change any more: it is sent as it was, the same object,
     so that of the many that are kept only the new ones cost anything."""
-    told = {}
+    sent = {}
     for span in spans:
         before = known.get(number := str(span.number))
         over = before is not None and "ended_unix_seconds" in before
-        told[number] = before if over else msgspec.to_builtins(span)
-    return told
+        sent[number] = before if over else msgspec.to_builtins(span)
+    return sent
 
 
 def _request(row: Document, now: float, known: Document | None) -> Document:
@@ -119,8 +119,8 @@ def _request(row: Document, now: float, known: Document | None) -> Document:
     return {**row, "arrived_unix_seconds": arrived, "reason": reason}
 
 
-class _Told:
-    """What a watcher was told: the state, and events up to a number."""
+class _Sent:
+    """What a watcher has received: the state, and events up to a number."""
 
     def __init__(self, service: Watch) -> None:
         self._service = service
@@ -139,7 +139,7 @@ class _Told:
             "missed": missed,
             "state": self._state,
         }
-        # Only a state that stands for events has their number: who comes back wants the others.
+        # Only a state that replaces events has their number: a returning client wants the others.
         return server_sent(STATE, msgspec.json.encode(data), self._number if missed else None)
 
     def changes(self) -> bytes:
@@ -167,7 +167,7 @@ class _Told:
 async def _watched(
     service: Watch, after: int | None, every_seconds: float, silence_seconds: float
 ) -> AsyncIterator[bytes]:
-    told = _Told(service)
+    sent = _Sent(service)
     loop = asyncio.get_running_loop()
     async with aclosing(service.events(after)) as batches:  # type: ignore[type-var]
         coming = asyncio.ensure_future(anext(batches, []))
@@ -175,7 +175,7 @@ async def _watched(
         due = now + every_seconds
         try:
             if after is not None:
-                yield told.whole(missed=False)
+                yield sent.whole(missed=False)
             while True:
                 until = min(due, silent_since + silence_seconds)
                 done, _ = await asyncio.wait({coming}, timeout=max(0.0, until - loop.time()))
@@ -183,14 +183,14 @@ async def _watched(
                 if done:
                     batch = coming.result()
                     if batch == []:
-                        yield told.changes()
+                        yield sent.changes()
                         return
-                    said = told.whole(missed=True) if batch is None else told.events(batch)
+                    said = sent.whole(missed=True) if batch is None else sent.events(batch)
                     if any(notice.kind in AT_ONCE for notice in batch or ()):
                         due = loop.time()
                     coming = asyncio.ensure_future(anext(batches, []))
                 if (now := loop.time()) >= due:
-                    said += told.changes()
+                    said += sent.changes()
                     due = now + every_seconds
                 if said:
                     silent_since = now

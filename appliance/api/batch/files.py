@@ -109,7 +109,7 @@ def owner() -> str:
 
 
 def own_file(batches: BatchRunner, id: str, param: str = "id") -> StoredFile:
-    """Raises `ApiError` for a file that is not there, or somebody else's."""
+    """Raises `ApiError` for a file that is not there, or belongs to another key."""
     file = batches.files.find(id)
     if file is None or not _is_own(file):
         raise _no_file(id, param)

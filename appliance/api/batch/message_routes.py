@@ -214,15 +214,15 @@ class _MessageBatch(msgspec.Struct, kw_only=True):
 
 
 def _worded(batch: Batch, request: Request[Any, Any, Any]) -> _MessageBatch:
-    told: Literal["in_progress", "canceling", "ended"] = "in_progress"
+    status: Literal["in_progress", "canceling", "ended"] = "in_progress"
     if batch.over:
-        told = "ended"
+        status = "ended"
     elif batch.status is Status.CANCELLING:
-        told = "canceling"
+        status = "canceling"
     has_results = batch.output_file_id is not None
     return _MessageBatch(
         id=batch.id,
-        processing_status=told,
+        processing_status=status,
         request_counts=_counts(batch),
         created_at=_time(batch.created.at),
         expires_at=_time(batch.expires_at),

@@ -166,7 +166,7 @@ class BatchRunner:
             except (msgspec.DecodeError, IllegalTransition, OSError) as error:
                 log.error("%s is left alone, as it cannot be read: %s", path, error)
                 continue
-            if batch is None:  # it was never confirmed to anybody
+            if batch is None:  # no client had its confirmation
                 path.unlink()
             else:
                 self._batches[batch.id] = batch
@@ -283,7 +283,7 @@ class BatchRunner:
         if run is None:
             raise IllegalTransition(f"{batch.id} is {batch.status}")
         if run.writer.stuck:
-            raise Unavailable("the disk does not take more; the batch stands still")
+            raise Unavailable("the disk takes no more data; the batch is paused")
         await run.writer.write(CancelAsked(at=self.wall_clock()))
         run.news.set()
 
@@ -327,7 +327,7 @@ class BatchRunner:
                 await self._go_on(run)
             await self._tidy_up(run)
         except Exception:
-            log.exception("%s stands still until the next start", run.batch.id)
+            log.exception("%s is paused until the next start", run.batch.id)
         finally:
             await self._requests.end(run)
             await run.writer.stop()

@@ -16,7 +16,7 @@ from appliance.http.errors import BadRequest
 from appliance.http.streaming import HungUp
 
 FORM_BYTES: Final = 64 * 1024
-"""What a form may have beside the content of its file."""
+"""What a form may have besides the content of its file."""
 
 _PIECE_BYTES: Final = 1 << 20
 """Content is handed to the disk in pieces of at least so much."""

@@ -31,7 +31,7 @@ OLLAMA_VERSION: Final = "0.14.0"
 the appliance's own is at ``/version``."""
 
 _LATEST: Final = ":latest"
-"""The tag that a name without one stands for."""
+"""The tag that a name without one means."""
 
 _FOREVER: Final = timedelta(microseconds=(2**63 - 1) // 1000)
 """The longest duration that Ollama knows; how it tells of a model that is not unloaded."""
@@ -186,7 +186,7 @@ def _shown(card: ModelCard, facts: ModelFacts | None, files: Checkpoint) -> dict
 
 
 def _modelfile(card: ModelCard, files: Checkpoint) -> str:
-    """What would make this model in Ollama's words. Files are the operator's: no path is told."""
+    """What would make this model in Ollama's words. Files are the operator's: no path is shown."""
     lines = [f"FROM {card.id}"]
     if files.template:
         lines.append(f'TEMPLATE """{files.template}"""')

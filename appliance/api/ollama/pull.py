@@ -31,7 +31,7 @@ class OllamaPull(msgspec.Struct, kw_only=True):
     model: str | None = None
     name: str | None = None
     stream: bool | None = None
-    """Unless it is false, progress is told line by line."""
+    """Unless it is false, progress is sent line by line."""
 
 
 class OllamaDelete(msgspec.Struct, kw_only=True):

@@ -277,12 +277,12 @@ def _operation(one: Operation, schema_of: dict[type, dict[str, Any]]) -> dict[st
     refusals = {*one.refusals, *inference.ANYWHERE}
     if one.body is not None:
         refusals.add(inference.BODY_STALLS)
-    told = _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer])
+    success = _EVENTS if one.answer is None else _json("Done.", schema_of[one.answer])
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{verb}" + ("_one" if one.path.endswith("{name}") else ""),
         "summary": one.about,
         "responses": {
-            str(one.success): told,
+            str(one.success): success,
             **{
                 str(status): _json(HTTPStatus(status).phrase, schema_of[ErrorBody])
                 for status in sorted(refusals)

@@ -2,8 +2,8 @@
 
 Of those that the core answers (models, files, batches, stored responses) requests are the very
 types that bodies are decoded into; of answers only the fields that are always there are described:
-the dialects' own documentation has the others. What front ends answer is described by a file beside
-this one, which `appliance.frontend.openapi` writes.
+the dialects' own documentation has the others. What front ends answer is described by a file
+of this package, which `appliance.frontend.openapi` writes.
 """
 
 from __future__ import annotations
@@ -253,18 +253,18 @@ def _operation(one: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dict[str
     refusals = one.refusals if one.open else sorted({*one.refusals, *ANYWHERE})
     if one.body is not None:
         refusals = sorted({*refusals, BODY_STALLS})
-    told: dict[str, Any] = {"200": {"description": "Done.", "content": _content(one)}}
+    answers: dict[str, Any] = {"200": {"description": "Done.", "content": _content(one)}}
     for status in refusals:
-        told[str(status)] = {
+        answers[str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {"application/json": {"schema": schema_of[one.error]}},
         }
     if one.method == "head":
-        told = {status: {"description": said["description"]} for status, said in told.items()}
+        answers = {status: {"description": said["description"]} for status, said in answers.items()}
     described: dict[str, Any] = {
         "operationId": f"{one.method}_{name}",
         "summary": one.about,
-        "responses": told,
+        "responses": answers,
     }
     if one.open:
         described["security"] = []

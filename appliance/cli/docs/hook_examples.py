@@ -79,7 +79,7 @@ class Examples(Word, frozen=True, forbid_unknown_fields=True):
 
     @hookimpl
     def batch(self, model: ModelName, costs: Costs) -> BatchLimits:
-        """Prompts beside the decoding steps, as many tokens at a time as take 50 ms alone."""
+        """Prompts together with decoding steps, as many tokens at a time as take 50 ms alone."""
         fitting = [512, 256, 128]
         chunks = (n for n in fitting if costs.prefill_seconds(model, n) <= 0.05)
         return BatchLimits(requests=32, chunk_tokens=next(chunks, 64))

@@ -1,6 +1,6 @@
 """The documentation of the hooks, written from their specifications: docs/hooks.md.
 
-What a hook is asked and when stands at the hook, what is shown and answered at the views, what
+The hook says what it is asked and when; the views say what is shown and answered; what
 makes an answer valid at its check, an example among the examples: each said in one place.
 """
 

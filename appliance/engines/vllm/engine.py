@@ -165,7 +165,7 @@ class VllmEngine:
 
         `dtype` is "auto", "bfloat16", "float16" or "float32"; `max_context` is prompt and output
         of a request in tokens; `max_batch` bounds the requests of a step. With `verify`, the files
-        are compared with ``SHA256SUMS``, if that lies beside them, when they are first read. One
+        are compared with ``SHA256SUMS``, if their folder has it, when they are first read. One
         of several `ranks` (see `executor.join_group`) has its shard of the model. It computes on
         `device`: the CPU, if None. Packed weights are kept in the folder of `images`, if any.
         `reasoning_parser` is vLLM's name of what knows the model's reasoning; empty: it has none.
@@ -331,7 +331,7 @@ class VllmEngine:
             raise ValueError(f"request {request} is computed already")
         self._cache.hold_all(known, kv_slabs)
         self._states.open_prompt(known)
-        # Its blocks are its own from here on: requests that decode beside it take theirs, too.
+        # Its blocks are its own from here on: requests that decode meanwhile take theirs, too.
         blocks = self._scheduler.fill(known, known.num_tokens)
         self._stepping = None
         self._states.place(request, blocks)
@@ -442,7 +442,7 @@ class VllmEngine:
     def _check_prompts(
         self, prompts: Sequence[RequestId], others: int, chunk_tokens: int
     ) -> list[Request]:
-        """The prompts of a step, beside so many others."""
+        """The prompts of a step that also decodes so many others."""
         self._check_size(others + len(prompts))
         if chunk_tokens < 1:
             raise ValueError(f"prompts in chunks of {chunk_tokens} tokens")

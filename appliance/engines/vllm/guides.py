@@ -70,8 +70,8 @@ class Guides:
     def attach(self, request: Request, output: Sequence[int]) -> None:
         """Give a new request its grammar, and then `output`, which ends up behind it.
 
-        The output is told to vLLM as if it had just been drawn, so that a grammar that begins only
-        where reasoning has ended stands where it would stand. Raises `GuideRefused`, also if
+        vLLM gets the output as if it had just been drawn, so that a grammar that begins only
+        after reasoning is in the state it would be in. Raises `GuideRefused`, also if
         `output` does not follow the guide.
         """
         guided = request.structured_output_request

@@ -47,7 +47,7 @@ class TooMuchPooled(ValueError):
 
 
 def engine_args(task: Task, pooler_config: Mapping[str, PoolerValue]) -> dict[str, Any]:
-    """What vLLM is told of a model's task, whatever it would make of the checkpoint itself."""
+    """vLLM's options for a model's task, whatever it would make of the checkpoint itself."""
     if task is Task.GENERATE:
         return {"runner": "generate"}
     return {

@@ -60,7 +60,7 @@ def logprobs_asked(logprobs: int, vocabulary: int) -> int:
 
 
 def seeded_generator(params: SamplingParams, tokens_drawn: int) -> torch.Generator | None:
-    """As it stands after `tokens_drawn` tokens; None for a request without a seed.
+    """Its state after `tokens_drawn` tokens; None for a request without a seed.
 
     vLLM's CPU sampler draws one integer per token from it, as here. Raises `ValueError` for a seed
     that is beyond 64 bits.

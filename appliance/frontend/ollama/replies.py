@@ -185,8 +185,8 @@ class Reply:
     def line(self, said: Said) -> bytes:
         """A line of the stream, b"" if there is nothing to tell. Raises `OllamaError`."""
         answer = self._answer()
-        told = self._tell(answer, said)
-        return msgspec.json.encode(answer) + b"\n" if told else b""
+        found = self._tell(answer, said)
+        return msgspec.json.encode(answer) + b"\n" if found else b""
 
     def last(self) -> bytes:
         """The last line: no text, and the metrics."""
@@ -236,10 +236,10 @@ class Reply:
             answer.response = text
             answer.thinking = thinking
         answer.logprobs = _logprobs(choice.logprobs) or UNSET
-        told = bool(text or thinking or calls or answer.logprobs)
-        if told and self._first is None:
+        found = bool(text or thinking or calls or answer.logprobs)
+        if found and self._first is None:
             self._first = time.monotonic()
-        return told
+        return found
 
     def _whole_calls(self, parts: Sequence[_CallPart]) -> list[_CallPart]:
         """Calls of which nothing more will come."""
@@ -299,7 +299,7 @@ def _phases(timing: str | None) -> dict[str, float]:
 def _calls(calls: Sequence[_CallPart], *, cut: bool) -> list[_ToolCall]:
     """Calls in Ollama's words: arguments are objects. Those that the end of the context `cut` off
     are none. Raises `OllamaError` for other arguments that are no object."""
-    told = []
+    found = []
     for i, call in enumerate(calls):
         arguments = _object(call.function.arguments or "{}")
         if arguments is None:
@@ -308,8 +308,8 @@ def _calls(calls: Sequence[_CallPart], *, cut: bool) -> list[_ToolCall]:
             raise OllamaError(500, "the model called a tool without JSON for its arguments")
         index = i if call.index is None else call.index
         function = _Function(index=index, name=call.function.name or "", arguments=arguments)
-        told.append(_ToolCall(id=call.id or "", function=function))
-    return told
+        found.append(_ToolCall(id=call.id or "", function=function))
+    return found
 
 
 def _object(text: str) -> dict[str, Any] | None:

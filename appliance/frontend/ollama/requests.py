@@ -442,16 +442,16 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         role = message.role.lower()
         calls = [_call(f"call_{i}_{j}", call) for j, call in enumerate(message.tool_calls or ())]
         waiting += calls
-        told: dict[str, Any] = {"role": role, "content": message.content or ""}
+        chat: dict[str, Any] = {"role": role, "content": message.content or ""}
         if message.thinking:
-            told["reasoning"] = message.thinking
+            chat["reasoning"] = message.thinking
         if calls:
-            told["tool_calls"] = calls
+            chat["tool_calls"] = calls
         if role == "tool":
             answered = _answered(message, waiting)
-            told |= {} if answered is None else {"tool_call_id": answered}
-            told |= {"name": message.tool_name} if message.tool_name else {}
-        translated.append(told)
+            chat |= {} if answered is None else {"tool_call_id": answered}
+            chat |= {"name": message.tool_name} if message.tool_name else {}
+        translated.append(chat)
     return translated
 
 

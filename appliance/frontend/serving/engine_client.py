@@ -81,7 +81,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         """vLLM's names for what the model can do."""
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._stops: dict[RequestId, frozenset[int]] = {}
-        """Of each request the tokens that end it, beside the model's own end."""
+        """Of each request the tokens that end it, besides the model's own end."""
         self.processor: OutputProcessor | None = None
         """vLLM's, which knows the streams; set as soon as it exists."""
         self.resources = SimpleNamespace(engine_dead=False)

@@ -172,8 +172,8 @@ def build(core: Core, model: FrontModel) -> ModelFront:
 
 
 def arguments(model: FrontModel) -> Namespace:
-    """What `vllm serve` would be told of the model."""
-    told = [
+    """The command line that `vllm serve` would need for the model."""
+    options = [
         *("--model", model.path, "--dtype", model.dtype),
         *("--max-model-len", str(model.max_context), "--max-num-seqs", str(model.max_batch)),
         *("--max-logprobs", str(model.max_logprobs)),
@@ -181,15 +181,15 @@ def arguments(model: FrontModel) -> Namespace:
         *("--runner", "generate" if model.task is Task.GENERATE else "pooling"),
     ]
     if model.task is Task.GENERATE and model.tool_parser is not None:
-        told += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_parser]
+        options += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_parser]
     if model.task is Task.GENERATE and model.reasoning_parser is not None:
-        told += ["--reasoning-parser", model.reasoning_parser]
+        options += ["--reasoning-parser", model.reasoning_parser]
     if model.return_tokens_as_token_ids:
-        told.append("--return-tokens-as-token-ids")
+        options.append("--return-tokens-as-token-ids")
     if model.pooler_config:
-        told += ["--pooler-config", json.dumps(model.pooler_config)]
+        options += ["--pooler-config", json.dumps(model.pooler_config)]
     # vLLM writes into what it parses, and defaults are the same objects for all models.
-    args: Namespace = deepcopy(_parser().parse_args(told))
+    args: Namespace = deepcopy(_parser().parse_args(options))
     args.served_model_name = list(names_of(model.name))
     return args
 

@@ -71,8 +71,8 @@ class VllmErrors:
         if not self._scope["path"].startswith(ANTHROPIC):
             return body
         try:
-            told = msgspec.json.decode(body, type=_Error).error.message
+            message = msgspec.json.decode(body, type=_Error).error.message
         except msgspec.DecodeError:
             return body
-        error = ApiError(self._head["status"], told)
+        error = ApiError(self._head["status"], message)
         return anthropic_error(error, request_id(self._scope))

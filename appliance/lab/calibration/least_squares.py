@@ -2,7 +2,7 @@
 
 A step never gets faster because there is more to do. The forms are those of
 `appliance.scheduling.cost_model.StepTimes`; where their lines bend (knees, tiles) is searched among
-the sizes below. How well a form fits is told by rows that it was not fitted to: rows are sorted by
+the sizes below. Rows that a form was not fitted to say how well it fits: rows are sorted by
 size and dealt to `FOLDS` folds in turn, and each row is predicted by a fit to the other folds.
 R² is of the seconds themselves.
 """

@@ -1,7 +1,7 @@
 """Reads tables of measured steps: CSV files, perhaps compressed (``.csv.gz``).
 
 Every table has the columns ``model``, ``gpu`` and ``tp``, and perhaps ``source``; times are in
-milliseconds. What a row measures is told by the columns that the table has:
+milliseconds. The columns of the table say what a row measures:
 
     num_tokens, total_ms                                       a prompt
     batch_size, kv_tokens, total_ms                            a decoding step
@@ -42,7 +42,7 @@ class TableKey(NamedTuple):
 
 
 class MixedStep(NamedTuple):
-    """A step that computes a chunk of a prompt beside its decoding."""
+    """A step that decodes and computes a chunk of a prompt."""
 
     chunk_tokens: int
     chunk_history: int

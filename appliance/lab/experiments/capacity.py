@@ -29,7 +29,7 @@ Play = Callable[[Changes], Sequence[MatchResult]]
 TPS = (1, 2, 4, 8)
 
 ROOM_FOR_KV_BYTES = 1 << 40
-"""Of the host's memory beside the weight_cache, so that the peak of what is swapped out is seen."""
+"""Of the host's memory outside the weight_cache, so that the peak of swapped-out KV is seen."""
 
 RELIEVED = 2
 """So many times a resource, to see whether it is what there is too little of."""

@@ -1,6 +1,6 @@
 """A contest: every policy on every seed of a scenario, over as many processes as there are cores.
 
-What a match comes to depends on its scenario, policy and seed alone, whichever process plays it and
+The result of a match depends on its scenario, policy and seed alone, whichever process plays it and
 in whatever order.
 """
 

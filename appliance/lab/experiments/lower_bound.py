@@ -1,6 +1,6 @@
 """A bound for every policy: the least time that GPUs need for a load whose SLO targets are met.
 
-A fluid bound. Every prompt is computed once, in chunks beside steps that run anyway; every step has
+A fluid bound. Every prompt is computed once, in chunks within steps that run anyway; every step has
 as large a batch as could ever be; weights are always in place, memory never ends, nothing waits.
 What is left is work that no order of doing it saves.
 """
@@ -45,7 +45,7 @@ def _work_seconds(requests: Sequence[Arrival], spec: ModelSpec, profile: ModelPr
 
 
 def _prompt_seconds(tokens: int, profile: ModelProfile) -> float:
-    """In chunks too small for a knee, beside steps that read the weights anyway."""
+    """In chunks too small for a knee, within steps that read the weights anyway."""
     squared = profile.prefill_seconds_per_token2 * tokens * tokens
     return profile.prefill_seconds_per_token * tokens + squared
 
@@ -57,7 +57,7 @@ def _kv_tokens(one: Arrival) -> int:
 
 
 def _window(one: Arrival, spec: ModelSpec) -> tuple[float, float]:
-    """From when it comes to when its last token is due."""
+    """From its arrival until its last token is due."""
     slo = one.slo or spec.slo_for(one.request_class)
     return one.seconds, one.seconds + slo.ttft_seconds + one.output_tokens * slo.tbt_seconds
 

@@ -62,7 +62,7 @@ class System(Word, frozen=True, kw_only=True):
     ours: a baseline *as published*, not one by the *same mechanism*."""
 
     activation_seconds: float = 0.0
-    """For which an instance stands still at every switch, after the copy."""
+    """For which an instance computes nothing at every switch, after the copy."""
     efficiency: float | None = None
     """Of copies; None for that of the hardware."""
     prefetch: bool = True
@@ -126,7 +126,7 @@ class Trial:
 
     run: SimulationRun
     faults: Sequence[PolicyFault]
-    """Questions that the policy could not answer; somebody else did."""
+    """Questions that the policy could not answer; the built-in one did."""
     host_kv_peak_bytes: int = 0
     """Of the host tier, under swapped KV at its peak."""
 

@@ -178,7 +178,7 @@ class SystemTable(ScenarioTable, frozen=True, kw_only=True):
     """``system = { activation = "2.5s", efficiency = 0.3, prefetch = false }``."""
 
     activation: Seconds | None = None
-    """For which an instance stands still at every switch, after the copy."""
+    """For which an instance computes nothing at every switch, after the copy."""
     efficiency: Share | None = None
     """Of copies; the hardware's if it is not given."""
     prefetch: bool = True

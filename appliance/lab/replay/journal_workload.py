@@ -120,7 +120,7 @@ def _contender(choice: PolicyChoice) -> Contender:
 
 @dataclass
 class _Job:
-    """What an instance was last told to compute."""
+    """What an instance was last ordered to compute."""
 
     command: RunPrefill | RunTurn
     ordered: float

@@ -70,7 +70,7 @@ class Overheads:
         self._moving: Counter[InstanceId] = Counter()
         """Swaps inwards under way."""
         self._alone: set[tuple[InstanceId, ModelName]] = set()
-        """Loads beside which nothing else came in so far."""
+        """Loads during which nothing else came in so far."""
         self._newest: dict[tuple[InstanceId, ModelName], ModelLoaded] = {}
         """Loads, until their model is evicted."""
         self._loads: list[ModelLoaded] = []
@@ -129,7 +129,7 @@ class Overheads:
         return self._moving[instance] + sum(one[0] == instance for one in self._loading)
 
     def _accompany(self, instance: InstanceId) -> None:
-        """Something else comes in beside the loads of the instance."""
+        """Something else comes in during the loads of the instance."""
         self._alone = {one for one in self._alone if one[0] != instance}
 
     def _loaded(self, event: ModelLoaded) -> None:

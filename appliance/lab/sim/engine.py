@@ -27,7 +27,7 @@ class SimulatedEngine:
     shape: KvShape
     weight_slabs: int
     in_host: bool | None = None
-    """Whether it loads from the host tier; None before it was told."""
+    """Whether it loads from the host tier; None before its first load."""
     mapped: bool = False
     load: WeightLoad | None = None
     blocks: dict[RequestId, int] = field(default_factory=dict)

@@ -11,7 +11,7 @@ class Rank(IntEnum):
     """What goes first of what happens at the same time.
 
     Who waits for bytes finds them; what is over frees its instance before it hears of more, and
-    that before anybody new asks for one; who decides is changed before the clock is looked at.
+    that before a new request asks for one; the policy is changed before the clock is read.
     """
 
     TRANSFER = 0

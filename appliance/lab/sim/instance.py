@@ -1,7 +1,7 @@
 """An instance on the virtual clock: carries commands out in order, as a worker does.
 
     work():   the next command of the queue, unless a job is under way or it has to wait
-    beside:   loads, and KV on its way out or in (`appliance.lab.sim.instance_memory`)
+    meanwhile: loads, and KV on its way out or in (`appliance.lab.sim.instance_memory`)
     waits:    a load, a prompt or a swap inwards for slabs that KV on its way out still holds;
               a turn for its model's weights and KV; a prompt for its model's weights layer by layer
 
@@ -181,7 +181,7 @@ class SimulatedInstance:
     def _store(self, command: StoreWeights) -> bool:
         engine = self._engines[command.model]
         if engine.mapped:
-            raise LabError(f"{command.model} is told of another image while it is loaded")
+            raise LabError(f"{command.model} gets another image while it is loaded")
         first, engine.in_host = engine.in_host is None, bool(command.host_offsets)
         if not command.fill or first:
             self._reports.stored(command.model)
@@ -311,7 +311,7 @@ class SimulatedInstance:
             self._reports.tokens(command.model, [(life, 1)])
             if not life.remaining_tokens:
                 engine.drop(life.id)
-        # Its own load is told of before it, whatever else ended meanwhile after it.
+        # Its own load is reported before it, whatever else ended meanwhile after it.
         noticed, self._unnoticed = self._unnoticed, []
         own = [isinstance(e, ModelLoaded) and e.model == life.model for e in noticed]
         for event in compress(noticed, own):

@@ -72,7 +72,7 @@ class Holdings:
         """Have the weights come; False if there is no room for them yet."""
         engine = self.engines[model]
         if engine.mapped or engine.in_host is None:
-            raise LabError(f"{model} is loaded already, or was not told from where")
+            raise LabError(f"{model} is loaded already, or its source is unknown")
         if not self.has_room_for(model):
             return False
         engine.mapped = True

@@ -1,4 +1,4 @@
-"""What a simulated instance is at: a prompt alone, or a turn, perhaps with prompts beside it; or an
+"""What a simulated instance computes: a prompt alone, or a turn, perhaps with prompts in it; or an
 engine that starts, or slabs that are mapped."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SimulatedPrefill:
 
 @dataclass(slots=True)
 class ChunkedPrompt:
-    """A prompt that is computed in chunks beside the steps of a turn."""
+    """A prompt that is computed in chunks within the steps of a turn."""
 
     life: Life
     tokens: int

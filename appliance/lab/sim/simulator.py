@@ -3,7 +3,7 @@
     arrival -> machine.handle -> commands -> instances -> what they report -> machine.handle ...
 
 The machine is the daemon's own, with whatever policies it was given; it is shown what the daemon
-shows it, never a request's true output length; it is told when a deadline that it named has come.
+shows it, never a request's true output length; at a deadline that it named it gets an event.
 The same machine, requests and box make the same run, to the last bit.
 """
 
@@ -72,7 +72,7 @@ def simulate(
     """Run the machine on the box from 0 to `until` seconds.
 
     `profiles` has every model of the machine, on this kind of instance; `arrivals` come in the
-    order of time. At the times of `swaps` other policies take over. `lengths` is told the true
+    order of time. At the times of `swaps` other policies take over. `lengths` gets the true
     length of every output when its request arrives: for a policy that is an oracle. Raises
     `LabError` when a command asks an instance for what cannot be, and what `Machine.handle` raises.
     """
@@ -159,8 +159,8 @@ class _Simulation:
         if not self._order_seconds:
             self._order(orders)
         elif orders:
-            heard = self._agenda.now + self._order_seconds
-            self._agenda.at(heard, Rank.ORDER, partial(self._order, orders))
+            received = self._agenda.now + self._order_seconds
+            self._agenda.at(received, Rank.ORDER, partial(self._order, orders))
 
     def _order(self, commands: Sequence[Command]) -> None:
         ordered: dict[InstanceId, None] = {}
@@ -184,7 +184,7 @@ class _Simulation:
         self._tick = None
         if deadline is not None:
             if deadline <= self._agenda.now:
-                raise LabError(f"the machine still waits for {deadline} s, which it was told of")
+                raise LabError(f"the machine still waits for {deadline} s, which has passed")
             self._tick = self._agenda.at(deadline, Rank.TICK, self._tell_time)
 
     def _tell_time(self) -> None:

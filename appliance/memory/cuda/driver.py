@@ -62,7 +62,7 @@ class CudaContext:
         call("cuCtxSetCurrent", self._handle)
 
     def close(self) -> None:
-        """Let go of it; idempotent. It lives on while anybody else uses it."""
+        """Let go of it; idempotent. It lives on while another user needs it."""
         with self._closing:
             if self._handle is not None:
                 self._handle = None
@@ -74,9 +74,9 @@ def _check(bindings: Any, name: str, result: tuple[Any, ...], of: str) -> Any:
     if code != bindings.CUresult.CUDA_SUCCESS:
         spelled = code.name if hasattr(code, "name") else f"CUDA error {int(code)}"
         _, why = bindings.cuGetErrorString(code)
-        told = f": {why.decode()}" if why else ""
+        reason = f": {why.decode()}" if why else ""
         subject = f" of {of}" if of else ""
-        raise CudaError(spelled, int(code), f"{spelled} from {name}{subject}{told}")
+        raise CudaError(spelled, int(code), f"{spelled} from {name}{subject}{reason}")
     if len(values) == 1:
         return values[0]
     return tuple(values) or None

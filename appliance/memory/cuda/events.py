@@ -147,7 +147,7 @@ class SharedEvent:
         self.event: Any = call("cuEventCreate", int(both))
         handle = call("cuIpcGetEventHandle", self.event)
         self.handle = ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
-        """What the other process is told; `IPC_HANDLE_BYTES` bytes."""
+        """What is sent to the other process; `IPC_HANDLE_BYTES` bytes."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -164,6 +164,6 @@ def open_event(handle: bytes) -> Any:
     """
     if len(handle) != IPC_HANDLE_BYTES:
         raise ValueError(f"an event's handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
-    told = driver().CUipcEventHandle()
-    ctypes.memmove(int(told.getPtr()), handle, IPC_HANDLE_BYTES)
-    return call("cuIpcOpenEventHandle", told)
+    event = driver().CUipcEventHandle()
+    ctypes.memmove(int(event.getPtr()), handle, IPC_HANDLE_BYTES)
+    return call("cuIpcOpenEventHandle", event)

@@ -14,7 +14,7 @@ from appliance.memory.cuda.vmm import CudaVmm
 
 
 class Scrap:
-    """One slab beside the pool. Used from one thread."""
+    """One slab outside the pool. Used from one thread."""
 
     def __init__(self, device: int, slab_bytes: int) -> None:
         """Raises what `CudaVmm` raises."""
@@ -41,7 +41,7 @@ class Scrap:
 
     @contextmanager
     def under(self, address: int, slots: int) -> Iterator[None]:
-        """Within, so many slabs' worth of somebody's unmapped addresses lead to the slab.
+        """Within, so many slabs' worth of an owner's unmapped addresses lead to the slab.
 
         Raises `OSError`. The GPU must be done with them when the context ends.
         """

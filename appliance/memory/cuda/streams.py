@@ -213,7 +213,7 @@ class CudaStream:
             if issued != transfer.nbytes:
                 raise ValueError(f"{issued} bytes copied, not {transfer.nbytes}")
             self._flights.complete(transfer)
-        except BaseException as error:  # whatever it is, somebody waits to hear of it
+        except BaseException as error:  # whatever it is, a waiting thread needs it
             job.error = job.error or error
         self._put(_Mark(job, None, 0))
 

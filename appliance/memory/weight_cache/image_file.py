@@ -109,7 +109,7 @@ def digest(views: Iterable[memoryview]) -> bytes:
 
     Sums of the 64-bit words of every page, hashed: as fast as memory is read. It finds what disks
     and file systems do to files, a flipped bit or a page that is another one's; it is no defence
-    against somebody who writes to the file on purpose.
+    against a user who changes the file on purpose.
     """
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for view in views:

@@ -1,4 +1,4 @@
-"""Writing images to disk, beside everything else: by a process of the lowest priority.
+"""Writing images to disk in the background, by a process of the lowest priority.
 
 The image is read from the host tier, which may give its slabs to others meanwhile. Every unit is
 compared with its digest before it is written, so what is written is the image, or nothing.
@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class ImageWriter:
-    """Has images written one after the other, each by a process of its own, beside the caller."""
+    """Has images written one after the other, each by a process of its own, in the background."""
 
     def __init__(self, host: HostTier) -> None:
         self._host_fd = host.fd

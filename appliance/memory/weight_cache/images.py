@@ -99,7 +99,7 @@ class KeptImage:
 
     def keep(self, image: Image, host_offsets: Sequence[int]) -> None:
         """Have the image that was made last, in slabs at these places of the host tier, written to
-        the disk beside the caller. Once this returns, the slabs may go to others: what is not the
+        the disk in the background. Once this returns, the slabs may go to others: what is not the
         image any more is not written."""
         # What lies between tensors is what was there before.
         spans = zip(self._layout.offsets, self._layout.tensors, strict=True)

@@ -301,7 +301,7 @@ async def test_one_daemon_at_a_time(house: House) -> None:
 async def test_a_full_disk(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The batch stands still, everything else is answered; when there is room it goes on, and its
+    """The batch pauses, everything else is answered; when there is room it goes on, and its
     log is whole."""
     full = False
     write = os.write
@@ -322,7 +322,7 @@ async def test_a_full_disk(
             one.say("hello")
 
         async def told() -> bool | None:
-            return True if f"{batch} stands still" in caplog.text else None
+            return True if f"{batch} is paused" in caplog.text else None
 
         await polled(told)
         assert not (house.folder / f"batches/{batch}.jsonl").read_bytes().endswith(b"\n")

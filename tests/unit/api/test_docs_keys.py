@@ -15,7 +15,7 @@ import uvicorn
 from appliance.api.operator_socket import OperatorProtocol
 from appliance.config.loader import load_config
 from appliance.platform.admin_socket import open_socket
-from appliance.serve import AdminServer, Server, beside, make_gateway, make_server
+from appliance.serve import AdminServer, Server, make_gateway, make_server, running
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.fake_service import FakeService
 from tests.unit.doubles.front import FrontDouble, Fronted
@@ -52,7 +52,7 @@ async def test_the_page_is_true(tmp_path: Path) -> None:
     settings = uvicorn.Config(app, http=OperatorProtocol, lifespan="off", log_config=None)
     path = tmp_path / "admin.sock"
     admin = AdminServer(Server(settings), open_socket(path), path)
-    async with beside(admin), served(Fronted(app, FrontDouble(gateway.sessions))) as port:
+    async with running(admin), served(Fronted(app, FrontDouble(gateway.sessions))) as port:
         said = await asyncio.to_thread(run, tmp_path, path, port)
 
     assert len(said) == len(commands()) > 10

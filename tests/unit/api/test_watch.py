@@ -135,7 +135,7 @@ async def test_a_watcher_ends_up_with_the_state_as_it_is(box: Box, url: str) -> 
 
 
 async def test_a_state_has_times_for_ages_and_no_nulls(box: Box, url: str) -> None:
-    """What stands still is not told again: a request that waits makes no delta."""
+    """What does not change is not sent again: a request that waits makes no delta."""
     box.ask("first", "a", output=50)
     box.ask("second", "b")
     async with watching(url) as one:

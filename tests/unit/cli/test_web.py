@@ -576,7 +576,7 @@ async def test_a_terminal_that_is_closed_ends_nothing_under_nohup() -> None:
         (["--bind", "127.0.0.1:1"], "are for --web"),
         (["--web", "--bind", "nowhere"], '--bind: expected "host:port"'),
         (["--web", "--once"], "--web goes with none of"),
-        (["--web", "--tls-key", __file__], "--tls-certificate: is missing beside tls_key"),
+        (["--web", "--tls-key", __file__], "--tls-certificate: is missing, but tls_key is set"),
         (["--web", "--url", "nowhere"], "is no address"),
     ],
 )

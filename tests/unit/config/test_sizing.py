@@ -118,7 +118,7 @@ def test_on_a_gpu_the_runtime_takes_its_part(
 
     found = problem(tmp_path, "1025MiB", 512, "generate", "cuda")
 
-    assert "more than devices.memory (1.0GiB) has beside devices.runtime (1GiB)" in found.wrong
+    assert "more than devices.memory (1.0GiB) has after devices.runtime (1GiB)" in found.wrong
     assert "set devices.memory to 1026MiB or more" in found.remedy
     load(tmp_path, "1026MiB", 512, kind="cuda")
 

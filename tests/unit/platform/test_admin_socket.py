@@ -36,7 +36,7 @@ from appliance.platform.admin_socket import (
     peer_of,
     running_socket,
 )
-from appliance.serve import AdminServer, Server, beside, make_admin_server, make_server
+from appliance.serve import AdminServer, Server, make_admin_server, make_server, running
 from tests.unit.doubles.fake_service import FakeService
 
 STATUS = "/api/status"
@@ -164,7 +164,7 @@ async def _operate(tmp_path: Path, path: Path) -> None:
     config = config_of(tmp_path, admin_socket=str(path), keys="keys.json")
     server = make_server(FakeService(), config)  # type: ignore[arg-type]
     admin = make_admin_server(server, config)
-    async with beside(admin):
+    async with running(admin):
         async with asked(path) as client:
             status = await client.get(STATUS)
             models = await client.get("/v1/models", headers={"authorization": "Bearer sk-x"})
@@ -184,7 +184,7 @@ def test_others_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch, loop: s
     async def ask(protocol: Any) -> httpx.Response:
         settings = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None)
         admin = AdminServer(Server(settings), open_socket(path), path)
-        async with beside(admin), asked(path) as client:
+        async with running(admin), asked(path) as client:
             return await client.get(STATUS)
 
     for gid, status in ((None, 403), (7, 200)):

@@ -123,7 +123,7 @@ def test_all_layers_of_a_block_share_a_slab_on_a_gpu(
         ([8 * GIB], {"kind": "cuda", "more": "tensor_parallel = 2"},
          "devices.tensor_parallel", "groups of GPUs are not driven"),
         ([8 * GIB], {"kind": "cuda", "memory": "9GiB"}, "devices.memory", "more than the 8GiB"),
-        ([8 * GIB], {"kind": "cuda", "memory": "10%"}, "devices.memory", "beside devices.runtime"),
+        ([8 * GIB], {"kind": "cuda", "memory": "10%"}, "devices.memory", "after devices.runtime"),
         ([8 * GIB], {"kind": "cpu"}, "devices.memory", "a share is of a GPU's memory"),
     ],
 )  # fmt: skip

@@ -55,8 +55,8 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         assert problem is not None
         return problem.key, problem.wrong
 
-    assert told(certificate, "") == ("tls_key", "is missing beside tls_certificate")
-    assert told("", key) == ("tls_certificate", "is missing beside tls_key")
+    assert told(certificate, "") == ("tls_key", "is missing, but tls_certificate is set")
+    assert told("", key) == ("tls_certificate", "is missing, but tls_key is set")
     assert told(missing, key)[0] == "tls_certificate"
     assert told(certificate, missing) == (
         "tls_key", f"{missing} cannot be read: No such file or directory",

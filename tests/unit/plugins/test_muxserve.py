@@ -31,7 +31,7 @@ def test_what_fits_nowhere_is_refused() -> None:
     assert [placement.models for placement in placements] == [frozenset("abc")]
     assert policy.prefill(request=request_view("b")) is None
     assert policy.prefill(request=request_view("c")) == Refusal(
-        reason="c has no room beside the models placed before it"
+        reason="c has no room: other models were placed first"
     )
 
 

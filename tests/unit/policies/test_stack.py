@@ -601,13 +601,13 @@ def test_time_is_each_policys_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantiles_are_of_the_last_questions() -> None:
     """The sum is of all; before there was one there are no times."""
     tally = PolicyStats()
-    assert tally.told() == DecisionTally(
+    assert tally.report() == DecisionTally(
         calls=0, faults=0, seconds=0.0, p50_seconds=None, p99_seconds=None, max_seconds=None
     )
     for seconds in [1000.0, *range(1, RECENT + 1)]:
         tally.took(seconds)
 
-    told = tally.told()
+    told = tally.report()
     assert told.seconds == 1000 + sum(range(RECENT + 1))
     assert (told.p50_seconds, told.p99_seconds, told.max_seconds) == (128, 254, 256)
 

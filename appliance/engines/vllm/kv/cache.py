@@ -1,7 +1,7 @@
 """The KV cache of one engine: blocks for its requests, and copies to the host tier and back.
 
-Which request has which blocks stands in vLLM's scheduler (`ParkedScheduler`) and, for the
-computation, in its model runner (`RunnerStates`). A copy goes on beside compute: a request computes
+The blocks of each request are recorded in vLLM's scheduler (`ParkedScheduler`) and, for the
+computation, in its model runner (`RunnerStates`). Copies run during compute: a request computes
 once its own copies are in, and blocks that were swapped out are free once their copy is over.
 """
 

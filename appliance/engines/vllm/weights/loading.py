@@ -74,7 +74,7 @@ class CheckpointImage:
         cpus: Collection[int],
         verify: bool,
     ) -> None:
-        """`verify`: the first time, compare the files with the checksums beside them, if any."""
+        """`verify`: the first time, compare the files with their folder's checksums, if any."""
         self._files = tuple(files)
         self._cpus = cpus
         self._unverified: list[Path] = [files[0].path.parent] if verify else []
@@ -189,7 +189,7 @@ def made_from(
 ) -> dict[str, object]:
     """Whatever decides the bytes of an image, in JSON's types: equal for equal images.
 
-    With `verify`, also the checksums beside the files. Raises `CheckpointError` if these cannot be
+    With `verify`, also the folder's checksums. Raises `CheckpointError` if these cannot be
     read.
     """
     recipe = hashlib.sha256()
