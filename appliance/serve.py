@@ -41,7 +41,7 @@ from appliance.memory.weight_cache.image_file import image_name, prepare_folder
 from appliance.platform import logs
 from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, open_socket
 from appliance.platform.cpus import deal_cpus, show_cpus
-from appliance.platform.systemd import Notifier, refuse_strangers, take_sockets
+from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
 from appliance.platform.tls import LiveTls
 from appliance.service.front_frames import Handover
 from appliance.service.settings import Settings
@@ -73,7 +73,7 @@ async def _serve(config: Config, path: Path) -> int:
     notifier = Notifier.taken_from(os.environ)
     sockets = take_sockets(os.environ)
     if not config.api.keys:
-        refuse_strangers(sockets)
+        refuse_foreign(sockets)
     daemon = make_daemon(config)
     allowed = sorted(os.sched_getaffinity(0))
     workers = config.devices.instances * config.devices.tensor_parallel

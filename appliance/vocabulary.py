@@ -298,13 +298,13 @@ class RequestCancelled(Event, frozen=True, kw_only=True):
     request: RequestId
 
 
-class ReaderStalled(Event, frozen=True, kw_only=True):
+class ClientBackpressured(Event, frozen=True, kw_only=True):
     """The client takes nothing of what was made for the request, which makes room until it does."""
 
     request: RequestId
 
 
-class ReaderWentOn(Event, frozen=True, kw_only=True):
+class ClientResumed(Event, frozen=True, kw_only=True):
     """The client of a request takes what was made for it again."""
 
     request: RequestId
@@ -386,13 +386,13 @@ class ModelChanged(Event, frozen=True, kw_only=True):
     draining: bool
 
 
-class ModelWanted(Event, frozen=True, kw_only=True):
+class ModelLoadRequested(Event, frozen=True, kw_only=True):
     """An operator wants the model's weights on a device, before a request asks for it."""
 
     model: ModelName
 
 
-class ModelDismissed(Event, frozen=True, kw_only=True):
+class ModelEvictRequested(Event, frozen=True, kw_only=True):
     """An operator wants what the model holds on devices back. Its requests go on later."""
 
     model: ModelName
@@ -564,8 +564,8 @@ AnyEvent: TypeAlias = (
     | ModelLoaded
     | RequestArrived
     | RequestCancelled
-    | ReaderStalled
-    | ReaderWentOn
+    | ClientBackpressured
+    | ClientResumed
     | RequestFailed
     | PrefillDone
     | PrefillDeferred
@@ -573,8 +573,8 @@ AnyEvent: TypeAlias = (
     | TurnEnded
     | KvMoved
     | ModelChanged
-    | ModelWanted
-    | ModelDismissed
+    | ModelLoadRequested
+    | ModelEvictRequested
     | ModelAdded
     | ModelRemoved
     | ModelDropped

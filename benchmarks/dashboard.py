@@ -111,7 +111,7 @@ class Busy:
             },
             "models": {
                 name: {"model": name, "state": "loaded", "running": 1, "waiting": 2,
-                       "residency": {str(n): "stored" for n in range(INSTANCES)},
+                       "residency": {str(n): "cold" for n in range(INSTANCES)},
                        "window": {"attainment": 0.98, "ttft_p50_seconds": 0.3}}
                 for name in self._names
             },

@@ -197,7 +197,7 @@ def wait_for_engines(url: str) -> None:
     while True:
         models = httpx.get(f"{url}/api/status", timeout=60).raise_for_status().json()["models"]
         stages = {stage for model in models for stage in model["residency"].values()}
-        if stages <= {"stored", "loading", "loaded"}:
+        if stages <= {"cold", "loading", "loaded"}:
             return
         time.sleep(0.1)
 

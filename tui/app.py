@@ -351,17 +351,17 @@ class Dashboard(App[None]):
         self._hints.display = False
         self._prompt.open(sign)
 
-    def on_prompt_closed(self) -> None:
+    def on_command_prompt_closed(self) -> None:
         self._hints.display = True
         self.screen_stack[0].set_focus(self.view)
 
-    def on_prompt_late(self, message: CommandPrompt.Late) -> None:
+    def on_command_prompt_late(self, message: CommandPrompt.Late) -> None:
         self.post_message(message.key)
 
-    def on_prompt_filtered(self, message: CommandPrompt.Filtered) -> None:
+    def on_command_prompt_filtered(self, message: CommandPrompt.Filtered) -> None:
         self._filter_by(message.text)
 
-    def on_prompt_entered(self, message: CommandPrompt.Entered) -> None:
+    def on_command_prompt_entered(self, message: CommandPrompt.Entered) -> None:
         name, _, argument = message.text.partition(" ")
         command = self.commands().get(name)
         if command is None:

@@ -80,7 +80,7 @@ class DaemonConnection:
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         except msgspec.DecodeError as error:
-            raise self._stranger() from error
+            raise self._not_an_appliance() from error
 
     async def stream(self, path: str, body: object) -> AsyncIterator[AnswerPiece]:
         """Without a limit: between tokens a request waits for the turns of other models, which is
@@ -106,13 +106,13 @@ class DaemonConnection:
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         except msgspec.DecodeError as error:
-            raise self._stranger() from error
+            raise self._not_an_appliance() from error
         raise DaemonRefused("the answer broke off")
 
     def _unreachable(self, error: httpx.TransportError) -> DaemonRefused:
         return DaemonRefused(f"the daemon cannot be reached: {error}")
 
-    def _stranger(self) -> DaemonRefused:
+    def _not_an_appliance(self) -> DaemonRefused:
         return DaemonRefused(f"what answers at {self.name} is not the appliance")
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from tui.drawing.wrapping import LINE_ENDS
 from tui.messages import AnswerPiece, DaemonRefused, Document, PieceKind
-from tui.request_trace import Journey
+from tui.request_trace import RequestTrace
 
 MOST_ANSWERS = 100
 MOST_CHARACTERS = 200_000
@@ -67,9 +67,9 @@ class _Chunk(msgspec.Struct):
 class ChatAnswer:
     """To one question. Times are the listener's clock, Unix seconds."""
 
-    def __init__(self, question: str, journey: Journey) -> None:
+    def __init__(self, question: str, trace: RequestTrace) -> None:
         self.question = question
-        self.journey = journey
+        self.trace = trace
         self.outcome = AnswerState.COMING
         self.why = ""
         """What ended it: a finish reason, or what went wrong."""
@@ -103,16 +103,16 @@ class ChatAnswer:
     def measured(self) -> Document:
         """All that was measured of it, without a word of what was said."""
         return {
-            "request": self.journey.request,
+            "request": self.trace.request,
             "outcome": self.outcome.value,
             "ttft_seconds": self.ttft_seconds,
             "tbt_seconds": self.tbt_seconds,
             "prompt_tokens": self.prompt_tokens,
-            "tokens": self.journey.output_tokens if self.tokens is None else self.tokens,
+            "tokens": self.trace.output_tokens if self.tokens is None else self.tokens,
             **{f"{phase}_seconds": self.phases.get(phase) for phase in PHASES},
             "preemptions": self.preemptions,
-            "instances": list(self.journey.instances),
-            "switches": [f"{instance}:{model}" for instance, model in self.journey.switches],
+            "instances": list(self.trace.instances),
+            "switches": [f"{instance}:{model}" for instance, model in self.trace.switches],
         }
 
     def hear(self, piece: AnswerPiece) -> None:
@@ -120,7 +120,7 @@ class ChatAnswer:
         if piece.part is PieceKind.ASKED:
             self._asked_at = piece.at
         elif piece.part is PieceKind.BEGUN:
-            self.journey.request = piece.data["request"]
+            self.trace.request = piece.data["request"]
         elif piece.part is PieceKind.REMARK:
             self._read_remark(piece.data["text"])
         else:
@@ -191,7 +191,7 @@ class Conversation:
         last = self.answers[-1] if self.answers else None
         return last if last is not None and last.outcome is AnswerState.COMING else None
 
-    def ask(self, question: str, journey: Journey) -> tuple[ChatAnswer, Document]:
+    def ask(self, question: str, trace: RequestTrace) -> tuple[ChatAnswer, Document]:
         """The answer that is to come, and what to ask for it: all that was said before, except what
         was not answered at all. Raises `ValueError` for a question that is too long."""
         if len(question) > LONGEST_QUESTION:
@@ -206,7 +206,7 @@ class Conversation:
                 messages.append({"role": "user", "content": before.question})
                 messages.append({"role": "assistant", "content": before.text})
         messages.append({"role": "user", "content": question})
-        answer = ChatAnswer(question, journey)
+        answer = ChatAnswer(question, trace)
         self.answers.append(answer)
         return answer, {
             "model": self.model,

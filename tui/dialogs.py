@@ -154,8 +154,8 @@ class FormDialog(ModalScreen[Mapping[str, str]]):
     }
     FormDialog Label { color: $foreground; }
     FormDialog Input { background: $panel; margin-bottom: 1; }
-    Form.many > VerticalScroll { padding: 0 2; }
-    Form.many Input { margin-bottom: 0; }
+    FormDialog.many > VerticalScroll { padding: 0 2; }
+    FormDialog.many Input { margin-bottom: 0; }
     """
 
     # Before the next key is looked at: that one is for the next field.

@@ -20,7 +20,7 @@ class TraceSwitch(NamedTuple):
     model: str
 
 
-class Journey:
+class RequestTrace:
     """Of one request. It reads what is new in the state, as often as it is called."""
 
     def __init__(self, state: State) -> None:

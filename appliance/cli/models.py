@@ -25,7 +25,7 @@ def model_command(action: Callable[..., None]) -> click.Command:
 def load(model: str, url: str, as_json: bool) -> None:
     """Load MODEL's weights to a device before a request asks for them, as soon as there is room."""
     found = post(url, model, "load")
-    text = "is on its way to a device" if found["wanted"] else "is on a device"
+    text = "is on its way to a device" if found["load_requested"] else "is on a device"
     _report(found, as_json, f"{model} {text}")
 
 

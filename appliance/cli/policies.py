@@ -135,15 +135,15 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     click.echo()
     states = [[s["name"], _state(s), s["calls"], s["faults"]] for s in report["policies"]]
     print_table(["POLICY", "STATE", "CALLS", "FAULTS"], states)
-    tallies = [
-        [s["name"], hook, tally["calls"], tally["faults"], *_microseconds(tally)]
+    all_stats = [
+        [s["name"], hook, stats["calls"], stats["faults"], *_microseconds(stats)]
         for s in report["policies"]
-        for hook, tally in s["decisions"].items()
+        for hook, stats in s["decisions"].items()
     ]
-    if tallies:
+    if all_stats:
         click.echo()
         columns = ["POLICY", "DECISION", "CALLS", "FAULTS", "MEAN µs", "P50 µs", "P99 µs", "MAX µs"]
-        print_table(columns, tallies)
+        print_table(columns, all_stats)
     if report["events"]:
         click.echo()
         events = [
@@ -159,12 +159,12 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         print_table(["AT", "WHAT", "POLICY", "DECISION", "REASON"], events)
 
 
-def _microseconds(tally: dict[str, Any]) -> list[str]:
+def _microseconds(stats: dict[str, Any]) -> list[str]:
     """Mean of all calls, then median, 99th percentile and most of the last ones."""
-    if tally["p50_seconds"] is None:
+    if stats["p50_seconds"] is None:
         return ["-"] * 4
-    times = [tally["seconds"] / tally["calls"]]
-    times += [tally[f"{which}_seconds"] for which in ("p50", "p99", "max")]
+    times = [stats["seconds"] / stats["calls"]]
+    times += [stats[f"{which}_seconds"] for which in ("p50", "p99", "max")]
     return [f"{seconds * 1e6:.0f}" for seconds in times]
 
 

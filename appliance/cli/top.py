@@ -176,6 +176,6 @@ def _marks(model: dict[str, Any]) -> str:
     marks = {
         "pinned": model["terms"]["pinned"],
         "draining": model["draining"],
-        "wanted": model["wanted"],
+        "load_requested": model["load_requested"],
     }
     return ", ".join(mark for mark, holds in marks.items() if holds)

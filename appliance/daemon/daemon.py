@@ -400,7 +400,7 @@ class Daemon:
         return request_activity(self.machine, request, self._clock())
 
     def model_activity(self, name: ModelName) -> ModelActivity:
-        if name not in self.catalogue.leaving:
+        if name not in self.catalogue.removing:
             self.catalogue.find(name)
         return self._model_activities.one(name)
 

@@ -24,10 +24,10 @@ from appliance.vocabulary import (
     Event,
     ModelAdded,
     ModelChanged,
-    ModelDismissed,
+    ModelEvictRequested,
+    ModelLoadRequested,
     ModelName,
     ModelRemoved,
-    ModelWanted,
 )
 from appliance.worker.process import WorkerProcess
 
@@ -35,8 +35,8 @@ log = logging.getLogger("appliance.daemon")
 
 
 class ModelAdministration:
-    """The served models, and those that are leaving. Used on the daemon's event loop. Each method
-    costs O(1) but for `forget_removed`: O(models that are leaving)."""
+    """The served models, and those being removed. Used on the daemon's event loop. Each method
+    costs O(1) but for `forget_removed`: O(models that are being removed)."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ModelAdministration:
     ) -> None:
         """`handle` gives the machine an event; `forgotten` is called when a model is gone."""
         self.served: dict[ModelName, ServedModel] = {m.spec.name: m for m in models}
-        self.leaving: dict[ModelName, asyncio.Event] = {}
+        self.removing: dict[ModelName, asyncio.Event] = {}
         """Models that were removed, and when they are gone."""
         self.refused: dict[ModelName, str] = {}
         """Models whose front half cannot be built, and why."""
@@ -70,20 +70,20 @@ class ModelAdministration:
             metrics.declare(name)
 
     def find(self, name: ModelName) -> ServedModel:
-        """Raises `ModelNotFound`, also for one that is leaving."""
+        """Raises `ModelNotFound`, also for one that is being removed."""
         served = self.served.get(name)
-        if served is None or name in self.leaving:
+        if served is None or name in self.removing:
             raise ModelNotFound(name)
         return served
 
     def check_free(self, name: ModelName) -> None:
         """Raises `ModelExists` unless a model may be added under this name."""
         if name in self.served:
-            raise ModelExists(name, leaving=name in self.leaving)
+            raise ModelExists(name, removing=name in self.removing)
 
     def names(self) -> list[ModelName]:
         """Those that may be asked for, in the order of the catalogue."""
-        return [name for name in self.served if name not in self.leaving]
+        return [name for name in self.served if name not in self.removing]
 
     def front(self) -> tuple[FrontModel, ...]:
         """The models that may be asked for, as front ends need them."""
@@ -97,14 +97,14 @@ class ModelAdministration:
         reason = self._machine.failed.get(name) or self.refused.get(name)
         if reason is not None:
             raise GenerationFailed("model_failed", reason, 409)
-        self._feed.tell(NoticeKind.MODEL_WANTED, model=name)
-        self._handle(ModelWanted(model=name))
+        self._feed.tell(NoticeKind.MODEL_LOAD_REQUESTED, model=name)
+        self._handle(ModelLoadRequested(model=name))
 
     def evict(self, name: ModelName) -> None:
         """Have it give back what it holds on devices. Raises `ModelNotFound`."""
         self.find(name)
-        self._feed.tell(NoticeKind.MODEL_DISMISSED, model=name)
-        self._handle(ModelDismissed(model=name))
+        self._feed.tell(NoticeKind.MODEL_EVICT_REQUESTED, model=name)
+        self._handle(ModelEvictRequested(model=name))
 
     def drain(self, name: ModelName, draining: bool) -> None:
         """Refuse new requests for it, or take them again. Raises `ModelNotFound`."""
@@ -136,12 +136,12 @@ class ModelAdministration:
     def remove(self, name: ModelName, *, force: bool) -> asyncio.Event:
         """Take no more requests for the model, and forget it when its last one has ended; with
         `force`, end them. The event is set when it is gone. Raises `ModelNotFound`."""
-        if name not in self.leaving:
+        if name not in self.removing:
             self.find(name)
-            self.leaving[name] = asyncio.Event()
-            self._feed.tell(NoticeKind.MODEL_LEAVING, model=name)
+            self.removing[name] = asyncio.Event()
+            self._feed.tell(NoticeKind.MODEL_REMOVING, model=name)
             self.on_change()
-        gone = self.leaving[name]
+        gone = self.removing[name]
         if force or not self._live[name]:
             self._remove(name)
         return gone
@@ -166,7 +166,7 @@ class ModelAdministration:
     def ended(self, name: ModelName) -> None:
         """A request of the model is over."""
         self._live[name] -= 1
-        if name in self.leaving and not self._live[name]:
+        if name in self.removing and not self._live[name]:
             self._remove(name)
 
     def note_failures(self) -> None:
@@ -174,13 +174,13 @@ class ModelAdministration:
         found = self._machine.failed
         if found.keys() == self._failed:
             return
-        for model in found.keys() - self._failed - set(self._machine.leaving):
+        for model in found.keys() - self._failed - set(self._machine.removing):
             self._note_failure(model, found[model])
         self._failed = set(found)
 
     def forget_removed(self) -> None:
         """Forget those that the machine has forgotten."""
-        for name in [name for name in self.leaving if name not in self._machine.models]:
+        for name in [name for name in self.removing if name not in self._machine.models]:
             del self.served[name], self._live[name]
             self.refused.pop(name, None)
             for worker in self._workers:
@@ -188,10 +188,10 @@ class ModelAdministration:
             self._forgotten(name)
             self._metrics.forget(name)
             self._feed.tell(NoticeKind.MODEL_REMOVED, model=name)
-            self.leaving.pop(name).set()
+            self.removing.pop(name).set()
 
     def _remove(self, name: ModelName) -> None:
-        if name not in self._machine.leaving:
+        if name not in self._machine.removing:
             self._handle(ModelRemoved(model=name))
 
     def _note_failure(self, name: ModelName, reason: str) -> None:

@@ -79,7 +79,7 @@ class LiveConfig:
         self._admin = AdminFile(self._path)
         self._changing = asyncio.Lock()
         self._deletions: dict[ModelName, _Deletion] = {}
-        """Of the files of models that are leaving, or that left them."""
+        """Of the files of models that are being removed, or that were."""
 
     def in_force(self) -> ConfigInForce:
         try:
@@ -160,7 +160,7 @@ class LiveConfig:
         async with self._changing:
             activity = self._daemon.model_activity(name)
             row = next((model for model in self._running.models if model.name == name), None)
-            if row is None:  # it is leaving already
+            if row is None:  # it is being removed already
                 self._daemon.catalogue.remove(name, force=force)
                 live = activity.running + activity.waiting
                 pending = name in self._deletions
@@ -210,7 +210,7 @@ class LiveConfig:
             return None
         if deletion.failure:
             raise FilesLeft(name, deletion.failure)
-        return ModelActivity(model=name, state="leaving")
+        return ModelActivity(model=name, state="removing")
 
     async def pull_model(self, source: str, name: str, tell: Tell) -> ModelName:
         configured = self._running.catalog.folder
@@ -254,7 +254,7 @@ class LiveConfig:
         """Raises `ModelExists`, `NotSaved` if the name, or the files, are about to go."""
         deleting = {of: one for of, one in self._deletions.items() if not one.failure}
         if name in deleting:
-            raise ModelExists(name, leaving=True)
+            raise ModelExists(name, removing=True)
         for of, deletion in deleting.items():
             if path.resolve().is_relative_to(deletion.folder):
                 raise NotSaved(f"{path} is being deleted with {of}")

@@ -25,12 +25,12 @@ from appliance.service.interface import (
     cancelled,
 )
 from appliance.vocabulary import (
+    ClientBackpressured,
+    ClientResumed,
     Event,
     Finish,
     FinishReason,
     ModelName,
-    ReaderStalled,
-    ReaderWentOn,
     Reject,
     RequestArrived,
     RequestCancelled,
@@ -155,7 +155,7 @@ class RequestStreams:
                 continue
             count = produced.tokens
             tokens += count
-            if stream.held:
+            if stream.paused:
                 self._excuse(stream)
             if now > stream.due():
                 late += count
@@ -258,7 +258,9 @@ class RequestStreams:
         if request not in self.streams:
             return
         self.phases.reader(request, reads=reads)
-        self._handle(ReaderWentOn(request=request) if reads else ReaderStalled(request=request))
+        self._handle(
+            ClientResumed(request=request) if reads else ClientBackpressured(request=request)
+        )
 
 
 def _spec(stream: RequestStream) -> RequestSpec:

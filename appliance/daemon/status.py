@@ -145,12 +145,12 @@ class ModelActivities:
         return ModelActivity(
             model=name,
             state=self._state(name),
-            failure=None if name in self._catalogue.leaving else self._failure(name),
+            failure=None if name in self._catalogue.removing else self._failure(name),
             residency=self._residency(name),
             running=running,
             waiting=waiting,
             draining=spec.draining,
-            wanted=name in self._machine.dispatcher.prefetcher.preloads,
+            load_requested=name in self._machine.dispatcher.prefetcher.preloads,
             output_tokens=0 if window is None else window.output_tokens,
             window=None if window is None else window.window(self._clock()),
             terms=ModelTerms(
@@ -174,14 +174,14 @@ class ModelActivities:
 
     def _state(self, name: ModelName) -> str:
         """The model's state on the instance that is closest to serving it."""
-        if name in self._catalogue.leaving:
-            return "leaving"
+        if name in self._catalogue.removing:
+            return "removing"
         if self._failure(name) is not None:
             return EngineStage.FAILED.value
         order = [
             EngineStage.ABSENT,
             EngineStage.BUILDING,
-            EngineStage.STORED,
+            EngineStage.COLD,
             EngineStage.LOADING,
             EngineStage.LOADED,
         ]

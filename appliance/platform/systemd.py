@@ -88,7 +88,7 @@ def take_sockets(environment: MutableMapping[str, str]) -> list[socket.socket]:
     return taken
 
 
-def refuse_strangers(sockets: Sequence[socket.socket]) -> None:
+def refuse_foreign(sockets: Sequence[socket.socket]) -> None:
     """Raises `SocketsRefused` for one that other machines can reach: without keys the daemon must
     not answer other machines, also on a socket that another process opened."""
     for listener in sockets:

@@ -81,7 +81,7 @@ class InstanceWork:
     """About how long everything on an instance takes, as long as it has the same to do."""
 
     made: float
-    roster: int
+    membership_version: int
     resident: frozenset[ModelName]
     models: frozenset[ModelName]
     """Those with work."""
@@ -182,7 +182,9 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             load = loads.get(view.id)
             if load is None:
                 loads[view.id] = self._make_load(view, now, costs)
-            elif load.roster != view.roster or load.resident != view.resident:
+            elif (
+                load.membership_version != view.membership_version or load.resident != view.resident
+            ):
                 changed.append((view.id != self._chosen, load.made, view.id, view))
         if len(changed) > LOOKED_AT:
             changed.sort()
@@ -206,7 +208,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             )
             if model not in resident:
                 seconds += expected.switch_seconds
-        return InstanceWork(now, view.roster, resident, frozenset(requests), seconds)
+        return InstanceWork(now, view.membership_version, resident, frozenset(requests), seconds)
 
     def _expect(self, model: ModelName, now: float, costs: Costs) -> Expected:
         """What is known of the model. Prompts are taken to be on a line through two estimates."""

@@ -19,7 +19,7 @@ import pluggy
 from appliance.errors import PolicyError
 from appliance.hookspecs import HOOKS, PROJECT, PolicySpec
 from appliance.policies import validation
-from appliance.service.policy_report import DecisionTally, PolicyState
+from appliance.service.policy_report import DecisionStats, PolicyState
 
 BUDGET_SECONDS = 0.05
 MAX_FAULTS_IN_A_ROW = 3
@@ -55,7 +55,7 @@ class GuardedPolicy:
         self.disabled = False
         self._faults_in_a_row = 0
         self._hooks = hook_callers(name, policy)
-        self._tallies = {hook: PolicyStats() for hook in self._hooks}
+        self._stats = {hook: PolicyStats() for hook in self._hooks}
         self._thread = None if budget_seconds is None else _Thread(name, budget_seconds)
 
     @property
@@ -65,15 +65,15 @@ class GuardedPolicy:
     def ask(self, hook: str, check: Check, views: Views) -> CheckedAnswer:
         """Put a question. Raises `Overran` or `Busy`, in a thread of its own only."""
         if self._thread is None:
-            self._tallies[hook].calls += 1
+            self._stats[hook].calls += 1
             return _attempt(self._hooks[hook], check, views)
         self._thread.make_ready()
-        self._tallies[hook].calls += 1
+        self._stats[hook].calls += 1
         return self._thread.ask(self._hooks[hook], check, views)
 
     def took(self, hook: str, seconds: float) -> None:
         """How long `ask` took, if calls are timed."""
-        self._tallies[hook].took(seconds)
+        self._stats[hook].took(seconds)
 
     def answered(self) -> None:
         """It gave an answer that could be used."""
@@ -81,7 +81,7 @@ class GuardedPolicy:
 
     def failed(self, hook: str) -> bool:
         """It failed; whether that was once too often."""
-        self._tallies[hook].faults += 1
+        self._stats[hook].faults += 1
         self._faults_in_a_row += 1
         return self._faults_in_a_row >= MAX_FAULTS_IN_A_ROW
 
@@ -96,19 +96,19 @@ class GuardedPolicy:
             self._thread.close()
 
     def state(self) -> PolicyState:
-        tallies = self._tallies.values()
+        all_stats = self._stats.values()
         return PolicyState(
             name=self.name,
-            calls=sum(tally.calls for tally in tallies),
-            faults=sum(tally.faults for tally in tallies),
+            calls=sum(stats.calls for stats in all_stats),
+            faults=sum(stats.faults for stats in all_stats),
             faults_in_a_row=self._faults_in_a_row,
             disabled=self.disabled,
             apart=self._thread is not None,
             busy=self._thread is not None and self._thread.busy,
             decisions={
-                hook: tally.report()
-                for hook, tally in self._tallies.items()
-                if tally.calls or tally.faults
+                hook: stats.report()
+                for hook, stats in self._stats.items()
+                if stats.calls or stats.faults
             },
         )
 
@@ -217,9 +217,9 @@ class PolicyStats:
         self._seconds += seconds
         self._recent.append(seconds)
 
-    def report(self) -> DecisionTally:
+    def report(self) -> DecisionStats:
         recent = sorted(self._recent)
-        return DecisionTally(
+        return DecisionStats(
             calls=self.calls,
             faults=self.faults,
             seconds=self._seconds,

@@ -8,7 +8,7 @@ from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import RequestState, SchedulingContext
-from appliance.vocabulary import ReaderStalled, ReaderWentOn
+from appliance.vocabulary import ClientBackpressured, ClientResumed
 
 
 class Backpressure:
@@ -28,12 +28,12 @@ class Backpressure:
         self._residency = residency
         self._dispatcher = dispatcher
 
-    def stalled(self, event: ReaderStalled) -> bool:
+    def stalled(self, event: ClientBackpressured) -> bool:
         """A client stopped reading. Whether a free instance may have something to do then."""
         request = self._requests.live.get(event.request)
-        if request is None or request.stalled:
+        if request is None or request.backpressured:
             return False
-        request.stalled = True
+        request.backpressured = True
         if self.may_hold(request) and request.instance is not None:
             if request.stage is Stage.RUNNING:
                 self._dispatcher.pause(self._cluster.instances[request.instance])
@@ -42,14 +42,14 @@ class Backpressure:
                 return True
         return False
 
-    def went_on(self, event: ReaderWentOn) -> bool:
+    def went_on(self, event: ClientResumed) -> bool:
         """A client reads again. Whether a free instance may have something to do then."""
         request = self._requests.live.get(event.request)
-        if request is None or not request.stalled:
+        if request is None or not request.backpressured:
             return False
-        request.stalled = False
+        request.backpressured = False
         request.progressed = self._context.now
-        if request.id not in self._requests.held:
+        if request.id not in self._requests.paused:
             return False
         self.let_go_on(request)
         return True
@@ -57,32 +57,32 @@ class Backpressure:
     def may_hold(self, request: RequestState) -> bool:
         """Whether it only keeps others waiting. It keeps its room in the host tier until it ends:
         while others wait for some, it had better end."""
-        return request.stalled and not self._requests.host_queue
+        return request.backpressured and not self._requests.host_queue
 
     def hold(self, request: RequestState) -> None:
         """The request gives up its place, and its room on the device."""
         assert request.instance is not None, "it is ready somewhere"
         if request.batch is not None:
             self._cluster.instances[request.instance].leave(request)
-        request.to_stage(Stage.HELD)
-        request.held = self._context.now
-        self._requests.held[request.id] = request
+        request.to_stage(Stage.PAUSED)
+        request.paused_at = self._context.now
+        self._requests.paused[request.id] = request
         if request.kv is KvPlace.DEVICE:
             assert request.kv_instance is not None, "its KV is on a device"
             holder = self._cluster.instances[request.kv_instance]
             self._context.out.append(self._residency.swap_out(holder, request.model, [request]))
 
     def let_go_on(self, request: RequestState) -> None:
-        """A request that is held decodes where it did before."""
-        assert request.instance is not None, "it is held somewhere"
-        del self._requests.held[request.id]
+        """A paused request decodes where it did before."""
+        assert request.instance is not None, "it is paused on an instance"
+        del self._requests.paused[request.id]
         request.excuse(self._context.now)
         request.to_stage(Stage.READY)
         self._dispatcher.join(self._cluster.instances[request.instance], request)
 
     def let_all_go_on(self) -> bool:
-        """Have all decode that are held; whether there was one."""
-        held = list(self._requests.held.values())
-        for request in held:
+        """Have all paused requests decode; whether there was one."""
+        paused = list(self._requests.paused.values())
+        for request in paused:
             self.let_go_on(request)
-        return bool(held)
+        return bool(paused)

@@ -152,7 +152,7 @@ class Cluster:
                     for model, batch in instance.batches.items()
                 ]
             ),
-            roster=instance.roster,
+            membership_version=instance.membership_version,
             turn=None if turn is None else turn.model,
             turn_began=0.0 if turn is None else turn.ordered,
             last_turn=instance.last_turn,

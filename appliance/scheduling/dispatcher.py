@@ -73,7 +73,7 @@ class Dispatcher:
             return False
         self._host_room.rejected = False
         ordered = len(self._context.out)
-        self.prefetcher.evict_dismissed(instance)
+        self.prefetcher.evict_as_requested(instance)
         if not instance.groups:
             started = self._start_turn(instance)
         else:
@@ -130,7 +130,7 @@ class Dispatcher:
 
     def dismiss(self, instance: InstanceState, model: ModelName) -> None:
         """Have the model leave the device when its job is over; a turn of its own is ended."""
-        instance.dismissed[model] = None
+        instance.evict_requested[model] = None
         turn = instance.job
         if isinstance(turn, TurnJob) and turn.model == model:
             turn.cut_at = self._context.now

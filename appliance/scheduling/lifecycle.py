@@ -24,7 +24,7 @@ class Stage(StrEnum):
     """In a decode batch, between turns."""
     RUNNING = "running"
     """In the turn that runs."""
-    HELD = "held"
+    PAUSED = "paused"
     """In no batch, as its client takes nothing."""
     DONE = "done"
 
@@ -44,7 +44,7 @@ class EngineStage(StrEnum):
 
     ABSENT = "absent"
     BUILDING = "building"
-    STORED = "stored"
+    COLD = "cold"
     """Built; weights in the host tier or on disk only."""
     LOADING = "loading"
     LOADED = "loaded"
@@ -55,9 +55,9 @@ STAGES: Mapping[Stage, frozenset[Stage]] = {
     Stage.UNPLACED: frozenset({Stage.QUEUED, Stage.READY, Stage.DONE}),
     Stage.QUEUED: frozenset({Stage.PREFILLING, Stage.UNPLACED, Stage.DONE}),
     Stage.PREFILLING: frozenset({Stage.READY, Stage.QUEUED, Stage.UNPLACED, Stage.DONE}),
-    Stage.READY: frozenset({Stage.RUNNING, Stage.HELD, Stage.UNPLACED, Stage.DONE}),
+    Stage.READY: frozenset({Stage.RUNNING, Stage.PAUSED, Stage.UNPLACED, Stage.DONE}),
     Stage.RUNNING: frozenset({Stage.READY, Stage.UNPLACED, Stage.DONE}),
-    Stage.HELD: frozenset({Stage.READY, Stage.UNPLACED, Stage.DONE}),
+    Stage.PAUSED: frozenset({Stage.READY, Stage.UNPLACED, Stage.DONE}),
     Stage.DONE: frozenset(),
 }
 
@@ -72,10 +72,10 @@ KV_PLACES: Mapping[KvPlace, frozenset[KvPlace]] = {
 
 ENGINES: Mapping[EngineStage, frozenset[EngineStage]] = {
     EngineStage.ABSENT: frozenset({EngineStage.BUILDING}),
-    EngineStage.BUILDING: frozenset({EngineStage.STORED, EngineStage.FAILED}),
-    EngineStage.STORED: frozenset({EngineStage.LOADING}),
-    EngineStage.LOADING: frozenset({EngineStage.LOADED, EngineStage.STORED, EngineStage.FAILED}),
-    EngineStage.LOADED: frozenset({EngineStage.STORED}),
+    EngineStage.BUILDING: frozenset({EngineStage.COLD, EngineStage.FAILED}),
+    EngineStage.COLD: frozenset({EngineStage.LOADING}),
+    EngineStage.LOADING: frozenset({EngineStage.LOADED, EngineStage.COLD, EngineStage.FAILED}),
+    EngineStage.LOADED: frozenset({EngineStage.COLD}),
     EngineStage.FAILED: frozenset(),
 }
 

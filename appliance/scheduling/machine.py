@@ -41,6 +41,8 @@ from appliance.scheduling.state import (
 )
 from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
+    ClientBackpressured,
+    ClientResumed,
     Command,
     Direction,
     Event,
@@ -55,18 +57,16 @@ from appliance.vocabulary import (
     ModelAdded,
     ModelBuilt,
     ModelChanged,
-    ModelDismissed,
     ModelDropped,
+    ModelEvictRequested,
     ModelFailed,
     ModelLoaded,
+    ModelLoadRequested,
     ModelName,
     ModelRemoved,
     ModelSpec,
-    ModelWanted,
     PrefillDeferred,
     PrefillDone,
-    ReaderStalled,
-    ReaderWentOn,
     Reject,
     Release,
     RequestArrived,
@@ -168,8 +168,8 @@ class Machine:
             RequestArrived: self._on_request_arrived,
             RequestCancelled: self._on_request_cancelled,
             RequestFailed: self._on_request_failed,
-            ReaderStalled: self._backpressure.stalled,
-            ReaderWentOn: self._backpressure.went_on,
+            ClientBackpressured: self._backpressure.stalled,
+            ClientResumed: self._backpressure.went_on,
             TokensProduced: self._on_tokens_produced,
             PrefillDone: self._on_prefill_done,
             PrefillDeferred: self._on_prefill_deferred,
@@ -185,8 +185,8 @@ class Machine:
             WeightsStored: self._lifecycle.stored,
             ModelLoaded: self._lifecycle.loaded,
             ModelChanged: self._lifecycle.changed,
-            ModelWanted: self._lifecycle.wanted,
-            ModelDismissed: self._lifecycle.dismissed,
+            ModelLoadRequested: self._lifecycle.wanted,
+            ModelEvictRequested: self._lifecycle.evict_requested,
             ModelAdded: self._on_model_added,
             ModelRemoved: self._lifecycle.removed,
             ModelDropped: self._lifecycle.dropped,
@@ -235,7 +235,7 @@ class Machine:
                 for instance in self.instances.values():
                     self._again |= self.dispatcher.advance(instance)
             lifecycle = self._lifecycle
-            if not lifecycle.leaving or not lifecycle.finish_removals():
+            if not lifecycle.removing or not lifecycle.finish_removals():
                 return self._context.out
             self._again = self._router.plan()
 
@@ -252,9 +252,9 @@ class Machine:
         return self.dispatcher.preemptions
 
     @property
-    def leaving(self) -> Collection[ModelName]:
+    def removing(self) -> Collection[ModelName]:
         """Models that were removed, while something is left of them."""
-        return self._lifecycle.leaving.keys()
+        return self._lifecycle.removing.keys()
 
     def check_integrity(self) -> None:
         """Raises `LedgerError` unless the books of every tier balance."""
@@ -266,7 +266,7 @@ class Machine:
         """When the request that has waited longest last progressed; None without requests. Batch
         work waits rightly while its instance does other work: that counts as progress of it. A
         request that waits for its client does not count."""
-        waiting = (request for request in self.requests.values() if not request.stalled)
+        waiting = (request for request in self.requests.values() if not request.backpressured)
         return min((self._progressed(request) for request in waiting), default=None)
 
     def _progressed(self, request: RequestState) -> float:
@@ -293,7 +293,7 @@ class Machine:
         model = self.models.get(spec.model)
         if model is None:
             return rejection(spec.id, "model_not_found", f"no model {spec.model!r}")
-        if spec.model in self._lifecycle.leaving:
+        if spec.model in self._lifecycle.removing:
             return rejection(spec.id, "model_not_found", f"{spec.model} was removed")
         if spec.prompt_tokens + spec.max_tokens > model.max_context_tokens:
             message = (
@@ -389,9 +389,9 @@ class Machine:
             request.to_stage(Stage.READY)
             if self._backpressure.may_hold(request):
                 self._backpressure.hold(request)
-        instance.suspended = tuple([r.id for r in alive if r.id not in self.request_book.held])
+        instance.suspended = tuple([r.id for r in alive if r.id not in self.request_book.paused])
         left = min(job.resume_seconds - event.seconds, job.last_at - self._context.now)
-        goes_on = event.model in instance.batches  # unless all of it is held
+        goes_on = event.model in instance.batches  # unless all of it is paused
         if event.reason is TurnEnd.PREEMPTED and left > 0 and goes_on:
             instance.work.appendleft(PlannedTurn(model=event.model, quota_seconds=left))
             instance.resumes = True

@@ -23,14 +23,14 @@ from appliance.vocabulary import (
     ModelAdded,
     ModelBuilt,
     ModelChanged,
-    ModelDismissed,
     ModelDropped,
+    ModelEvictRequested,
     ModelFailed,
     ModelLoaded,
+    ModelLoadRequested,
     ModelName,
     ModelRemoved,
     ModelSpec,
-    ModelWanted,
     WeightsStored,
 )
 
@@ -60,7 +60,7 @@ class ModelLifecycle:
         demands: Demands,
     ) -> None:
         """`models` and `failed` are changed here."""
-        self.leaving: dict[ModelName, set[InstanceId] | None] = {}
+        self.removing: dict[ModelName, set[InstanceId] | None] = {}
         """Models that were removed and are not forgotten yet, with the instances that have not
         dropped them; None while an instance holds something for them."""
         self._context = context
@@ -143,7 +143,7 @@ class ModelLifecycle:
         self._weight_cache.filled(event.model, engine.attached)
         if engine.stage is not EngineStage.BUILDING:
             return False
-        self._close_build(instance, event.model, EngineStage.STORED)
+        self._close_build(instance, event.model, EngineStage.COLD)
         return True
 
     def _close_build(self, instance: InstanceState, model: ModelName, stage: EngineStage) -> None:
@@ -159,7 +159,7 @@ class ModelLifecycle:
             engine.to_stage(EngineStage.LOADED, event.model)
             instance.ledger.loaded(event.model)
             self._prefetcher.preloads.pop(event.model, None)
-        return bool(instance.dismissed or self._prefetcher.preloads)
+        return bool(instance.evict_requested or self._prefetcher.preloads)
 
     def fail(self, model: ModelName, reason: str, instance: InstanceId) -> None:
         """The model cannot be served, an instance reports; its requests are rejected."""
@@ -201,19 +201,19 @@ class ModelLifecycle:
         self._weight_cache.pin(event.model, event.pinned)
         return False
 
-    def wanted(self, event: ModelWanted) -> bool:
+    def wanted(self, event: ModelLoadRequested) -> bool:
         """An operator wants the model on a device."""
         if event.model in self._failed:
             return False
         there = [i for i in self._cluster.instances.values() if event.model in i.ledger.weights]
         loaded = [i for i in there if event.model not in i.ledger.loading]
         for instance in there:
-            instance.dismissed.pop(event.model, None)
+            instance.evict_requested.pop(event.model, None)
         if not loaded:
             self._prefetcher.preloads[event.model] = None
         return True
 
-    def dismissed(self, event: ModelDismissed) -> bool:
+    def evict_requested(self, event: ModelEvictRequested) -> bool:
         """An operator wants the model off all devices."""
         self._dismiss(event.model)
         return True
@@ -242,7 +242,7 @@ class ModelLifecycle:
     def removed(self, event: ModelRemoved) -> bool:
         """It leaves as a failed one does, and is forgotten once no report about it can come."""
         model = event.model
-        self.leaving[model] = None
+        self.removing[model] = None
         self._failed[model] = f"{model} was removed"
         self._weight_cache.give_up(model, None)
         for request in self._requests.of(model):
@@ -252,32 +252,32 @@ class ModelLifecycle:
 
     def dropped(self, event: ModelDropped) -> bool:
         """An instance has dropped a model that was removed."""
-        awaited = self.leaving[event.model]
+        awaited = self.removing[event.model]
         assert awaited is not None, "it was ordered"
         awaited.discard(event.instance)
         return False
 
     def lost(self, instance: InstanceId) -> None:
         """The instance drops nothing any more: it is gone."""
-        for awaited in self.leaving.values():
+        for awaited in self.removing.values():
             (awaited or set()).discard(instance)
 
     def finish_removals(self) -> bool:
         """Have instances drop models that hold nothing any more, and forget those that all have
         dropped; whether there is one."""
-        for model, awaited in self.leaving.items():
+        for model, awaited in self.removing.items():
             held = any([instance.holds(model) for instance in self._cluster.instances.values()])
             if awaited is None and not held and self._weight_cache.get(model) is None:
                 live = [instance.id for instance in self._cluster.instances.values() if instance.up]
-                self.leaving[model] = set(live)
+                self.removing[model] = set(live)
                 self._context.out += [DropModel(instance=number, model=model) for number in live]
-        gone = [model for model, awaited in self.leaving.items() if awaited == set()]
+        gone = [model for model, awaited in self.removing.items() if awaited == set()]
         for model in gone:
             self._forget(model)
         return bool(gone)
 
     def _forget(self, model: ModelName) -> None:
-        del self.leaving[model]
+        del self.removing[model]
         del self._models[model]
         del self._failed[model]
         del self._dispatcher.preemptions[model]

@@ -134,8 +134,8 @@ class TurnView(Word, frozen=True):
 class InstanceView(Word, frozen=True):
     """One instance: what waits, what decodes, what runs, what is in memory.
 
-    `models` are those it may serve, None for all. `roster` is another number whenever a request
-    came or went, and the same while only tokens were made. `turn` is the model of the turn that is
+    `models` are those it may serve, None for all. `membership_version` changes whenever a request
+    came or went, and stays while only tokens were made. `turn` is the model of the turn that is
     running, if one is, since `turn_began`; `last_turn` is the one that ended last.
     `computing_tokens` of prompts are computed now, of `current_model`; `prefills_since_turn` counts
     the prompts whose computing began since the last turn did. `resident` models
@@ -151,7 +151,7 @@ class InstanceView(Word, frozen=True):
     current_model: ModelName | None
     groups: tuple[GroupView, ...]
     batches: tuple[BatchView, ...]
-    roster: int
+    membership_version: int
     turn: ModelName | None
     turn_began: float
     last_turn: TurnView | None

@@ -34,7 +34,7 @@ class Prefetcher:
             for name in upcoming
             if name != model
             and name not in gone
-            and instance.engines[name].stage is EngineStage.STORED
+            and instance.engines[name].stage is EngineStage.COLD
         ]
         if wanted and not instance.ledger.loading - {model}:
             view = self._cluster.view(instance)
@@ -51,7 +51,7 @@ class Prefetcher:
             return
         gone = {c.model for c in self._context.out if isinstance(c, EvictModel)}
         for model in self.preloads:
-            stored = instance.engines[model].stage is EngineStage.STORED
+            stored = instance.engines[model].stage is EngineStage.COLD
             if stored and model not in gone and instance.may_serve(model) and not self._here(model):
                 commands = self._residency.prefetch(instance, running, model)
                 self._context.out += commands
@@ -66,10 +66,10 @@ class Prefetcher:
         instances = self._cluster.instances.values()
         return any([model in instance.ledger.weights for instance in instances])
 
-    def evict_dismissed(self, instance: InstanceState) -> None:
-        """Give back what dismissed models hold here. One that is still coming in goes when it is
-        there: its load may be about to be reported, and would be taken for a later one."""
-        for model in [m for m in instance.dismissed if m not in instance.ledger.loading]:
-            del instance.dismissed[model]
+    def evict_as_requested(self, instance: InstanceState) -> None:
+        """Give back what models hold here whose eviction was requested. One that still loads is
+        evicted when it is there: its load may be reported soon, and would pass for a later one."""
+        for model in [m for m in instance.evict_requested if m not in instance.ledger.loading]:
+            del instance.evict_requested[model]
             self._context.out += self._residency.dismiss(instance, model)
             instance.view = None

@@ -124,7 +124,7 @@ class Recovery:
             "a request with KV on a device, or on its way to one, is placed"
         )
         self._cluster.instances[request.instance].leave(request)
-        if self._requests.held.pop(request.id, None) is not None:
+        if self._requests.paused.pop(request.id, None) is not None:
             request.excuse(self._context.now)
         request.instance = None
         request.to_stage(Stage.UNPLACED)

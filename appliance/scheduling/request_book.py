@@ -19,7 +19,7 @@ class RequestBook:
         self.live: dict[RequestId, RequestState] = {}
         self.host_queue: dict[RequestId, None] = {}
         """Requests that wait for room in the host tier, the longest waiting first."""
-        self.held: dict[RequestId, RequestState] = {}
+        self.paused: dict[RequestId, RequestState] = {}
         """Requests whose clients take nothing, and that wait for that."""
         self.pending_frees: dict[RequestId, tuple[InstanceId, tuple[int, ...]]] = {}
         """Ended requests whose places in the host tier an instance is still writing or reading."""
@@ -42,7 +42,7 @@ class RequestBook:
         del self.live[request.id]
         self._demands.ended(request.model, request.generated)
         self.host_queue.pop(request.id, None)
-        self.held.pop(request.id, None)
+        self.paused.pop(request.id, None)
         if request.instance is not None:
             self._cluster.instances[request.instance].leave(request)
         if request.kv_instance is not None:

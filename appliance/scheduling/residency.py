@@ -116,7 +116,7 @@ class Residency:
 
     def evict(self, instance: InstanceState, model: ModelName) -> Command:
         instance.ledger.evict(model)
-        instance.engines[model].to_stage(EngineStage.STORED, model)
+        instance.engines[model].to_stage(EngineStage.COLD, model)
         return EvictModel(instance=instance.id, model=model)
 
     def dismiss(self, instance: InstanceState, model: ModelName) -> list[Command]:

@@ -135,7 +135,7 @@ class Router:
             again |= self._host.short_slabs < short
         # If no KV takes the room, requests wait for weights that are being read or written.
         again |= bool(self._requests.host_queue) and not self._host.kv_slabs
-        if self._requests.host_queue:  # a request that is held keeps its room there
+        if self._requests.host_queue:  # a paused request keeps its room there
             again |= self._backpressure.let_all_go_on()
         view = self._cluster.cluster_view(context.now)
         placements = context.policy.place(context.now, view, context.costs)

@@ -82,10 +82,10 @@ class RequestState:
     newest_token: float = 0.0
     losses: int = 0
     """Workers that died computing it since it last got a token."""
-    stalled: bool = False
+    backpressured: bool = False
     """Whether its client takes nothing of what was made."""
-    held: float = 0.0
-    """When it was held for that last."""
+    paused_at: float = 0.0
+    """When it was paused for that last."""
     excused: float = 0.0
     """Seconds that it was: its tokens are due so much later."""
     view: DecodingView | None = None
@@ -152,9 +152,9 @@ class RequestState:
         self._changed()
 
     def excuse(self, now: float) -> None:
-        """It is held no longer. As if what it has had come so much later, so that neither what is
+        """It is paused no longer. As if what it has had come so much later, so that neither what is
         due nor the pace of its tokens knows of the pause."""
-        pause = now - self.held
+        pause = now - self.paused_at
         self.excused += pause
         self.first_token += pause
         self.newest_token += pause
@@ -220,7 +220,7 @@ class EngineState:
 
     @property
     def built(self) -> bool:
-        return self.stage in (EngineStage.STORED, EngineStage.LOADING, EngineStage.LOADED)
+        return self.stage in (EngineStage.COLD, EngineStage.LOADING, EngineStage.LOADED)
 
     @property
     def on_device(self) -> bool:
@@ -314,9 +314,9 @@ class InstanceState:
     progressed: float = -math.inf
     """When a request last got a token here."""
     last_turn: TurnView | None = None
-    dismissed: dict[ModelName, None] = field(default_factory=dict)
+    evict_requested: dict[ModelName, None] = field(default_factory=dict)
     """Models that leave the device as soon as it computes nothing."""
-    roster: int = 0
+    membership_version: int = 0
     """How often a request came or went."""
     view: InstanceView | None = None
     """What is shown of it, while that is true."""
@@ -331,7 +331,7 @@ class InstanceState:
         self.job = None
         self.current_model = None
         self.suspended = ()
-        self.dismissed.clear()
+        self.evict_requested.clear()
         self.prefills_since_turn = 0
         self.last_turn = None
         self.view = None
@@ -345,7 +345,7 @@ class InstanceState:
         """A model that holds nothing here, and of which nothing is under way."""
         self.engines.pop(model, None)
         self.unbuilt.pop(model, None)
-        self.dismissed.pop(model, None)
+        self.evict_requested.pop(model, None)
         if self.current_model == model:
             self.current_model = None
         if self.last_turn is not None and self.last_turn.model == model:
@@ -375,19 +375,19 @@ class InstanceState:
         if group is None:
             self.groups.append(Group(request.model))
         self.groups[-1 if group is None else group].join(request)
-        self.roster += 1
+        self.membership_version += 1
         self.view = None
 
     def queue_first(self, request: RequestState) -> None:
         """Take a request to prefill before all others."""
         self.groups.insert(0, Group(request.model))
         self.groups[0].join(request)
-        self.roster += 1
+        self.membership_version += 1
         self.view = None
 
     def leave(self, request: RequestState) -> None:
         """Take a request out of the queue or the batch it is in. O(groups) if it is queued."""
-        self.roster += 1
+        self.membership_version += 1
         self.view = None
         batch = request.batch
         if batch is not None:
@@ -405,7 +405,7 @@ class InstanceState:
                 return
 
     def join_batch(self, request: RequestState) -> None:
-        self.roster += 1
+        self.membership_version += 1
         batch = self.batches.get(request.model)
         if batch is None:
             batch = self.batches[request.model] = DecodeBatch(self)

@@ -18,7 +18,7 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
     instance = machine.instances[request.instance]
     if request.stage in (Stage.RUNNING, Stage.PREFILLING):
         return _under_way(machine, request, instance)
-    if request.stage is Stage.HELD:
+    if request.stage is Stage.PAUSED:
         return WaitReason(
             code=WaitCode.SLOW_CLIENT,
             message="its client takes nothing of what was made for it",

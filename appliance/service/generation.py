@@ -29,11 +29,11 @@ class RequestStream:
         "excused",
         "failure",
         "first",
-        "held",
         "id",
         "late",
         "newest",
         "output",
+        "paused",
         "request",
         "slo",
         "taken",
@@ -64,10 +64,10 @@ class RequestStream:
         """What its time went to; known when it is over."""
         self.output: list[int] = []
         self.cancel_reason = FinishReason.CANCELLED
-        self.held = False
+        self.paused = False
         """Whether its client ever stopped reading: only then something can be excused."""
         self.excused = 0.0
-        """Seconds that it was held for its client: its tokens are due so much later."""
+        """Seconds that it was paused for its client: backpressure, which shifts its deadlines."""
         self.failure: GenerationFailed | None = None
         """Why the appliance gave the request up, if it did."""
         self.taken = False
@@ -86,11 +86,11 @@ class RequestStream:
     def reader(self, *, reads: bool) -> None:
         if not self._ended and reads is not self._reads:
             self._reads = reads
-            self.held = True
+            self.paused = True
             self._on_reader(self.id, reads)
 
     def excuse(self, seconds: float) -> None:
-        """It was held for so long since its newest token, which is as if it had come later."""
+        """It was paused for so long since its newest token, which is as if it had come later."""
         self.excused += seconds
         self.newest += seconds
 

@@ -38,10 +38,10 @@ class ModelNotFound(Exception):
 
 
 class ModelExists(Exception):
-    """The catalogue has a model of this name, or one that is still leaving."""
+    """The catalogue has a model of this name, or one that is still being removed."""
 
-    def __init__(self, model: ModelName, *, leaving: bool = False) -> None:
-        which = "still leaving: try again later" if leaving else "in the catalogue already"
+    def __init__(self, model: ModelName, *, removing: bool = False) -> None:
+        which = "still being removed: try again later" if removing else "in the catalogue already"
         super().__init__(f"a model {model!r} is {which}")
         self.model = model
 
@@ -372,7 +372,7 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     draining: bool = False
     """Whether new requests are refused."""
-    wanted: bool = False
+    load_requested: bool = False
     """Whether an operator wants it on a device, where it is not yet."""
     output_tokens: int = 0
     """Since the daemon started."""

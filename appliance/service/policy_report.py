@@ -72,7 +72,7 @@ class InstalledPolicy(Word, frozen=True):
     error: str = ""
 
 
-class DecisionTally(Word, frozen=True):
+class DecisionStats(Word, frozen=True):
     """How a policy of the stack fares at one decision. Times are until there was an answer that was
     looked at, or none was waited for any more; None before the first one."""
 
@@ -98,7 +98,7 @@ class PolicyState(Word, frozen=True):
     """Whether it is asked in a thread of its own."""
     busy: bool
     """Whether it still works at a question whose answer is not waited for any more."""
-    decisions: Mapping[str, DecisionTally] = {}
+    decisions: Mapping[str, DecisionStats] = {}
     """Those of its decisions that it was asked for."""
 
 

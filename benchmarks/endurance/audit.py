@@ -55,7 +55,7 @@ def arrived(journal: Path, known: set[str]) -> list[str]:
 def stalls(journal: Path) -> int:
     """How often the daemon was told that a client takes nothing."""
     with journal.open("rb") as stream:
-        return sum(b"ReaderStalled" in line for line in stream)
+        return sum(b"ClientBackpressured" in line for line in stream)
 
 
 def compare(books: Books, arrived: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:

@@ -19,10 +19,10 @@ OVER = ("completed", "failed", "expired", "cancelled")
 class BatchClient:
     """Has one batch after the other answered; deletes its files afterwards."""
 
-    def __init__(self, connection: Connection, book: Book, tally: PolicyStats, dice: random.Random):
+    def __init__(self, connection: Connection, book: Book, stats: PolicyStats, dice: random.Random):
         self._connection = connection
         self._book = book
-        self._tally = tally
+        self._tally = stats
         self._dice = dice
 
     async def run(self, over: asyncio.Event) -> None:

@@ -63,7 +63,7 @@ class Client:
         self,
         connection: Connection,
         book: Book,
-        tally: PolicyStats,
+        stats: PolicyStats,
         dice: random.Random,
         nap_seconds: float,
     ) -> None:
@@ -71,7 +71,7 @@ class Client:
         self._nap_seconds = nap_seconds
         self._connection = connection
         self._book = book
-        self._tally = tally
+        self._tally = stats
         self._dice = dice
 
     async def run(self, over: asyncio.Event) -> None:

@@ -77,7 +77,7 @@ class Result:
 class Life:
     """A daemon's life as seen from outside."""
 
-    tally: PolicyStats
+    stats: PolicyStats
     disturbances: Disturbances
     known: set[str]
     """Requests of before, when nothing disturbed it."""
@@ -115,14 +115,14 @@ async def _live(plan: Plan, watch: Watch, book: Book, life: Life) -> None:
         Client(
             Connection(host, port, narrow=i % NARROW_EVERY == 0),
             book,
-            life.tally,
+            life.stats,
             random.Random(f"{plan.seed} client {i}"),
             plan.nap_seconds,
         )
         for i in range(plan.connections)
     ]
     clients += [
-        BatchClient(Connection(host, port), book, life.tally, random.Random(f"{plan.seed} {i}"))
+        BatchClient(Connection(host, port), book, life.stats, random.Random(f"{plan.seed} {i}"))
         for i in range(plan.batches)
     ]
     policies = list(plan.policies)
@@ -148,12 +148,12 @@ def judge(life: Life, watch: Watch, log: Path) -> Result:
     books = read_books(log, life.known)
     disturbances, killed = life.disturbances, len(life.disturbances.killed)
     complaints = [
-        *life.tally.complaints,
+        *life.stats.complaints,
         *disturbances.complaints,
         *watch.complaints,
         *life.failed,
-        *compare(books, arrived(watch.journal, life.known), life.tally.outcomes),
-        *cancelled_by(books, life.tally.outcomes, disturbances.cancelled),
+        *compare(books, arrived(watch.journal, life.known), life.stats.outcomes),
+        *cancelled_by(books, life.stats.outcomes, disturbances.cancelled),
         *at_rest(life.snapshot, life.metrics),
         *(f"{thing} outlives the daemon" for thing in watch.left_behind()),
     ]
@@ -169,10 +169,10 @@ def judge(life: Life, watch: Watch, log: Path) -> Result:
     complaints += [f"replayed otherwise: {difference}" for difference in differences[:3]]
     return Result(
         complaints=complaints,
-        requests=life.tally.ends,
-        fates=dict(life.tally.fates),
+        requests=life.stats.ends,
+        fates=dict(life.stats.fates),
         sequences=len(books.lines),
-        tokens_compared=life.tally.tokens_compared,
+        tokens_compared=life.stats.tokens_compared,
         kills=killed,
         policies=disturbances.policies,
         cancelled=len(disturbances.cancelled),

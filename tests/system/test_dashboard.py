@@ -250,7 +250,7 @@ def test_models(watched: Watched) -> None:
     assert (terms["slo"]["ttft_seconds"], terms["slo"]["tbt_seconds"]) == (7, 0.3)
     assert terms["max_queue"] == 5
     watched.do("E", told=f"{IDLE} leaves its devices")
-    until(lambda: ("model_dismissed", IDLE) in watched.events)
+    until(lambda: ("model_evict_requested", IDLE) in watched.events)
     until(lambda: not held(watched, IDLE))
 
 

@@ -21,7 +21,7 @@ from appliance.config.loader import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
-from appliance.vocabulary import ModelDismissed, ModelWanted, WaitCode
+from appliance.vocabulary import ModelEvictRequested, ModelLoadRequested, WaitCode
 from tests.patience import PATIENCE_SECONDS
 from tests.system.conftest import Appliance, until
 
@@ -49,8 +49,8 @@ def appliance(checkpoints: Path, file: Path) -> Iterator[Appliance]:
 async def operate(
     url: str, chats: list[ChatRequest]
 ) -> tuple[list[TimedAnswer], list[str], set[str]]:
-    """All chats, while models are dismissed and wanted; what the operator did, and the reasons to
-    wait that were seen."""
+    """All chats, while an operator evicts and loads models; what the operator did, and the reasons
+    to wait that were seen."""
     pieces = asyncio.Semaphore(0)
     done: list[str] = []
     reasons: set[str] = set()
@@ -98,16 +98,16 @@ def test_models_are_dismissed_and_wanted_under_load(appliance: Appliance) -> Non
     }
     assert sum(prefills.values()) == 2 * len(chats)
     events = [entry.event for entry in journal.read(appliance.journal)[1]]
-    dismissed = sum(isinstance(event, ModelDismissed) for event in events)
-    wanted = sum(isinstance(event, ModelWanted) for event in events)
-    assert 3 <= dismissed <= done.count("evict")  # the end is not in the file yet
+    evict_requested = sum(isinstance(event, ModelEvictRequested) for event in events)
+    wanted = sum(isinstance(event, ModelLoadRequested) for event in events)
+    assert 3 <= evict_requested <= done.count("evict")  # the end is not in the file yet
     assert 1 <= wanted <= done.count("load")
     assert journal.replay(appliance.journal)[1] == []
 
 
 def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
-    """A wanted model is loaded by an idle daemon, and a dismissed one gives all its slabs back; a
-    drained one takes no requests, and a request that is cancelled hears it."""
+    """An idle daemon loads a model on request, and evicts one with all its slabs; a drained model
+    takes no requests, and a cancelled request gets an error."""
     url, model = appliance.url, appliance.config.models[-1].name
 
     def post(verb: str) -> dict[str, Any]:
@@ -139,7 +139,9 @@ def test_an_idle_model_comes_and_goes(appliance: Appliance) -> None:
         assert told == appliance.config.devices.memory_bytes
     until(
         lambda: (
-            not httpx.get(f"{url}/api/models/{model}", timeout=PATIENCE_SECONDS).json()["wanted"]
+            not httpx.get(f"{url}/api/models/{model}", timeout=PATIENCE_SECONDS).json()[
+                "load_requested"
+            ]
         )
     )
     post("evict")

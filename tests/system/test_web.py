@@ -135,7 +135,7 @@ async def test_a_model_is_evicted_in_a_browser(box: Box, address: str, tmp_path:
         await tab.type("y")
         await tab.hears(f"{model} leaves its devices")
         (tmp_path / "evicted.png").write_bytes(await tab.picture())
-        await asyncio.to_thread(until, lambda: box.residency(model) == {"0": "stored"})
+        await asyncio.to_thread(until, lambda: box.residency(model) == {"0": "cold"})
 
         await tab.type("q")
         await tab.until("document.body.classList.contains('-closed')")

@@ -20,6 +20,12 @@ RENAMED = {
     r"scheduling\.questions": "scheduling.policy_api",
     r"`enough`|\benough *= *[0-9]": "slack_target",
     "appliance.*patience_seconds": "max_lateness_seconds",
+    r"model_(leaving|wanted|dismissed)": "model_removing, …_load_requested, …_evict_requested",
+    r"Model(Wanted|Dismissed)|Reader(Stalled|WentOn)": "ModelLoadRequested, ClientResumed, …",
+    r'= "held"|`held`': "paused",
+    r'state[`": ]+"?stored\b': "cold",
+    r"\broster\b": "membership_version",
+    r"appliance[./]conformance": "appliance.testing",
 }
 """What it was, as a pattern, and what it is."""
 PLACES = ("appliance", "tui", "docs", "packaging", "etc", "benchmarks", "README.md")
@@ -49,5 +55,7 @@ def test_the_changelog_tells_every_new_name() -> None:
         assert name in changelog
     for name in ("appliance_request_model_load_seconds", "slow_client", "`window`", "ClusterView"):
         assert name in changelog
-    for name in ("`slack_target`", "`max_lateness_seconds`"):
+    for name in ("`slack_target`", "`max_lateness_seconds`", "`membership_version`", "`paused`"):
+        assert name in changelog
+    for name in ("`cold`", "`removing`", "`model_load_requested`", "`model_evict_requested`"):
         assert name in changelog

@@ -11,7 +11,7 @@ from tui.drawing.amounts import divide, duration, rate
 from tui.drawing.canvas import Line
 from tui.drawing.theme import ColourTheme
 from tui.drawing.wrapping import Wrapped
-from tui.request_trace import Journey
+from tui.request_trace import RequestTrace
 from tui.view import ViewContext
 from tui.views.requests import waits_for
 
@@ -27,7 +27,7 @@ MOST_NAMED = 8
 def stats_lines(answer: ChatAnswer, context: ViewContext, width: int) -> list[Line]:
     """No longer than `width` cells, where no word is."""
     lines = _stands(answer, context, width)
-    switches = _switches(answer.journey, context, width)
+    switches = _switches(answer.trace, context, width)
     for parts in (_speed(answer, context), _phases(answer, context), switches):
         lines += _flow(parts, width)
     return lines
@@ -44,7 +44,7 @@ def _stands(answer: ChatAnswer, context: ViewContext, width: int) -> list[Line]:
         return [[("cancelled", theme.warn)]]
     if answer.outcome is AnswerState.DONE:
         return [[("cut at the limit of tokens", theme.warn)]] if answer.why == "length" else []
-    row = context.state.rows("requests").get(answer.journey.request)
+    row = context.state.rows("requests").get(answer.trace.request)
     if row is None:
         return [[("answering" if answer.text else "on its way", theme.accent)]]
     where = "" if row.get("instance") is None else f" on instance {row['instance']}"
@@ -53,7 +53,7 @@ def _stands(answer: ChatAnswer, context: ViewContext, width: int) -> list[Line]:
         [(duration(max(0.0, context.now - row["arrived_unix_seconds"])), theme.dim)],
         [(f"{row['output_tokens']} tokens", theme.dim)],
     ]
-    if (why_not := waits_for(answer.journey.request, row, context)) is not None:
+    if (why_not := waits_for(answer.trace.request, row, context)) is not None:
         parts.append([(f"waits: {why_not}", theme.warn)])
     return _flow(parts, width)
 
@@ -64,7 +64,7 @@ def _speed(answer: ChatAnswer, context: ViewContext) -> list[Line]:
     parts: list[Line] = []
     if (ttft := answer.ttft_seconds) is not None:
         parts.append([(f"first token {duration(ttft)}", theme.strong)])
-    tokens = answer.journey.output_tokens if answer.tokens is None else answer.tokens
+    tokens = answer.trace.output_tokens if answer.tokens is None else answer.tokens
     if tokens is not None:
         parts.append([(f"{tokens} tokens", theme.dim)])
     if tbt := answer.tbt_seconds:
@@ -88,13 +88,13 @@ def _phases(answer: ChatAnswer, context: ViewContext) -> list[Line]:
     return parts
 
 
-def _switches(journey: Journey, context: ViewContext, width: int) -> list[Line]:
+def _switches(trace: RequestTrace, context: ViewContext, width: int) -> list[Line]:
     """Which models had their turns meanwhile, where it was computed; by name the last ones, as many
     as there is room for."""
     theme = context.theme
     parts: list[Line] = []
-    for instance in journey.instances:
-        models = [one.model for one in journey.switches if one.instance == instance]
+    for instance in trace.instances:
+        models = [one.model for one in trace.switches if one.instance == instance]
         count = {0: "no switch", 1: "1 switch"}.get(len(models), f"{len(models)} switches")
         turns = f"{count} on instance {instance}"
         names: list[str] = []
@@ -109,7 +109,7 @@ def _switches(journey: Journey, context: ViewContext, width: int) -> list[Line]:
             between = ", " if place else ": … " if len(names) < len(models) else ": "
             line += [(between, theme.dim), (model, context.model_style(model))]
         parts.append(line)
-    if journey.missed and parts:
+    if trace.missed and parts:
         parts.append([("some events were missed", theme.warn)])
     return parts
 

@@ -17,7 +17,7 @@ from tui.conversation import AnswerState, ChatAnswer, Conversation
 from tui.drawing.canvas import Canvas, Line
 from tui.drawing.wrapping import harmless
 from tui.messages import DaemonRefused, Document
-from tui.request_trace import Journey
+from tui.request_trace import RequestTrace
 from tui.view import View, ViewContext
 from tui.views.answer_layout import AnswerLayout, lines_of
 
@@ -78,7 +78,7 @@ class ChatView(View):
         self._view_context = context
         for conversation in self._conversations.values():
             if conversation.answers:
-                conversation.answers[-1].journey.hear(context.state)
+                conversation.answers[-1].trace.hear(context.state)
         model = self._talks_to(context)
         self._line.display = bool(model) and not self.off
         self._line.placeholder = (
@@ -158,7 +158,7 @@ class ChatView(View):
             self.app.notify(f"{model} still answers; Ctrl-C cancels that", severity="warning")
             return
         try:
-            answer, body = conversation.ask(text, Journey(context.state))
+            answer, body = conversation.ask(text, RequestTrace(context.state))
         except ValueError as error:
             self.app.notify(str(error), severity="warning")
             return
@@ -184,7 +184,7 @@ class ChatView(View):
 
     def _look_again(self, answer: ChatAnswer, at: float) -> None:
         if self._view_context is not None:
-            answer.journey.hear(self._view_context.state)
+            answer.trace.hear(self._view_context.state)
         if abs(at - self._painted_at) >= PAINT_SECONDS:
             self._painted_at = at
             self._again()
@@ -236,7 +236,7 @@ class ChatView(View):
         if conversation is None or not conversation.answers:
             return None
         answer = conversation.answers[-1]
-        return answer.journey.request or conversation.model, answer.measured()
+        return answer.trace.request or conversation.model, answer.measured()
 
     def path(self, key: str) -> str | None:
         """Only what is live is known to the daemon."""

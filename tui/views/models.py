@@ -34,7 +34,7 @@ def _lately(name: str) -> Any:
 
 def _marks(key: str, row: Document, context: ViewContext) -> str:
     pinned = row.get("terms", {}).get("pinned", False)
-    marks = {"pin": pinned, "drain": row.get("draining"), "want": row.get("wanted")}
+    marks = {"pin": pinned, "drain": row.get("draining"), "want": row.get("load_requested")}
     return ",".join(mark for mark, holds in marks.items() if holds)
 
 
@@ -54,7 +54,7 @@ def _state_style(state: Any, context: ViewContext) -> str:
         "loaded": theme.good,
         "loading": theme.accent,
         "failed": theme.bad,
-        "leaving": theme.warn,
+        "removing": theme.warn,
     }
     return known.get(state, theme.dim)
 

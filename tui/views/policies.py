@@ -45,16 +45,16 @@ def _row(hook: str, names: list[str], report: Document) -> Document:
     faults = _faults(report, hook)
     last = faults[-1] if faults else None
     # A daemon of an earlier version tells none.
-    tallies = [
+    all_stats = [
         row["decisions"][hook]
         for row in report["policies"]
         if row["name"] in names and hook in row.get("decisions", {})
     ]
     return {
         "asked": ", ".join(names),
-        "calls": max((tally["calls"] for tally in tallies), default=0),
-        "p50_seconds": _slowest(tallies, "p50_seconds"),
-        "p99_seconds": _slowest(tallies, "p99_seconds"),
+        "calls": max((stats["calls"] for stats in all_stats), default=0),
+        "p50_seconds": _slowest(all_stats, "p50_seconds"),
+        "p99_seconds": _slowest(all_stats, "p99_seconds"),
         "state": _ailing(row for row in report["policies"] if row["name"] in names) or "ok",
         "faults": sum(row["count"] for row in faults),
         "active": report["active"],
@@ -62,18 +62,18 @@ def _row(hook: str, names: list[str], report: Document) -> Document:
     }
 
 
-def _slowest(tallies: list[Document], time: str) -> float | None:
+def _slowest(all_stats: list[Document], time: str) -> float | None:
     """Of those who are asked for a decision."""
-    return max((tally[time] for tally in tallies if tally[time] is not None), default=None)
+    return max((stats[time] for stats in all_stats if stats[time] is not None), default=None)
 
 
-def _told_tally(tally: Document) -> str:
+def _stats_text(stats: Document) -> str:
     """Of one policy and decision: the mean of all calls, the rest of the last ones."""
-    counts = f"{tally['calls']} calls, {tally['faults']} faults"
-    if tally["p50_seconds"] is None:
+    counts = f"{stats['calls']} calls, {stats['faults']} faults"
+    if stats["p50_seconds"] is None:
         return counts
-    times = {"mean": tally["seconds"] / tally["calls"]}
-    times |= {time: tally[f"{time}_seconds"] for time in ("p50", "p99", "max")}
+    times = {"mean": stats["seconds"] / stats["calls"]}
+    times |= {time: stats[f"{time}_seconds"] for time in ("p50", "p99", "max")}
     return f"{counts}; " + ", ".join(f"{name} {duration(time)}" for name, time in times.items())
 
 
@@ -236,8 +236,8 @@ class PoliciesView(TableView):
             if state["name"] in names:
                 facts = {name: value for name, value in state.items()
                          if name not in ("name", "decisions")}  # fmt: skip
-                tally = state.get("decisions", {}).get(key)
-                facts |= {f"for {key}": _told_tally(tally) if tally else "not asked yet"}
+                stats = state.get("decisions", {}).get(key)
+                facts |= {f"for {key}": _stats_text(stats) if stats else "not asked yet"}
                 given = parameters.get(state["name"], {})
                 lines += [[(state["name"], f"bold {theme.accent}")], *details(facts, theme, 1)]
                 lines += [*details({"parameters": given or "as it ships"}, theme, 1), []]

@@ -40,10 +40,10 @@ def model_admin_routes(service: Service, settings: Settings | None) -> list[HTTP
         try:
             activity = service.model_activity(name)
         except ModelNotFound:
-            leaving = None if settings is None else settings.removal(name)
-            if leaving is None:
+            removal = None if settings is None else settings.removal(name)
+            if removal is None:
                 raise
-            activity = leaving
+            activity = removal
         return json_answer(activity)
 
     @post("/api/models/{target:path}", status_code=200, operation_id="changeModel")

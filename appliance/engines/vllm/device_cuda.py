@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from appliance.engines.vllm.seams import SeamMoved
 from appliance.memory.arena import Arena, PoolExhausted, Region
 from appliance.memory.cuda.driver import call, driver
-from appliance.memory.cuda.scratch import Scrap
+from appliance.memory.cuda.scratch import Scratch
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.runtime import RuntimeMemory
 from appliance.memory.transfers import Transfer
@@ -76,7 +76,7 @@ class CudaDevice:
         self.runtime = RuntimeMemory(arena, runtime_slabs)
         self._vmm = vmm
         self._index = vmm.context.device
-        self._scrap = Scrap(self._index, vmm.slab_bytes)
+        self._scratch = Scratch(self._index, vmm.slab_bytes)
         torch.cuda.set_device(self._index)
         # Not CUDA's default stream, on which no graph can be captured. vLLM goes on using it.
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -106,11 +106,11 @@ class CudaDevice:
     def loading(self) -> Iterator[None]:
         """While vLLM builds a model: large empty tensors are scratch, and may not be kept."""
         try:
-            with _OnScrap(self._scrap, self.bytes_at):
+            with _OnScratch(self._scratch, self.bytes_at):
                 yield
             torch.cuda.synchronize()
         finally:
-            self._scrap.release()
+            self._scratch.release()
 
     @contextmanager
     def warming_up(self, weights: Region, kv: Region, group: list[int]) -> Iterator[None]:
@@ -121,7 +121,7 @@ class CudaDevice:
         # Attention of a padded row, and of the first runs, reads the null block.
         self.runtime.charge(len(group))
         kv.map(group)
-        with self._scrap.under(weights.address, weights.slots):
+        with self._scratch.under(weights.address, weights.slots):
             yield
             torch.cuda.synchronize()
 
@@ -136,10 +136,10 @@ class CudaDevice:
             torch.cuda.empty_cache()
             self._enter()
 
-    def check_no_scrap(self, model: torch.nn.Module) -> None:
+    def check_no_scratch(self, model: torch.nn.Module) -> None:
         """Raise `SeamMoved` if a buffer of the model was made of scrap."""
         for name, buffer in model.named_buffers():
-            if self._scrap.holds(buffer.data_ptr()):
+            if self._scratch.holds(buffer.data_ptr()):
                 raise SeamMoved(f"the buffer {name} is made like a parameter; not supported")
 
     def _enter(self) -> None:
@@ -169,12 +169,12 @@ class CudaDevice:
             log.exception("torch gives back what is not its own")
 
 
-class _OnScrap(TorchFunctionMode):
+class _OnScratch(TorchFunctionMode):
     """Answers ``torch.empty`` on the GPU with scrap, if it is large: the parameters of a model."""
 
-    def __init__(self, scrap: Scrap, bytes_at: Callable[[int, int], torch.Tensor]) -> None:
+    def __init__(self, scrap: Scratch, bytes_at: Callable[[int, int], torch.Tensor]) -> None:
         super().__init__()
-        self._scrap = scrap
+        self._scratch = scrap
         self._bytes_at = bytes_at
 
     def __torch_function__(
@@ -189,7 +189,7 @@ class _OnScrap(TorchFunctionMode):
             like = func(*args, **(named | {"device": "meta"}))
             nbytes = math.prod(like.shape) * like.element_size()
             if nbytes >= PLACEHOLDER_BYTES:
-                made = self._bytes_at(self._scrap.reserve(nbytes), nbytes).view(like.dtype)
+                made = self._bytes_at(self._scratch.reserve(nbytes), nbytes).view(like.dtype)
                 return made.view(like.shape).requires_grad_(like.requires_grad)
         return func(*args, **named)
 

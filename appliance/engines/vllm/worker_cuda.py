@@ -27,7 +27,7 @@ class ArenaWorker(InArena, Worker):  # type: ignore[misc]
         device = _device()
         with device.loading():
             super().load_model(load_dummy_weights=load_dummy_weights)
-            device.check_no_scrap(self.model_runner.get_model())
+            device.check_no_scratch(self.model_runner.get_model())
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Those in which a block is one extent."""

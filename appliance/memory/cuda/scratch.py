@@ -1,4 +1,4 @@
-"""Scrap: one slab of a GPU under as many addresses as wanted, for what must be mapped, not kept.
+"""Scratch: one slab of a GPU under as many addresses as wanted, for what must be mapped, not kept.
 
 A model is built, and its CUDA graphs are captured, before its weights have any memory. Until then
 their addresses lead to this slab: whatever is written there is lost, and what is read means
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from appliance.memory.cuda.vmm import CudaVmm
 
 
-class Scrap:
+class Scratch:
     """One slab outside the pool. Used from one thread."""
 
     def __init__(self, device: int, slab_bytes: int) -> None:

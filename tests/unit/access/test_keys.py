@@ -126,7 +126,7 @@ def test_somebody_else_changes_the_file(path: Path, monkeypatch: pytest.MonkeyPa
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
 
-    with pytest.raises(KeysError, match="somebody else changes it"):
+    with pytest.raises(KeysError, match="is locked; try again later"):
         file.add(key("bob"))
     assert file.read() == (key(),)
     assert 1 < sum(pauses) < 10

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.unit.api.test_batches import CHATS, chat, lines_of, over, until, upload
 
@@ -59,6 +60,7 @@ async def life(folder: Path, answers: int) -> AsyncIterator[Any]:
         await process.wait()
 
 
+@pytest.mark.thorough
 async def test_a_daemon_that_is_killed(tmp_path: Path) -> None:
     """What was seen as done is asked never again; every line has one answer in the end."""
     async with life(tmp_path, 9) as client:

@@ -91,6 +91,7 @@ async def finish(house: House) -> Batch | None:
     return batch_log.load(path) if path.exists() else None
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_daemon_that_was_killed_anywhere(data: st.DataObject) -> None:

@@ -307,9 +307,9 @@ async def test_a_model_is_removed(box: Box, client: httpx.AsyncClient, path: Pat
     box.settle()
 
     assert answer.json() == {"model": "a", "live": 1, "files": False}
-    assert (leaving["state"], leaving["running"]) == ("leaving", 1)
+    assert (leaving["state"], leaving["running"]) == ("removing", 1)
     assert (refused.status_code, again.status_code) == (404, 409)
-    assert "still leaving" in again.text
+    assert "still being removed" in again.text
     assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["b"]
     assert sum([len(batch) async for batch in running]) == 30
     assert (await client.get("/api/models/a")).status_code == 404
@@ -522,8 +522,8 @@ async def test_files_that_go_cannot_be_added(
 
     assert removed.json() == {"model": "one", "live": 1, "files": True}
     assert (refused.status_code, "is being deleted with one" in refused.text) == (409, True)
-    assert (leaving.status_code, leaving.json()["state"]) == (200, "leaving")
-    assert (named.status_code, "still leaving" in named.text) == (409, True)
+    assert (leaving.status_code, leaving.json()["state"]) == (200, "removing")
+    assert (named.status_code, "still being removed" in named.text) == (409, True)
     assert sum([len(batch) async for batch in running]) == 30
     assert await _over(client, "one") == "model_not_found"
     assert served_names(path) == ["a", "b"]

@@ -96,7 +96,7 @@ async def test_a_table_that_was_taken_out(box: Box, client: httpx.AsyncClient, p
 
     assert before == {"model.a": "reload"}
     assert told == (["model.a"], [])
-    assert (leaving, refused.status_code) == ("leaving", 404)
+    assert (leaving, refused.status_code) == ("removing", 404)
     assert sum([len(batch) async for batch in running]) == 30
     assert (await client.get("/api/models/a")).status_code == 404
     assert (path.parent / "tiny").is_dir()

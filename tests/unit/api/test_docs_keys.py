@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import uvicorn
 
 from appliance.api.operator_socket import OperatorProtocol
@@ -37,6 +38,7 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.thorough
 async def test_the_page_is_true(tmp_path: Path) -> None:
     """All commands in one shell, in order, against the API with keys and an admin socket, and a
     front end that is a double."""

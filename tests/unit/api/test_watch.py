@@ -180,7 +180,7 @@ async def test_who_comes_back_hears_what_it_missed(box: Box, url: str) -> None:
         first, second, third = await one(), await one(), await one()
 
     assert (first[0], first[1], first[2]["missed"]) == (None, "state", False)
-    assert (second[0], second[1]) == (before + 1, "model_wanted")
+    assert (second[0], second[1]) == (before + 1, "model_load_requested")
     assert (third[0], third[1]) == (before + 2, "model_loaded")
 
 

@@ -20,6 +20,7 @@ from tests.unit.doubles.daemon import PID
 from tests.unit.doubles.fake_service import FakeService
 
 
+@pytest.mark.thorough
 def test_the_document_is_true() -> None:
     """Whatever schemathesis asks is answered as the document says, and leaves nothing behind."""
     with running(keys=True, ending=True) as target:
@@ -59,6 +60,7 @@ async def test_the_examples_of_the_document_are_answered() -> None:
                     assert answer.is_success, f"{method} {path}: {answer.text}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keys", [False, True])
 async def test_spoilt_requests(keys: bool) -> None:
     """None is a server's error, and nothing stays: no request, connection, task or descriptor."""

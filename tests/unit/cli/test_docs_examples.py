@@ -171,6 +171,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", ["policies.md", "commands.md"])
 def test_the_page_is_true(page: str, folder: Path) -> None:
     """All its commands, in order, succeed and print what it shows; ``...`` stands for anything."""

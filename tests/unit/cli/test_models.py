@@ -15,9 +15,9 @@ from appliance.journal import Journal, read, replay
 from appliance.service.interface import GenerationFailed, ModelQueueFull, ModelTerms
 from appliance.vocabulary import (
     EvictModel,
-    ModelDismissed,
+    ModelEvictRequested,
     ModelFailed,
-    ModelWanted,
+    ModelLoadRequested,
     PrefetchModel,
     RequestArrived,
     Slo,
@@ -70,7 +70,7 @@ async def test_models_are_shown(client: httpx.AsyncClient) -> None:
         "max_queue": 1024,
         "pinned": False,
     }
-    assert (one["draining"], one["wanted"]) == (False, False)
+    assert (one["draining"], one["load_requested"]) == (False, False)
 
 
 async def test_a_model_is_loaded_and_evicted(box: Box, client: httpx.AsyncClient) -> None:
@@ -80,9 +80,9 @@ async def test_a_model_is_loaded_and_evicted(box: Box, client: httpx.AsyncClient
     loaded = (await client.post("/api/models/org/b/load")).json()
     evicted = (await client.post("/api/models/org/b/evict")).json()
 
-    assert (loading["state"], loading["wanted"]) == ("loading", True)
-    assert (loaded["state"], loaded["wanted"]) == ("loaded", False)
-    assert evicted["state"] == "stored"
+    assert (loading["state"], loading["load_requested"]) == ("loading", True)
+    assert (loaded["state"], loaded["load_requested"]) == ("loaded", False)
+    assert evicted["state"] == "cold"
     assert [command.model for command in box.workers[0].heard(PrefetchModel)] == ["org/b"]
     assert [command.model for command in box.workers[0].heard(EvictModel)] == ["org/b"]
 
@@ -155,8 +155,8 @@ async def test_new_requests_get_new_promises(box: Box, tmp_path: Path) -> None:
     assert journal is not None
     journal.close()
     told = [entry.event for entry in read(tmp_path / "journal")[1]]
-    assert {ModelWanted(model="a"), ModelDismissed(model="a")} <= {
-        event for event in told if isinstance(event, ModelWanted | ModelDismissed)
+    assert {ModelLoadRequested(model="a"), ModelEvictRequested(model="a")} <= {
+        event for event in told if isinstance(event, ModelLoadRequested | ModelEvictRequested)
     }
     assert sum(isinstance(event, RequestArrived) for event in told) == 2
     box.daemon._decisions._journal = None

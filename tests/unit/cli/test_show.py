@@ -19,7 +19,7 @@ from tests.unit.doubles.serving import Call, commanded
 MODEL = ModelActivity(
     model="org/small",
     state="loaded",
-    residency={"0": "loaded", "1": "stored"},
+    residency={"0": "loaded", "1": "cold"},
     running=2,
     waiting=1,
     draining=True,
@@ -77,7 +77,7 @@ async def test_a_model_is_shown(call: Call) -> None:
             "queue         at most 7 requests",
             "pin           stays in the host cache",
             "state         loaded",
-            "residency     instance 0: loaded, instance 1: stored",
+            "residency     instance 0: loaded, instance 1: cold",
             "requests      2 running, 1 waiting; takes no new ones",
         ],
     )

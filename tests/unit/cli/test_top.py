@@ -156,7 +156,7 @@ async def test_a_client_comes_back(box: Box, url: str) -> None:
     async with watching(url, after=before) as one:
         number, kind, _ = await one()
 
-    assert (number, kind) == (before + 1, "model_wanted")
+    assert (number, kind) == (before + 1, "model_load_requested")
     box.settle()
 
 
@@ -216,9 +216,9 @@ async def test_everything_that_happens_is_told(box: Box) -> None:
     box.daemon.catalogue.add(box.served(spec), kv_floor_slabs=0)
 
     assert kinds(box, start) == [
-        "model_wanted",
+        "model_load_requested",
         "model_loaded",
-        "model_dismissed",
+        "model_evict_requested",
         "model_evicted",
         "model_changed",
         "policies_chosen",
@@ -229,7 +229,7 @@ async def test_everything_that_happens_is_told(box: Box) -> None:
         "request_rejected",
         "instance_quarantined",
         "instance_released",
-        "model_leaving",
+        "model_removing",
         "model_removed",
         "model_added",
     ]
@@ -261,7 +261,7 @@ async def test_top_shows_everything_once(box: Box, call: Call) -> None:
     assert words[0][0] == "appliance"
     assert words[0][-1] == "ready"
     assert ["a", "loading", "1", "24"] in words
-    assert ["b", "stored", "0", "0", "draining"] in words
+    assert ["b", "cold", "0", "0", "draining"] in words
     assert page.stdout.splitlines()[-1] == "and 5 more"
     assert len(json.loads(whole.stdout)["requests"]) == 25
     assert wrong.exit_code == 2

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -64,6 +66,7 @@ class Reader:
         path.write_text(kept + replacement, encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_from_nothing_to_an_installed_policy(tmp_path: Path) -> None:
     """Every step of the page, up to those that need a running daemon; then it is removed again."""
     reader = Reader(tmp_path)

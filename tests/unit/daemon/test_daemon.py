@@ -142,7 +142,7 @@ async def test_who_does_not_read_makes_room(make_box: MakeBox) -> None:
     assert len(await read_all(other)) == 40
     (shown,) = box.daemon.requests()
     assert shown.reason is not None
-    assert (shown.id, shown.phase, shown.reason.code) == ("slow", "held", "slow_client")
+    assert (shown.id, shown.phase, shown.reason.code) == ("slow", "paused", "slow_client")
     box.now += 1000.0
     slow.reader(reads=True)
     box.settle()
@@ -892,7 +892,7 @@ async def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
     worker.deliver(ModelFailed(instance=0, model="a", reason="?"))
     assert box.daemon.model("a").state == "failed"
     box.settle()
-    assert box.daemon.model("b").state == "stored"
+    assert box.daemon.model("b").state == "cold"
     box.ask("r", "b")
     box.settle()
 
@@ -912,7 +912,7 @@ async def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
 
     (shown, _) = box.daemon.activity().models
     assert shown.state == "loaded"
-    assert shown.residency == {"0": "loaded", "1": "stored"}
+    assert shown.residency == {"0": "loaded", "1": "cold"}
 
 
 def without_counts(box: Box) -> InstanceActivity:

@@ -15,6 +15,8 @@ from appliance.scheduling.machine import Machine
 from appliance.scheduling.policy_api import ClusterView, InstanceView, Policy
 from appliance.service.policy_report import PolicyChoice, PolicyChosen
 from appliance.vocabulary import (
+    ClientBackpressured,
+    ClientResumed,
     Command,
     Event,
     Finish,
@@ -25,8 +27,6 @@ from appliance.vocabulary import (
     KvShape,
     ModelAdded,
     ModelSpec,
-    ReaderStalled,
-    ReaderWentOn,
     Reject,
     RequestArrived,
     RequestCancelled,
@@ -246,11 +246,11 @@ class ClusterDouble:
 
     def stall(self, name: str) -> None:
         """Its client takes nothing."""
-        self.tell(ReaderStalled(request=name))
+        self.tell(ClientBackpressured(request=name))
 
     def read_on(self, name: str) -> None:
         """Its client takes what was made."""
-        self.tell(ReaderWentOn(request=name))
+        self.tell(ClientResumed(request=name))
 
     def work(self, number: int) -> bool:
         """One instance does its next piece of work; False if it had none."""

@@ -33,6 +33,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["lab", *arguments], catch_exceptions=False)
 
 
+@pytest.mark.thorough
 def test_the_path_of_a_newcomer(place: Path) -> None:
     """Every command of the document does what the document says, one after the other."""
     text = (ROOT / "docs/lab.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -173,6 +174,7 @@ class HostCache(RuleBasedStateMachine):
         assert self.ledger.weight_slabs <= max(0, self.ledger.total_slabs - self.cluster)
 
 
+@pytest.mark.thorough
 def test_images_under_any_schedule() -> None:
     """No image is overwritten, read before it is whole, or gone while it is read; none leaks."""
     run_state_machine_as_test(

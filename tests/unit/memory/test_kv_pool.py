@@ -260,6 +260,7 @@ class KvPoolMachine(RuleBasedStateMachine):
         assert self.pool.held_bytes <= self.pool.mapped_bytes <= self.peak
 
 
+@pytest.mark.thorough
 def test_random_histories() -> None:
     """Whatever is asked, and whatever fails: no block is lost, none is in two states, and no
     content is dropped without its owner being told. Over tens of thousands of steps."""

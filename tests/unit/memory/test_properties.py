@@ -181,6 +181,7 @@ class SlabPool(Counted):
         self.vmm.close()
 
 
+@pytest.mark.thorough
 def test_slabs_under_any_schedule() -> None:
     """No slab in two places, none lost, no change by a refusal, poison until it is written."""
     walk(SlabPool)
@@ -341,6 +342,7 @@ class TransferRules(Counted):
         assert not self.book._uses
 
 
+@pytest.mark.thorough
 def test_transfers_under_any_schedule() -> None:
     """No read of what has not landed, no overwriting of what is read, nothing stuck or leaked."""
     walk(TransferRules)
@@ -372,6 +374,7 @@ class CancelledLeavesEarly(TransferRules):
     cancelled_waits = False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", [ReadsUnfinished, OverwritesReaders, CancelledLeavesEarly])
 def test_a_broken_rule_is_detected(machine: type[TransferRules]) -> None:
     """The same walk finds the violation if the book, or whoever follows it, is wrong."""
@@ -388,6 +391,7 @@ class CountedHostBooks(HostBooks, Counted):
     pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", [CountedDeviceBooks, CountedHostBooks])
 def test_ledgers_under_any_schedule(machine: type[RuleBasedStateMachine]) -> None:
     """Free, held and in flight are the whole at all times, and no place has two owners."""

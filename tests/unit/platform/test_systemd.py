@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.platform.systemd import Notifier, SocketsRefused, refuse_strangers, take_sockets
+from appliance.platform.systemd import Notifier, SocketsRefused, refuse_foreign, take_sockets
 from tests.activation import start_activated
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles.notify import manager
@@ -152,10 +152,10 @@ def test_without_keys_only_this_machine_is_served(
         pytest.skip("this machine has no such address")
     with listener:
         if not refused:
-            refuse_strangers([listener])
+            refuse_foreign([listener])
             return
         with pytest.raises(SocketsRefused, match=r"outside this machine.*api\.keys"):
-            refuse_strangers([listener])
+            refuse_foreign([listener])
 
 
 def test_the_library_agrees(tmp_path: Path) -> None:

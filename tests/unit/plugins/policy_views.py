@@ -149,7 +149,7 @@ def instance_view(
     *,
     groups: tuple[GroupView, ...] = (),
     batches: tuple[BatchView, ...] = (),
-    roster: int | None = None,
+    membership_version: int | None = None,
     current: str | None = None,
     turn: str | None = None,
     turn_began: float = 0.0,
@@ -175,7 +175,9 @@ def instance_view(
         groups=groups,
         batches=batches,
         # A view made anew is one of other requests, unless told otherwise; equal ones are alike.
-        roster=hash((groups, batches)) if roster is None else roster,
+        membership_version=hash((groups, batches))
+        if membership_version is None
+        else membership_version,
         turn=turn,
         turn_began=turn_began,
         last_turn=last_turn,

@@ -373,15 +373,23 @@ def test_among_equals_weights_in_place_decide() -> None:
 
 
 def test_what_is_known_of_an_instance_is_kept_until_somebody_comes_or_goes() -> None:
-    """Tokens change nothing about where requests go; a new roster does."""
+    """Tokens change nothing about where requests go; a new membership_version does."""
     policy = Appliance()
-    few = instance_view(0, batches=(batch_view("b"), batch_view("c")), roster=1)
-    many = instance_view(1, batches=tuple(batch_view(name) for name in "bcdefg"), roster=1)
+    few = instance_view(0, batches=(batch_view("b"), batch_view("c")), membership_version=1)
+    many = instance_view(
+        1, batches=tuple(batch_view(name) for name in "bcdefg"), membership_version=1
+    )
     assert chosen(policy, few, many).instance == 0
 
-    swapped = instance_view(0, batches=many.batches, roster=1), instance_view(1, roster=1)
+    swapped = (
+        instance_view(0, batches=many.batches, membership_version=1),
+        instance_view(1, membership_version=1),
+    )
     assert chosen(policy, *swapped).instance == 0
-    told = instance_view(0, batches=many.batches, roster=2), instance_view(1, roster=2)
+    told = (
+        instance_view(0, batches=many.batches, membership_version=2),
+        instance_view(1, membership_version=2),
+    )
     assert chosen(policy, *told).instance == 1
 
 
@@ -391,12 +399,12 @@ def test_a_request_looks_at_a_few_instances_anew() -> None:
     policy = Appliance()
     crowd = tuple(batch_view(name) for name in "bcdefghi")
     light, heavy = crowd[:2], crowd
-    views = [instance_view(n, batches=light, roster=1) for n in range(4)]
+    views = [instance_view(n, batches=light, membership_version=1) for n in range(4)]
     assert chosen(policy, *views).instance == 0
 
-    grown = [instance_view(n, batches=heavy, roster=2) for n in range(4)]
+    grown = [instance_view(n, batches=heavy, membership_version=2) for n in range(4)]
     assert chosen(policy, *grown).instance == 2  # 0 and 1 are known to be crowded now
-    grown[3] = instance_view(3, batches=(), roster=3)
+    grown[3] = instance_view(3, batches=(), membership_version=3)
     assert chosen(policy, *grown).instance == 3
 
 
@@ -406,7 +414,7 @@ def test_estimates_are_renewed_a_few_at_a_time() -> None:
     cluster = cluster_view(2, *[model_view(name) for name in models])
     asked = [request_view(name) for name in models]
     for number, request in enumerate(asked):
-        view = instance_view(0, roster=number)
+        view = instance_view(0, membership_version=number)
         policy.prefill(now=NOW, request=request, instances=[view], costs=COSTS)
     dear = CountingCosts(step=0.01, per_token=0.0001, switch=1.0)
 

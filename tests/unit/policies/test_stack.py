@@ -27,7 +27,7 @@ from appliance.scheduling.policy_api import (
     PrefillChoice,
     Refusal,
 )
-from appliance.service.policy_report import DecisionTally, Missed
+from appliance.service.policy_report import DecisionStats, Missed
 from appliance.vocabulary import Role
 from tests.unit.plugins.policy_views import (
     FixedCosts,
@@ -591,7 +591,7 @@ def test_time_is_each_policys_own(monkeypatch: pytest.MonkeyPatch) -> None:
     shy, built_in = stack.states()
     assert told == [("phase", 0.75), ("phase", 0.375)]
     assert shy.decisions == {
-        "phase": DecisionTally(
+        "phase": DecisionStats(
             calls=2, faults=1, seconds=0.375, p50_seconds=0.125, p99_seconds=0.25, max_seconds=0.25
         )
     }
@@ -600,14 +600,14 @@ def test_time_is_each_policys_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_quantiles_are_of_the_last_questions() -> None:
     """The sum is of all; before there was one there are no times."""
-    tally = PolicyStats()
-    assert tally.report() == DecisionTally(
+    stats = PolicyStats()
+    assert stats.report() == DecisionStats(
         calls=0, faults=0, seconds=0.0, p50_seconds=None, p99_seconds=None, max_seconds=None
     )
     for seconds in [1000.0, *range(1, RECENT + 1)]:
-        tally.took(seconds)
+        stats.took(seconds)
 
-    told = tally.report()
+    told = stats.report()
     assert told.seconds == 1000 + sum(range(RECENT + 1))
     assert (told.p50_seconds, told.p99_seconds, told.max_seconds) == (128, 254, 256)
 

@@ -12,7 +12,7 @@ from appliance.service.event_log import BATCH, EventLog, Notice, NoticeKind
 
 def tell(feed: EventLog, *models: object) -> None:
     for model in models:
-        feed.tell(NoticeKind.MODEL_WANTED, model=model)
+        feed.tell(NoticeKind.MODEL_LOAD_REQUESTED, model=model)
 
 
 def models(batch: list[Notice] | None) -> list[object] | None:

@@ -23,7 +23,7 @@ from appliance.scheduling.policy_api import (
     Refusal,
     RequestView,
 )
-from appliance.testing import Report, asking, check, kit, questions, scenes
+from appliance.testing import ConformanceReport, asking, check, kit, questions, scenes
 from appliance.testing.recorded_calls import asked
 from appliance.testing.scenes import SCENES, HookCall, Played, Scene
 from appliance.testing.trial import trial
@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "RUN_SCENES", ("lone",))
 
 
-def found(report: Report) -> set[tuple[str, str]]:
+def found(report: ConformanceReport) -> set[tuple[str, str]]:
     """Which checks found something, and at which hooks."""
     return {(finding.check, finding.hook) for finding in report.findings}
 

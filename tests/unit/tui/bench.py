@@ -44,7 +44,7 @@ def lost(reason: str, seconds: float = 2.0, at: float = NOW) -> Message:
 def model(name: str, **members: Any) -> Document:
     return {
         "model": name, "state": "loaded", "residency": {"0": "loaded"}, "running": 0, "waiting": 0,
-        "draining": False, "wanted": False, "output_tokens": 0,
+        "draining": False, "load_requested": False, "output_tokens": 0,
         "terms": {"max_queue": 9, "pinned": False},
         "facts": {"architecture": "LlamaForCausalLM", "weight_bytes": 3 << 30},
     } | members  # fmt: skip

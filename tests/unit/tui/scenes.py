@@ -58,13 +58,13 @@ def spans() -> dict[str, Document]:
 
 
 def pool() -> Document:
-    stages = ("loaded", "loaded", "loaded", "stored", "loading", "stored")
+    stages = ("loaded", "loaded", "loaded", "cold", "loading", "cold")
     lately = {
         "attainment": 0.997, "ttft_p50_seconds": 0.42, "ttft_p99_seconds": 2.4,
         "tbt_p50_seconds": 0.021, "tbt_p99_seconds": 0.12,
     }  # fmt: skip
     models = {
-        name: model(name, state=stage, residency={"0": stage, "1": "stored"}, running=number % 3,
+        name: model(name, state=stage, residency={"0": stage, "1": "cold"}, running=number % 3,
                     waiting=number % 2, output_tokens=1000 * number)
         for number, (name, stage) in enumerate(zip(MODELS, stages, strict=True))
     }  # fmt: skip
@@ -156,7 +156,7 @@ def installed(name: str, *hooks: str, **members: object) -> Document:
     } | members  # fmt: skip
 
 
-def tally(calls: int, p50: float, p99: float, most: float, faults: int = 0) -> Document:
+def stats(calls: int, p50: float, p99: float, most: float, faults: int = 0) -> Document:
     return {
         "calls": calls, "faults": faults, "seconds": calls * p50 * 1.25, "p50_seconds": p50,
         "p99_seconds": p99, "max_seconds": most,
@@ -189,15 +189,15 @@ def policies() -> Document:
             "evict": ["ours", "appliance"], "prefetch": ["appliance"],
         },
         "policies": [
-            policy("aegaeon", decisions={"round": tally(4711, 32e-6, 210e-6, 0.0012)}),
+            policy("aegaeon", decisions={"round": stats(4711, 32e-6, 210e-6, 0.0012)}),
             policy("ours", calls=7, faults=3, disabled=True, apart=True, decisions={
-                "prefill": tally(4, 0.0011, 0.004, 0.0041),
-                "evict": tally(3, 0.05, 0.051, 0.051, 3),
+                "prefill": stats(4, 0.0011, 0.004, 0.0041),
+                "evict": stats(3, 0.05, 0.051, 0.051, 3),
             }),
             policy("appliance", decisions={
-                "place": tally(12, 90e-6, 150e-6, 160e-6),
-                "prefill": tally(410, 45e-6, 0.0007, 0.002),
-                "evict": tally(3, 20e-6, 31e-6, 31e-6),
+                "place": stats(12, 90e-6, 150e-6, 160e-6),
+                "prefill": stats(410, 45e-6, 0.0007, 0.002),
+                "evict": stats(3, 20e-6, 31e-6, 31e-6),
             }),
         ],
         "previous": [

@@ -33,7 +33,7 @@ def pool() -> Told:
 @pytest.mark.parametrize(
     ("key", "verb", "asks", "words"),
     [
-        ("L", "load", False, "a comes to a device"),
+        ("L", "load", False, "a is loaded to a device"),
         ("E", "evict", True, "a leaves its devices"),
         ("D", "drain", True, "a takes no new requests"),
         ("R", "resume", False, "a takes requests"),
@@ -69,7 +69,7 @@ async def test_what_is_refused_is_told_of_each_model() -> None:
             "/api/models/a/load", "/api/models/of/b/load", "/api/models/c%20d/load",
         ]  # fmt: skip
         assert notified(app) == [
-            "a: a is draining", "of/b comes to a device",
+            "a: a is draining", "of/b is loaded to a device",
             "c d: /api/models/c%20d/load is not known",
         ]  # fmt: skip
 

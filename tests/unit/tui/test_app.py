@@ -373,7 +373,7 @@ async def test_without_colours() -> None:
 async def test_a_session_is_recorded_and_replayed(tmp_path: Path) -> None:
     """All that was heard; a replay shows the same, in the time of the recording."""
     path = tmp_path / "session.jsonl"
-    messages = [state(tree()), notice(3, "model_wanted", NOW + 5, model="b"),
+    messages = [state(tree()), notice(3, "model_load_requested", NOW + 5, model="b"),
                 delta({"models": {"d": model("d")}}, NOW + 9)]  # fmt: skip
     async with dashboard(Told(*messages), recorder=RecordingWriter(path)) as app:
         live = seen(app)

@@ -68,7 +68,7 @@ async def test_what_is_sent_is_heard() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request)
         return sent(
-            ("state", {"s": 1}, 7), ("delta", {"d": 1}, None), ("model_wanted", {"n": 8}, 8)
+            ("state", {"s": 1}, 7), ("delta", {"d": 1}, None), ("model_load_requested", {"n": 8}, 8)
         )
 
     heard = await hear(connected(answer), 4)
@@ -98,7 +98,7 @@ async def test_it_comes_back_where_it_was() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request.headers.get("last-event-id"))
         if len(asked) in (1, 9):
-            return sent(("model_wanted", {}, 40 + len(asked)))
+            return sent(("model_load_requested", {}, 40 + len(asked)))
         raise httpx.ConnectError("refused")
 
     sleep = Sleeper()

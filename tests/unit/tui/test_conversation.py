@@ -9,7 +9,7 @@ from tui import conversation as conversations
 from tui.conversation import LONGEST_QUESTION, MOST_LINES, AnswerState, ChatAnswer, Conversation
 from tui.drawing.wrapping import Wrapped
 from tui.messages import AnswerPiece, DaemonRefused, Document, Message, PieceKind
-from tui.request_trace import Journey, TraceSwitch
+from tui.request_trace import RequestTrace, TraceSwitch
 from tui.state import State
 
 TIMING = (
@@ -25,7 +25,7 @@ def heard(*messages: Message) -> State:
 
 
 def answered(*pieces: tuple[float, PieceKind, Document]) -> ChatAnswer:
-    answer = ChatAnswer("why?", Journey(State()))
+    answer = ChatAnswer("why?", RequestTrace(State()))
     for piece in pieces:
         answer.hear(AnswerPiece(*piece))
     return answer
@@ -108,12 +108,12 @@ def test_a_conversation_sends_what_was_said() -> None:
     """Not what was never answered."""
     talk = Conversation("a")
     for question, text in (("one?", "1"), ("lost?", ""), ("two?", "2")):
-        answer, _ = talk.ask(question, Journey(State()))
+        answer, _ = talk.ask(question, RequestTrace(State()))
         assert talk.coming is answer
         answer.text = text
         answer.end(AnswerState.DONE if text else AnswerState.FAILED)
         assert talk.coming is None
-    _, body = talk.ask("three?", Journey(State()))
+    _, body = talk.ask("three?", RequestTrace(State()))
 
     assert body["messages"] == [
         {"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"},
@@ -129,7 +129,7 @@ def test_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MOST_CHARACTERS", 19)
     talk = Conversation("a")
     for number in range(4):
-        answer, body = talk.ask(f"{number}?", Journey(State()))
+        answer, body = talk.ask(f"{number}?", RequestTrace(State()))
         talk.hear(answer, AnswerPiece(1.0, PieceKind.DATA, said("x" * 7)))
         answer.end(AnswerState.DONE)
     assert [one.question for one in talk.answers] == ["2?", "3?"]
@@ -158,9 +158,9 @@ def test_only_so_many_lines_are_kept() -> None:
 def test_a_question_is_not_too_long() -> None:
     """It is refused, and nothing is forgotten for it."""
     talk = Conversation("a")
-    talk.ask("q" * LONGEST_QUESTION, Journey(State()))
+    talk.ask("q" * LONGEST_QUESTION, RequestTrace(State()))
     with pytest.raises(ValueError, match="has 100,001 characters; 100,000 are the most"):
-        talk.ask("q" * (LONGEST_QUESTION + 1), Journey(State()))
+        talk.ask("q" * (LONGEST_QUESTION + 1), RequestTrace(State()))
     assert len(talk.answers) == 1
 
 
@@ -178,8 +178,8 @@ def test_switches_are_those_of_its_instances_while_it_lived() -> None:
         state(tree(spans=span(3, 1, requests=["old"]))),
         notice(1, "model_switched", instance=0, model="a"),
     )
-    journey = Journey(known)
-    journey.hear(known)
+    trace = RequestTrace(known)
+    trace.hear(known)
     for message in (
         notice(2, "model_switched", instance=0, model="b"),
         notice(3, "request_arrived", id="mine", model="a"),
@@ -189,36 +189,36 @@ def test_switches_are_those_of_its_instances_while_it_lived() -> None:
         notice(6, "model_switched", instance=0, model="a"),
     ):
         known.hear(message)
-    assert journey.switches == []  # nobody has said what its name is
-    journey.request = "mine"
-    journey.hear(known)
-    assert journey.instances == ["0"]
-    assert journey.switches == [TraceSwitch("0", "c"), TraceSwitch("0", "a")]
+    assert trace.switches == []  # nobody has said what its name is
+    trace.request = "mine"
+    trace.hear(known)
+    assert trace.instances == ["0"]
+    assert trace.switches == [TraceSwitch("0", "c"), TraceSwitch("0", "a")]
     for message in (
         delta({"spans": span(5, 2, prompts=["mine"])}),
         notice(7, "request_ended", id="mine", model="a", output_tokens=12),
         notice(8, "model_switched", instance=0, model="b"),
     ):
         known.hear(message)
-    journey.hear(known)
+    trace.hear(known)
 
-    assert (journey.over, journey.output_tokens, journey.missed) == (True, 12, False)
-    assert journey.instances == ["0", "2"]
-    assert len(journey.switches) == 2
+    assert (trace.over, trace.output_tokens, trace.missed) == (True, 12, False)
+    assert trace.instances == ["0", "2"]
+    assert len(trace.switches) == 2
 
 
 def test_where_it_was_is_heard_behind_its_end() -> None:
     """Events come at once, spans with the next change."""
     known = heard(state(tree()))
-    journey = Journey(known)
-    journey.request = "mine"
+    trace = RequestTrace(known)
+    trace.request = "mine"
     known.hear(notice(1, "request_arrived", id="mine"))
     known.hear(notice(2, "request_ended", id="mine", output_tokens=1))
-    journey.hear(known)
-    assert (journey.over, journey.instances) == (True, [])
+    trace.hear(known)
+    assert (trace.over, trace.instances) == (True, [])
     known.hear(delta({"spans": span(9, 1, prompts=["mine"])}))
-    journey.hear(known)
-    assert journey.instances == ["1"]
+    trace.hear(known)
+    assert trace.instances == ["1"]
 
 
 def test_where_it_was_is_heard_of_a_daemon_that_began_anew() -> None:
@@ -227,51 +227,51 @@ def test_where_it_was_is_heard_of_a_daemon_that_began_anew() -> None:
         state(tree(spans=span(500, 1, ended_unix_seconds=NOW))),
         state(tree(spans=span(1, 1)) | {"started_unix_seconds": NOW}, missed=True),
     )
-    journey = Journey(known)
-    journey.request = "mine"
+    trace = RequestTrace(known)
+    trace.request = "mine"
     known.hear(delta({"spans": span(2, 0, requests=["mine"])}))
-    journey.hear(known)
-    assert journey.instances == ["0"]
+    trace.hear(known)
+    assert trace.instances == ["0"]
 
 
 def test_the_instance_of_a_live_request_is_known() -> None:
     """Before it has had a turn; one that is not placed is nowhere."""
     known = heard(state(tree(requests=[request("mine", "a", instance=None)])))
-    journey = Journey(known)
-    journey.request = "mine"
-    journey.hear(known)
-    assert journey.instances == []
+    trace = RequestTrace(known)
+    trace.request = "mine"
+    trace.hear(known)
+    assert trace.instances == []
     known.hear(delta({"requests": {"mine": {"instance": 1}}}))
-    journey.hear(known)
-    assert journey.instances == ["1"]
+    trace.hear(known)
+    assert trace.instances == ["1"]
 
 
 def test_what_was_missed_is_told() -> None:
     """With a daemon that was lost the end of a request may be, too."""
     known = heard(state(tree(requests=[request("mine", "a")])))
-    journey = Journey(known)
-    journey.request = "mine"
+    trace = RequestTrace(known)
+    trace.request = "mine"
     known.hear(state(tree(requests=[request("mine", "a")]), missed=True))
-    journey.hear(known)
-    assert (journey.missed, journey.over) == (True, False)
+    trace.hear(known)
+    assert (trace.missed, trace.over) == (True, False)
     known.hear(state(tree(models="a"), missed=True))
     known.hear(delta({"models": {"d": model("d")}}))
-    journey.hear(known)
-    assert journey.over
+    trace.hear(known)
+    assert trace.over
 
 
 def test_more_events_than_are_kept_are_missed() -> None:
     """Nobody looked for a while."""
     known = heard(state(tree()))
-    journey = Journey(known)
-    journey.request = "mine"
+    trace = RequestTrace(known)
+    trace.request = "mine"
     known.hear(notice(1, "request_arrived", id="mine"))
-    journey.hear(known)
+    trace.hear(known)
     for number in range(2, 2 + (known.notices.maxlen or 0)):
-        known.hear(notice(number, "model_wanted", model="a"))
-    assert not journey.missed
-    journey.hear(known)
-    assert journey.missed
+        known.hear(notice(number, "model_load_requested", model="a"))
+    assert not trace.missed
+    trace.hear(known)
+    assert trace.missed
 
 
 # --- its text ------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ async def test_a_change_is_seen_at_once() -> None:
         report = policies()
         report["decisions"]["place"] = ["prism", "appliance"]
         source.answers["GET", PATH] = report
-        source.say(notice(2, "model_wanted", model="a"))
+        source.say(notice(2, "model_load_requested", model="a"))
         await settle(app)
         assert "prism" not in seen(app)
         source.say(notice(3, "policies_chosen", choice={}))

@@ -12,8 +12,8 @@ from tui.recording import NoRecording, NotRecorded, RecordingPlayer, RecordingWr
 
 SESSION = [
     state(tree()),
-    notice(2, "model_wanted", NOW + 0.5, model="a"),
-    delta({"models": {"a": {"wanted": True}}}, NOW + 2),
+    notice(2, "model_load_requested", NOW + 0.5, model="a"),
+    delta({"models": {"a": {"load_requested": True}}}, NOW + 2),
     lost("gone", at=NOW + 2),
 ]
 

@@ -53,7 +53,7 @@ def test_what_grows_is_bounded() -> None:
     heard = State()
     heard.hear(state(tree()))
     for number in range(MOST_NOTICES + 10):
-        heard.hear(notice(number, "model_wanted", model="a"))
+        heard.hear(notice(number, "model_load_requested", model="a"))
     for first in range(0, MOST_SPANS + 100, 50):
         heard.hear(delta({"spans": {str(first + i): {"kind": "turn"} for i in range(50)}}))
     for tokens in range(MOST_SAMPLES + 10):
@@ -69,11 +69,11 @@ def test_events_that_were_missed_leave_a_mark() -> None:
     """Not at first: nobody missed what was before."""
     heard = State()
     heard.hear(state(tree(), missed=True))
-    heard.hear(notice(1, "model_wanted", model="a"))
+    heard.hear(notice(1, "model_load_requested", model="a"))
     heard.hear(lost("gone"))
     heard.hear(state(tree(), missed=True))
 
-    assert [row["kind"] for row in heard.notices] == ["model_wanted", "missed"]
+    assert [row["kind"] for row in heard.notices] == ["model_load_requested", "missed"]
 
 
 def test_a_daemon_that_is_lost_comes_back() -> None:

@@ -12,8 +12,8 @@ from appliance.vocabulary import (
     DropModel,
     EvictModel,
     ModelChanged,
+    ModelLoadRequested,
     ModelRemoved,
-    ModelWanted,
     MoveKv,
     PrefetchModel,
     RunTurn,
@@ -107,7 +107,7 @@ def test_longer_kv_takes_room_from_weights() -> None:
 def test_an_image_that_is_read_gives_way_later() -> None:
     """A request that has to wait for its room is not rejected for it."""
     cluster = cluster_of("a", host_slabs=8, slabs=40)
-    cluster.tell(ModelWanted(model="a"))
+    cluster.tell(ModelLoadRequested(model="a"))
     assert cluster.machine.instances[0].engines["a"].stage is EngineStage.LOADING
 
     cluster.add("b", ModelDouble(4, shape(block_bytes=1000)), kv_floor_slabs=8)
@@ -141,7 +141,7 @@ def test_what_tears_the_room_of_long_blocks_may_be_read() -> None:
     cluster = cluster_of("ab", host_slabs=13, slabs=40)
     cluster.add("d", ModelDouble(4, shape(block_bytes=3 * SLAB)), kv_floor_slabs=2)
     cluster.settle()
-    cluster.tell(ModelWanted(model="b"))
+    cluster.tell(ModelLoadRequested(model="b"))
     assert cluster.machine.instances[0].engines["b"].stage is EngineStage.LOADING
 
     cluster.machine.weight_cache.add(cluster.machine.models["d"], 9, {"b"})
@@ -210,7 +210,7 @@ def test_a_model_leaves_in_mid_turn() -> None:
 
     cluster.tell(ModelRemoved(model="a"))
     refused = cluster.ask("late", "a")
-    cluster.tell(ModelWanted(model="a"))
+    cluster.tell(ModelLoadRequested(model="a"))
     cluster.settle()
 
     assert [life.outcome for life in lives] == ["model_removed"] * 3
@@ -240,7 +240,7 @@ def test_a_model_leaves_while_its_engine_is_built() -> None:
 def test_a_model_leaves_while_it_is_loaded() -> None:
     """The load is awaited, or it would be taken for one of a later model of its name."""
     cluster = cluster_of()
-    cluster.tell(ModelWanted(model="a"))
+    cluster.tell(ModelLoadRequested(model="a"))
     assert cluster.commands(PrefetchModel)
 
     cluster.tell(ModelRemoved(model="a"))

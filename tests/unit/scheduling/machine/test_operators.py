@@ -15,9 +15,9 @@ from appliance.vocabulary import (
     FinishReason,
     LoadModel,
     ModelChanged,
-    ModelDismissed,
+    ModelEvictRequested,
     ModelFailed,
-    ModelWanted,
+    ModelLoadRequested,
     MoveKv,
     Preempt,
     PrefetchModel,
@@ -44,11 +44,11 @@ def ready(names: str, **options: Any) -> ClusterDouble:
 
 
 def want(cluster: ClusterDouble, model: str) -> None:
-    cluster.tell(ModelWanted(model=model))
+    cluster.tell(ModelLoadRequested(model=model))
 
 
 def dismiss(cluster: ClusterDouble, model: str) -> None:
-    cluster.tell(ModelDismissed(model=model))
+    cluster.tell(ModelEvictRequested(model=model))
 
 
 def change(cluster: ClusterDouble, model: str, **terms: Any) -> None:
@@ -331,7 +331,7 @@ def test_a_lost_instance_has_nobody_to_dismiss() -> None:
     cluster.settle()
 
     assert cluster.commands(EvictModel) == []
-    assert cluster.machine.instances[0].dismissed == {}
+    assert cluster.machine.instances[0].evict_requested == {}
 
 
 # --- drain, and terms ----------------------------------------------------------------------------

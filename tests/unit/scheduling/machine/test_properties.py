@@ -20,9 +20,9 @@ from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     BuildModel,
     ModelChanged,
-    ModelDismissed,
+    ModelEvictRequested,
+    ModelLoadRequested,
     ModelRemoved,
-    ModelWanted,
     PrefetchModel,
     RequestClass,
     RunPrefill,
@@ -97,8 +97,8 @@ class BusyCluster(RuleBasedStateMachine):
         self.emptied = False
         """Whether there was a time without any instance."""
         self.whims = policy == WHIMSICAL
-        self.rosters: dict[int, tuple[int, tuple[frozenset[str], ...]]] = {}
-        """What each instance was seen with last: its roster, and who is in which group or batch."""
+        self.memberships: dict[int, tuple[int, tuple[frozenset[str], ...]]] = {}
+        """Of each instance the last `membership_version`, with its requests by group and batch."""
         self.cluster.start()
         self.tune()
 
@@ -138,7 +138,9 @@ class BusyCluster(RuleBasedStateMachine):
     def want_or_dismiss(self, data: st.DataObject, wanted: bool) -> None:
         """An operator wants a model on a device, or off all of them."""
         model = data.draw(st.sampled_from(sorted(self.cluster.machine.models)))
-        self.cluster.tell(ModelWanted(model=model) if wanted else ModelDismissed(model=model))
+        self.cluster.tell(
+            ModelLoadRequested(model=model) if wanted else ModelEvictRequested(model=model)
+        )
 
     @precondition(lambda self: self.cluster.machine.models)
     @rule(data=st.data(), pinned=st.booleans(), draining=st.booleans())
@@ -163,7 +165,7 @@ class BusyCluster(RuleBasedStateMachine):
     def remove_model(self, data: st.DataObject) -> None:
         """A model leaves, whatever it does."""
         model = data.draw(st.sampled_from(sorted(self.cluster.machine.models)))
-        if model not in self.cluster.machine.leaving:
+        if model not in self.cluster.machine.removing:
             self.cluster.tell(ModelRemoved(model=model))
 
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 30))
@@ -269,8 +271,8 @@ class BusyCluster(RuleBasedStateMachine):
     def who_is_held_is_in_nobody_s_way(self) -> None:
         """It is in no batch, and its KV is on no device, or on its way from there."""
         for request in self.cluster.machine.requests.values():
-            if request.stage is Stage.HELD:
-                assert request.stalled
+            if request.stage is Stage.PAUSED:
+                assert request.backpressured
                 assert request.batch is None
                 assert request.kv in (KvPlace.LEAVING, KvPlace.HOST)
 
@@ -281,14 +283,14 @@ class BusyCluster(RuleBasedStateMachine):
             assert all(life.prefills <= 1 for life in self.cluster.world.lives.values())
 
     @invariant()
-    def a_roster_tells_who_came_or_went(self) -> None:
+    def the_membership_version_follows_requests(self) -> None:
         """What was derived from a view has to be derived again only if the view is another."""
         for number, instance in self.cluster.machine.instances.items():
             holders = [*instance.groups, *instance.batches.values()]
             members = tuple(frozenset(holder.members) for holder in holders)
-            roster, before = self.rosters.get(number, (-1, ()))
-            assert instance.roster != roster or set(members) == set(before)
-            self.rosters[number] = instance.roster, members
+            membership_version, before = self.memberships.get(number, (-1, ()))
+            assert instance.membership_version != membership_version or set(members) == set(before)
+            self.memberships[number] = instance.membership_version, members
 
     def teardown(self) -> None:
         if not hasattr(self, "cluster"):
@@ -303,7 +305,7 @@ class BusyCluster(RuleBasedStateMachine):
             self.wait(1.5)
             assert self.cluster.settle()
         held = dict(self.cluster.machine.requests)
-        assert all(request.stage is Stage.HELD for request in held.values())
+        assert all(request.stage is Stage.PAUSED for request in held.values())
         for name in held:
             self.cluster.read_on(name)
         self.cluster.settle()
@@ -325,7 +327,7 @@ class BusyCluster(RuleBasedStateMachine):
             assert (life.outcome in ended) == done
         assert self.cluster.machine.host.kv_slabs == 0
         assert not self.cluster.machine.request_book.pending_frees
-        assert not self.cluster.machine.leaving
+        assert not self.cluster.machine.removing
         for instance in self.cluster.machine.instances.values():
             assert instance.engines.keys() == self.cluster.machine.models.keys()
 

@@ -71,7 +71,7 @@ def test_a_turn_goes_on_without_who_stalled() -> None:
     cuts = len(cluster.commands(Preempt))
     cluster.stall("stalled")
     assert len(cluster.commands(Preempt)) == cuts + 1
-    cluster.work_until(0, lambda: cluster.machine.requests["stalled"].stage is Stage.HELD)
+    cluster.work_until(0, lambda: cluster.machine.requests["stalled"].stage is Stage.PAUSED)
     cluster.work(0)
     ended = [e for _, e, _ in cluster.journal if isinstance(e, TurnEnded)]
     assert ended[-1].reason is TurnEnd.PREEMPTED
@@ -108,7 +108,7 @@ def test_between_turns() -> None:
 
     cluster.stall("stalled")
 
-    assert (held.stage, held.kv) == (Stage.HELD, KvPlace.LEAVING)
+    assert (held.stage, held.kv) == (Stage.PAUSED, KvPlace.LEAVING)
     found = wait_reason(cluster.machine, held, cluster.now)
     assert found is not None
     assert found.code is WaitCode.SLOW_CLIENT
@@ -125,7 +125,7 @@ def test_tokens_that_nobody_read_are_not_late() -> None:
     until(cluster, "r", Stage.RUNNING)
     request = cluster.machine.requests["r"]
     cluster.stall("r")
-    until(cluster, "r", Stage.HELD)
+    until(cluster, "r", Stage.PAUSED)
     assert not cluster.machine.instances[0].work, "nothing is planned for it"
     due, since = request.next_due, cluster.now
     cluster.now += 100.0
@@ -166,7 +166,7 @@ def test_who_leaves_while_it_is_held() -> None:
     cluster.ask("r", "a", output=60)
     until(cluster, "r", Stage.RUNNING)
     cluster.stall("r")
-    until(cluster, "r", Stage.HELD)
+    until(cluster, "r", Stage.PAUSED)
 
     cluster.cancel("r")
     cluster.settle()
@@ -192,7 +192,7 @@ def test_a_turn_with_a_prompt_is_not_ended() -> None:
     cluster.settle()
 
     assert len(cluster.commands(Preempt)) == cut
-    assert cluster.machine.requests["stalled"].stage is Stage.HELD
+    assert cluster.machine.requests["stalled"].stage is Stage.PAUSED
     assert cluster.world.lives["long"].outcome is FinishReason.LENGTH
 
 
@@ -214,12 +214,12 @@ def test_a_lost_worker() -> None:
     cluster.start(1)
     cluster.settle()
 
-    assert (request.stage, request.instance) == (Stage.HELD, 1)
+    assert (request.stage, request.instance) == (Stage.PAUSED, 1)
     assert request.kv is KvPlace.HOST
     due = request.next_due
     cluster.now += 100.0
     cluster.lose(1)
-    assert (request.stage, request.kv) == (Stage.HELD, KvPlace.HOST)
+    assert (request.stage, request.kv) == (Stage.PAUSED, KvPlace.HOST)
     cluster.now += 10.0
     cluster.read_on("r")
     assert request.next_due >= due + 110.0
@@ -236,7 +236,7 @@ def test_nobody_waits_for_the_room_of_who_is_held() -> None:
     until(cluster, "held", Stage.RUNNING)
     cluster.stall("held")
     cluster.settle()
-    assert cluster.machine.requests["held"].stage is Stage.HELD
+    assert cluster.machine.requests["held"].stage is Stage.PAUSED
 
     cluster.ask("waits", "a", prompt=100, output=60)
     cluster.settle()
