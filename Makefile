@@ -11,7 +11,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ serve: $(VENV)/.appliance ## Run the daemon (CONFIG=etc/appliance.toml)
 
 deb: $(VENV)/.appliance ## A Debian package in dist/ (docs/operations.md)
 	$(BIN)/python packaging/build_deb.py
+
+check: lint ## Lint, types and most unit tests, in three minutes on two cores
+	$(BIN)/python -m pytest -q -n auto -m "not thorough" tests/unit
 
 test: lint test-unit test-coverage results-quick test-frontend test-engine test-system ## Lint and all tests
 

@@ -37,6 +37,8 @@ from tests.unit.doubles.fake_service import FakeGeneration, FakeService
 from tests.unit.doubles.front import FrontDouble
 from tests.unit.doubles.serving import openai_client
 
+pytestmark = pytest.mark.thorough
+
 Found = TypeVar("Found")
 CHATS: Any = "/v1/chat/completions"
 PART = b'--b\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n'

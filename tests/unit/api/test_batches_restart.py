@@ -41,6 +41,8 @@ from tests.unit.api.test_batches import (
 from tests.unit.doubles.fake_service import FakeGeneration
 from tests.unit.doubles.serving import unserved
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["house"]
 
 
@@ -91,7 +93,6 @@ async def finish(house: House) -> Batch | None:
     return batch_log.load(path) if path.exists() else None
 
 
-@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_daemon_that_was_killed_anywhere(data: st.DataObject) -> None:

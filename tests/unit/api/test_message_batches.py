@@ -24,6 +24,8 @@ from tests.unit.api.test_batches_keys import ended as log_ended
 from tests.unit.doubles.fake_service import FakeGeneration, FakeService
 from tests.unit.doubles.serving import anthropic_client, served
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["file", "house"]
 
 

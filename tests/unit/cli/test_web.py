@@ -35,6 +35,8 @@ from tui.web.origins import is_local, is_own
 from tui.web.server import FORM, Site, serve
 from tui.web.visitors import KEPT_SECONDS, MOST, Visitors
 
+pytestmark = pytest.mark.thorough
+
 ESCAPE = re.compile(r"\x1b(\[[0-9;:?<>=]*[ -/]*[@-~]|[()].|[=>78])")
 OPERATOR, CHATTER = "sk-operator", "sk-chatter"
 

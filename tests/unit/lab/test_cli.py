@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from appliance.cli.main import cli
 from tests.unit.lab.test_journal_workload import write
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[3]
 SCENARIO = "benchmarks/scenarios/first_look.toml"
 PLOTS = importlib.util.find_spec("matplotlib") is not None
@@ -33,7 +35,6 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["lab", *arguments], catch_exceptions=False)
 
 
-@pytest.mark.thorough
 def test_the_path_of_a_newcomer(place: Path) -> None:
     """Every command of the document does what the document says, one after the other."""
     text = (ROOT / "docs/lab.md").read_text()

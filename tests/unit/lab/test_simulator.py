@@ -38,6 +38,8 @@ from tests.unit.lab import bench as lab_bench
 from tests.unit.lab.bench import SLAB, SLO
 from tests.unit.plugins.whimsical import Whimsical
 
+pytestmark = pytest.mark.thorough
+
 MODELS = ["a", "b", "c", "d", "e"]
 
 

@@ -26,6 +26,8 @@ from appliance.platform.systemd import Notifier
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.cli.command_tree import commands, groups
 
+pytestmark = pytest.mark.thorough
+
 UNITS = Path(__file__).parents[3] / "packaging" / "systemd"
 HARDENING = {
     "CapabilityBoundingSet": "",

@@ -29,6 +29,8 @@ from appliance.testing.scenes import SCENES, HookCall, Played, Scene
 from appliance.testing.trial import trial
 from appliance.vocabulary import InstanceId, ModelName, RequestId, Role, Word
 
+pytestmark = pytest.mark.thorough
+
 
 class Policy(Word, frozen=True, forbid_unknown_fields=True):
     """What policies have in common."""
