@@ -298,7 +298,7 @@ def make_admin_server(
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="off",
     )
-    log.info("operators are listened to at %s", path)
+    log.info("the admin socket is %s", path)
     return AdminServer(Server(settings, front_ends), listener, path)
 
 

@@ -343,7 +343,7 @@ class KeyRing:
             self._keys = self._by_digest()
         except KeysError as error:  # looked at again with the next request: it may be mended
             if seen != self._refused:
-                log.error("the keys stay as they were: %s", error)
+                log.error("the keys were not reloaded: %s", error)
             self._refused = seen
             return
         self._seen = seen

@@ -70,7 +70,7 @@ def finish(models: Path, wanted: Callable[[Path], bool]) -> None:
             try:
                 if kind == _ASIDE or _is_set_aside(folder, wanted):
                     delete(folder)
-                    log.info("%s was deleted, which an earlier daemon was to do", folder)
+                    log.info("%s was deleted: an earlier daemon had marked it", folder)
             except OSError as error:
                 log.error("%s cannot be deleted: %s", folder, error)
 

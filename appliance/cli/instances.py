@@ -17,7 +17,7 @@ def instance() -> None:
 
 @instance.command()
 @click.argument("number", type=int)
-@click.option("--reason", metavar="TEXT", help="What to tell those who ask.")
+@click.option("--reason", metavar="TEXT", help="The reason, which `appliance ps` and the API show.")
 @url_option
 @json_option
 def quarantine(number: int, reason: str | None, url: str, as_json: bool) -> None:

@@ -163,7 +163,7 @@ class BatchRequests:
         """Whether there is no room, which is said once."""
         full = self._full()
         if full and self._runs and not self._waits_for_room:
-            log.warning("batches stand still: files and logs take more than batches.max_stored")
+            log.warning("batches are paused: files and logs take more than batches.max_stored")
         self._waits_for_room = full
         return full
 

@@ -164,7 +164,7 @@ class BatchRunner:
             try:
                 batch = load(path)
             except (msgspec.DecodeError, IllegalTransition, OSError) as error:
-                log.error("%s is left alone, as it cannot be read: %s", path, error)
+                log.error("%s is ignored, as it cannot be read: %s", path, error)
                 continue
             if batch is None:  # no client had its confirmation
                 path.unlink()
@@ -194,13 +194,13 @@ class BatchRunner:
                 try:
                     await self.disk(self.files.delete, file.id)
                 except OSError as error:
-                    log.error("%s, which is old, stays: %s", file.id, error)
+                    log.error("%s has expired and cannot be deleted: %s", file.id, error)
         for batch in list(self._batches.values()):
             if batch.over and batch.created.at + self.settings.keep_seconds <= now:
                 try:
                     await self.disk(self._path(batch.id).unlink, missing_ok=True)
                 except OSError as error:
-                    log.error("%s, which is old, stays: %s", batch.id, error)
+                    log.error("%s has expired and cannot be deleted: %s", batch.id, error)
                 else:
                     self._batches.pop(batch.id, None)
 
@@ -440,12 +440,12 @@ class BatchRunner:
         try:
             await self.disk(shorten, self._path(batch.id), ended)
         except OSError as error:  # it says the same at length
-            log.warning("the log of %s stays long: %s", batch.id, error)
+            log.warning("the log of %s could not be compacted: %s", batch.id, error)
         if batch.of_messages:
             try:
                 await self.disk(self.files.delete, batch.created.input_file_id)
             except OSError as error:  # the sweep tries it again
-                log.warning("the input of %s stays for now: %s", batch.id, error)
+                log.warning("the input of %s could not be deleted yet: %s", batch.id, error)
 
 
 def _lost(error: InputLost) -> Problem:

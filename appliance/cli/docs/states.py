@@ -34,7 +34,7 @@ def states() -> str:
     titled = {
         "A request (`Stage`)": diagram(STAGES),
         "The KV cache of a request (`KvPlace`)": diagram(KV_PLACES),
-        "A model on an instance (`Engine`)": diagram(ENGINES),
+        "A model on an instance (`EngineStage`)": diagram(ENGINES),
     }
     return "\n\n".join(f"### {title}\n\n{drawn}" for title, drawn in titled.items())
 

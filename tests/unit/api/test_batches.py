@@ -333,7 +333,7 @@ async def test_a_batch_stands_still_while_there_is_no_room(
     async with house.client() as client:
         ballast = await client.files.create(file=("a", b"x" * 8000), purpose="batch")
         batch = await begin(client, [chat(str(number), max_tokens=150) for number in range(8)])
-        await until_logged(caplog, "batches stand still")
+        await until_logged(caplog, "batches are paused")
         seen = await client.batches.retrieve(batch)
         assert seen.status == "in_progress"
         assert seen.request_counts is not None
@@ -346,7 +346,7 @@ async def test_a_batch_stands_still_while_there_is_no_room(
     assert done.status == "completed"
     assert done.request_counts is not None
     assert done.request_counts.completed == 8
-    assert caplog.text.count("batches stand still") == 1
+    assert caplog.text.count("batches are paused") == 1
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
@@ -450,8 +450,8 @@ async def test_old_files_that_cannot_be_deleted(
 
         await polled(swept)
 
-    assert f"{bad}, which is old, stays" in caplog.text
-    assert f"{old}, which is old, stays" in caplog.text
+    assert f"{bad} has expired and cannot be deleted" in caplog.text
+    assert f"{old} has expired and cannot be deleted" in caplog.text
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ async def test_a_log_that_is_none(house: House, caplog: pytest.LogCaptureFixture
 
     assert listed == [batch]
     assert strange.exists()
-    assert "batch_0.jsonl is left alone" in caplog.text
+    assert "batch_0.jsonl is ignored" in caplog.text
 
 
 async def test_one_daemon_at_a_time(house: House) -> None:
