@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-PLACES: Final = ("appliance", "tui", "docs", "README.md", "CONTRIBUTING.md")
+PLACES: Final = ("appliance", "tui", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 WORDS: Final = {
     "whoever": "name the client, the request, the thread",
     "nobody": "name the client, the request, the thread",
+    "somebody": "name the client, the request, the thread",
+    "anybody": "name the client, the request, the thread",
+    "told": "say what is reported, sent, shown or passed",
+    "heard": "say what is received",
+    "beside": "next to, besides, during, in the same step",
+    "stands": "is, stays, means, replaces",
     "scribe": "batch writer",
     "foreman": "dispatcher",
 }
-_PATTERN: Final = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
+_PATTERN: Final = re.compile(rf"\b({'|'.join([*WORDS, *map(str.title, WORDS)])})\b")
 
 
 def findings(path: Path, text: str) -> Iterator[str]:

@@ -378,7 +378,7 @@ class HubSource:
                 digest: str | None = digest,
             ) -> None:
                 with self._reaching() as hub:
-                    # Beside the part's files, where the next pull goes on with what is there.
+                    # Next to the part's files, where the next pull goes on with what is there.
                     loaded = Path(
                         hub.hf_hub_download(
                             self.name, name, revision=info.sha, local_dir=path.parent / ".hub"

@@ -1,6 +1,6 @@
 """A configuration file and its drop-ins as one document, in which every key knows its place.
 
-Beside ``appliance.toml`` a directory ``appliance.toml.d`` may hold more ``*.toml``, read in the
+Next to ``appliance.toml`` a directory ``appliance.toml.d`` may hold more ``*.toml``, read in the
 order of their names; what a later one says holds. Tables are merged key by key, and ``[[model]]``
 by name: a row with the name of an earlier one changes it, any other adds a model.
 """

@@ -107,7 +107,7 @@ Fields: TypeAlias = dict[str, Any]
 
 
 class _Models:
-    """Stands where vLLM's handlers expect their application: its state is one model's."""
+    """Takes the place of the application for vLLM's handlers: its state is one model's."""
 
     def __init__(self, state: State) -> None:
         self.state = state

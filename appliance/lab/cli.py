@@ -129,7 +129,7 @@ def replay(
 ) -> None:
     """What other policies would have done with the requests in JOURNAL.
 
-    Beside them stand what really happened, and what the lab makes of the policy that decided then:
+    It also prints what really happened, and what the lab makes of the policy that decided then:
     how far those two differ is how far the lab is to be trusted here.
 
     With the policy that decided then, or without --policy, the machine gets the same events

@@ -148,7 +148,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def prefill(
         self, now: float, request: RequestView, instances: Sequence[InstanceView], costs: Costs
     ) -> PrefillChoice:
-        """Where everything, the request included, would be done first. Beside others of its model
+        """Where everything, the request included, would be done first. With others of its model
         it costs little, as steps are shared; elsewhere a switch, and a whole answer that shares
         no steps. What that costs depends on the other models: while half of the instances would do
         for all models with work, nothing."""

@@ -170,7 +170,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: str | None = None
     """Name of the API key that asks."""
     trace: Trace | None = None
-    """Told when requests are traced."""
+    """Called when requests are traced."""
     together_tokens: int = 0
     """Most tokens, prompts included, of all sequences that are asked for at once, if there are
     several: they are taken together or not at all. Of prompts that are pooled, which come one after

@@ -1,4 +1,4 @@
-"""Anybody's text in lines of a width: nothing in it is markup, nothing in it moves the cursor."""
+"""Untrusted text in lines of a width: nothing in it is markup, nothing in it moves the cursor."""
 
 from __future__ import annotations
 
