@@ -143,7 +143,7 @@ class StreamConformance:
             assert got[start : start + width] == data[start : start + width]
             assert got[start + width : start + narrow] == bytes(narrow - width)
 
-    def test_progress_is_told_piece_by_piece(self, floor: Floor) -> None:
+    def test_progress_is_reported_piece_by_piece(self, floor: Floor) -> None:
         """Who needs the first bytes has them while the rest is not even asked for."""
         transfer = floor.transfer(8)
         source = floor.host(0, b"one-two-")
@@ -303,7 +303,7 @@ class StreamConformance:
         with pytest.raises(RuntimeError, match=r"stream test-0\S* is closed"):
             stream.run(floor.transfer(0), [])
 
-    def test_the_end_is_told_once(self, floor: Floor) -> None:
+    def test_the_end_is_reported_once(self, floor: Floor) -> None:
         """`on_end` hears of every transfer, well ended or not, when it is over."""
         told: list[tuple[str, bool]] = []
         good, bad = floor.transfer(4), floor.transfer(9)

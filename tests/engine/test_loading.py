@@ -412,7 +412,7 @@ def test_types_are_converted_as_they_are_read(own: Any, model: str, dtype: str) 
     assert image_of(house, model) == expected
 
 
-def test_a_head_beside_the_embedding_counts(own: Any, checkpoints: dict[str, str]) -> None:
+def test_a_head_with_the_embedding_counts(own: Any, checkpoints: dict[str, str]) -> None:
     """A config may call a head tied that the checkpoint has: then the checkpoint is right."""
     from safetensors.torch import load_file, save_file
 

@@ -195,7 +195,7 @@ def test_a_cap_too_small_for_the_prompt(box: Box, plain_vllm: Baseline) -> None:
     assert list(box.finish().values()) == plain_vllm(MODEL, list(words.values()), [GREEDY] * 2)
 
 
-def test_a_cap_that_is_reached_beside_a_prompt(box: Box, plain_vllm: Baseline) -> None:
+def test_a_cap_that_is_reached_with_a_prompt(box: Box, plain_vllm: Baseline) -> None:
     """Who decodes has no further block, and waits for the prompt, which has all of its own."""
     shape = box.engine.kv
     groups = 2

@@ -303,7 +303,7 @@ def test_vectors_are_those_of_plain_vllm(
         other.evict_weights()
 
 
-def test_a_score_is_told_without_its_activation(
+def test_a_score_is_reported_without_its_activation(
     pooled: House, expected: dict[str, list[list[float]]]
 ) -> None:
     """A scorer has one number for a prompt, between 0 and 1 unless that is not wanted."""

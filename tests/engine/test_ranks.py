@@ -379,9 +379,7 @@ def test_a_full_pool_is_an_answer(box: Box) -> None:
     assert len(box.outputs.pop("full")) == LENGTH
 
 
-def test_ranks_compute_prompts_beside_a_turn(
-    box: Box, expected: dict[str, list[list[int]]]
-) -> None:
+def test_ranks_compute_prompts_in_a_turn(box: Box, expected: dict[str, list[list[int]]]) -> None:
     """Steps and prompts of a mixed turn are the same on all ranks; so is that one does not fit."""
     model = MODELS[0]
     box.load(model)

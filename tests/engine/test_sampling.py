@@ -242,7 +242,7 @@ def test_plain_tokens_have_no_detail(engine: Any) -> None:
         assert all(one.detail is None and one.tokens == 1 for one in produced)
 
 
-def test_cached_tokens_are_told_with_the_first(engine: Any) -> None:
+def test_cached_tokens_are_reported_with_the_first(engine: Any) -> None:
     """And only there; another salt has a cache of its own."""
     from appliance.engines.vllm.messages import decode_output
 

@@ -263,7 +263,7 @@ async def test_a_stream_that_fails_says_no_times(
         ("/api/chat", b"{error}\n"),
     ],
 )
-async def test_the_core_is_told_how_a_stream_ends_if_its_front_end_dies(
+async def test_the_core_learns_how_a_stream_ends_if_its_front_end_dies(
     core: StandInCore, http: httpx.AsyncClient, path: str, event: bytes
 ) -> None:
     """As soon as it has begun: with an event in the dialect of its path, and the last chunk."""
@@ -550,7 +550,7 @@ async def test_a_line_is_given_up(core: StandInCore) -> None:
 # --- the catalogue, and the end ------------------------------------------------------------------
 
 
-async def test_a_model_that_cannot_be_served_is_told_to_the_core(
+async def test_a_model_that_cannot_be_served_is_passed_to_the_core(
     core: StandInCore, http: httpx.AsyncClient
 ) -> None:
     answer = await http.post(CHAT, json=ASKED | {"model": "damaged"})

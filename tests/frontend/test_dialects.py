@@ -164,7 +164,7 @@ async def test_anthropics_client_gets_messages(core: StandInCore, tokenizer: Tok
     assert counted.input_tokens == len(submit.prompt)
 
 
-async def test_an_unknown_model_is_told_in_anthropics_words(core: StandInCore) -> None:
+async def test_an_unknown_model_is_answered_in_anthropics_words(core: StandInCore) -> None:
     client = anthropic.AsyncAnthropic(base_url=core.url, api_key="none", max_retries=0)
     with pytest.raises(anthropic.NotFoundError) as caught:
         await client.messages.create(model="nobody", messages=HELLO, max_tokens=6)
@@ -353,7 +353,7 @@ async def test_what_only_pythons_json_reads_is_no_json(
         ("POST", {"model": "talker", "messages": HELLO, "user": "x" * (1 << 20)}, 413),
     ],
 )
-async def test_what_is_refused_before_a_model_is_told_in_the_paths_dialect(
+async def test_a_refusal_before_a_model_is_in_the_paths_dialect(
     core: StandInCore, path: str, method: str, body: dict[str, Any], status: int
 ) -> None:
     """A wrong method, an unknown model, a body that is too large."""
@@ -411,7 +411,9 @@ async def test_a_model_has_to_be_named_where_there_are_several(core: StandInCore
     assert answer.json()["error"]["param"] == "model"
 
 
-async def test_a_damaged_tokenizer_is_told(core: StandInCore, client: openai.AsyncOpenAI) -> None:
+async def test_a_damaged_tokenizer_is_reported(
+    core: StandInCore, client: openai.AsyncOpenAI
+) -> None:
     with pytest.raises(openai.InternalServerError) as caught:
         await client.completions.create(model="damaged", prompt="a", max_tokens=1)
     assert "damaged" in caught.value.message

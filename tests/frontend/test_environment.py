@@ -29,7 +29,7 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-async def test_warnings_that_mean_nothing_here_are_not_told(tmp_path: Path) -> None:
+async def test_warnings_that_mean_nothing_here_are_not_reported(tmp_path: Path) -> None:
     """Of no GPU, of templates, of a store without bounds: all of them are as they have to be."""
     models: list[FrontModel] = small_models(tmp_path)
     core = StandInCore(models)

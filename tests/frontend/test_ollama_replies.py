@@ -87,7 +87,7 @@ async def test_an_error_in_a_stream() -> None:
     assert (first.choices, failed.value.status) == ([], 503)
 
 
-def test_the_cores_times_are_told() -> None:
+def test_the_cores_times_are_reported() -> None:
     """Phases of the request, and what passed before it was submitted."""
     timing = "queue;dur=500.0, load;dur=250.0, prefill;dur=125.0, decode;dur=2000.0, "
     timing += 'preempted;dur=1000.0;desc="2"'

@@ -62,7 +62,7 @@ async def test_an_answer_says_all_that_the_schema_requires(core: StandInCore) ->
 
 
 @asynchronous
-async def test_what_was_asked_is_told_back(core: StandInCore) -> None:
+async def test_what_was_asked_is_repeated(core: StandInCore) -> None:
     described = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
     asked = {
         "store": False,
@@ -88,7 +88,7 @@ async def test_what_is_cut_off_is_not_completed(core: StandInCore) -> None:
 
 
 @asynchronous
-async def test_the_number_of_logprobs_is_told_back(core: StandInCore) -> None:
+async def test_the_number_of_logprobs_is_repeated(core: StandInCore) -> None:
     made = await answer(core, include=["message.output_text.logprobs"], top_logprobs=2)
     assert made["top_logprobs"] == 2
 

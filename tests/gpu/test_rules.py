@@ -159,7 +159,7 @@ def test_a_swap_in_comes_after_the_swap_out_it_reads(device: Device) -> None:
     assert device.tensor[SLAB : 2 * SLAB].unique().tolist() == [9]
 
 
-def test_a_swap_in_comes_after_who_still_reads_its_target(device: Device) -> None:
+def test_a_swap_in_comes_after_copies_that_still_read_its_target(device: Device) -> None:
     """Rule 3: blocks that are on their way out are not overwritten before they are out."""
     device.tensor[:SLAB].fill_(9)
     torch.cuda.synchronize()

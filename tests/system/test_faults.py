@@ -176,7 +176,7 @@ def test_memory_for_a_part_of_the_requests(box: Box) -> None:
         assert metrics["appliance_prefills_total", model] == len(chats) / 2, "nothing is recomputed"
 
 
-def test_who_does_not_read(box: Box) -> None:
+def test_a_client_that_does_not_read(box: Box) -> None:
     """Makes room for others, which are served, and gets the rest of the same answer later."""
     body = {"model": PLAIN, "prompt": "It was a long winter", "max_tokens": 250, "logprobs": 5}
     body |= {"temperature": 0, "ignore_eos": True}

@@ -360,7 +360,7 @@ def _many_messages() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body", [_long_prompt, _many_messages])
-async def test_others_are_served_beside_hostile_requests(
+async def test_others_are_served_during_hostile_requests(
     daemon: Daemon, body: Callable[[], dict[str, Any]]
 ) -> None:
     """Six at once are refused by name; the core answers meanwhile, and another key's stream goes

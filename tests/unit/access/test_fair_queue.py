@@ -32,7 +32,7 @@ def test_a_key_s_own_keep_their_order_and_are_bounded() -> None:
     assert queue.peek() == ("a", 1)
 
 
-def test_whoever_was_served_least_goes_next() -> None:
+def test_the_key_that_was_served_least_goes_next() -> None:
     """One of ten tokens for ten of one."""
     queue: FairQueue[tuple[str, int]] = FairQueue(100)
     for _ in range(30):
@@ -42,7 +42,7 @@ def test_whoever_was_served_least_goes_next() -> None:
     assert Counter(take(queue)[0] for _ in range(22)) == {"long": 2, "short": 20}
 
 
-def test_nobody_saves_up_while_others_wait() -> None:
+def test_no_key_saves_up_while_others_wait() -> None:
     """Who comes later begins where the others are."""
     queue: FairQueue[tuple[str, int]] = FairQueue(100)
     for _ in range(50):
@@ -111,7 +111,7 @@ def test_unfairness_is_bounded(mine: list[int], yours: list[int]) -> None:
         max_size=60,
     )
 )
-def test_nobody_starves_and_no_turn_is_lost(steps: list[tuple[str, str, int]]) -> None:
+def test_no_key_starves_and_no_turn_is_lost(steps: list[tuple[str, str, int]]) -> None:
     """While anybody waits there is a next one; each key's leave in order, each once; and who is
     first of its key goes before the others were served more than it by all that was charged."""
     queue: FairQueue[tuple[str, int]] = FairQueue(1000)

@@ -85,7 +85,7 @@ def test_what_root_makes_is_its_directorys_owners(
         given.clear()
 
 
-def test_a_lock_that_is_another_file_too_is_nobody_elses(
+def test_a_lock_that_is_another_file_too_is_refused(
     path: Path, given: dict[int, tuple[int, int]]
 ) -> None:
     """Who may write in the folder could have root give them any file of its own."""
@@ -117,7 +117,7 @@ def test_a_lock_that_cannot_be_handed_over(
     assert not path.exists()
 
 
-def test_somebody_else_changes_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_changes_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are waited for, but not for ever; then nothing is changed."""
     file = KeyFile(path)
     file.add(key())

@@ -324,7 +324,7 @@ async def test_no_batch_is_made_while_outputs_take_too_much(house: House) -> Non
     assert third.status == "completed"
 
 
-async def test_a_batch_stands_still_while_there_is_no_room(
+async def test_a_batch_is_paused_while_there_is_no_room(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it has so far takes more than may be: the rest is asked when something was deleted."""
@@ -356,7 +356,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
     await polled(logged)
 
 
-async def test_a_batch_that_nobody_waits_for_is_none(
+async def test_a_batch_without_a_waiting_client_is_none(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asked was given up before it was on the disk: it is not there after the next start."""
@@ -521,7 +521,7 @@ async def test_tokens_of_reasoning_are_counted(house: House) -> None:
     assert again.usage == done.usage
 
 
-async def test_long_answers_are_written_beside_the_event_loop(
+async def test_long_answers_are_written_off_the_event_loop(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else waits until the line of one is made; that of a short one is made at once."""

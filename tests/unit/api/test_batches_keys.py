@@ -54,7 +54,7 @@ async def ended(house: House, batch: str) -> None:
     await polled(look)
 
 
-async def test_nobody_sees_what_is_anothers(house: House, file: KeyFile) -> None:
+async def test_no_key_sees_what_is_anothers(house: House, file: KeyFile) -> None:
     """Neither in lists, nor by its id, nor by making something of it."""
     secrets = [add(file, name) for name in ("alice", "bob")]
     async with house.client() as client:

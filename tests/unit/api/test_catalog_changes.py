@@ -168,7 +168,7 @@ async def test_a_worker_that_starts_later_knows_it(box: Box, client: httpx.Async
     assert [c.model for c in box.workers[0].heard(BuildModel)][3:] == ["a", "b", "new"]
 
 
-async def test_a_pooler_is_told_to_workers_and_front_ends(
+async def test_a_pooler_is_passed_to_workers_and_front_ends(
     box: Box, client: httpx.AsyncClient, path: Path
 ) -> None:
     """With the task that the model has, and other keys that change what both compute."""
@@ -682,7 +682,7 @@ async def test_files_of_a_model_that_waits_for_a_restart_stay(
 
 
 @pytest.mark.usefixtures("at_work")
-async def test_files_that_cannot_be_deleted_are_told(
+async def test_files_that_cannot_be_deleted_are_reported(
     client: httpx.AsyncClient, call: Call, path: Path, box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command fails; what can be told before is, and nothing is changed then."""
@@ -705,7 +705,7 @@ async def test_files_that_cannot_be_deleted_are_told(
     assert served_names(path) == ["a", "b"]
 
 
-async def test_a_pull_that_goes_wrong_is_told(client: httpx.AsyncClient, path: Path) -> None:
+async def test_a_pull_that_goes_wrong_is_reported(client: httpx.AsyncClient, path: Path) -> None:
     """By name: a source that is none, a folder that cannot be made, or none at all."""
     nowhere = await client.post("/api/pull", json={"model": "nowhere", "stream": False})
     unnamed = await client.post("/api/pull", json={"stream": False})

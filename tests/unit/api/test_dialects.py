@@ -125,7 +125,7 @@ async def test_malformed_bodies(client: httpx.AsyncClient, body: bytes) -> None:
 
 
 @pytest.mark.parametrize(("path", "dialect"), [("/v1/models", "openai"), ("/api/tags", "ollama")])
-async def test_an_unexpected_failure_is_told_without_details(
+async def test_an_unexpected_failure_is_reported_without_details(
     client: httpx.AsyncClient, service: FakeService, path: str, dialect: str
 ) -> None:
     """A defect of ours is an error of the server's in every dialect, and says no more."""

@@ -97,7 +97,7 @@ def bearer(secret: str) -> dict[str, str]:
 # --- who gets in ---------------------------------------------------------------------------------
 
 
-async def test_without_keys_nobody_needs_one() -> None:
+async def test_without_keys_no_client_needs_one() -> None:
     """What a client presents nevertheless is not looked at."""
     transport = httpx.ASGITransport(create_app(FakeService()))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as client:

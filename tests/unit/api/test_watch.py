@@ -156,7 +156,7 @@ async def test_a_state_has_times_for_ages_and_no_nulls(box: Box, url: str) -> No
         life.outcome = "cancelled"
 
 
-async def test_a_lost_worker_is_told_at_once(box: Box, url: str) -> None:
+async def test_a_lost_worker_is_reported_at_once(box: Box, url: str) -> None:
     """With the event the state as it became, before anything else, however rarely it is told."""
     async with watching(url, every=60) as one:
         _, kind, data = await one()
@@ -184,7 +184,7 @@ async def test_who_comes_back_hears_what_it_missed(box: Box, url: str) -> None:
     assert (third[0], third[1]) == (before + 2, "model_loaded")
 
 
-async def test_who_missed_too_much_is_told_so(box: Box, url: str) -> None:
+async def test_a_watcher_that_missed_too_much_learns_it(box: Box, url: str) -> None:
     """The state then stands for the events that are not kept."""
     before = box.daemon.feed.newest
     for _ in range(CAPACITY + 1):

@@ -114,7 +114,7 @@ def test_a_reward_model_scores_tokens(fake_checkpoint: Make) -> None:
         (Task.SCORE, {"task": "token_classify"}, "token_classify"),
     ],
 )
-def test_a_pooler_does_what_it_is_told(
+def test_a_pooler_does_what_is_configured(
     fake_checkpoint: Make, task: Task, asked: dict[str, PoolerValue], pooled: str
 ) -> None:
     """If its model can."""
@@ -138,7 +138,7 @@ def test_a_pooler_does_what_it_is_told(
         (Task.EMBED, {"max_embed_len": 99}, "max_embed_len: .*set enable_chunked_processing"),
     ],
 )
-def test_a_pooler_that_cannot_is_told_why(
+def test_a_pooler_that_is_impossible_is_refused_with_the_reason(
     fake_checkpoint: Make, task: Task, asked: dict[str, PoolerValue], why: str
 ) -> None:
     """By the key, with the remedy."""

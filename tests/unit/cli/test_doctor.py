@@ -225,7 +225,7 @@ def test_warnings_of_the_configuration(make_file: Make, fake_checkpoint: Make) -
     assert "without TLS" in findings[1].finding
 
 
-def test_a_checkpoint_that_cannot_be_read_is_told_once(
+def test_a_checkpoint_that_cannot_be_read_is_reported_once(
     make_file: Make, fake_checkpoint: Make
 ) -> None:
     """By its name, not as a problem of the configuration."""
@@ -336,7 +336,9 @@ def test_no_huge_pages(
     assert remedy in found.remedy
 
 
-def test_huge_pages_that_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_pages_that_were_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small slabs never are huge pages, and that is fine; a refusal of memory is not."""
     refused = OSError(12, "no memory")
     monkeypatch.setattr(doctor, "HostVmm", _raising(refused))
@@ -431,7 +433,7 @@ def test_a_daemon_with_an_instance_less(
     assert "appliance instance release" in found["daemon"].remedy
 
 
-def test_somebody_else_where_the_daemon_should_be(
+def test_another_server_where_the_daemon_should_be(
     make_file: Make, fake_checkpoint: Make, server: Server
 ) -> None:
     """The address is taken: the daemon could not start."""

@@ -192,7 +192,7 @@ async def test_a_watcher_that_leaves_is_forgotten(box: Box, url: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_everything_that_happens_is_told(box: Box) -> None:
+async def test_everything_that_happens_is_reported(box: Box) -> None:
     """What operators do, and what becomes of models, instances and requests."""
     start = box.daemon.feed.newest
     box.daemon.load_model("a")
@@ -371,7 +371,7 @@ async def test_logs_for_programs(box: Box, call: Call) -> None:
     assert failed["facts"] == {"model": "b", "reason": reason}
 
 
-async def test_logs_of_nobody(call: Call) -> None:
+async def test_logs_of_no_daemon(call: Call) -> None:
     """Without a daemon they say so."""
     result = await asyncio.to_thread(
         CliRunner().invoke, cli, ["logs", "--url", "http://127.0.0.1:9"]

@@ -427,7 +427,7 @@ async def test_links_open_once() -> None:
         assert len(links) == 3, "there are no rights to give"
 
 
-async def test_a_link_that_nobody_can_be_told() -> None:
+async def test_a_link_without_a_terminal_to_print_on() -> None:
     """Who opened the one before is let in."""
     links: list[str] = []
 

@@ -55,7 +55,7 @@ def asks_for_the_time_of_day(path: Path) -> bool:
     )
 
 
-def test_only_what_is_told_depends_on_the_time_of_day() -> None:
+def test_only_what_is_reported_depends_on_the_time_of_day() -> None:
     """Everything that waits, measures or decides goes by a clock that cannot jump; who needs the
     time of day says what for, above."""
     package = ROOT / "appliance"
@@ -118,7 +118,7 @@ print(held() - before < 2_000_000)
 """
 
 
-def test_a_log_that_cannot_be_written_stops_nobody() -> None:
+def test_a_log_that_cannot_be_written_stops_nothing() -> None:
     """The lines of requests go to a disk that is full: they are lost, and not kept either."""
     done = subprocess.run(
         [sys.executable, "-c", LOG_TO_A_FULL_DISK],

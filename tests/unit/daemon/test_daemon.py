@@ -127,7 +127,7 @@ async def test_a_client_that_waits_gets_tokens_as_they_come(make_box: MakeBox) -
     assert [produced.token for produced in await waiting] == [1]
 
 
-async def test_who_does_not_read_makes_room(make_box: MakeBox) -> None:
+async def test_a_client_that_does_not_read_makes_room(make_box: MakeBox) -> None:
     """Its request stops, others go on; when it reads it goes on where it was, and no token is late
     for that."""
     box = make_box()
@@ -169,7 +169,7 @@ async def test_models_take_turns(make_box: MakeBox, policy: str) -> None:
     assert introductions(box) == [("ra", ()), ("rb", ())]
 
 
-async def test_a_worker_is_told_all_about_a_request(make_box: MakeBox) -> None:
+async def test_a_worker_gets_all_of_a_request(make_box: MakeBox) -> None:
     """What is introduced is what was submitted, right before it is named for the first time."""
     box = make_box()
     box.start()
@@ -201,7 +201,7 @@ async def test_a_request_outlives_its_worker(make_box: MakeBox) -> None:
     assert box.samples("appliance_requests_recovered_total") == {"model=a": 1, "model=b": 0}
 
 
-async def test_a_worker_that_was_told_to_forget_is_told_again(make_box: MakeBox) -> None:
+async def test_a_worker_that_did_not_forget_is_asked_again(make_box: MakeBox) -> None:
     """Who prefilled a request, gave it away, and gets it back after a loss, knows it afresh."""
     box = make_box(policy="aegaeon", instances=2)
     box.start()
@@ -291,7 +291,7 @@ async def test_a_rejection_known_at_once_is_raised_by_submit(make_box: MakeBox) 
     }
 
 
-async def test_a_failed_model_is_told_to_all(make_box: MakeBox) -> None:
+async def test_a_failed_model_is_passed_to_all(make_box: MakeBox) -> None:
     """Who waits for it hears it from the stream, who comes later from submit: our fault, 500."""
     box = make_box()
     box.workers[0].greet()
@@ -439,7 +439,7 @@ async def test_a_machine_that_contradicts_itself_decides_nothing_more(
     assert last.commands == []
 
 
-async def test_a_failure_on_a_workers_report_is_told_once(
+async def test_a_failure_on_a_workers_report_is_reported_once(
     make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keeper that delivered the report fails of it too, which is no news."""
@@ -903,7 +903,7 @@ async def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
     assert [card.state for card in box.daemon.models()] == ["failed", "cold"]
 
 
-async def test_a_model_stands_where_it_stands_best(make_box: MakeBox) -> None:
+async def test_a_model_has_the_state_of_its_best_instance(make_box: MakeBox) -> None:
     """Loaded on one instance counts, though it is only stored on the other."""
     box = make_box(instances=2)
     box.start()
@@ -1117,7 +1117,7 @@ async def test_a_guide_that_cannot_be_compiled_is_refused(make_box: MakeBox) -> 
         await box.daemon.check_guide("nobody", GUIDE)
 
 
-async def test_a_guide_that_nobody_answers_for_is_not_the_clients_fault(
+async def test_a_guide_without_an_answer_is_not_the_clients_fault(
     make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait has an end, after which it may be tried again; a later answer goes nowhere."""
@@ -1174,7 +1174,7 @@ async def test_a_guide_that_no_worker_survives_is_not_accepted(make_box: MakeBox
     assert caught.value.status == 503
 
 
-async def test_a_guide_that_nobody_is_left_to_compile(
+async def test_a_guide_without_a_worker_to_compile_it(
     make_box: MakeBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait for a worker has an end, too."""
@@ -1193,7 +1193,7 @@ async def test_a_guide_that_nobody_is_left_to_compile(
 # --- front ends ----------------------------------------------------------------------------------
 
 
-async def test_front_ends_are_told_of_all_models(make_box: MakeBox) -> None:
+async def test_front_ends_know_all_models(make_box: MakeBox) -> None:
     """And again whenever one comes or goes."""
     box = make_box("ab")
     told: list[list[str]] = []

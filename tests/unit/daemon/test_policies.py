@@ -72,7 +72,7 @@ class MistakenSetup(Setup, frozen=True):
         return PolicyStack({"mistaken": Mistaken(), "behind it": Aegaeon()})
 
 
-async def test_faults_are_counted_logged_and_told(
+async def test_faults_are_counted_logged_and_reported(
     make_box: MakeBox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every fault counts, the first of its kind is logged; after three the policy is disabled and
@@ -292,7 +292,7 @@ async def test_only_the_last_choices_are_remembered(make_box: MakeBox) -> None:
     assert len(report.events) == 100
 
 
-async def test_two_who_go_back_at_once(make_box: MakeBox) -> None:
+async def test_two_policies_that_go_back_at_once(make_box: MakeBox) -> None:
     """Each goes back one, in turn."""
     box = make_box(policy="serverlessllm")
     await box.daemon.set_policy(AEGAEON)

@@ -225,7 +225,7 @@ async def test_a_pin_that_a_restart_would_refuse_is_refused(
 
 
 @pytest.mark.parametrize("what", ["foreign", "broken", "in the way"])
-async def test_what_somebody_else_wrote_is_not_overwritten(
+async def test_what_the_operator_wrote_is_not_overwritten(
     box: Box, client: httpx.AsyncClient, admin_file: Path, what: str
 ) -> None:
     """Nor is anything changed that cannot be written down."""
@@ -270,7 +270,7 @@ async def test_the_configuration_in_force_is_shown(client: httpx.AsyncClient, pa
     assert shown["config"]["model"][0]["slo"] == {"ttft": "3s", "tbt": "30ms"}
 
 
-async def test_differences_are_told_with_what_they_need(
+async def test_differences_are_reported_with_what_they_need(
     client: httpx.AsyncClient, path: Path, fake_checkpoint: Make
 ) -> None:
     """Each key with both values; a model that is new or gone is told of once."""

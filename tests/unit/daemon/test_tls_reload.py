@@ -168,7 +168,7 @@ async def test_nothing_is_left_of_another_kind_of_key(https: Https, tmp_path: Pa
     assert not await https.is_trusted(rsa_alone)
 
 
-async def test_files_that_did_not_change_are_not_told_of(https: Https, tmp_path: Path) -> None:
+async def test_files_that_did_not_change_are_not_reported(https: Https, tmp_path: Path) -> None:
     """Neither before a reload nor by it; the same holds after one that took a pair in."""
     unchanged = await https.check(), await https.reload()
     certify(tmp_path, "box")

@@ -43,7 +43,7 @@ async def test_all_of_it_is_recorded(box: Box, tmp_path: Path) -> None:
     assert state.lost is None
 
 
-async def test_nothing_is_waited_for_when_all_was_heard(
+async def test_nothing_is_waited_for_when_all_was_received(
     box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon says nothing more then; patience is for what is still to come."""

@@ -195,7 +195,7 @@ def test_the_size_of_the_first_body(begin: bytes, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [LARGE_BYTES - 1, LARGE_BYTES])
-async def test_a_large_body_is_told_of(size: int) -> None:
+async def test_a_large_body_is_reported(size: int) -> None:
     """Before it comes."""
     async with serving() as house:
         await house.connect(CHAT.replace(b"h: 2", b"h: %d" % size))
@@ -393,7 +393,7 @@ def test_what_is_pumped_is_not_kept(
         runner.run(case())
 
 
-async def test_a_client_that_leaves_is_told_of(tls: tuple[LiveTls, ssl.SSLContext]) -> None:
+async def test_a_client_that_leaves_is_reported(tls: tuple[LiveTls, ssl.SSLContext]) -> None:
     """The front end's end of the pair ends."""
     async with serving(tls=tls[0]) as house:
         client = await house.connect(CHAT, tls[1])

@@ -341,7 +341,7 @@ async def test_a_failure_comes_behind_the_tokens(house: House) -> None:
     )
 
 
-async def test_what_is_aborted_is_not_heard_of_again(house: House) -> None:
+async def test_what_is_aborted_is_not_reported_again(house: House) -> None:
     """Whoever aborts it: by name, with its call, or by dying."""
     front = house.front()
     first, second, third = front.call(), front.call(), front.call()
@@ -407,7 +407,7 @@ async def test_a_stream_whose_client_takes_nothing_is_closed(house: House) -> No
         assert set(received.read()) == {ord("x")}
 
 
-async def test_a_client_that_does_not_read_is_told_of(house: House) -> None:
+async def test_a_client_that_does_not_read_is_reported(house: House) -> None:
     """Backpressure goes through to the machine."""
     front = house.front()
     front.submit(front.call(), "r")

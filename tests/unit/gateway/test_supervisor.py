@@ -371,7 +371,7 @@ async def test_a_drain_lets_answers_end() -> None:
             house.supervisor.hand(late, handover, operator=False)
 
 
-async def test_what_cannot_start_is_told() -> None:
+async def test_what_cannot_start_is_reported() -> None:
     """Readiness says that attempts failed."""
     supervisor = Supervisor(
         1, lambda *_: SessionDouble(*_), command=(sys.executable, "-c", "raise SystemExit(1)")

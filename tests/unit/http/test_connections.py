@@ -257,7 +257,7 @@ class Heard(Connection):
         (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"e" * 501),
     ],
 )
-async def test_too_much_beside_a_body(begin: bytes, more: bytes) -> None:
+async def test_too_much_with_a_body(begin: bytes, more: bytes) -> None:
     """A head without an end, or what stands between chunks, is not kept."""
     Heard.came = asyncio.Event()
     async with asyncio.timeout(PATIENCE_SECONDS), served(App(), Heard) as port:
@@ -368,7 +368,9 @@ class Narrow(Connection):
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("what", ["stream", "answer"])
-def test_who_does_not_read(loop: Callable[[], asyncio.AbstractEventLoop], what: str) -> None:
+def test_a_client_that_does_not_read(
+    loop: Callable[[], asyncio.AbstractEventLoop], what: str
+) -> None:
     """Loses the connection, on either event loop."""
     case = {"stream": a_stream_that_is_not_read, "answer": an_answer_that_is_not_read}[what]
     with asyncio.Runner(loop_factory=loop) as runner:

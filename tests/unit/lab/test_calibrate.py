@@ -162,7 +162,7 @@ def test_rows_that_no_box_can_show_are_left_out(tmp_path: Path) -> None:
     assert none["step"] is None
 
 
-def test_a_gpu_that_nobody_knows_is_fitted_all_the_same(tmp_path: Path) -> None:
+def test_a_gpu_that_is_unknown_is_fitted_all_the_same(tmp_path: Path) -> None:
     """Nothing is known of its memory."""
     report = tmp_path / "fits.json"
 

@@ -98,7 +98,7 @@ def test_thefewest_gpus_of_a_kind(toy: Path, tmp_path: Path) -> None:
     assert f"{gpus - 1} are not enough" in fewer.stdout
 
 
-def test_a_kind_that_cannot_serve_is_told_why(toy: Path) -> None:
+def test_a_kind_that_cannot_serve_has_its_reason(toy: Path) -> None:
     """A given profile is of its own GPU; a GPU without profiles has none; a model may be too
     large for all of them together."""
     assert "of its own GPU" in invoke(toy, "--gpus", "H800").stdout

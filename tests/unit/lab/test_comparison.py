@@ -66,7 +66,7 @@ def test_curves_are_of_the_run() -> None:
     assert 0 < max(max(shares) for shares in found.kv_share) <= 1
 
 
-def test_a_system_with_switches_of_its_own_is_told_apart() -> None:
+def test_a_system_with_switches_of_its_own_is_kept_apart() -> None:
     """In the table and in the JSON; it switches no faster than ours."""
     changes = QUICK | {"policies.theirs": '{ use = ["aegaeon"], system = { activation = "1s" } }'}
     ours, theirs = played(match(changes=changes)), played(match("theirs", changes=changes))

@@ -139,7 +139,7 @@ def test_a_turn_waits_for_weights_and_for_kv() -> None:
     assert switch.waited == pytest.approx(nbytes / (4 * SLAB))
 
 
-def test_a_prefetch_goes_on_beside_a_turn() -> None:
+def test_a_prefetch_goes_on_during_a_turn() -> None:
     """The turn is not longer for it, and the next turn finds the weights in place."""
     bench = Bench([profile("m"), profile("n")])
     first = bench.life("a", 8, 64, produced=1)
@@ -195,7 +195,7 @@ def test_an_engine_that_lost_its_weights_is_started_again() -> None:
     assert (first_at - first.seconds, second_at - second.seconds) == (3.03125, 6.5)
 
 
-def test_an_evicted_load_is_never_told_of() -> None:
+def test_an_evicted_load_is_never_reported() -> None:
     """Its slabs are free, and the link is for the next one."""
     bench = Bench([profile("m"), profile("n")], slabs=4)
     bench.order(PrefetchModel(instance=0, model="m"))
@@ -222,7 +222,7 @@ def test_a_load_waits_for_slabs_under_kv_on_its_way_out() -> None:
     assert bench.events(ModelLoaded)[-1][0] == 5.5
 
 
-def test_what_ends_during_a_prompt_is_told_after_it() -> None:
+def test_what_ends_during_a_prompt_is_reported_after_it() -> None:
     """A worker that computes a prompt does not look around."""
     bench = Bench([profile(prefill_seconds_per_token=1 / 64)])
     first, second = bench.life("a", 16, 9), bench.life("b", 64, 9)
@@ -283,7 +283,7 @@ def test_a_released_request_leaves_at_the_next_step() -> None:
     assert 1 < gone.produced < 29
 
 
-def test_a_prompt_beside_a_turn_leaves_with_its_release() -> None:
+def test_a_prompt_in_a_turn_leaves_with_its_release() -> None:
     """At the next step, with its blocks; another that had not begun is done at once."""
     bench = Bench()
     stays = bench.life("a", 8, 30, produced=1)
@@ -305,7 +305,7 @@ def test_a_prompt_beside_a_turn_leaves_with_its_release() -> None:
     assert (ended.reason, ended.steps, ended.kv_slabs) == (TurnEnd.DRAINED, 29, 0)
 
 
-def test_prompts_beside_a_turn_that_cannot_begin_are_deferred() -> None:
+def test_prompts_in_a_turn_that_cannot_begin_are_deferred() -> None:
     """A turn that is preempted before its first step computes none; one slab is too few."""
     bench = Bench()
     stays, large = bench.life("a", 8, 30, produced=1), bench.life("b", 100, 5)

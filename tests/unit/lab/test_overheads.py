@@ -122,7 +122,7 @@ def test_the_rate_of_loads_is_that_of_those_that_were_waited_for() -> None:
     assert heard(*WARM_TURNS).load_bytes_per_second() is None
 
 
-def test_a_load_beside_another_one_says_nothing_of_the_rate() -> None:
+def test_a_load_with_another_one_says_nothing_of_the_rate() -> None:
     """Nor does one beside KV that comes in; what is evicted does not come in any more."""
     other = loaded(model="other")
     both = [(0.0, Ticked(), [LOAD, PREFETCH]), (1.0, loaded(4.0), []), (2.0, other, [])]

@@ -272,7 +272,7 @@ def test_models_may_have_lengths_and_batch_work_of_their_own(tmp_path: Path) -> 
     assert len(scenario.read(path, alone).setting(1, tmp_path).arrivals) == 6
 
 
-def test_batch_work_may_come_beside_a_trace(tmp_path: Path) -> None:
+def test_batch_work_may_come_with_a_trace(tmp_path: Path) -> None:
     """With lengths of its models; a trace says its own."""
     path = written(tmp_path)
     (tmp_path / "trace.csv").write_text(

@@ -316,7 +316,7 @@ def no_larger_files_than(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_process_writes_beside(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_writes_in_the_background(box: Box, caplog: pytest.LogCaptureFixture) -> None:
     """The real writer: when the disk is full, that is said; when it is not, the image is there."""
     kept = box.kept()
     box.fill(kept)
@@ -353,7 +353,7 @@ def test_a_folder_that_is_gone_is_said(box: Box, caplog: pytest.LogCaptureFixtur
     assert "No such file or directory" in record.message
 
 
-def test_a_folder_is_cleared_of_what_nobody_wants(box: Box) -> None:
+def test_a_folder_is_cleared_of_what_is_not_needed(box: Box) -> None:
     """Images of other models, and what a crash left; never what is not ours."""
     box.first_start()
     wanted = box.shelf.path

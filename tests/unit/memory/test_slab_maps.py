@@ -36,7 +36,7 @@ def swapper() -> tuple[Swapper, StreamDouble]:
     return Swapper(lambda name: stream), stream
 
 
-def test_every_slab_is_told_where_it_lies() -> None:
+def test_every_slab_has_its_place_in_the_map() -> None:
     """In the order of addresses, whatever the order of the regions and of their slots."""
     arena = Arena(RecordingVmm(9))
     a, b = arena.reserve("weights:a", 3), arena.reserve("kv:b", 9)
@@ -79,7 +79,7 @@ def test_weights_that_landed_move_no_more(landed: int, found: str) -> None:
         (8, 4, 2, 45, "KKkkkKkk"),
     ],
 )
-def test_kv_on_its_way_is_told(
+def test_kv_on_its_way_is_reported(
     kind: TransferKind, offset: int, nbytes: int, rows: int, pitch: int, found: str
 ) -> None:
     """All slabs that a block of it touches, in every layer, on the side of the device."""
@@ -99,7 +99,7 @@ def test_kv_on_its_way_is_told(
     assert drawn(pool_map(arena, swaps)) == "kkkkkkkk"
 
 
-def test_a_transfer_of_who_has_nothing_there_is_left_out() -> None:
+def test_a_transfer_of_an_owner_without_slabs_is_left_out() -> None:
     """Its slabs are gone already, or never were of this pool."""
     arena = Arena(RecordingVmm(2))
     region = arena.reserve("kv:k", 4)

@@ -114,7 +114,7 @@ def test_who_left_is_not_waited_for_and_leaves_nothing_behind() -> None:
         book.leave(transfers[1])
 
 
-def test_a_place_kept_for_nobody_is_noticed() -> None:
+def test_a_place_kept_for_no_transfer_is_noticed() -> None:
     """The integrity check can fail."""
     book, transfer = TransferBook(), make()
     book.enter(transfer, ["a"], ())

@@ -63,7 +63,7 @@ def test_a_failure_reaches_every_waiter_but_joining_raises_nothing() -> None:
     assert transfer.done
 
 
-def test_its_end_is_told_once_and_after_the_fact() -> None:
+def test_its_end_is_reported_once_and_after_the_fact() -> None:
     """Who is told finds it over; a second end is a defect."""
     for end in (lambda t: t.finish(3.0), lambda t: t.fail(TransferCancelled("no"), 3.0)):
         transfer = make()

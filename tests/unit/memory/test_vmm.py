@@ -218,7 +218,7 @@ def test_host_tier_is_filled_and_locked_in_pieces(monkeypatch: pytest.MonkeyPatc
     assert tier.unlocked_because == "it was closed meanwhile"
 
 
-def test_a_limit_that_forbids_locking_is_told_with_its_remedy() -> None:
+def test_a_limit_that_forbids_locking_is_reported_with_its_remedy() -> None:
     """The pages are there all the same."""
     program = (
         "import ctypes, os, resource\n"

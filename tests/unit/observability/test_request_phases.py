@@ -138,7 +138,7 @@ def test_turns_of_others_are_time_preempted() -> None:
     assert clock.ended("s", 10.0).preemptions == 1
 
 
-def test_the_next_turn_of_the_same_model_preempts_nobody() -> None:
+def test_the_next_turn_of_the_same_model_preempts_no_request() -> None:
     """Who decodes on after a turn was not stopped for anyone."""
     clock = Clock()
     clock.arrived("r", "a", 0.0)
@@ -204,7 +204,7 @@ def test_what_has_ended_is_forgotten() -> None:
     assert phases(clock.ended("r", 6.0)) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_who_does_not_read_was_not_stopped() -> None:
+def test_a_client_that_does_not_read_was_not_stopped() -> None:
     """It waits for its client, whatever runs meanwhile; afterwards it is stopped as others are."""
     clock = Clock()
     for request in ("r", "s"):

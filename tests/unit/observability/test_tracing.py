@@ -254,7 +254,7 @@ class Broken(SpanExporter):
         pass
 
 
-async def test_a_collector_that_is_not_there_is_told_of_once(
+async def test_a_collector_that_is_not_there_is_reported_once(
     make_box: MakeBox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests do not notice; that it is back is told, too."""

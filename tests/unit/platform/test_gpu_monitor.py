@@ -65,7 +65,7 @@ def test_what_a_gpu_has_no_sensor_for_is_left_out(monkeypatch: pytest.MonkeyPatc
         )
 
 
-def test_critical_errors_are_heard(
+def test_critical_errors_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each is counted by GPU and code, and logged."""
@@ -160,7 +160,7 @@ def test_the_others_are_watched_when_one_is_lost(monkeypatch: pytest.MonkeyPatch
     assert nvml.open == 0
 
 
-def test_a_driver_that_breaks_is_told_once(
+def test_a_driver_that_breaks_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing old is shown meanwhile, and the watch goes on when NVML does."""

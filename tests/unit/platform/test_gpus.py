@@ -67,7 +67,7 @@ def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         list_gpus()
 
 
-def test_a_machine_without_the_library_is_told_of_the_extra(
+def test_a_machine_without_the_library_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bindings are optional, and only asked for where GPUs are wanted."""

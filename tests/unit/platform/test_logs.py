@@ -113,7 +113,7 @@ def test_begin_tells_workers_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
         root.setLevel(level)
 
 
-def test_journald_is_told_the_priority() -> None:
+def test_journald_gets_the_priority() -> None:
     """Where standard error is journald's, and only there."""
     program = f"from appliance.platform import logs; logs.begin(); {SAY}"
     name_it = "import os; s = os.fstat(2); os.environ['JOURNAL_STREAM'] = f'{s.st_dev}:{s.st_ino}'"

@@ -37,7 +37,7 @@ def taken_by_a_child(*sockets: socket.socket, **environment: str) -> str:
     return output.decode().strip()
 
 
-def test_what_is_told_arrives(tmp_path: Path) -> None:
+def test_what_is_sent_arrives(tmp_path: Path) -> None:
     """Assignments of one call come in one datagram."""
     with manager(tmp_path) as listening:
         notifier = Notifier(listening.address)
@@ -47,7 +47,7 @@ def test_what_is_told_arrives(tmp_path: Path) -> None:
     assert listening.heard() == [{"READY": "1", "STATUS": "two of 2"}, {"WATCHDOG": "1"}]
 
 
-def test_a_reload_is_told_from_beginning_to_end(tmp_path: Path) -> None:
+def test_a_reload_is_reported_from_beginning_to_end(tmp_path: Path) -> None:
     """With the time that systemd orders such messages by, also when it fails."""
     with manager(tmp_path) as listening:
         before = time.monotonic_ns() // 1000
@@ -70,7 +70,7 @@ def test_an_abstract_address(tmp_path: Path) -> None:
         assert listener.recv(100) == b"READY=1"
 
 
-def test_without_a_manager_nothing_is_told(tmp_path: Path) -> None:
+def test_without_a_manager_nothing_is_reported(tmp_path: Path) -> None:
     """Neither no address nor an address where nobody listens is an error."""
     Notifier().tell(READY=1)
     gone = Notifier(str(tmp_path / "gone"))

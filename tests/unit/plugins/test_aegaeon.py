@@ -236,7 +236,7 @@ def test_a_request_decodes_in_the_first_batch_of_its_model() -> None:
     assert Aegaeon().decode(request=request_view("a"), instances=instances) == 1
 
 
-def test_a_batch_without_room_for_kv_takes_nobody() -> None:
+def test_a_batch_without_room_for_kv_takes_no_request() -> None:
     """A batch is full when its KV and that of the request, with room to grow, do not fit beside the
     weights: the request goes to the next one, else where the fewest batches are."""
     request = request_view("a", tokens=1000, weight_bytes=15 * GIB, kv_bytes_per_token=1 << 20)

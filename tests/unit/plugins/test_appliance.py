@@ -123,7 +123,7 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
     assert later.model == "c"
 
 
-def test_who_stays_late_keeps_nobody_waiting_for_ever() -> None:
+def test_a_late_model_keeps_no_request_waiting_for_ever() -> None:
     """Another model that is later by more than `max_lateness_seconds` runs."""
     policy = Appliance(max_lateness_seconds=10.0)
 
@@ -135,7 +135,7 @@ def test_who_stays_late_keeps_nobody_waiting_for_ever() -> None:
     assert first == ["a", "b"]
 
 
-def test_a_model_with_too_much_to_do_starves_nobody() -> None:
+def test_a_model_with_too_much_to_do_starves_no_request() -> None:
     """While more is asked of one model than the instance can do, a request of another ends."""
     cluster = ClusterDouble(
         {name: ModelDouble(4, shape()) for name in "ab"}, max_batch=8, stranger=Appliance()
@@ -153,7 +153,7 @@ def test_a_model_with_too_much_to_do_starves_nobody() -> None:
     assert other.outcome is not None
 
 
-def test_without_anybody_else_a_turn_is_long() -> None:
+def test_without_other_models_a_turn_is_long() -> None:
     """Nobody is waited for."""
     view = running("a", batches={"a": 5.0})
 
@@ -179,7 +179,7 @@ def test_what_is_in_place_may_begin_later() -> None:
     assert first.quota_seconds == pytest.approx(19.0)
 
 
-def test_a_turn_goes_to_who_can_run() -> None:
+def test_a_turn_goes_to_a_model_that_can_run() -> None:
     """A batch whose KV is on its way is nobody's turn, and hurries nobody."""
     view = instance_view(
         batches=(batch_view("a", runnable=0, deadline=NOW), batch_view("b", deadline=NOW + 9)),
@@ -207,7 +207,7 @@ def test_a_prompt_that_cannot_begin_costs_no_turn() -> None:
 # --- prompts -------------------------------------------------------------------------------------
 
 
-def test_prompts_of_who_runs_next_come_first() -> None:
+def test_prompts_of_the_model_that_runs_next_come_first() -> None:
     """Then the most urgent ones; the instance prefills if its next model has prompts."""
     view = instance_view(
         groups=(
@@ -296,7 +296,7 @@ def chunk(*, due: float, left: float, tbt: float = 0.1) -> int:
     return Appliance().batch(now=NOW, model="a", instance=view, costs=COSTS).chunk_tokens
 
 
-def test_a_prompt_beside_others_is_computed_in_parts() -> None:
+def test_a_prompt_with_others_is_computed_in_parts() -> None:
     """A step of 10 ms and a part of the prompt, at 0.1 ms a token, fit what was promised: 90 % of
     it."""
     assert chunk(due=0.05, left=1.0) == 800
@@ -372,7 +372,7 @@ def test_among_equals_weights_in_place_decide() -> None:
     assert chosen(Appliance(), plain, holder) == PrefillChoice(instance=1)
 
 
-def test_what_is_known_of_an_instance_is_kept_until_somebody_comes_or_goes() -> None:
+def test_what_is_known_of_an_instance_is_kept_until_a_request_comes_or_goes() -> None:
     """Tokens change nothing about where requests go; a new membership_version does."""
     policy = Appliance()
     few = instance_view(0, batches=(batch_view("b"), batch_view("c")), membership_version=1)

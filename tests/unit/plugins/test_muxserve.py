@@ -35,7 +35,7 @@ def test_what_fits_nowhere_is_refused() -> None:
     )
 
 
-def test_nobody_is_refused_before_the_sizes_are_known() -> None:
+def test_no_request_is_refused_before_the_sizes_are_known() -> None:
     """An instance that is not up yet may have the room."""
     policy = MuxServe()
 

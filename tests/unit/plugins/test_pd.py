@@ -87,7 +87,7 @@ def test_prompts_in_a_row_are_counted_by_instance() -> None:
     assert answers == [Phase.PREFILL, Phase.PREFILL, Phase.DECODE, Phase.DECODE]
 
 
-def test_a_prompt_is_computed_beside_its_model() -> None:
+def test_a_prompt_is_computed_with_its_model() -> None:
     """In the machine: a request that comes while its model decodes is prefilled in a mixed turn."""
     cluster = ClusterDouble({"a": ModelDouble(4, shape())}, stranger=PdAggregated(chunk_tokens=64))
     cluster.start()

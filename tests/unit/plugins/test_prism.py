@@ -222,7 +222,7 @@ def test_demand_counts_bytes_and_rate_does_not() -> None:
     assert served(rate) == [{"strict"}, {"often"}, {"heavy"}]
 
 
-def test_a_size_that_nobody_knows_yet_is_guessed() -> None:
+def test_a_size_that_is_not_known_yet_is_guessed() -> None:
     """Before its engine is built a model is taken for an average one."""
     known = model_view("known", tokens=100.0, kv_bytes_per_token=1000, requests=1)
     unknown = model_view("unknown", tokens=200.0, kv_bytes_per_token=0, requests=1)
@@ -369,7 +369,7 @@ def test_a_switch_is_part_of_the_first_prompt_of_an_absent_model() -> None:
     assert list(policy().admit(now=0.0, instance=present, costs=costs)) == [0, 2, 1]
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_no_request_waits_for_ever() -> None:
     """A prompt that is late for longer than anybody's patience goes first."""
     groups = (
         group_view("a", tokens=100, deadline=100.0),
@@ -397,7 +397,7 @@ def test_resident_models_interleave() -> None:
     ]
 
 
-def test_a_lone_model_runs_on_until_somebody_joins() -> None:
+def test_a_lone_model_runs_on_until_a_request_joins() -> None:
     """Then its turn ends when a short one would, or with the step that runs."""
     prism, costs = policy(turn_seconds=0.1, alone_seconds=3.0), FixedCosts(step=0.02)
     alone = instance_view(batches=(batch_view("a"),), resident=["a"])

@@ -124,7 +124,7 @@ def test_requests_flow_both_ways() -> None:
     assert any(source == 0 for source, _ in flown["strict"])
 
 
-def test_prompts_are_computed_beside_decoding() -> None:
+def test_prompts_are_computed_in_decoding_steps() -> None:
     """Under TaiChi, in chunks of S_P or S_D tokens."""
     cluster = box(
         lambda: Taichi(p_chunk_tokens=64, d_chunk_tokens=16), {"a": ModelDouble(8, shape())}

@@ -113,7 +113,7 @@ def test_who_joins_goes_first(front: str, batches: str, phase: Phase, seconds: f
     assert ServerlessLlm().preempt(instance=view) == seconds
 
 
-def test_a_turn_goes_on_if_nobody_waits_for_a_prompt() -> None:
+def test_a_turn_goes_on_if_no_request_waits_for_a_prompt() -> None:
     """A request that comes to decode ends no turn."""
     view = instance_view(batches=(batch_view("a"), batch_view("b")), turn="a")
 
@@ -216,7 +216,7 @@ def test_the_shortest_job_is_first_in_the_machine() -> None:
     assert not cluster.machine.requests
 
 
-def test_nobody_but_the_lab_can_load_an_oracle() -> None:
+def test_only_the_lab_can_load_an_oracle() -> None:
     """Without true lengths the policy is refused by name, with them it gets just these."""
     with pytest.raises(PolicyError, match="serverlessllm_sjf needs an oracle: lab only"):
         load_stack(PolicyChoice(use=("serverlessllm_sjf",)))

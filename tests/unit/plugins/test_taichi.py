@@ -114,7 +114,7 @@ def test_targets_are_balanced() -> None:
     ]
 
 
-def test_nobody_goes_where_there_is_no_room() -> None:
+def test_no_request_goes_where_there_is_no_room() -> None:
     """Full targets, and those that do not take the request, are left alone."""
     requests = [paced("big", 0.05), paced("small", 0.05)]
     sizes = {"big": 60.0, "small": 40.0}
@@ -132,7 +132,7 @@ def test_nobody_goes_where_there_is_no_room() -> None:
     used=st.lists(st.integers(0, 120), min_size=1, max_size=3),
 )
 @settings(deadline=None)
-def test_degrading_fills_nobody_beyond_the_watermark(
+def test_degrading_fills_no_instance_beyond_the_watermark(
     requests: list[tuple[int, float, int]], used: list[int]
 ) -> None:
     """No target is filled beyond the limit, nobody goes twice, and nobody at risk goes at all."""
@@ -153,7 +153,7 @@ def test_degrading_fills_nobody_beyond_the_watermark(
 # --- Algorithm 2 ---------------------------------------------------------------------------------
 
 
-def test_a_prompt_in_chunks_pays_for_the_steps_beside_it() -> None:
+def test_a_prompt_in_chunks_pays_for_the_steps_it_is_in() -> None:
     """1000 tokens in chunks of 256 are four steps; alone, none."""
     assert chunked_seconds(0.5, 1000, 256, 0.02) == pytest.approx(0.58)
     assert chunked_seconds(0.5, 1024, 256, 0.02) == pytest.approx(0.58)
@@ -319,7 +319,7 @@ def test_without_chunks_on_the_d_heavy_it_is_disaggregation() -> None:
     assert lone.batch(instance=instance_view(0)).chunk_tokens == 0
 
 
-def test_a_prompt_that_its_model_decodes_beside_comes_at_once() -> None:
+def test_a_prompt_of_the_decoding_model_starts_at_once() -> None:
     """Others alternate with turns, and so does one that found no room beside them."""
     taichi = policy()
     groups = (group_view("a"),)

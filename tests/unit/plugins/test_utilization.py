@@ -130,7 +130,7 @@ def test_the_shortest_goes_from_the_fullest_to_the_freest() -> None:
     assert flows == [Migration(request="short", target=2)]
 
 
-def test_nobody_moves_for_a_small_gain() -> None:
+def test_no_request_moves_for_a_small_gain() -> None:
     """The target has to be that much freer with the request there, so that nobody comes back."""
     here = instance_view(0, kv_bytes=0, batches=(batch_view("a", 3),))
     there = instance_view(1, kv_bytes=0)

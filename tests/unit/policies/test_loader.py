@@ -167,7 +167,7 @@ def test_a_stack_is_loaded_with_parameters() -> None:
     assert stack.asked()["place"] == ("aegaeon", BUILT_IN)
 
 
-def test_the_built_in_stands_behind_every_stack() -> None:
+def test_the_built_in_is_at_the_end_of_every_stack() -> None:
     """Whoever is asked first, in the end there is an answer."""
     stack = load_stack(chosen())
 
@@ -265,7 +265,7 @@ def test_a_choice_that_cannot_be_used(
     assert remedy in told_remedy
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     """One does not hide another."""
     choice = chosen(
         "x", "serverlessllm", decisions={"y": "z"}, parameters={"serverlessllm": {"w": 1}}

@@ -320,7 +320,7 @@ def test_a_subclass_is_not_what_it_says() -> None:
     assert len(stack.faults) == 1
 
 
-def test_an_answer_that_cannot_be_told_is_a_fault() -> None:
+def test_an_answer_that_cannot_be_shown_is_a_fault() -> None:
     """Not even a reason can be had of it."""
 
     class Mute(Exception):
@@ -371,7 +371,7 @@ def test_a_round_takes_only_what_can_run() -> None:
     assert len(stack.faults) == 1
 
 
-def test_a_question_nobody_answers_is_an_error() -> None:
+def test_a_question_that_no_policy_answers_is_an_error() -> None:
     """A stack without the built-in may have no answer; it says to which question."""
     stack = PolicyStack({"shy": policy_with("phase", lambda: None)})
 
@@ -612,7 +612,7 @@ def test_quantiles_are_of_the_last_questions() -> None:
     assert (told.p50_seconds, told.p99_seconds, told.max_seconds) == (128, 254, 256)
 
 
-def test_nothing_is_timed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_without_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the lab, where a clock would be another run's; questions are counted all the same."""
     monkeypatch.setattr(policystack, "perf_counter", None)
     stack = PolicyStack({"built-in": Aegaeon()})

@@ -63,7 +63,7 @@ async def test_who_is_too_far_behind_missed_something(after: int, missed: bool) 
             assert await anext(batches) is None
 
 
-async def test_a_slow_follower_is_told_that_it_missed_something() -> None:
+async def test_a_slow_follower_learns_that_it_missed_something() -> None:
     """However much happens meanwhile, nothing is kept for it; then it hears what is new."""
     feed = EventLog(capacity=3, unix_clock=lambda: 0.0)
     async with aclosing(feed.follow(None)) as batches:  # type: ignore[type-var]
@@ -85,7 +85,7 @@ async def test_batches_are_bounded() -> None:
         assert models(await anext(batches)) == [BATCH]
 
 
-async def test_the_end_is_heard() -> None:
+async def test_the_end_is_received() -> None:
     """After what there is, and also by who waits."""
     feed = EventLog(unix_clock=lambda: 0.0)
     tell(feed, "a")

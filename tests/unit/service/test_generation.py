@@ -59,7 +59,7 @@ def test_tokens_go_to_the_sink_at_once() -> None:
     assert owner.sink.ends == [(times, None)]
 
 
-def test_a_failure_is_told() -> None:
+def test_a_failure_is_reported() -> None:
     """Why there is no more."""
     owner = Owner()
     failure = GenerationFailed("model_failed", "it broke", 500)
@@ -77,7 +77,7 @@ def test_what_is_refused_at_once_has_no_sink() -> None:
     assert owner.stream.failure is not None
 
 
-def test_cancelling_is_told_once_it_matters() -> None:
+def test_cancelling_is_reported_once_it_matters() -> None:
     """The daemon hears of a client that left, and why, but not after the end."""
     owner = Owner()
     owner.stream.cancel(FinishReason.STOP)
@@ -108,7 +108,7 @@ def test_a_pooled_prompt_has_no_tokens() -> None:
     assert (owner.stream.output, owner.sink.tokens) == ([], [pooled])
 
 
-def test_who_reads_is_told_when_it_changes() -> None:
+def test_a_reader_is_called_when_it_changes() -> None:
     """And of a stream that has ended nothing is."""
     owner = Owner()
     for reads in (True, False, False, True, True):

@@ -113,7 +113,7 @@ def test_opinions_and_refusals_are_free() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_an_oracle_is_told_the_lengths_of_each_run() -> None:
+def test_an_oracle_gets_the_lengths_of_each_run() -> None:
     """And of nothing else: it knows every request that it is asked about."""
 
     class Oracle(msgspec.Struct, forbid_unknown_fields=True):

@@ -57,7 +57,7 @@ async def test_models_are_steered(key: str, verb: str, asks: bool, words: str) -
             assert words in seen(app)
 
 
-async def test_what_is_refused_is_told_of_each_model() -> None:
+async def test_a_refusal_names_each_model() -> None:
     """In the daemon's words; the others are done."""
     source = pool()
     source.answers["POST", "/api/models/a/load"] = DaemonRefused("a is draining")

@@ -326,7 +326,7 @@ async def test_readonly_changes_nothing(live: bool, words: str) -> None:
     assert source.asked == []
 
 
-async def test_a_lost_daemon_is_told_and_comes_back() -> None:
+async def test_a_lost_daemon_is_reported_and_comes_back() -> None:
     """Why, and when it is tried again; what was known stays."""
     async with dashboard(source := Told(lost("refused", 3.0))) as app:
         assert screen(app)[0].startswith(" NOT CONNECTED: refused, again in 3 s")

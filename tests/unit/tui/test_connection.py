@@ -61,7 +61,7 @@ async def hear(connection: DaemonConnection, count: int) -> list[Message]:
     return heard
 
 
-async def test_what_is_sent_is_heard() -> None:
+async def test_what_is_sent_is_received() -> None:
     """States and deltas as such, everything else as something that happened."""
     asked: list[httpx.Request] = []
 
@@ -82,7 +82,7 @@ async def test_what_is_sent_is_heard() -> None:
     assert "last-event-id" not in asked[0].headers
 
 
-async def test_any_character_is_heard() -> None:
+async def test_any_character_is_received() -> None:
     """Also those at which text has a new line for Unicode, and none for server-sent events."""
     data = {"quarantine": "one\u2028two\u2029three\x85four"}
 
@@ -162,7 +162,7 @@ async def listen(connection: DaemonConnection) -> list[tuple[PieceKind, dict[str
     return heard
 
 
-async def test_an_answer_is_heard_as_it_comes() -> None:
+async def test_an_answer_is_received_as_it_comes() -> None:
     """Who it is, its events and its remarks, up to the end that it says."""
     text = ": keep-alive\n\n" + 'data: {"n":"\u2028"}\n\n: server-timing: a\n\ndata: [DONE]\n\n'
     asked: list[httpx.Request] = []
@@ -234,7 +234,7 @@ async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Box]:
         yield box
 
 
-async def test_a_real_api_is_heard(box: Box) -> None:
+async def test_a_real_api_is_received(box: Box) -> None:
     """Over a socket: the state first, then what happens."""
     async with served(create_app(box.daemon)) as port:
         connection = DaemonConnection(f"http://127.0.0.1:{port}")

@@ -207,7 +207,7 @@ def test_switches_are_those_of_its_instances_while_it_lived() -> None:
     assert len(trace.switches) == 2
 
 
-def test_where_it_was_is_heard_behind_its_end() -> None:
+def test_where_it_was_is_received_behind_its_end() -> None:
     """Events come at once, spans with the next change."""
     known = heard(state(tree()))
     trace = RequestTrace(known)
@@ -221,7 +221,7 @@ def test_where_it_was_is_heard_behind_its_end() -> None:
     assert trace.instances == ["1"]
 
 
-def test_where_it_was_is_heard_of_a_daemon_that_began_anew() -> None:
+def test_where_it_was_is_received_of_a_daemon_that_began_anew() -> None:
     """Its numbers are small again."""
     known = heard(
         state(tree(spans=span(500, 1, ended_unix_seconds=NOW))),
@@ -246,7 +246,7 @@ def test_the_instance_of_a_live_request_is_known() -> None:
     assert trace.instances == ["1"]
 
 
-def test_what_was_missed_is_told() -> None:
+def test_what_was_missed_is_reported() -> None:
     """With a daemon that was lost the end of a request may be, too."""
     known = heard(state(tree(requests=[request("mine", "a")])))
     trace = RequestTrace(known)

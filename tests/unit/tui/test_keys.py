@@ -59,7 +59,7 @@ def changes(source: Told) -> list[tuple[str, str, object]]:
     return [asked for asked in source.asked if asked[0] != "GET"]
 
 
-def test_they_are_told_as_here() -> None:
+def test_they_are_reported_as_here() -> None:
     """The rows of these tests are what `/api/keys` answers, and what it is sent can be read."""
     told = msgspec.convert(keys(), Keys)
 

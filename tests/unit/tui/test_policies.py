@@ -56,7 +56,7 @@ async def test_the_stack_by_decision() -> None:
         assert words in page
 
 
-async def test_parameters_are_told() -> None:
+async def test_parameters_are_reported() -> None:
     """In the detail of a decision."""
     async with dashboard(decided(), size=(120, 40)) as app:
         await command(app, "policies")

@@ -81,7 +81,7 @@ def test_a_mixed_turn_may_grow_for_as_long_as_its_prompt_takes() -> None:
     assert turn.kv_slabs == shape().slabs(shape().blocks(tokens) + shape().blocks(200))
 
 
-async def test_a_worker_is_told_of_a_prompt_before_its_turn(
+async def test_a_worker_gets_a_prompt_before_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a request that outlived a worker, with the output so far, and that is counted."""

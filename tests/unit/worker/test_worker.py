@@ -706,7 +706,7 @@ def test_a_turn_runs_until_its_requests_are_done() -> None:
     assert ended.seconds >= 0
 
 
-def test_the_end_of_a_turn_is_told_with_its_last_tokens() -> None:
+def test_the_end_of_a_turn_is_reported_with_its_last_tokens() -> None:
     """And what went before was told before the next step: nobody waits for their tokens while
     others are computed."""
     told: list[list[str]] = []
@@ -723,7 +723,7 @@ def test_the_end_of_a_turn_is_told_with_its_last_tokens() -> None:
     assert before == [0, 1, 2]
 
 
-def test_a_first_token_is_told_with_the_end_of_its_prompt() -> None:
+def test_a_first_token_is_reported_with_the_end_of_its_prompt() -> None:
     """The daemon orders what follows before it turns to who reads the token."""
     told: list[list[str]] = []
     bench = Bench("a")
@@ -839,7 +839,7 @@ def test_a_turn_of_nobody() -> None:
 # --- prompts beside a turn -----------------------------------------------------------------------
 
 
-def test_a_prompt_is_computed_beside_a_turn() -> None:
+def test_a_prompt_is_computed_in_a_turn() -> None:
     """Whoever decodes gets a token in every step, and the turn is over when the prompt is done."""
     bench = Bench()
     bench.ready("r")
@@ -890,7 +890,7 @@ def test_prompts_share_a_chunk() -> None:
     assert [r.request for r in reports if isinstance(r, PrefillDone)] == ["p", "q"]
 
 
-def test_a_prompt_outlives_those_it_is_computed_beside() -> None:
+def test_a_prompt_outlives_those_it_is_computed_with() -> None:
     """A turn whose requests are all done goes on for its prompt; steps without a token are no
     news."""
     bench = Bench()
@@ -914,7 +914,7 @@ def test_a_prompt_whose_first_token_is_its_last() -> None:
     assert only(reports, PrefillDone).kv_slabs == 1
 
 
-def test_a_prompt_that_does_not_fit_beside_a_turn() -> None:
+def test_a_prompt_that_does_not_fit_in_a_turn() -> None:
     """It is deferred, and the turn has its step."""
     bench = Bench()
     bench.ready("r")
@@ -926,7 +926,7 @@ def test_a_prompt_that_does_not_fit_beside_a_turn() -> None:
     assert (reports[-1].reason, reports[-1].steps) == (TurnEnd.QUOTA, 1)
 
 
-def test_kv_that_gets_full_beside_a_prompt() -> None:
+def test_kv_that_gets_full_with_a_prompt() -> None:
     """Who decodes has to wait; the prompt has its KV, and is computed to its end."""
     bench = Bench()
     bench.ready("r")
@@ -972,7 +972,7 @@ def test_a_preempted_turn_begins_no_prompt() -> None:
 
 
 @pytest.mark.parametrize("when", [1, 2])
-def test_a_prompt_that_is_released_beside_a_turn(when: int) -> None:
+def test_a_prompt_that_is_released_in_a_turn(when: int) -> None:
     """Nothing more of it is computed, whether it had begun or not; the others go on."""
     bench = Bench()
     bench.ready("r")
@@ -994,7 +994,7 @@ def test_a_prompt_that_is_released_beside_a_turn(when: int) -> None:
     assert bench.engines["a"].on_device == {"r", "p", "q"} - {released}
 
 
-def test_a_release_beside_a_prompt() -> None:
+def test_a_release_with_a_prompt() -> None:
     """Who decodes may leave in the middle of somebody else's prompt."""
     bench = Bench()
     bench.ready("r", "s")
@@ -1140,7 +1140,7 @@ def test_a_step_waits_for_blocks_on_their_way_out() -> None:
     assert [type(r) for r in reports] == [KvMoved, wire.Tokens, PrefillDone, wire.Tokens, TurnEnded]
 
 
-def test_cold_cache_is_given_up_when_told() -> None:
+def test_cold_cache_is_given_up_on_command() -> None:
     """What an order wants gone goes at once; reports tell what is left."""
     bench = Bench()
     bench.ready("r")
@@ -1262,7 +1262,7 @@ def test_weights_are_verified_between_jobs() -> None:
         ("b", "(", None),
     ],
 )
-def test_guides_are_compiled_beside_the_jobs(model: str, text: str, refused: str | None) -> None:
+def test_guides_are_compiled_during_jobs(model: str, text: str, refused: str | None) -> None:
     """They do not wait in the queue of commands, and are answered with why they cannot be followed;
     one of a model that is not built is left to its request."""
     bench = Bench("a", "b")
@@ -1277,7 +1277,7 @@ def test_guides_are_compiled_beside_the_jobs(model: str, text: str, refused: str
     assert (answer.refused is None) == (refused is None)
 
 
-def test_details_are_told_in_frames_that_are_not_too_long(
+def test_details_are_reported_in_frames_that_are_not_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of a step's tokens, in their order; plain ones cost no frame."""
@@ -1312,7 +1312,7 @@ def test_a_slow_guide_holds_up_no_other() -> None:
     assert {answer.number: answer.refused for answer in answers} == {0: None, 1: None}
 
 
-def test_slabs_are_told_in_the_middle_of_a_step() -> None:
+def test_slabs_are_reported_in_the_middle_of_a_step() -> None:
     """Whoever asks waits for no turn; asked twice before it could answer, it answers once."""
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     found: list[wire.SlabsReported] = []

@@ -41,7 +41,7 @@ def test_engines_are_built_in_the_order_of_the_catalogue() -> None:
     assert builds(cluster) == ["c", "a", "b"]
 
 
-def test_an_engine_somebody_waits_for_is_built_next() -> None:
+def test_an_engine_that_a_request_waits_for_is_built_next() -> None:
     """The engine of a waiting request goes before the order of the catalogue."""
     cluster = cluster_of("abcd")
     cluster.start()

@@ -115,7 +115,7 @@ def test_what_flow_is_shown() -> None:
     assert view.tpot_seconds() == pytest.approx((view.newest_token - view.first_token) / 6)
 
 
-def test_nobody_flows_without_another_decoder() -> None:
+def test_no_request_flows_without_another_decoder() -> None:
     """When no other instance decodes, the question is not asked."""
 
     def flow() -> list[Migration]:

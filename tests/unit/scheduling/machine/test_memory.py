@@ -144,7 +144,7 @@ def test_growth_is_granted_from_free_slabs() -> None:
     assert cluster.commands(RunTurn)[0].kv_slabs == shape().slabs(-(-210 // 16))
 
 
-def test_growth_costs_nobody_anything() -> None:
+def test_growth_costs_nothing() -> None:
     """For growth alone no weights are evicted and no KV is swapped out."""
     cluster = built("ab", slabs=13)
     serve(cluster, "b")
@@ -314,7 +314,7 @@ def test_a_prefetch_takes_cold_cache() -> None:
     assert instance.ledger.weights.keys() == {"b", "c"}
 
 
-def test_a_prefetch_nobody_wants_any_more_is_stopped() -> None:
+def test_a_prefetch_that_is_not_needed_any_more_is_stopped() -> None:
     """Weights on their way in for requests that are gone are evicted when the next job begins."""
     cluster = built("abc", slabs=20)
     instance, double = cluster.machine.instances[0], cluster.up[0]
@@ -329,7 +329,7 @@ def test_a_prefetch_nobody_wants_any_more_is_stopped() -> None:
     assert cluster.machine.instances[0].ledger.weights.keys() == {"a"}
 
 
-def test_places_of_who_is_given_up_come_back() -> None:
+def test_places_of_requests_that_are_given_up_come_back() -> None:
     """A request that ends with the worker that was bringing its KV in holds nothing."""
     cluster = built("ab", slabs=15, policy="aegaeon")
     for name in ("a1", "b1", "a2", "b2"):

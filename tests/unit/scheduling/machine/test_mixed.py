@@ -54,7 +54,7 @@ def mixed(cluster: ClusterDouble) -> list[RunTurn]:
     return [command for command in cluster.commands(RunTurn) if command.prompts]
 
 
-def test_a_prompt_is_computed_beside_the_steps() -> None:
+def test_a_prompt_is_computed_in_the_steps() -> None:
     """A prompt of the model that decodes is part of a turn, in chunks; it is computed once, decodes
     from the next turn on, and no request waits for it."""
     cluster = cluster_of()

@@ -69,7 +69,7 @@ def turn_runs(cluster: ClusterDouble) -> Callable[[], bool]:
 # --- load ----------------------------------------------------------------------------------------
 
 
-def test_a_wanted_model_comes_before_anybody_asks() -> None:
+def test_a_wanted_model_comes_before_a_request_asks() -> None:
     """It is brought to one device, and a request finds it there."""
     cluster = ready("ab", instances=2, policy="serverlessllm")
 
@@ -109,7 +109,7 @@ def test_an_engine_that_an_operator_wants_is_built_next() -> None:
     assert where(cluster, "d") == [0]
 
 
-def test_a_wanted_model_comes_beside_what_runs() -> None:
+def test_a_wanted_model_comes_during_a_turn() -> None:
     """A busy instance brings it in beside the next job, without touching who has work."""
     cluster = ready("abc", slabs=40, policy="aegaeon")
     cluster.ask("a1", "a", output=60)
@@ -320,7 +320,7 @@ def test_a_model_may_be_wanted_again() -> None:
     assert where(cluster, "b") == [0]
 
 
-def test_a_lost_instance_has_nobody_to_dismiss() -> None:
+def test_a_lost_instance_has_nothing_to_evict() -> None:
     """Its device is empty when it comes back; a model that was to leave it may come again."""
     cluster = ready("ab")
     want(cluster, "b")

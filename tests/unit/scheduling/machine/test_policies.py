@@ -331,7 +331,7 @@ def test_who_cannot_join_a_turn_that_goes_on_does_not_end_it() -> None:
     assert not cluster.machine.requests
 
 
-def test_who_comes_to_decode_is_asked_about_whoever_waits_for_the_host() -> None:
+def test_a_joining_request_is_asked_about_while_another_waits_for_the_host() -> None:
     """A prefilled request that joins a turn elsewhere has its room: that others wait for theirs
     does not keep the policy from being asked."""
     home = {20: 0, 21: 1, 250: 2}
@@ -432,7 +432,7 @@ def test_the_limit_is_no_more_than_the_model_allows() -> None:
         Told(prefill=lambda: Refusal(reason="\ud800")),
     ],
 )
-def test_numbers_beyond_all_measure_stop_nobody(stranger: Told) -> None:
+def test_numbers_beyond_all_measure_stop_nothing(stranger: Told) -> None:
     """What overflows when it is reckoned with, or cannot be sent, is a fault of its policy, and
     requests are served."""
     cluster = built(stranger, "a")

@@ -92,7 +92,7 @@ def test_who_was_prefilled_while_the_worker_ends_decodes_elsewhere() -> None:
     assert (life.outcome, life.prefills) == (FinishReason.LENGTH, 2)
 
 
-def test_a_single_request_waits_where_nobody_is_up_yet() -> None:
+def test_a_single_request_waits_where_no_instance_is_up_yet() -> None:
     """Its instance is out of service and the other one still starts: it waits, and can say so."""
     cluster = cluster_of()
     cluster.lose(1)

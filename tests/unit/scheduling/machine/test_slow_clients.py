@@ -56,7 +56,7 @@ def leaving(cluster: ClusterDouble) -> list[str]:
     ]
 
 
-def test_a_turn_goes_on_without_who_stalled() -> None:
+def test_a_turn_goes_on_without_a_paused_request() -> None:
     """The turn is ended, the rest of its quota is run by the others; the KV of who stalled leaves
     the device. When its client reads it goes on where it was."""
     cluster = ready()
@@ -118,7 +118,7 @@ def test_between_turns() -> None:
     assert cluster.machine.oldest_progress() is None
 
 
-def test_tokens_that_nobody_read_are_not_late() -> None:
+def test_tokens_that_were_not_read_are_not_late() -> None:
     """What is due, is due so much later, and its pace is as if there had been no pause."""
     cluster = ready()
     cluster.ask("r", "a", output=60)
@@ -228,7 +228,7 @@ def test_a_lost_worker() -> None:
     assert [command.request for command in cluster.commands(RunPrefill)] == ["r", "r"]
 
 
-def test_nobody_waits_for_the_room_of_who_is_held() -> None:
+def test_no_request_waits_for_the_room_of_a_paused_one() -> None:
     """In the host tier it keeps its room until it ends: when others wait for some it goes on, read
     or not, and who stalls then is not held at all."""
     cluster = ready(host_slabs=12)

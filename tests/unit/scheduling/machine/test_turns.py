@@ -55,7 +55,7 @@ def test_serverlessllm_keeps_the_model_until_its_requests_are_done() -> None:
     assert cluster.machine.preemptions == {"a": 0, "b": 0, "c": 0}
 
 
-def test_serverlessllm_lets_requests_of_the_model_join_while_nobody_waits() -> None:
+def test_serverlessllm_lets_requests_of_the_model_join_while_no_request_waits() -> None:
     """A request for the model that runs joins its batch at once if no other model waits."""
     cluster = built("serverlessllm")
     cluster.ask("a1", "a", output=40)
@@ -68,7 +68,7 @@ def test_serverlessllm_lets_requests_of_the_model_join_while_nobody_waits() -> N
     assert any(set(command.requests) == {"a1", "a2"} for command in cluster.commands(RunTurn))
 
 
-def test_serverlessllm_lets_nobody_join_past_another_model() -> None:
+def test_serverlessllm_lets_no_request_join_past_another_model() -> None:
     """A request for the model that runs queues behind the model that waits."""
     cluster = built("serverlessllm")
     cluster.ask("a1", "a", output=40)

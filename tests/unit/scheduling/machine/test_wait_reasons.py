@@ -38,7 +38,7 @@ def turn_runs(cluster: ClusterDouble) -> Callable[[], bool]:
     return lambda: cluster.up[0].turn is not None
 
 
-def test_nobody_is_up() -> None:
+def test_no_instance_is_up() -> None:
     """Before the first worker is up a request waits for one."""
     cluster = cluster_of()
     cluster.ask("r", "a")
@@ -168,7 +168,7 @@ def test_host_room_comes_free_as_others_end() -> None:
     assert False in told
 
 
-def test_kv_moves_are_told() -> None:
+def test_kv_moves_are_reported() -> None:
     """A request whose KV leaves says so."""
     cluster = ready("ab", slabs=20, policy="aegaeon")
     for name in ("a1", "a2", "b1", "b2"):

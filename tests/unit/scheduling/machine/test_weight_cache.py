@@ -103,7 +103,7 @@ def test_an_image_that_is_being_read_stays() -> None:
     assert all(life.outcome == FinishReason.LENGTH for life in cluster.world.lives.values())
 
 
-def test_nobody_waits_for_an_image_that_another_fills() -> None:
+def test_no_request_waits_for_an_image_that_another_fills() -> None:
     """While one instance fills, the other reads the files; later it adopts the image."""
     cluster = ClusterDouble(
         {"a": ModelDouble(4, shape())}, instances=2, slabs=12, max_context=128, host_slabs=20
@@ -193,7 +193,7 @@ def test_a_failed_prefetch_is_not_in_the_way() -> None:
     assert "c" not in cluster.machine.instances[0].ledger.weights
 
 
-def test_a_failure_of_what_is_not_on_its_way_is_only_told() -> None:
+def test_a_failure_of_what_is_not_on_its_way_is_only_reported() -> None:
     """A report that comes late, when the weights are gone again, harms nothing."""
     cluster = cluster_of("ab", host_slabs=20)
 
