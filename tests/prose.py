@@ -28,11 +28,14 @@ WORDS: Final = {
 }
 _PATTERN: Final = re.compile(rf"\b({'|'.join([*WORDS, *map(str.title, WORDS)])})\b")
 
+_QUOTED: Final = re.compile("(?<!`)`[^`]+`(?!`)")
+"""Code, or an old message that a change log names."""
+
 
 def findings(path: Path, text: str) -> Iterator[str]:
     """A line for each word of a file that is to be replaced, and what to write instead."""
     for number, line in enumerate(text.splitlines(), 1):
-        for found in _PATTERN.finditer(line):
+        for found in _PATTERN.finditer(_QUOTED.sub("", line)):
             word = found.group().lower()
             yield f"{path}:{number}: {word!r}: {WORDS[word]}"
 
