@@ -83,7 +83,7 @@ def run(
 @url_option
 @json_option
 def list_models(url: str, as_json: bool) -> None:
-    """List the models of the catalogue, cold ones too."""
+    """List the models of the catalogue, also those without an engine."""
     models = get(url, "/v1/models")["data"]
     if as_json:
         print_json(models)

@@ -187,7 +187,7 @@ class ModelActivities:
         ]
         stages = [EngineStage(stage) for stage in self._residency(name).values()]
         best = max((order.index(stage) for stage in stages if stage in order), default=0)
-        return "cold" if best == 0 else order[best].value
+        return order[best].value
 
 
 def request_activity(machine: Machine, name: RequestId, now: float) -> RequestActivity:

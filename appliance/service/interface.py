@@ -262,7 +262,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's parser of its tool calls; without one, a model cannot choose to call tools."""
     reasoning_parser: str | None = None
     """vLLM's parser of its reasoning; without one, all that a model writes is its answer."""
-    state: str = "cold"
+    state: str = "absent"
     """Its state on the instance that is closest to serving it: a residency, or ``failed``."""
     architecture: str = ""
     """As the checkpoint names it: ``LlamaForCausalLM``."""

@@ -115,7 +115,7 @@ def box(
         breaking = beside.submit(_break_header, box)
         with running_daemon(file, config) as (_, pid):
             breaking.result()
-            _until(lambda: all(box.state(model) not in ("cold", "building") for model in MODELS))
+            _until(lambda: all(box.state(model) not in ("absent", "building") for model in MODELS))
             yield replace(box, pid=pid)
 
 
@@ -125,7 +125,7 @@ def _break_header(box: Box) -> None:
 
     def is_up() -> bool:
         with suppress(httpx.TransportError):
-            assert box.state(HEADER) == "cold", "its engine is built already"
+            assert box.state(HEADER) == "absent", "its engine is built already"
             return True
         return False
 
@@ -191,7 +191,7 @@ def test_a_client_that_does_not_read(box: Box) -> None:
         head += "Content-Type: application/json\r\n"
         plug.sendall(f"{head}Host: localhost\r\n\r\n".encode() + asked)
         assert plug.recv(12).endswith(b" 200")
-        _until(lambda: box.phases() == ["held"])
+        _until(lambda: box.phases() == ["paused"])
         assert box.serves(CACHED)
         with plug.makefile("rb") as answer:
             events = [line[6:] for line in answer if line.startswith(b"data: {")]

@@ -884,7 +884,7 @@ async def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
     """From cold over building and stored to loaded; failed stays failed."""
     box = make_box("ab")
     worker = box.workers[0]
-    assert [card.state for card in box.daemon.models()] == ["cold", "cold"]
+    assert [card.state for card in box.daemon.models()] == ["absent", "absent"]
     worker.greet()
     assert box.daemon.model("a").state == "building"
     assert worker.double is not None
@@ -900,7 +900,7 @@ async def test_a_model_card_tells_how_far_a_model_is(make_box: MakeBox) -> None:
     card = box.daemon.models()[1]
     assert (card.id, card.created, card.max_context_tokens) == ("b", 1700000000, 256)
     worker.die()
-    assert [card.state for card in box.daemon.models()] == ["failed", "cold"]
+    assert [card.state for card in box.daemon.models()] == ["failed", "absent"]
 
 
 async def test_a_model_has_the_state_of_its_best_instance(make_box: MakeBox) -> None:
