@@ -235,7 +235,7 @@ def test_models(watched: Watched) -> None:
         return watched.get(f"/api/models/{IDLE}")
 
     watched.go("models", IDLE)
-    watched.do("L", told=f"{IDLE} comes to a device", sure=False)
+    watched.do("L", told=f"{IDLE} is loaded to a device", sure=False)
     until(lambda: ("model_loaded", IDLE) in watched.events)
     watched.do("P", told=f"{IDLE} is pinned", sure=False)
     assert model()["terms"]["pinned"]
