@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from appliance.batches.disk import Disk
 from appliance.batches.log import BatchLog
@@ -17,6 +18,12 @@ RETRY_SECONDS: Final = 5.0
 """How long after a disk refused to write it is asked again."""
 
 log = logging.getLogger("appliance.batches")
+
+
+class _Waiting(NamedTuple):
+    record: Record
+    on_written: Callable[[], None]
+    written: asyncio.Future[None]
 
 
 class BatchWriter:
@@ -30,7 +37,7 @@ class BatchWriter:
         self._log = written
         self._disk = disk
         self._retry_seconds = retry_seconds
-        self._queue: deque[tuple[Record, asyncio.Future[None]]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._news = asyncio.Event()
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -39,13 +46,16 @@ class BatchWriter:
         self.stuck = False
         """Whether the disk refused what was tried last."""
 
-    async def write(self, record: Record) -> None:
+    async def write(self, record: Record, on_written: Callable[[], None] = lambda: None) -> None:
         """The batch has this record from now on, also after a power cut. Raises `IllegalTransition`
-        for one that it cannot have any more. A record is not taken back by not waiting for it."""
+        for one that it cannot have any more. A record is not taken back by not waiting for it.
+
+        `on_written` is called in the step in which the batch gets the record, so that it counts
+        even if this call is cancelled: the record may be the last that the batch waits for."""
         if self._task.done():  # though the caller that stopped it may not know yet
             raise IllegalTransition(f"{self._batch.id}: it is over, and then {record!r:.200}")
         written = asyncio.get_running_loop().create_future()
-        self._queue.append((record, written))
+        self._queue.append(_Waiting(record, on_written, written))
         self._idle.clear()
         self._news.set()
         await written
@@ -70,30 +80,31 @@ class BatchWriter:
             if not await self._write(self._take()):
                 return
 
-    def _take(self) -> list[tuple[Record, asyncio.Future[None]]]:
+    def _take(self) -> list[_Waiting]:
         """What may be written together: outcomes, which do not depend on one another."""
         group = [self._queue.popleft()]
-        if isinstance(group[0][0], LineDone):
-            while self._queue and isinstance(self._queue[0][0], LineDone):
+        if isinstance(group[0].record, LineDone):
+            while self._queue and isinstance(self._queue[0].record, LineDone):
                 group.append(self._queue.popleft())
         return group
 
-    async def _write(self, group: list[tuple[Record, asyncio.Future[None]]]) -> bool:
+    async def _write(self, group: list[_Waiting]) -> bool:
         legal = []
-        for record, written in group:
-            if self._batch.allows(record):
-                legal.append((record, written))
-            elif not written.done():
-                text = f"{self._batch.id}: {self._batch.status} and then {record!r:.200}"
-                written.set_exception(IllegalTransition(text))
+        for waiting in group:
+            if self._batch.allows(waiting.record):
+                legal.append(waiting)
+            elif not waiting.written.done():
+                text = f"{self._batch.id}: {self._batch.status} and then {waiting.record!r:.200}"
+                waiting.written.set_exception(IllegalTransition(text))
         if not legal:
             return True
-        if not await self._put([record for record, _ in legal]):
+        if not await self._put([waiting.record for waiting in legal]):
             return False
-        for record, written in legal:
-            self._batch.apply(record)
-            if not written.done():
-                written.set_result(None)
+        for waiting in legal:
+            self._batch.apply(waiting.record)
+            waiting.on_written()
+            if not waiting.written.done():
+                waiting.written.set_result(None)
         return True
 
     async def _put(self, records: list[Record]) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -173,11 +174,8 @@ class BatchRequests:
         try:
             outcome = await self._ask(run, turn.request, caller)
             if isinstance(outcome, LineDone):
-                await run.writer.write(outcome)
+                await run.writer.write(outcome, partial(self._count, caller, outcome))
                 run.tries.pop(turn.request, None)
-                if caller is not None:
-                    self._access.count(caller)
-                self._metrics.request_done(outcome.ok)
             else:
                 wait_seconds = outcome
         except IllegalTransition:  # the batch is over, and with it what was asked
@@ -190,6 +188,11 @@ class BatchRequests:
                 self._turns.put_back(turn, not_before)
             run.news.set()
             self._pump()
+
+    def _count(self, caller: Caller | None, outcome: LineDone) -> None:
+        if caller is not None:
+            self._access.count(caller)
+        self._metrics.request_done(outcome.ok)
 
     async def _ask(self, run: BatchRun, request: int, caller: Caller | None) -> LineDone | float:
         """What became of a request; or after how many seconds it is to be asked again."""

@@ -892,10 +892,10 @@ async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(
             looked.wait(0.3)  # in vain, as the files are made of what the disk has
         append(log, records)
 
-    async def noted_write(writer: BatchWriter, record: Record) -> None:
+    async def noted_write(writer: BatchWriter, record: Record, *more: Any) -> None:
         if isinstance(record, LineDone):
             brought.set()
-        await bring(writer, record)
+        await bring(writer, record, *more)
 
     def noted_results(*given: Any) -> Results:
         results = look(*given)
@@ -912,7 +912,7 @@ async def test_what_is_done_when_a_batch_is_cancelled_is_in_its_files(
         asking = asyncio.create_task(client.batches.cancel(batch))
         assert await asyncio.to_thread(cancelling.wait, PATIENCE_SECONDS)
         live.say("hello")
-        await brought.wait()
+        await asyncio.wait_for(brought.wait(), PATIENCE_SECONDS)
         go_on.set()
         await asking
         done = await over(client, batch)

@@ -204,8 +204,8 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new"
 
 
-async def test_the_scribe_takes_nothing_after_the_end(tmp_path: Path) -> None:
-    """Is refused: nobody writes it any more, though its runner may not have put it away yet."""
+async def test_the_writer_takes_nothing_after_the_end(tmp_path: Path) -> None:
+    """The caller gets an error even if the runner has not removed the batch yet."""
     disk = Disk()
     log = BatchLog(tmp_path / "batch_1.jsonl")
     log.append([CREATED])
@@ -215,5 +215,37 @@ async def test_the_scribe_takes_nothing_after_the_end(tmp_path: Path) -> None:
 
     with pytest.raises(IllegalTransition):
         await asyncio.wait_for(writer.write(CancelAsked(at=3.0)), PATIENCE_SECONDS)
+    log.close()
+    await disk.close()
+
+
+async def test_a_record_counts_though_its_caller_leaves(tmp_path: Path) -> None:
+    """The caller is cancelled before the record is on the disk, and when it is applied: the record
+    stays written, and `on_written` is called once, with the batch in its new state."""
+    disk = Disk()
+    log = BatchLog(tmp_path / "batch_1.jsonl")
+    log.append([CREATED])
+    batch = Batch(CREATED)
+    batch.apply(Begun(at=1.0, total=2))
+    writer = BatchWriter(batch, log, disk)
+    counted: list[int] = []
+    callers: list[asyncio.Task[None]] = []
+
+    def applied() -> None:
+        counted.append(batch.completed)
+        for caller in callers:
+            caller.cancel()
+
+    for request in range(2):
+        done = LineDone(at=2.0, request=request, ok=True, entry=msgspec.Raw(b"{}"))
+        callers.append(asyncio.create_task(writer.write(done, applied)))
+    await asyncio.sleep(0)  # both have begun to write
+    callers[0].cancel()
+    await writer.flush()
+    await asyncio.wait(callers)
+
+    assert counted == [1, 2]
+    assert sum(isinstance(record, LineDone) for record in log.records()) == 2
+    await writer.stop()
     log.close()
     await disk.close()
