@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from appliance.scheduling.cluster import Cluster
+from appliance.scheduling.device_room import DeviceRoom
 from appliance.scheduling.host_room import HostRoom
 from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.policy_api import BatchLimits, Phase, PlannedTurn
@@ -52,6 +53,7 @@ class Dispatcher:
         cluster: Cluster,
         residency: Residency,
         host_room: HostRoom,
+        device_room: DeviceRoom,
         failed: Collection[ModelName],
     ) -> None:
         """Models in `failed` are not built."""
@@ -64,6 +66,7 @@ class Dispatcher:
         self._cluster = cluster
         self._residency = residency
         self._host_room = host_room
+        self._device_room = device_room
         self._failed = failed
 
     def advance(self, instance: InstanceState) -> bool:
@@ -78,7 +81,7 @@ class Dispatcher:
             started = self._start_turn(instance)
         else:
             self._order_groups(instance)
-            if not self._has_runnable(instance):
+            if not instance.has_runnable:
                 started = self._start_prefill(instance)
             elif self._phase(instance) is Phase.PREFILL:
                 started = self._start_prefill(instance) or self._start_turn(instance)
@@ -104,7 +107,7 @@ class Dispatcher:
         turn = instance.job
         if not isinstance(turn, TurnJob) or turn.preempting or not turn.requests:
             return
-        if self._host_room.waits(request):
+        if self._host_room.waits(request) or not self._device_room.admits(instance, request):
             return
         context = self._context
         more = context.policy.preempt(context.now, self._cluster.view(instance), context.costs)
@@ -116,6 +119,24 @@ class Dispatcher:
             turn.last_at = min(turn.last_at, context.now + more)
             turn.cut_at = min(turn.cut_at, turn.last_at)
         self.cut(instance)
+
+    def room_came(self, instance: InstanceState) -> None:
+        """Requests ended on the instance during a turn. If the turn left requests out for lack of
+        room, it is ended for them as soon as one has room again, and goes on with it. Else the
+        first prompt that waits for room joins, if it has some. O(requests of the model there)."""
+        turn = instance.job
+        if not isinstance(turn, TurnJob) or turn.preempting or not turn.requests:
+            return
+        if turn.lacks_room:
+            if self._device_room.has_room_again(instance, turn.model):
+                turn.cut_at = self._context.now
+                turn.resume_seconds = turn.quota_seconds
+                self.cut(instance)
+        elif instance.kv_short:
+            instance.kv_short = False
+            first = self._first_in_line(instance)
+            if first is not None:
+                self.joined(instance, first)
 
     def pause(self, instance: InstanceState) -> None:
         """End the turn, and have the rest of its quota run with the requests left then. A turn with
@@ -167,19 +188,6 @@ class Dispatcher:
             instance.groups = [instance.groups[number] for number in numbers]
             instance.view = None
 
-    def _has_runnable(self, instance: InstanceState) -> bool:
-        for batch in instance.batches.values():
-            for request in batch.members.values():
-                if request.runnable:
-                    return True
-        return False
-
-    def _runnable(self, instance: InstanceState, model: ModelName) -> list[RequestState]:
-        batch = instance.batches.get(model)
-        if batch is None:
-            return []
-        return [request for request in batch.members.values() if request.runnable]
-
     def _limits(self, instance: InstanceState, model: ModelName) -> BatchLimits:
         context = self._context
         return context.policy.batch(context.now, model, self._cluster.view(instance), context.costs)
@@ -209,6 +217,8 @@ class Dispatcher:
     def _start_prefill(self, instance: InstanceState) -> bool:
         """Prefill the request that is first in line; False if it has to wait."""
         request = self._first_in_line(instance)
+        if request is None:
+            return False
         model = request.model
         if not instance.engines[model].built:
             self._build(instance, model)
@@ -218,10 +228,11 @@ class Dispatcher:
         if not embedded and not self._host_room.reserve(request, instance.engines[model].shape):
             return False
         limits = self._limits(instance, model)
-        if limits.chunk_tokens and self._runnable(instance, model):
+        if limits.chunk_tokens and instance.runnable(model):
             step = self._context.costs.step_seconds(model)
             turn = PlannedTurn(model=model, quota_seconds=step)
-            return self._run_turn(instance, turn, limits, request)
+            self._run_turn(instance, turn, limits, request)
+            return True
         others = self._embedded_beside(instance, request, limits) if embedded else []
         if others:
             self._run_prompts(instance, [request, *others])
@@ -233,8 +244,10 @@ class Dispatcher:
         """The prompt alone, whole."""
         model, engine = request.model, instance.engines[request.model]
         blocks = engine.shape.blocks(request.tokens)
-        if blocks > self._residency.room_blocks(instance, model):
-            self._context.out.append(self._residency.clear_kv(instance, model))
+        short = blocks - self._residency.room_blocks(instance, model)
+        if short > 0:
+            leaving = self._residency.swap_out_youngest(instance, model, short)
+            self._context.out.append(leaving)
         warm = engine.stage is EngineStage.LOADED
         job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
         grant = self._residency.grant(instance, model, blocks, 0, self._context.now)
@@ -316,21 +329,26 @@ class Dispatcher:
         instance.engines[request.model].residents[request.id] = request
         instance.prefills_since_turn += 1
 
-    def _first_in_line(self, instance: InstanceState) -> RequestState:
-        """The first request of the first group; but the next request for room in the host tier goes
-        before all others here, or those that got in front of it since would block each other. Only
-        an interactive request goes before batch work that waits so: it is next for room then."""
-        first = instance.groups[0].first
+    def _first_in_line(self, instance: InstanceState) -> RequestState | None:
+        """The first request of the first group whose KV has room; None if none has.
+
+        The next request for room in the host tier goes before all others here, or those that got
+        in front of it since would block each other. Only an interactive request goes before batch
+        work that waits so: it is next for room then.
+        """
+        first = self._device_room.first_admitted(instance)
         longest = self._host_room.next()
         if longest is None or longest.instance != instance.id:
             return first
-        return first if first.interactive and not longest.interactive else longest
+        if first is not None and first.interactive and not longest.interactive:
+            return first
+        return longest if self._device_room.admits(instance, longest) else first
 
     # --- turns -----------------------------------------------------------------------------------
 
     def _start_turn(self, instance: InstanceState) -> bool:
         """Run the next turn of the round, or of a new round; False if nothing can run."""
-        if not self._has_runnable(instance):
+        if not instance.has_runnable:
             return False
         resumed, instance.resumes = instance.resumes, False
         planned = self._next_turn(instance)
@@ -338,10 +356,10 @@ class Dispatcher:
             self._build(instance, planned.model)
             return True
         limits = self._limits(instance, planned.model)
-        started = self._run_turn(instance, planned, limits, None)
+        self._run_turn(instance, planned, limits, None)
         if resumed:
             self._limit_resumed(instance)
-        return started
+        return True
 
     def _limit_resumed(self, instance: InstanceState) -> None:
         """Ask how long a resumed turn may go on: requests for other models that came since its
@@ -358,20 +376,22 @@ class Dispatcher:
         planned: PlannedTurn,
         limits: BatchLimits,
         prompt: RequestState | None,
-    ) -> bool:
-        """A turn of the model, with a prompt in it if one is given and both fit."""
+    ) -> None:
+        """A turn of the model, with a prompt in it if one is given; the prompt alone if no KV of a
+        request fits next to its own."""
         context, model = self._context, planned.model
         engine = instance.engines[model]
         # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
         limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
         blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
-        batch, blocks, left_out = self._select(instance, model, limit, blocks)
-        if not batch:
-            if prompt is not None:
-                self._run_prefill(instance, prompt)
-                return True
-            context.out.append(self._residency.clear_kv(instance, model))
-            return True
+        selection = self._device_room.select(instance, model, limit, blocks)
+        batch = selection.batch
+        if prompt is not None and not batch:
+            self._run_prefill(instance, prompt)
+            return
+        if selection.leaving:
+            leaving = self._residency.swap_out(instance, model, selection.leaving)
+            context.out.append(leaving)
         kv_tokens = sum([request.tokens for request in batch])
         step = context.costs.step_seconds(model, len(batch), kv_tokens)
         horizon = int(planned.quota_seconds / step)
@@ -379,7 +399,7 @@ class Dispatcher:
             horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
         growth = _growth(batch, engine.shape, horizon)
         cold = not engine.on_device
-        grant = self._residency.grant(instance, model, blocks, growth, context.now)
+        grant = self._residency.grant(instance, model, selection.blocks, growth, context.now)
         instance.turns += 1
         instance.prefills_since_turn = 0
         names = tuple([request.id for request in batch])
@@ -396,13 +416,13 @@ class Dispatcher:
             switches=model != instance.current_model,
             cold=cold,
             limit=limit,
-            left_out=left_out,
+            left_out=selection.left_out,
             kv_tokens=kv_tokens,
             quota_seconds=planned.quota_seconds,
+            lacks_room=selection.lacks_room,
         )
         self._begin(instance, job, grant.commands)
         self._order_turn(instance, job, batch, grant.kv_slabs, limits.chunk_tokens)
-        return True
 
     def _order_turn(
         self,
@@ -439,33 +459,11 @@ class Dispatcher:
         while True:
             while instance.work and instance.work[0].firm:
                 turn = instance.work.popleft()
-                if self._runnable(instance, turn.model):
+                if instance.runnable(turn.model):
                     return turn
             view = self._cluster.view(instance)
             instance.work.clear()
             instance.work.extend(context.policy.round(context.now, view, context.costs))
-
-    def _select(
-        self, instance: InstanceState, model: ModelName, limit: int, blocks: int
-    ) -> tuple[list[RequestState], int, int]:
-        """The requests of the next turn, the blocks they and `blocks` others need more, and how
-        many the limit keeps out: interactive ones first, then those that ran longest ago, as many
-        as fit next to the KV that is already there."""
-        shape = instance.engines[model].shape
-        order = sorted(
-            self._runnable(instance, model),
-            key=lambda r: (not r.interactive, r.ran, r.arrived, r.id),
-        )
-        room = self._residency.room_blocks(instance, model)
-        batch: list[RequestState] = []
-        for request in order[:limit]:
-            held = shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0
-            more = blocks + shape.blocks(request.tokens) - held
-            if more > room:
-                break
-            batch.append(request)
-            blocks = more
-        return batch, blocks, len(order[limit:])
 
     # --- both ------------------------------------------------------------------------------------
 

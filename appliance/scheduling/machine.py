@@ -19,6 +19,7 @@ from appliance.scheduling.backpressure import Backpressure
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.cost_model import CostModel
 from appliance.scheduling.demand import Demands
+from appliance.scheduling.device_room import DeviceRoom
 from appliance.scheduling.dispatcher import Dispatcher
 from appliance.scheduling.host_room import HostRoom
 from appliance.scheduling.lifecycle import KvPlace, Stage
@@ -124,8 +125,16 @@ class Machine:
         """Make what decides with these books, each from those before it."""
         context, book, cluster = self._context, self.request_book, self.cluster
         residency, weight_cache, host_room = self.residency, self.weight_cache, self.host_room
+        self.device_room = DeviceRoom(residency)
         self.dispatcher = Dispatcher(
-            context, self.models, book, cluster, residency, host_room, self.failed
+            context,
+            self.models,
+            book,
+            cluster,
+            residency,
+            host_room,
+            self.device_room,
+            self.failed,
         )
         self._backpressure = Backpressure(context, book, cluster, residency, self.dispatcher)
         self._router = Router(
@@ -314,13 +323,19 @@ class Machine:
             self.request_book.abandon(
                 request, Finish(request=request.id, reason=FinishReason.CANCELLED)
             )
+            self._made_room(request)
         return True
 
     def _on_request_failed(self, event: RequestFailed) -> bool:
         request = self.requests.get(event.request)
         if request is not None:
             self.request_book.reject(request, "request_failed", event.reason)
+            self._made_room(request)
         return True
+
+    def _made_room(self, ended: RequestState) -> None:
+        if ended.instance is not None:
+            self.dispatcher.room_came(self.instances[ended.instance])
 
     def _on_tokens_produced(self, event: TokensProduced) -> bool:
         ended = False
@@ -339,6 +354,8 @@ class Machine:
                 ended = True
         if isinstance(instance.job, TurnJob):
             instance.job.tokens += produced
+        if ended:
+            self.dispatcher.room_came(instance)
         return ended
 
     def _on_prefill_done(self, event: PrefillDone) -> bool:

@@ -52,9 +52,14 @@ class Residency:
 
     def room_blocks(self, instance: InstanceState, model: ModelName) -> int:
         """How many blocks more the model could hold with everything else gone. O(residents)."""
+        resident = self._resident_blocks(instance.engines[model])
+        return self.capacity_blocks(instance, model) - resident
+
+    def capacity_blocks(self, instance: InstanceState, model: ModelName) -> int:
+        """How many blocks the model could hold with everything else gone. O(1)."""
         engine = instance.engines[model]
         groups = (instance.ledger.total_slabs - engine.weight_slabs) // engine.shape.group_slabs
-        return groups * engine.shape.group_blocks - self._resident_blocks(engine)
+        return groups * engine.shape.group_blocks
 
     def grant(
         self,
@@ -134,6 +139,17 @@ class Residency:
         residents = instance.engines[model].residents.values()
         leaving = [request for request in residents if request.kv is KvPlace.DEVICE]
         instance.ledger.set_kv(model, 0)
+        return self.swap_out(instance, model, leaving)
+
+    def swap_out_youngest(self, instance: InstanceState, model: ModelName, blocks: int) -> Command:
+        """Swap out requests of the model until `blocks` blocks are free or none is left on the
+        device: batch work before interactive requests, and of each the youngest first."""
+        engine = instance.engines[model]
+        leaving: list[RequestState] = []
+        for request in sorted(engine.residents.values(), key=_leaves_first):
+            if blocks > 0 and request.kv is KvPlace.DEVICE:
+                leaving.append(request)
+                blocks -= engine.shape.blocks(request.kv_tokens)
         return self.swap_out(instance, model, leaving)
 
     def swap_out(
@@ -272,6 +288,10 @@ class Residency:
         return context.policy.evict(
             context.now, self._cluster.view(instance), victims, context.costs
         )
+
+
+def _leaves_first(request: RequestState) -> tuple[bool, float, str]:
+    return request.interactive, -request.arrived, request.id
 
 
 def _kv_move(request: RequestState, blocks: int) -> KvMove:

@@ -279,6 +279,8 @@ class TurnJob:
     last_at: float = math.inf
     """When it is to be ended for others than its model, and does not go on."""
     preempting: bool = False
+    lacks_room: bool = False
+    """Whether a request of its model was left out because its KV had no room."""
     resume_seconds: float = 0.0
     """The quota, if the turn is ended only to take in more of its model: the rest is run then."""
 
@@ -316,6 +318,8 @@ class InstanceState:
     last_turn: TurnView | None = None
     evict_requested: dict[ModelName, None] = field(default_factory=dict)
     """Models that leave the device as soon as it computes nothing."""
+    kv_short: bool = False
+    """Whether a prompt waits until other requests of its model leave room for its KV."""
     membership_version: int = 0
     """How often a request came or went."""
     view: InstanceView | None = None
@@ -366,6 +370,22 @@ class InstanceState:
     def idle(self) -> bool:
         """Whether it serves and has nothing to do."""
         return self.serves and self.job is None and not self.groups and not self.batches
+
+    @property
+    def has_runnable(self) -> bool:
+        """Whether a turn could take any request. O(requests that decode here)."""
+        for batch in self.batches.values():
+            for request in batch.members.values():
+                if request.runnable:
+                    return True
+        return False
+
+    def runnable(self, model: ModelName) -> list[RequestState]:
+        """The requests of the model that a turn could take. O(its requests that decode here)."""
+        batch = self.batches.get(model)
+        if batch is None:
+            return []
+        return [request for request in batch.members.values() if request.runnable]
 
     def may_serve(self, model: ModelName) -> bool:
         return self.placement.models is None or model in self.placement.models

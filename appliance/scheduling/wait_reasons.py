@@ -11,7 +11,8 @@ from appliance.vocabulary import WaitCode, WaitReason
 def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReason | None:
     """Why a live request of the machine is not computed at time `now`; None if it is.
 
-    Of several reasons the one that has to end first. O(requests that wait for the host tier).
+    Of several reasons the one that has to end first. O(requests that wait for the host tier, or of
+    its model that decode on its instance).
     """
     if request.instance is None:
         return WaitReason(code=WaitCode.NO_INSTANCE, message="no worker is up that could serve it")
@@ -32,6 +33,14 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
         )
     if request.id in machine.request_book.host_queue:
         return _short_of_host_room(machine, request, instance)
+    if request.stage is Stage.QUEUED and not machine.device_room.fits(instance, request):
+        return WaitReason(
+            code=WaitCode.KV_ROOM,
+            message=f"other requests of {request.model} leave its KV cache no room on instance "
+            f"{instance.id}",
+            instance=instance.id,
+            behind=request.model,
+        )
     return _in_line(request, instance, now)
 
 
@@ -82,12 +91,6 @@ def _in_line(request: RequestState, instance: InstanceState, now: float) -> Wait
     job, model, where = instance.job, request.model, f"instance {instance.id}"
     unbuilt = "" if instance.engines[model].built else f"; the engine of {model} is built then"
     match job:
-        case None if request.stage is Stage.READY:
-            return WaitReason(
-                code=WaitCode.KV_ROOM,
-                message=f"{where} moves KV caches to the host to make room",
-                instance=instance.id,
-            )
         case None:
             return WaitReason(
                 code=WaitCode.QUEUE,

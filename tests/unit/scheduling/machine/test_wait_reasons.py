@@ -187,14 +187,14 @@ def test_kv_moves_are_reported() -> None:
     assert cluster.commands(RunTurn)
 
 
-def test_a_batch_makes_way_for_one_that_waited_longer() -> None:
-    """While KV of its own model leaves and nothing is computed, a request waits for KV room; while
-    its own comes back, for that."""
+def test_a_request_waits_for_kv_of_its_model() -> None:
+    """A prompt waits for room on the device; a request whose KV left, until it is back."""
     cluster = ready("a", slabs=4 + 8, policy="aegaeon")
     for index in range(3):
-        cluster.ask(f"r{index}", "a", prompt=150, output=40)
+        cluster.ask(f"r{index}", "a", prompt=20, output=150)
+    cluster.ask("r3", "a", prompt=100, output=20)
     seen = set()
     while cluster.work(0):
         seen |= {code(cluster, name) for name in cluster.machine.requests}
 
-    assert {WaitCode.KV_ROOM, WaitCode.SWAPPING_IN} <= seen
+    assert {WaitCode.KV_ROOM, WaitCode.SWAPPING_OUT, WaitCode.SWAPPING_IN} <= seen

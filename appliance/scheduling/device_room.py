@@ -1,0 +1,171 @@
+"""Room for KV on a device: which prompts may start, and which requests a turn takes.
+
+A prompt that starts without room makes other requests of its model move their KV to the host, and
+back later. Each move costs the time of a copy, during which the GPU computes less; once every turn
+begins with such moves, it computes hardly anything. So a prompt waits until its KV has room next to
+that of the requests that have begun. Where these outgrow the device nevertheless, the oldest go on
+and the youngest leave (decision 45).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from appliance.scheduling.lifecycle import KvPlace, Stage
+from appliance.scheduling.residency import Residency
+from appliance.scheduling.state import InstanceState, RequestState
+from appliance.vocabulary import KvShape, ModelName
+
+ADMISSION_GROWTH_TOKENS: Final = 48
+"""Room to grow that a prompt leaves each request that has begun. With less, the youngest requests
+often leave the device and soon come back; with more, fewer requests share a step."""
+TURN_GROWTH_TOKENS: Final = 32
+"""Room to grow that a turn has for each of its requests. Less than what a prompt leaves, so that
+requests rarely have to leave the device right after a prompt started."""
+
+
+class Selection(NamedTuple):
+    """What a turn runs."""
+
+    batch: list[RequestState]
+    leaving: list[RequestState]
+    """Requests that leave the device before it."""
+    blocks: int
+    """Blocks that the batch, and a prompt with it, need more than they have."""
+    left_out: int
+    """Requests that the limit of the batch kept out."""
+    lacks_room: bool
+    """Whether requests were left out because their KV has no room."""
+
+
+class DeviceRoom:
+    """Compares the KV of a model's requests on an instance with what the device can hold.
+
+    Each question costs O(n log n) in the requests of the model that decode there.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+
+    def fits(self, instance: InstanceState, request: RequestState) -> bool:
+        """Whether the KV of a prompt has room on the instance now.
+
+        It has none while its KV, and that of the requests of its model that decode there, exceed
+        the device, each `ADMISSION_GROWTH_TOKENS` longer; KV on the host counts, as it comes back.
+        Where no request of its model decodes, a prompt has room.
+        """
+        batch = instance.batches.get(request.model)
+        engine = instance.engines[request.model]
+        if batch is None or not engine.built or request.spec.max_tokens == 0:
+            return True
+        room = self._residency.capacity_blocks(instance, request.model)
+        for one in (request, *batch.members.values()):
+            room -= _grown_blocks(one, engine.shape, ADMISSION_GROWTH_TOKENS)
+        return room >= 0
+
+    def admits(self, instance: InstanceState, request: RequestState) -> bool:
+        """Whether a request may start, or go on, on the instance. If not, `instance.kv_short` is
+        set: it may be able to as others end."""
+        if request.stage is not Stage.QUEUED or self.fits(instance, request):
+            return True
+        instance.kv_short = True
+        return False
+
+    def first_admitted(self, instance: InstanceState) -> RequestState | None:
+        """The first request of the first group that may start; None if none may. Where one of a
+        model may not, no other of its model may, or large prompts would wait for ever."""
+        short: set[ModelName] = set()
+        for group in instance.groups:
+            if group.model not in short:
+                if self.admits(instance, group.first):
+                    return group.first
+                short.add(group.model)
+        return None
+
+    def has_room_again(self, instance: InstanceState, model: ModelName) -> bool:
+        """Whether the next request that the turn of the model left out fits the device now."""
+        if model not in instance.batches:
+            return False
+        shape = instance.engines[model].shape
+        room = self._residency.capacity_blocks(instance, model)
+        waiting: list[RequestState] = []
+        for request in instance.batches[model].members.values():
+            if request.stage is Stage.RUNNING:
+                room -= _grown_blocks(request, shape)
+            elif request.runnable:
+                waiting.append(request)
+        first = min(waiting, key=_short_order, default=None)
+        return first is not None and _grown_blocks(first, shape) <= room
+
+    def select(
+        self, instance: InstanceState, model: ModelName, limit: int, prompt_blocks: int
+    ) -> Selection:
+        """At most `limit` runnable requests for a turn, next to a prompt of so many blocks (0
+        without one): interactive ones first, then those that ran longest ago.
+
+        If their KV exceeds the device, interactive ones first, then those on the device, then the
+        oldest: then few have to move. At least one runs, unless a prompt does.
+        """
+        shape = instance.engines[model].shape
+        order = sorted(
+            instance.runnable(model), key=lambda r: (not r.interactive, r.ran, r.arrived, r.id)
+        )
+        batch, leaving = order[:limit], []
+        room = self._residency.room_blocks(instance, model) - prompt_blocks
+        if sum([_grown_blocks(r, shape) - _held_blocks(r, shape) for r in batch]) > room:
+            order.sort(key=_short_order)
+            room += sum([_held_blocks(r, shape) for r in order])
+            batch = _fitting(order[:limit], shape, room, at_least=0 if prompt_blocks else 1)
+            leaving = _leaving(batch, order[len(batch) :], shape, room)
+        more = sum([shape.blocks(r.tokens) - _held_blocks(r, shape) for r in batch])
+        left_out = max(0, len(order) - limit)
+        lacks_room = len(batch) + left_out < len(order)
+        return Selection(batch, leaving, prompt_blocks + more, left_out, lacks_room)
+
+
+def _fitting(
+    order: Sequence[RequestState], shape: KvShape, room: int, at_least: int
+) -> list[RequestState]:
+    """The first requests that fit so many blocks and may all grow there. The very first need not be
+    able to grow: it goes on step by step."""
+    batch: list[RequestState] = []
+    for request in order:
+        room -= _grown_blocks(request, shape) if batch else shape.blocks(request.tokens)
+        if room < 0 and len(batch) >= at_least:
+            break
+        batch.append(request)
+    return batch
+
+
+def _leaving(
+    batch: Sequence[RequestState], others: Sequence[RequestState], shape: KvShape, room: int
+) -> list[RequestState]:
+    """Of other requests on the device, the last ones: as many as have to leave so that the batch
+    may grow within so many blocks."""
+    staying = [request for request in others if request.kv is KvPlace.DEVICE]
+    room -= sum([_grown_blocks(request, shape) for request in batch])
+    room -= sum([_held_blocks(request, shape) for request in staying])
+    leaving: list[RequestState] = []
+    while room < 0 and staying:
+        leaving.append(staying.pop())
+        room += _held_blocks(leaving[-1], shape)
+    return leaving
+
+
+def _short_order(request: RequestState) -> tuple[bool, bool, float, str]:
+    """Which requests go on where KV is short."""
+    away = request.kv is not KvPlace.DEVICE
+    return not request.interactive, away, request.arrived, request.id
+
+
+def _grown_blocks(
+    request: RequestState, shape: KvShape, growth_tokens: int = TURN_GROWTH_TOKENS
+) -> int:
+    """Blocks of a request that is so many tokens longer, or at its bound."""
+    return shape.blocks(request.tokens + min(request.remaining_tokens, growth_tokens))
+
+
+def _held_blocks(request: RequestState, shape: KvShape) -> int:
+    """Blocks of a runnable request that are on the device."""
+    return shape.blocks(request.kv_tokens) if request.kv is KvPlace.DEVICE else 0

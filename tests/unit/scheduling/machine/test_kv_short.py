@@ -1,0 +1,212 @@
+"""KV that does not fit the device: prompts wait for room, and few requests move."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from appliance.scheduling.lifecycle import KvPlace
+from appliance.scheduling.wait_reasons import wait_reason
+from appliance.vocabulary import (
+    Direction,
+    Finish,
+    FinishReason,
+    MoveKv,
+    Preempt,
+    RunPrefill,
+    RunTurn,
+    WaitCode,
+)
+from tests.unit.doubles.cluster import ClusterDouble, shape
+from tests.unit.doubles.instance import ModelDouble
+
+ROOM_TOKENS = 256
+POLICIES = ["aegaeon", "appliance", "pd_aggregated", "serverlessllm", "taichi"]
+
+
+def small_box(names: str = "a", *, policy: str = "appliance", max_batch: int = 64) -> ClusterDouble:
+    """One instance with KV for `ROOM_TOKENS` tokens of a model, whose turns end only when they
+    are asked to, or lack room."""
+    models = {name: ModelDouble(4, shape()) for name in names}
+    cluster = ClusterDouble(models, policy=policy, slabs=4 + 8, max_batch=max_batch)
+    cluster.start()
+    cluster.settle()
+    cluster.up[0].steps_per_turn = 10_000
+    return cluster
+
+
+def moved_out(cluster: ClusterDouble) -> list[str]:
+    return [
+        move.request
+        for command in cluster.commands(MoveKv)
+        if command.direction is Direction.OUT
+        for move in command.moves
+    ]
+
+
+def started_before_the_end(cluster: ClusterDouble, prompt: str, other: str) -> bool:
+    """Whether the prompt was computed before the other request ended."""
+    for _, _, commands in cluster.journal:
+        for command in commands:
+            if isinstance(command, Finish) and command.request == other:
+                return False
+            if isinstance(command, RunPrefill) and command.request == prompt:
+                return True
+            if isinstance(command, RunTurn) and prompt in command.prompts:
+                return True
+    raise AssertionError("neither happened")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_waits_until_its_kv_has_room(policy: str) -> None:
+    """It starts when the request before it ends, and no KV moves."""
+    cluster = small_box(policy=policy)
+    lives = [cluster.ask(f"r{index}", "a", prompt=150, output=40) for index in range(3)]
+    cluster.work_until(0, lambda: bool(cluster.commands(RunTurn)))
+    reason = wait_reason(cluster.machine, cluster.machine.requests["r1"], cluster.now)
+    cluster.settle()
+
+    assert reason is not None
+    assert reason.code is WaitCode.KV_ROOM
+    assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 3
+    assert not started_before_the_end(cluster, "r1", "r0")
+    assert cluster.commands(MoveKv) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_youngest_leave_as_others_grow(policy: str) -> None:
+    """All start, as each has room to grow a little. When none is left, the oldest go on. The others
+    come back as requests end, and are not computed again."""
+    cluster = small_box(policy=policy)
+    lives = [cluster.ask(f"r{index}", "a", prompt=20, output=150) for index in range(3)]
+    cluster.settle()
+
+    assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 3
+    assert [life.prefills for life in lives] == [1, 1, 1]
+    moves = Counter(moved_out(cluster))
+    assert "r0" not in moves
+    assert 1 <= moves["r1"] <= moves["r2"] <= 2
+
+
+def test_a_turn_ends_for_a_request_that_has_room_again() -> None:
+    """Else it would wait until all requests of the turn end."""
+    cluster = small_box(policy="serverlessllm")
+    cluster.ask("r0", "a", prompt=20, output=80)
+    cluster.ask("r1", "a", prompt=20, output=110)
+    cluster.ask("r2", "a", prompt=10, output=110)
+    cluster.settle()
+
+    assert moved_out(cluster) == ["r2"]
+    (preempt,) = cluster.commands(Preempt)[-1:]
+    turns = {turn.turn: turn.requests for turn in cluster.commands(RunTurn)}
+    assert turns[preempt.turn] == ("r0", "r1")
+    assert set(turns[preempt.turn + 1]) == {"r1", "r2"}
+
+
+def test_prompts_of_other_models_do_not_wait() -> None:
+    """A model whose KV is short makes only its own prompts wait."""
+    cluster = small_box("ab", policy="aegaeon")
+    for name in ("a1", "a2"):
+        cluster.ask(name, "a", prompt=150, output=90)
+    cluster.work_until(0, lambda: bool(cluster.commands(RunTurn)))
+    cluster.ask("b1", "b", prompt=20, output=10)
+    cluster.settle()
+
+    assert started_before_the_end(cluster, "b1", "a1")
+    assert not started_before_the_end(cluster, "a2", "a1")
+    assert {life.outcome for life in cluster.world.lives.values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cancelled_request_leaves_its_room(policy: str) -> None:
+    """The prompt that waited for it starts during the turn, or right after it."""
+    cluster = small_box(policy=policy)
+    cluster.ask("r0", "a", prompt=20, output=200)
+    cluster.ask("r1", "a", prompt=60, output=150)
+    cluster.work_until(0, lambda: any("r1" in turn.requests for turn in cluster.commands(RunTurn)))
+    waiting = cluster.ask("r2", "a", prompt=64, output=20)
+    for _ in range(5):
+        cluster.work(0)
+    assert waiting.prefills == 0
+    cluster.cancel("r1")
+    cluster.work_until(0, lambda: waiting.prefills == 1)
+
+    assert cluster.world.lives["r0"].outcome is None
+    cluster.settle()
+    assert waiting.outcome == FinishReason.LENGTH
+
+
+def grown_out(cluster: ClusterDouble) -> None:
+    """Three requests whose KV outgrew the device: `r2` is on its way to the host."""
+    for name in ("r0", "r1", "r2"):
+        cluster.ask(name, "a", prompt=20, output=150)
+    cluster.work_until(0, lambda: moved_out(cluster) == ["r2"])
+
+
+def test_a_request_on_its_way_out_comes_back_later() -> None:
+    """Room for it comes while its KV is still leaving."""
+    cluster = small_box(policy="serverlessllm")
+    grown_out(cluster)
+    assert cluster.machine.requests["r2"].kv is KvPlace.LEAVING
+    cluster.cancel("r0")
+    cluster.settle()
+
+    assert cluster.world.lives["r2"].outcome == FinishReason.LENGTH
+    assert cluster.world.lives["r2"].prefills == 1
+
+
+def test_a_turn_goes_on_if_no_request_was_left_out_any_more() -> None:
+    """The request that it left out was cancelled."""
+    cluster = small_box(policy="serverlessllm")
+    grown_out(cluster)
+    cluster.cancel("r2")
+    turns = len(cluster.commands(RunTurn))
+    cluster.cancel("r0")
+    assert cluster.commands(Preempt) == []
+    cluster.settle()
+
+    assert cluster.world.lives["r1"].outcome == FinishReason.LENGTH
+    assert len(cluster.commands(RunTurn)) <= turns + 1
+
+
+def test_the_last_request_of_a_turn_that_lacked_room_is_cancelled() -> None:
+    """None is left to give the room to."""
+    cluster = small_box(policy="serverlessllm")
+    grown_out(cluster)
+    for name in ("r2", "r1", "r0"):
+        cluster.cancel(name)
+    cluster.settle()
+
+    assert cluster.machine.requests == {}
+    assert cluster.machine.instances[0].ledger.kv.get("a", 0) == 0
+
+
+@pytest.mark.parametrize("policy", ["serverlessllm", "pd_aggregated"])
+def test_a_prompt_without_an_answer_takes_room_from_the_youngest(policy: str) -> None:
+    """A text that is embedded keeps no KV, so it need not wait for room: as many requests leave
+    the device as it needs, and come back after it."""
+    cluster = small_box(policy=policy)
+    for name in ("r0", "r1"):
+        cluster.ask(name, "a", prompt=60, output=60)
+    cluster.work_until(0, lambda: any("r1" in turn.requests for turn in cluster.commands(RunTurn)))
+    embedded = cluster.ask("e", "a", prompt=140, output=0)
+    cluster.work_until(0, lambda: embedded.outcome is not None)
+
+    assert moved_out(cluster) == ["r1"]
+    cluster.settle()
+    assert [life.prefills for life in cluster.world.lives.values()] == [1, 1, 1]
+
+
+def test_a_prompt_that_fills_the_device_is_computed_alone() -> None:
+    """Also under a policy that computes prompts in the steps of other requests."""
+    cluster = small_box(policy="pd_aggregated")
+    for name in ("r0", "r1"):
+        cluster.ask(name, "a", prompt=60, output=60)
+    cluster.work_until(0, lambda: any("r1" in turn.requests for turn in cluster.commands(RunTurn)))
+    embedded = cluster.ask("e", "a", prompt=240, output=0)
+    cluster.settle()
+
+    assert embedded.outcome == FinishReason.STOP
+    assert [command.request for command in cluster.commands(RunPrefill)][-1] == "e"
+    assert sorted(moved_out(cluster)) == ["r0", "r1"]
