@@ -53,15 +53,18 @@ class DeviceRoom:
 
         It has none while its KV, and that of the requests of its model that decode there, exceed
         the device, each `ADMISSION_GROWTH_TOKENS` longer; KV on the host counts, as it comes back.
-        Where no request of its model decodes, a prompt has room.
+        Batch requests do not count for an interactive one: they leave the device for it. Where no
+        request of its model decodes, a prompt has room.
         """
         batch = instance.batches.get(request.model)
         engine = instance.engines[request.model]
         if batch is None or not engine.built or request.spec.max_tokens == 0:
             return True
         room = self._residency.capacity_blocks(instance, request.model)
-        for one in (request, *batch.members.values()):
-            room -= _grown_blocks(one, engine.shape, ADMISSION_GROWTH_TOKENS)
+        room -= _grown_blocks(request, engine.shape, ADMISSION_GROWTH_TOKENS)
+        for member in batch.members.values():
+            if member.interactive or not request.interactive:
+                room -= _grown_blocks(member, engine.shape, ADMISSION_GROWTH_TOKENS)
         return room >= 0
 
     def admits(self, instance: InstanceState, request: RequestState) -> bool:

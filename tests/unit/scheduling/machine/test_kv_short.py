@@ -14,6 +14,7 @@ from appliance.vocabulary import (
     FinishReason,
     MoveKv,
     Preempt,
+    RequestClass,
     RunPrefill,
     RunTurn,
     WaitCode,
@@ -196,6 +197,21 @@ def test_a_prompt_without_an_answer_takes_room_from_the_youngest(policy: str) ->
     assert moved_out(cluster) == ["r1"]
     cluster.settle()
     assert [life.prefills for life in cluster.world.lives.values()] == [1, 1, 1]
+
+
+def test_batch_requests_leave_the_device_for_an_interactive_one() -> None:
+    """Its prompt does not wait until they end."""
+    cluster = small_box(policy="chiron")
+    for name in ("b0", "b1"):
+        cluster.ask(name, "a", prompt=60, output=120, kind=RequestClass.BATCH)
+    cluster.work_until(0, lambda: any("b1" in turn.requests for turn in cluster.commands(RunTurn)))
+    cluster.ask("r0", "a", prompt=150, output=20)
+    cluster.settle()
+
+    assert started_before_the_end(cluster, "r0", "b0")
+    assert moved_out(cluster)[0] == "b1"
+    assert {life.outcome for life in cluster.world.lives.values()} == {FinishReason.LENGTH}
+    assert {life.prefills for life in cluster.world.lives.values()} == {1}
 
 
 def test_a_prompt_that_fills_the_device_is_computed_alone() -> None:
