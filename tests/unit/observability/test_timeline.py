@@ -82,7 +82,7 @@ async def test_swaps_are_seen_and_counted(make: Maker) -> None:
     box.start()
     for name in "ab":
         for number in range(3):
-            box.ask(f"{name}{number}", name, output=100)
+            box.ask(f"{name}{number}", name, output=200)
     box.settle()
 
     moved = spans(box, SpanKind.SWAP_OUT, SpanKind.SWAP_IN)
