@@ -99,8 +99,9 @@ class PolicySpec:
     def batch(
         self, now: float, model: ModelName, instance: InstanceView, costs: Costs
     ) -> BatchLimits | None:
-        """Before a turn or a prompt of `model`: how many requests decode together, and in chunks of
-        how many tokens of prompts are computed in the same steps."""
+        """Before a turn or a prompt of `model`: how many requests decode together, in chunks of how
+        many tokens prompts are computed in the same steps, and how many tokens of prompts are
+        computed together."""
 
     @hookspec(firstresult=True)
     def flow(

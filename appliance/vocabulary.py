@@ -109,7 +109,7 @@ class WaitCode(StrEnum):
     LOADING_WEIGHTS = "loading_weights"
     """Its model's weights are on their way to the device."""
     HOST_ROOM = "host_room"
-    """Its KV cache at full length needs room in the host cache."""
+    """Its KV cache needs room in the host cache."""
     KV_ROOM = "kv_room"
     """KV caches of others leave the device to make room."""
     SWAPPING_OUT = "swapping_out"

@@ -39,11 +39,13 @@ class Gauges:
         self._clock = clock
         self._preemptions: Counter[ModelName] = Counter()
         """Of each model, as far as the metrics have them."""
+        self._recomputed: Counter[ModelName] = Counter()
         self._restarts: Counter[InstanceId] = Counter()
 
     def forget_model(self, model: ModelName) -> None:
         """The model is gone; one that gets its name begins at 0."""
         del self._preemptions[model]
+        del self._recomputed[model]
 
     def refresh(self) -> None:
         """Bring what is counted elsewhere into the registry."""
@@ -77,6 +79,9 @@ class Gauges:
             for _ in range(self._machine.preemptions[name] - self._preemptions[name]):
                 self._metrics.preemption(name)
             self._preemptions[name] = self._machine.preemptions[name]
+            tokens = self._machine.recomputed_tokens[name]
+            self._metrics.kv_recomputed(name, tokens - self._recomputed[name])
+            self._recomputed[name] = tokens
         self._refresh_ages(shown.model for shown in activities)
 
     def _refresh_ages(self, models: Iterable[ModelName]) -> None:

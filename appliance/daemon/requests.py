@@ -48,7 +48,6 @@ RETRY_AFTER_SECONDS = 1.0
 REJECTION_STATUS = {
     "model_not_found": 404,
     "context_length_exceeded": 400,
-    "kv_too_large": 400,
     "request_failed": 400,
     "overloaded": 503,
     "model_draining": 503,

@@ -170,6 +170,11 @@ class HostLedger:
         else:
             self._held_back.pop(model, None)
 
+    @property
+    def held_back(self) -> dict[ModelName, int]:
+        """Slabs kept free for the weights of each model."""
+        return dict(self._held_back)
+
     def room_for_weights(self, model: ModelName) -> int:
         """Slabs that the model's weights could take now."""
         others = sum(self._held_back.values()) - self._held_back.get(model, 0)
@@ -212,6 +217,15 @@ class HostLedger:
         """The master image of a model is not needed any more."""
         for row in self._weights.pop(model):
             self._free_run(row.start, len(row))
+
+    def room_for_blocks(self, block_bytes: int) -> int:
+        """Blocks of this size that KV could take now, if its slabs lie in a row where a block is
+        longer than one. O(sizes of runs)."""
+        partly_free = self._open.get(block_bytes, {})
+        inside = sum([free * len(runs) for free, runs in partly_free.items()])
+        slabs = self._free_slabs - sum(self._held_back.values())
+        runs = max(0, slabs) // self._run_slabs(block_bytes)
+        return inside + runs * self._run_blocks(block_bytes)
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
         """Places for `count` blocks, or None if they do not all fit (nothing is taken then)."""

@@ -66,6 +66,7 @@ class Metrics:
         self._preemptions.labels(model)
         self._vllm_preemptions.labels(model)
         self._prefills.labels(model)
+        self._kv_recomputed.labels(model)
         self._recoveries.labels(model)
         for direction in Direction:
             self._kv_swapped.labels(direction.value, model)
@@ -85,6 +86,9 @@ class Metrics:
     def preemption(self, model: ModelName) -> None:
         self._preemptions.labels(model).inc()
         self._vllm_preemptions.labels(model).inc()
+
+    def kv_recomputed(self, model: ModelName, tokens: int) -> None:
+        self._kv_recomputed.labels(model).inc(tokens)
 
     def kv_swapped(self, direction: Direction, model: ModelName, moved_bytes: int) -> None:
         self._kv_swapped.labels(direction.value, model).inc(moved_bytes)
@@ -227,6 +231,11 @@ class Metrics:
         )
         self._preemptions = counter(
             "appliance_preemptions", "Requests preempted in mid-generation.", "model"
+        )
+        self._kv_recomputed = counter(
+            "appliance_kv_recomputed_tokens",
+            "Tokens whose KV the host cache had no room for, and that are computed again.",
+            "model",
         )
         self._kv_swapped = counter(
             "appliance_kv_swapped_bytes", "KV moved between device and host.", "direction", "model"

@@ -40,6 +40,11 @@ ESTIMATES_SECONDS = 30.0
 """How long what is expected of a model is kept."""
 SMALLEST_CHUNK = 64
 """Tokens of a prompt; with fewer in a step it would take several times as long as whole."""
+PROMPT_TOKENS = 2048
+"""Of prompts that are computed together: more take proportionally longer, so nothing is gained."""
+LONG_PROMPT_SECONDS = 1.0
+"""A prompt that takes longer sends others that come meanwhile elsewhere. To count shorter ones, too,
+makes tokens late where models share instances: requests of a model gather less."""
 LOOKED_AT = 2
 """So many instances that changed are looked at anew for one request."""
 RENEWED = 16
@@ -195,6 +200,10 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """O(batches + groups)."""
         known, resident = self._expected, view.resident
         requests, seconds = {batch.model: batch.requests for batch in view.batches}, 0.0
+        if view.computing_tokens and view.current_model is not None:
+            expected = self._expect(view.current_model, now, costs)
+            computing = view.computing_tokens * expected.prompt_seconds_per_token
+            seconds += computing if computing > LONG_PROMPT_SECONDS else 0.0
         for group in view.groups:
             model, waiting = group.model, group.waiting
             expected = known.get(model) or self._expect(model, now, costs)
@@ -244,11 +253,15 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         self, now: float, model: ModelName, instance: InstanceView, costs: Costs
     ) -> BatchLimits:
         """As many as there are. A prompt in the same steps is computed in parts that keep steps in
-        their TBT target, unless it is urgent."""
+        their TBT target, unless it is urgent. Prompts are computed one by one where other models
+        have work, so that what comes next is decided after each."""
         batch = _batch(instance, model)
         expected = self._expect(model, now, costs)
+        others = any([group.model != model for group in instance.groups])
+        others |= any([other.model != model for other in instance.batches])
+        whole = BatchLimits(requests=UNLIMITED, prompt_tokens=0 if others else PROMPT_TOKENS)
         if batch is None or expected.prompt_seconds_per_token <= 0:
-            return BatchLimits(requests=UNLIMITED)
+            return whole
         step = costs.step_seconds(model, batch.requests, batch.kv_tokens)
         left = self.longest_step * batch.slo.tbt_seconds - step
         chunk = int(left / expected.prompt_seconds_per_token)
@@ -256,8 +269,10 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         if chunk < SMALLEST_CHUNK or (
             work.latest <= now and now + work.prompt_seconds < batch.deadline
         ):
-            return BatchLimits(requests=UNLIMITED)
-        return BatchLimits(requests=UNLIMITED, chunk_tokens=chunk)
+            return whole
+        return BatchLimits(
+            requests=UNLIMITED, chunk_tokens=chunk, prompt_tokens=whole.prompt_tokens
+        )
 
     # --- who runs --------------------------------------------------------------------------------
 

@@ -145,11 +145,12 @@ def preempt(answer: object) -> str | None:
 
 
 def batch(answer: object) -> str | None:
-    """At least one request, and chunks from 0 tokens up."""
+    """At least one request, and chunks and prompts from 0 tokens up."""
     if type(answer) is not BatchLimits:
         return f"limits, not {shown(answer)}"
-    if not _is_count(answer.requests) or not answer.requests or not _is_count(answer.chunk_tokens):
-        return f"at least one request, and chunks from 0 tokens up, not {shown(answer)}"
+    counts = (answer.requests, answer.chunk_tokens, answer.prompt_tokens)
+    if not all(_is_count(count) for count in counts) or not answer.requests:
+        return f"at least one request, and chunks and prompts from 0 tokens up, not {shown(answer)}"
     return None
 
 

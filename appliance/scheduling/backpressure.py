@@ -57,7 +57,7 @@ class Backpressure:
     def may_hold(self, request: RequestState) -> bool:
         """Whether it only keeps others waiting. It keeps its room in the host tier until it ends:
         while others wait for some, it had better end."""
-        return request.backpressured and not self._requests.host_queue
+        return request.backpressured and not self._requests.short_of_host_room
 
     def hold(self, request: RequestState) -> None:
         """The request gives up its place, and its room on the device."""

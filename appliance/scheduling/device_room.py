@@ -86,6 +86,38 @@ class DeviceRoom:
                 short.add(group.model)
         return None
 
+    def step_with(
+        self, instance: InstanceState, first: RequestState, tokens: int, places: int
+    ) -> list[RequestState]:
+        """The prompts behind one in its group that may be computed with it: as many as fit a step
+        of so many tokens, so many places of a batch, and the device, next to the first and the
+        requests that decode. Batch work waits until no interactive prompt waits, and what is
+        embedded is computed apart. O(requests of the model that decode there + prompts taken)."""
+        engine = instance.engines[first.model]
+        room = self._residency.room_blocks(instance, first.model)
+        batch = instance.batches.get(first.model)
+        if batch is not None:
+            grown = [
+                _grown_blocks(request, engine.shape, ADMISSION_GROWTH_TOKENS)
+                for request in batch.members.values()
+            ]
+            room = min(room, self._residency.capacity_blocks(instance, first.model) - sum(grown))
+        room -= _grown_blocks(first, engine.shape, ADMISSION_GROWTH_TOKENS)
+        tokens -= first.tokens
+        (group,) = (group for group in instance.groups if first.id in group.members)
+        others: list[RequestState] = []
+        for request in group.members.values():
+            if request is first:
+                continue
+            tokens -= request.tokens
+            room -= _grown_blocks(request, engine.shape, ADMISSION_GROWTH_TOKENS)
+            alike = request.interactive == first.interactive
+            alike &= (request.spec.max_tokens == 0) == (first.spec.max_tokens == 0)
+            if not alike or len(others) >= places or tokens < 0 or room < 0:
+                break
+            others.append(request)
+        return others
+
     def has_room_again(self, instance: InstanceState, model: ModelName) -> bool:
         """Whether the next request that the turn of the model left out fits the device now."""
         if model not in instance.batches:
@@ -99,7 +131,7 @@ class DeviceRoom:
             elif request.runnable:
                 waiting.append(request)
         first = min(waiting, key=_short_order, default=None)
-        return first is not None and _grown_blocks(first, shape) <= room
+        return first is not None and _wanted_blocks(first, shape) <= room
 
     def select(
         self, instance: InstanceState, model: ModelName, limit: int, prompt_blocks: int
@@ -134,7 +166,7 @@ def _fitting(
     able to grow: it goes on step by step."""
     batch: list[RequestState] = []
     for request in order:
-        room -= _grown_blocks(request, shape) if batch else shape.blocks(request.tokens)
+        room -= _wanted_blocks(request, shape) if batch else shape.blocks(request.tokens)
         if room < 0 and len(batch) >= at_least:
             break
         batch.append(request)
@@ -167,6 +199,13 @@ def _grown_blocks(
 ) -> int:
     """Blocks of a request that is so many tokens longer, or at its bound."""
     return shape.blocks(request.tokens + min(request.remaining_tokens, growth_tokens))
+
+
+def _wanted_blocks(request: RequestState, shape: KvShape) -> int:
+    """Blocks that a request needs to run where KV is short: more if it has to come back first, or
+    it would soon leave again."""
+    away = request.kv is not KvPlace.DEVICE
+    return _grown_blocks(request, shape, ADMISSION_GROWTH_TOKENS if away else TURN_GROWTH_TOKENS)
 
 
 def _held_blocks(request: RequestState, shape: KvShape) -> int:

@@ -69,12 +69,10 @@ class Dispatcher:
         self._device_room = device_room
         self._failed = failed
 
-    def advance(self, instance: InstanceState) -> bool:
-        """Give a free instance its next job. True if a request was rejected meanwhile: others may
-        have room now."""
+    def advance(self, instance: InstanceState) -> None:
+        """Give a free instance its next job."""
         if not instance.serves or instance.job is not None:
-            return False
-        self._host_room.rejected = False
+            return
         ordered = len(self._context.out)
         self.prefetcher.evict_as_requested(instance)
         if not instance.groups:
@@ -93,7 +91,6 @@ class Dispatcher:
             self._build_next(instance)
         if len(self._context.out) > ordered:
             instance.view = None
-        return self._host_room.rejected
 
     def join(self, instance: InstanceState, request: RequestState) -> None:
         """The request decodes on the instance from now on."""
@@ -228,17 +225,36 @@ class Dispatcher:
         if not embedded and not self._host_room.reserve(request, instance.engines[model].shape):
             return False
         limits = self._limits(instance, model)
-        if limits.chunk_tokens and instance.runnable(model):
+        chunk = limits.chunk_tokens if instance.runnable(model) else 0
+        prompts = [request, *self._with_others(instance, request, limits, chunk)]
+        if chunk:
             step = self._context.costs.step_seconds(model)
             turn = PlannedTurn(model=model, quota_seconds=step)
-            self._run_turn(instance, turn, limits, request)
-            return True
-        others = self._embedded_beside(instance, request, limits) if embedded else []
-        if others:
-            self._run_prompts(instance, [request, *others])
+            self._run_turn(instance, turn, limits, prompts)
         else:
-            self._run_prefill(instance, request)
+            self._run_whole(instance, prompts)
         return True
+
+    def _with_others(
+        self, instance: InstanceState, first: RequestState, limits: BatchLimits, chunk: int
+    ) -> list[RequestState]:
+        """The prompts behind one in its group that are computed in the same step, a chunk if that
+        is not 0. One whose weights are not here yet is computed alone, as it begins before all of
+        them are."""
+        embedded = first.spec.max_tokens == 0
+        if not embedded and instance.engines[first.model].stage is not EngineStage.LOADED:
+            return []
+        tokens = EMBEDDED_TOKENS if embedded else limits.prompt_tokens
+        places = min(self._models[first.model].max_batch, limits.requests)
+        if chunk:  # one place of the engine's batch is left to those that decode
+            tokens, places = min(tokens, chunk), places - 1
+        others: list[RequestState] = []
+        for request in self._device_room.step_with(instance, first, tokens, places - 1):
+            shape = instance.engines[first.model].shape
+            if not embedded and not self._host_room.reserve_also(request, shape):
+                break
+            others.append(request)
+        return others
 
     def _run_prefill(self, instance: InstanceState, request: RequestState) -> None:
         """The prompt alone, whole."""
@@ -259,30 +275,12 @@ class Dispatcher:
             )
         )
 
-    def _embedded_beside(
-        self, instance: InstanceState, first: RequestState, limits: BatchLimits
-    ) -> list[RequestState]:
-        """The prompts behind one in its group that are embedded, too, as many as fit a step with it
-        and the memory that is left. Batch work waits until no interactive prompt waits."""
-        shape = instance.engines[first.model].shape
-        room = self._residency.room_blocks(instance, first.model) - shape.blocks(first.tokens)
-        tokens = EMBEDDED_TOKENS - first.tokens
-        limit = min(self._models[first.model].max_batch, limits.requests) - 1
-        others: list[RequestState] = []
-        (group,) = (group for group in instance.groups if first.id in group.members)
-        for request in group.members.values():
-            if request is first:
-                continue
-            tokens -= request.tokens
-            room -= shape.blocks(request.tokens)
-            alike = request.spec.max_tokens == 0 and request.interactive == first.interactive
-            if not alike or len(others) >= limit or tokens < 0 or room < 0:
-                break
-            others.append(request)
-        return others
-
-    def _run_prompts(self, instance: InstanceState, prompts: Sequence[RequestState]) -> None:
-        """Prompts that are embedded, in the same steps: a turn of nothing else."""
+    def _run_whole(self, instance: InstanceState, prompts: Sequence[RequestState]) -> None:
+        """Prompts in the same steps, whole: a turn of nothing else. One alone is no turn, so that
+        its time tells what prompts cost."""
+        if len(prompts) == 1:
+            self._run_prefill(instance, prompts[0])
+            return
         context, model = self._context, prompts[0].model
         engine = instance.engines[model]
         tokens = sum([prompt.tokens for prompt in prompts])
@@ -356,7 +354,7 @@ class Dispatcher:
             self._build(instance, planned.model)
             return True
         limits = self._limits(instance, planned.model)
-        self._run_turn(instance, planned, limits, None)
+        self._run_turn(instance, planned, limits, ())
         if resumed:
             self._limit_resumed(instance)
         return True
@@ -375,19 +373,19 @@ class Dispatcher:
         instance: InstanceState,
         planned: PlannedTurn,
         limits: BatchLimits,
-        prompt: RequestState | None,
+        prompts: Sequence[RequestState],
     ) -> None:
-        """A turn of the model, with a prompt in it if one is given; the prompt alone if no KV of a
-        request fits next to its own."""
+        """A turn of the model, with prompts in it if some are given; these alone if no KV of a
+        request fits next to theirs."""
         context, model = self._context, planned.model
         engine = instance.engines[model]
-        # A prompt takes a place of the engine's batch, and lasts for a step per chunk.
-        limit = min(self._models[model].max_batch - (prompt is not None), limits.requests)
-        blocks = 0 if prompt is None else engine.shape.blocks(prompt.tokens)
+        # Prompts take places of the engine's batch, and last for a step per chunk.
+        limit = min(self._models[model].max_batch - len(prompts), limits.requests)
+        blocks = sum([engine.shape.blocks(prompt.tokens) for prompt in prompts])
         selection = self._device_room.select(instance, model, limit, blocks)
         batch = selection.batch
-        if prompt is not None and not batch:
-            self._run_prefill(instance, prompt)
+        if prompts and not batch:
+            self._run_whole(instance, prompts)
             return
         if selection.leaving:
             leaving = self._residency.swap_out(instance, model, selection.leaving)
@@ -395,23 +393,23 @@ class Dispatcher:
         kv_tokens = sum([request.tokens for request in batch])
         step = context.costs.step_seconds(model, len(batch), kv_tokens)
         horizon = int(planned.quota_seconds / step)
-        if prompt is not None:
-            horizon = max(horizon, -(-prompt.tokens // limits.chunk_tokens))
+        prompt_tokens = sum([prompt.tokens for prompt in prompts])
+        if prompts:
+            horizon = max(horizon, -(-prompt_tokens // limits.chunk_tokens))
         growth = _growth(batch, engine.shape, horizon)
         cold = not engine.on_device
         grant = self._residency.grant(instance, model, selection.blocks, growth, context.now)
         instance.turns += 1
         instance.prefills_since_turn = 0
         names = tuple([request.id for request in batch])
-        prompts = () if prompt is None else (prompt.id,)
-        if prompt is not None:
+        for prompt in prompts:
             self._take_prompt(instance, prompt)
         job = TurnJob(
             model=model,
             turn=instance.turns,
             requests=names,
-            prompts=prompts,
-            prompt_tokens=0 if prompt is None else prompt.tokens,
+            prompts=tuple([prompt.id for prompt in prompts]),
+            prompt_tokens=prompt_tokens,
             ordered=context.now,
             switches=model != instance.current_model,
             cold=cold,
@@ -434,10 +432,12 @@ class Dispatcher:
     ) -> None:
         """The commands of a turn: KV that is on the host comes in, then the steps."""
         context = self._context
+        shape = instance.engines[job.model].shape
         arriving = [request for request in batch if request.kv is KvPlace.HOST]
         if arriving:
             context.out.append(self._residency.swap_in(instance, job.model, arriving, kv_slabs))
         for request in batch:
+            self._host_room.extend(request, shape)
             request.to_stage(Stage.RUNNING)
             request.ran = context.now
         context.out.append(
@@ -474,7 +474,7 @@ class Dispatcher:
         preparation: Sequence[Command],
     ) -> None:
         """A job is out: order what prepares it, and a prefetch to run during it."""
-        if not isinstance(job, TurnJob) or job.switches:
+        if job.switches if isinstance(job, TurnJob) and job.requests else True:
             for name in instance.suspended:
                 if name in self._requests.live:
                     self.preemptions[self._requests.live[name].model] += 1

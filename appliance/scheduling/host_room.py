@@ -1,24 +1,29 @@
-"""Room in the host tier: a request gets it for its KV at full length before it is prefilled.
+"""Room in the host tier: a request gets some before it is computed, and more as it grows.
 
-In the order of asking, interactive requests before batch work: then a swap outwards can never fail,
-and any single request can always be brought to its end by swapping out everything else.
+Interactive requests get it before batch work, and then the one that asked first. A request holds
+places for the KV it has and `AHEAD_TOKENS` more, so KV that leaves a device mostly has a place.
+Where it has none it is given up and computed again (decision 46).
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from appliance.memory.ledger import HostLedger
+from appliance.scheduling.lifecycle import Stage
 from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import RequestState
 from appliance.vocabulary import KvShape
+
+AHEAD_TOKENS: Final = 64
+"""Tokens beyond those it has that a request gets room for at a time: four blocks of 16 tokens."""
 
 
 class HostRoom:
     """The queue for the host tier. To ask costs O(requests that wait for it)."""
 
     def __init__(self, host: HostLedger, requests: RequestBook, residency: Residency) -> None:
-        self.rejected = False
-        """Whether a request was rejected since this was reset: others may have room now."""
         self._host = host
         self._requests = requests
         self._residency = residency
@@ -30,37 +35,47 @@ class HostRoom:
 
     def waits(self, request: RequestState) -> bool:
         """Whether others get room in the host tier before this request, whatever is running."""
-        if request.host_offsets:
+        if request.stage is not Stage.QUEUED:
             return False
-        first = self.next()
-        return first is not None and (first.interactive or not request.interactive)
+        return request.id in self._requests.host_queue or self._others_first(request)
 
     def reserve(self, request: RequestState, shape: KvShape) -> bool:
-        """Take room for the request's KV at full length, in its turn.
+        """Take room for the KV of a request that is about to be computed, in its turn.
 
-        False if there is none now. If no request holds any, and there is too little even without
-        weights, there never will be enough: the request is rejected.
+        False if there is none now. A request too large for the whole tier starts without when no
+        other has KV there: it is computed again if its KV has to leave the device.
         """
         self._requests.host_queue.setdefault(request.id)
-        if self.next() is not request:
+        if self._others_first(request):
             return False
-        blocks = shape.blocks(request.spec.prompt_tokens + request.spec.max_tokens)
-        offsets = self._host.take_blocks(shape.block_bytes, blocks)
-        if offsets is None and not self._host.kv_slabs:
+        if not self.extend(request, shape):
+            if self._host.kv_slabs:
+                return False
             later = self._residency.clear_kv_room()
-            offsets = self._host.take_blocks(shape.block_bytes, blocks)
-            if offsets is None and not later and not self._host.short_slabs:
-                message = f"its KV at full length ({blocks} blocks) exceeds the host cache"
-                self._requests.reject(request, "kv_too_large", message)
-                self.rejected = True
-        if offsets is None:
-            return False
+            if not self.extend(request, shape) and later:
+                return False
         del self._requests.host_queue[request.id]
-        request.host_offsets = offsets
         return True
 
-    def give_up(self, request: RequestState) -> None:
-        """A request that has to be prefilled (again) queues for the host tier like any other: only
-        requests that can run hold places there, so some always come free."""
-        self._host.give_blocks(request.host_offsets)
-        request.host_offsets = ()
+    def reserve_also(self, request: RequestState, shape: KvShape) -> bool:
+        """Take room for the KV of a request that is computed with one that got some. False if there
+        is none, or others get it first; then the request does not wait for it."""
+        if self._others_first(request) or not self.extend(request, shape):
+            return False
+        self._requests.host_queue.pop(request.id, None)
+        return True
+
+    def extend(self, request: RequestState, shape: KvShape) -> bool:
+        """Have the request's places hold its KV and some tokens more; False if there is no room."""
+        if shape.blocks(request.tokens) <= len(request.host_offsets):
+            return True
+        more = min(AHEAD_TOKENS, request.remaining_tokens)
+        return self._requests.cover(request, shape, request.tokens + more)
+
+    def _others_first(self, request: RequestState) -> bool:
+        """Whether others get room before this request: those whose KV was given up, or the next of
+        the queue."""
+        others = [self._requests.live[name] for name in self._requests.displaced]
+        if (first := self.next()) not in (None, request):
+            others.append(first)
+        return any([other.interactive or not request.interactive for other in others])

@@ -64,7 +64,7 @@ STAGES: Mapping[Stage, frozenset[Stage]] = {
 # The loss of an instance takes KV from any place on its device to NONE: a fact, no transition.
 KV_PLACES: Mapping[KvPlace, frozenset[KvPlace]] = {
     KvPlace.NONE: frozenset({KvPlace.DEVICE}),
-    KvPlace.DEVICE: frozenset({KvPlace.LEAVING}),
+    KvPlace.DEVICE: frozenset({KvPlace.LEAVING, KvPlace.NONE}),
     KvPlace.LEAVING: frozenset({KvPlace.HOST}),
     KvPlace.HOST: frozenset({KvPlace.ARRIVING}),
     KvPlace.ARRIVING: frozenset({KvPlace.DEVICE, KvPlace.HOST}),

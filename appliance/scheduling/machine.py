@@ -4,8 +4,8 @@
 
 The machine composes what keeps the books: of requests (`request_book`, `router`,
 `backpressure`), of models (`model_lifecycle`) and of instances (`recovery`); the dispatcher says
-what a free instance does next. Every request progresses because a request is prefilled only when
-its KV has room on the host, and because the rounds of policies are finite.
+what a free instance does next. Every request progresses because one whose KV was given up gets
+room before prompts do, each prompt makes a token, and the rounds of policies are finite.
 """
 
 from __future__ import annotations
@@ -112,9 +112,13 @@ class Machine:
         self.demands = Demands(self.models)
         self.cluster = Cluster(self.models, instances, self.demands, host.slab_bytes)
         self._context = SchedulingContext(policy, self.costs.estimates())
-        self.request_book = RequestBook(self._context, self.cluster, self.demands, host)
+        self.request_book = RequestBook(
+            self._context, self.models, self.cluster, self.demands, host
+        )
         self.requests: Mapping[RequestId, RequestState] = self.request_book.live
-        self.residency = Residency(self._context, self.cluster, self.weight_cache)
+        self.residency = Residency(
+            self._context, self.cluster, self.request_book, self.weight_cache
+        )
         self.host_room = HostRoom(host, self.request_book, self.residency)
         self._compose()
         self._again = False
@@ -160,13 +164,11 @@ class Machine:
             self.demands,
         )
         self._recovery = Recovery(
-            context,
             self.models,
             book,
             cluster,
             self._router,
             self._lifecycle,
-            host_room,
             weight_cache,
         )
 
@@ -239,10 +241,12 @@ class Machine:
         if self.weight_cache.evict_pending:
             self.weight_cache.reap(self.residency.being_read())
         while True:
-            while self._again:
-                self._again = False
+            if self._again:
                 for instance in self.instances.values():
-                    self._again |= self.dispatcher.advance(instance)
+                    self.dispatcher.advance(instance)
+            if self._router.place_displaced():
+                self._again = True
+                continue
             lifecycle = self._lifecycle
             if not lifecycle.removing or not lifecycle.finish_removals():
                 return self._context.out
@@ -259,6 +263,11 @@ class Machine:
     def preemptions(self) -> Mapping[ModelName, int]:
         """Requests that had to stop in mid-generation for another model or a prompt."""
         return self.dispatcher.preemptions
+
+    @property
+    def recomputed_tokens(self) -> Mapping[ModelName, int]:
+        """Tokens whose KV was given up for lack of room, and is computed again."""
+        return self.request_book.recomputed_tokens
 
     @property
     def removing(self) -> Collection[ModelName]:
@@ -380,7 +389,7 @@ class Machine:
         if request is not None:
             instance.engines[event.model].residents.pop(request.id, None)
             request.kv_instance = None
-            self.host_room.give_up(request)
+            self.request_book.uncover(request)
             instance.queue_first(request)
             request.to_stage(Stage.QUEUED)
             # It may be computed elsewhere, and come back with output that is not known here.

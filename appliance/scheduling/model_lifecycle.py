@@ -234,6 +234,7 @@ class ModelLifecycle:
         self._demands.add(spec.name)
         self._costs.add(spec)
         self._dispatcher.preemptions[spec.name] = 0
+        self._requests.recomputed_tokens[spec.name] = 0
         self._weight_cache.add(spec, event.kv_floor_slabs, self._residency.being_read())
         for instance in self._cluster.instances.values():
             instance.add(spec.name)
@@ -281,6 +282,7 @@ class ModelLifecycle:
         del self._models[model]
         del self._failed[model]
         del self._dispatcher.preemptions[model]
+        del self._requests.recomputed_tokens[model]
         self._layouts.pop(model, None)
         self._build_losses.pop(model, None)
         self._run_losses.pop(model, None)

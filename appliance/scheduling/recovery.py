@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from appliance.scheduling.cluster import Cluster
-from appliance.scheduling.host_room import HostRoom
-from appliance.scheduling.lifecycle import KvPlace, Stage
+from appliance.scheduling.lifecycle import KvPlace
 from appliance.scheduling.model_lifecycle import ModelLifecycle
 from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.router import Router
@@ -19,7 +18,6 @@ from appliance.scheduling.state import (
     InstanceState,
     PrefillJob,
     RequestState,
-    SchedulingContext,
     TurnJob,
 )
 from appliance.scheduling.weight_cache import HostWeightCache
@@ -42,22 +40,18 @@ class Recovery:
 
     def __init__(
         self,
-        context: SchedulingContext,
         models: Collection[ModelName],
         requests: RequestBook,
         cluster: Cluster,
         router: Router,
         lifecycle: ModelLifecycle,
-        host_room: HostRoom,
         weight_cache: HostWeightCache,
     ) -> None:
-        self._context = context
         self._models = models
         self._requests = requests
         self._cluster = cluster
         self._router = router
         self._lifecycle = lifecycle
-        self._host_room = host_room
         self._weight_cache = weight_cache
 
     def up(self, event: InstanceUp) -> bool:
@@ -119,15 +113,8 @@ class Recovery:
             request.to_kv(KvPlace.HOST, None)
         elif request.kv_instance == lost.id:
             request.kv, request.kv_instance = KvPlace.NONE, None
-            self._host_room.give_up(request)
-        assert request.instance is not None, (
-            "a request with KV on a device, or on its way to one, is placed"
-        )
-        self._cluster.instances[request.instance].leave(request)
-        if self._requests.paused.pop(request.id, None) is not None:
-            request.excuse(self._context.now)
-        request.instance = None
-        request.to_stage(Stage.UNPLACED)
+            self._requests.uncover(request)
+        self._requests.unplace(request)
 
     def _blame(self, lost: InstanceState) -> None:
         """Count a death against what the worker was at; what keeps killing workers is given up."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.lifecycle import EngineStage, KvPlace
+from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.state import EngineState, InstanceState, RequestState, SchedulingContext
 from appliance.scheduling.weight_cache import HostWeightCache
 from appliance.vocabulary import (
@@ -44,9 +45,11 @@ class Residency:
         self,
         context: SchedulingContext,
         cluster: Cluster,
+        requests: RequestBook,
         weight_cache: HostWeightCache,
     ) -> None:
         self._context = context
+        self._requests = requests
         self._cluster = cluster
         self._weight_cache = weight_cache
 
@@ -126,7 +129,8 @@ class Residency:
 
     def dismiss(self, instance: InstanceState, model: ModelName) -> list[Command]:
         """Give back everything that the model holds on the device, which computes nothing and
-        brings nothing of the model in. Requests keep their KV, in the host tier."""
+        brings nothing of the model in. Requests keep their KV, in the host tier, as far as that has
+        room."""
         commands: list[Command] = []
         if model in instance.ledger.kv:
             commands.append(self.clear_kv(instance, model))
@@ -155,12 +159,16 @@ class Residency:
     def swap_out(
         self, instance: InstanceState, model: ModelName, leaving: Iterable[RequestState]
     ) -> Command:
-        """Move the KV of these requests to their places in the host tier."""
+        """Move the KV of these requests to their places in the host tier. If that has no room for
+        all, the KV of the youngest is given up, batch work first."""
         shape = instance.engines[model].shape
         moves = []
-        for request in leaving:
-            request.to_kv(KvPlace.LEAVING, instance.id)
-            moves.append(_kv_move(request, shape.blocks(request.kv_tokens)))
+        for request in sorted(leaving, key=_leaves_first, reverse=True):
+            if self._requests.cover(request, shape, request.kv_tokens):
+                request.to_kv(KvPlace.LEAVING, instance.id)
+                moves.append(_kv_move(request, shape.blocks(request.kv_tokens)))
+            else:
+                self._requests.displace(request, shape)
         return MoveKv(
             instance=instance.id,
             model=model,

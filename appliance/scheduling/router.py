@@ -50,6 +50,7 @@ class Router:
     def place(self, request: RequestState) -> None:
         """Give the request to an instance: to decode if it has its KV, else to prefill (again).
         It stays unplaced while no instance is up, and is refused when none will be."""
+        self._requests.displaced.pop(request.id, None)
         if self._cluster.all_quarantined():
             message = "every instance is quarantined; an operator may release one"
             self._requests.reject(request, "no_instance", message)
@@ -100,6 +101,22 @@ class Router:
         else:
             self._dispatcher.join(self._cluster.instances[chosen], request)
 
+    def place_displaced(self) -> bool:
+        """Place the first of the requests whose KV was given up, if the host tier has room for
+        twice its tokens, or for as many as it may have: else it would soon be given up again. The
+        tier has no more room than without any KV. O(displaced requests); whether one was placed."""
+        displaced = self._requests.displaced
+        if not displaced:
+            return False
+        waiting = [self._requests.live[name] for name in displaced]
+        first = min(waiting, key=lambda r: (not r.interactive, r.arrived, r.id))
+        shape = displaced[first.id]
+        blocks = shape.blocks(first.tokens + min(first.tokens, first.remaining_tokens))
+        if self._host.kv_slabs and self._host.room_for_blocks(shape.block_bytes) < blocks:
+            return False
+        self.place(first)
+        return True
+
     def flow(self, instance: InstanceState) -> None:
         """Move what the policy wants to decode elsewhere."""
         context = self._context
@@ -135,7 +152,7 @@ class Router:
             again |= self._host.short_slabs < short
         # If no KV takes the room, requests wait for weights that are being read or written.
         again |= bool(self._requests.host_queue) and not self._host.kv_slabs
-        if self._requests.host_queue:  # a paused request keeps its room there
+        if self._requests.short_of_host_room:  # a paused request keeps its room there
             again |= self._backpressure.let_all_go_on()
         view = self._cluster.cluster_view(context.now)
         placements = context.policy.place(context.now, view, context.costs)
@@ -144,10 +161,7 @@ class Router:
         )
         misplaced = self._misplaced(changed)
         for request in misplaced:
-            assert request.instance is not None, "a queued request is placed"
-            self._cluster.instances[request.instance].leave(request)
-            request.instance = None
-            request.to_stage(Stage.UNPLACED)
+            self._requests.unplace(request)
         self.place_all(misplaced)
         return again or changed or bool(misplaced)
 

@@ -70,7 +70,7 @@ class RequestState:
     kv_instance: InstanceId | None = None
     """Whose device holds, sends or receives its KV."""
     host_offsets: tuple[int, ...] = ()
-    """Its reservation in the host tier: room for its KV at full length."""
+    """Its places in the host tier: room for the KV it has, and mostly for some tokens more."""
     generated: int = 0
     batch: DecodeBatch | None = None
     """The batch it decodes in, if it does."""

@@ -14,6 +14,12 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
     Of several reasons the one that has to end first. O(requests that wait for the host tier, or of
     its model that decode on its instance).
     """
+    if request.id in machine.request_book.displaced:
+        return WaitReason(
+            code=WaitCode.HOST_ROOM,
+            message="its KV cache was given up, as the host cache had no room for it, and is "
+            "computed again when others leave room",
+        )
     if request.instance is None:
         return WaitReason(code=WaitCode.NO_INSTANCE, message="no worker is up that could serve it")
     instance = machine.instances[request.instance]
@@ -80,7 +86,7 @@ def _short_of_host_room(
     about = f"; {others} more wait for it" if others else ""
     return WaitReason(
         code=WaitCode.HOST_ROOM,
-        message="its KV cache at full length needs room in the host cache, which comes free as "
+        message="its KV cache needs room in the host cache, which comes free as "
         f"other requests end{about}",
         instance=instance.id,
     )

@@ -85,8 +85,13 @@ class HostWeightCache:
             self._host.hold_back(model.name, slabs)
 
     def make_kv_room(self, spared: Collection[ModelName]) -> None:
-        """Let images go, except of `spared` models, until KV has its least room; as far as that is
-        possible now."""
+        """Give up room held back for images, then images, except of `spared` models, until KV has
+        its least room; as far as that is possible now."""
+        held_back = self._host.held_back
+        for model in sorted(held_back, key=lambda model: (model in self._pinned, model)):
+            if not self._host.short_slabs:
+                return
+            self._host.hold_back(model, 0)
         for model in self._victims(spared):
             if not self._host.short_slabs:
                 return

@@ -102,8 +102,11 @@ class RandomPolicy:
     def batch(self) -> BatchLimits | None:
         if self._passes():
             return None
-        chunk = self._dice.choice([0, 128])
-        return BatchLimits(requests=self._dice.randint(1, 16), chunk_tokens=chunk)
+        return BatchLimits(
+            requests=self._dice.randint(1, 16),
+            chunk_tokens=self._dice.choice([0, 128]),
+            prompt_tokens=self._dice.choice([0, 2048]),
+        )
 
     @hookimpl
     def flow(

@@ -322,16 +322,31 @@ async def test_what_an_engine_refuses_is_the_fault_of_the_request(make_box: Make
     assert (caught.value.code, caught.value.status) == ("request_failed", 400)
 
 
-async def test_kv_that_never_fits_is_the_fault_of_the_request(make_box: MakeBox) -> None:
-    """Too much for the host tier, known when the engine is built: a bad request."""
+async def test_kv_larger_than_the_host_tier_is_served(make_box: MakeBox) -> None:
+    """Its KV stays on the device, as no other needs the place."""
     box = make_box("a", host_slabs=6)
     stream = box.ask("r", "a", prompt=200, output=50)
 
     box.start()
 
-    with pytest.raises(GenerationFailed, match="host cache") as caught:
-        await tokens_of(stream)
-    assert (caught.value.code, caught.value.status) == ("kv_too_large", 400)
+    assert len(await tokens_of(stream)) == 50
+
+
+async def test_tokens_that_are_computed_again_are_counted(make_box: MakeBox) -> None:
+    """Two models take turns, and the host tier has no room for the KV of both: all of both streams
+    comes, and scrapes tell how many tokens were computed again."""
+    box = make_box("ab", policy="aegaeon", host_slabs=12, slabs=12)
+    assert box.samples("appliance_kv_recomputed_tokens_total") == {"model=a": 0, "model=b": 0}
+    streams = [box.ask(name, name, prompt=20, output=150) for name in "ab"]
+
+    box.start()
+
+    assert [len(await tokens_of(stream)) for stream in streams] == [150, 150]
+    machine = box.daemon.machine
+    counted = {f"model={name}": count for name, count in machine.recomputed_tokens.items()}
+    assert sum(counted.values()) > 0
+    for _ in range(2):  # a second scrape counts nothing again
+        assert box.samples("appliance_kv_recomputed_tokens_total") == counted
 
 
 async def test_the_queue_has_an_end(make_box: MakeBox) -> None:

@@ -32,6 +32,8 @@ from appliance.vocabulary import (
     RequestCancelled,
     RequestClass,
     RequestSpec,
+    RunPrefill,
+    RunTurn,
     Slo,
     Ticked,
 )
@@ -277,6 +279,20 @@ class ClusterDouble:
             done += 1
             assert done < limit, "the cluster never comes to rest"
         return done
+
+    def prompts(self) -> list[str]:
+        """Every request whose prompt was ordered so far, in order, alone or with others."""
+        started: list[str] = []
+        for command in [command for _, _, commands in self.journal for command in commands]:
+            if isinstance(command, RunPrefill):
+                started.append(command.request)
+            elif isinstance(command, RunTurn):
+                started += command.prompts
+        return started
+
+    def turns(self) -> list[RunTurn]:
+        """Every turn so far in which requests decode."""
+        return [turn for turn in self.commands(RunTurn) if turn.requests]
 
     def commands(self, kind: type[C]) -> list[C]:
         """Every command of this kind so far, in order."""

@@ -120,7 +120,7 @@ def test_no_deadline_is_missed_before_it_passed() -> None:
 def test_nothing_comes_of_a_refused_request() -> None:
     """All its tokens are missing, whatever the time."""
     recorder = Recorder()
-    life(recorder, 5, outcome="kv_too_large", arrived=9.9)
+    life(recorder, 5, outcome="request_failed", arrived=9.9)
     good = life(recorder, 5, outcome="length", arrived=0.0)
     recorder.produced(good, 1.0, 1.0, 0.0, 5)
     metrics = measure(run(recorder, 10.0))

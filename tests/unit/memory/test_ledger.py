@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -255,6 +255,28 @@ def test_blocks_do_not_take_what_is_held_back() -> None:
     assert ledger.take_blocks(SLAB, 4) is not None
     assert ledger.take_weights("b", 1) is None
     assert ledger.take_weights("a", 6) is not None
+
+
+@given(
+    held_back=st.integers(0, 8),
+    size=st.integers(10, SLAB),
+    taken=st.integers(0, 30),
+    given=st.integers(0, 30),
+)
+def test_the_room_for_blocks_is_what_can_be_taken(
+    held_back: int, size: int, taken: int, given: int
+) -> None:
+    """Exactly so many blocks, no longer than a slab, may still be taken."""
+    ledger = HostLedger(10 * SLAB, SLAB)
+    ledger.hold_back("a", held_back)
+    assert ledger.held_back == ({"a": held_back} if held_back else {})
+    offsets = ledger.take_blocks(size, taken) or ()
+    ledger.give_blocks(offsets[:given])
+    room = ledger.room_for_blocks(size)
+
+    assert ledger.take_blocks(size, room + 1) is None
+    assert len(ledger.take_blocks(size, room) or ()) == room
+    ledger.check_integrity()
 
 
 def test_a_block_is_returned_once() -> None:

@@ -314,6 +314,19 @@ def test_a_prompt_that_is_in_a_hurry_is_computed_whole() -> None:
     assert limits.chunk_tokens == 0
 
 
+def test_prompts_are_computed_together_while_no_other_model_has_work() -> None:
+    """Else what comes next is decided after each."""
+    own, others = group_view("a", tokens=2000), group_view("b", tokens=10)
+
+    def tokens(view: InstanceView) -> int:
+        limits = Appliance().batch(now=NOW, model="a", instance=view, costs=COSTS)
+        return limits.prompt_tokens
+
+    assert tokens(instance_view(groups=(own,), resident=["a"])) == 2048
+    assert tokens(instance_view(groups=(own, others), resident=["a"])) == 0
+    assert tokens(instance_view(groups=(own,), batches=(batch_view("b"),), resident=["a"])) == 0
+
+
 # --- where requests go ---------------------------------------------------------------------------
 
 
@@ -328,6 +341,20 @@ def test_a_request_joins_its_model() -> None:
     other = instance_view(1, batches=(batch_view("c"), batch_view("d")), resident=["c", "d"])
 
     assert chosen(Appliance(), other, busy) == PrefillChoice(instance=0, group=1)
+
+
+def test_a_request_goes_where_no_long_prompt_is_computed() -> None:
+    """One that takes more than a second, at 0.1 ms a token."""
+
+    def first(computing: int) -> InstanceView:
+        batches = (batch_view("a"),)
+        return instance_view(0, batches=batches, current="a", computing=computing, resident=["a"])
+
+    other = instance_view(1, batches=(batch_view("a"),), current="a", resident=["a"])
+
+    assert chosen(Appliance(), first(0), other).instance == 0
+    assert chosen(Appliance(), first(9000), other).instance == 0
+    assert chosen(Appliance(), first(11000), other).instance == 1
 
 
 @pytest.mark.parametrize(

@@ -862,7 +862,7 @@ def test_an_interactive_request_interrupts_batch_work() -> None:
     cluster.start()
     for index in range(3):
         cluster.ask(f"b{index}", "m0", output=40, kind=BATCH)
-    cluster.work_until(0, lambda: cluster.up[0].turn is not None)
+    cluster.work_until(0, lambda: bool(cluster.turns()) and cluster.up[0].turn is not None)
     cluster.ask("i", "m1", output=3)
     assert len(cluster.commands(Preempt)) == 1
 

@@ -85,7 +85,10 @@ class Whimsical:
     @hookimpl
     def batch(self) -> BatchLimits:
         chunk = self._dice.choice([0, 16])
-        return BatchLimits(requests=self._dice.randint(1, 8), chunk_tokens=chunk)
+        prompts = self._dice.choice([0, 100])
+        return BatchLimits(
+            requests=self._dice.randint(1, 8), chunk_tokens=chunk, prompt_tokens=prompts
+        )
 
     @hookimpl
     def flow(

@@ -290,7 +290,7 @@ def test_requests_that_never_end_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     def cut_short(policy: object, scene: Scene, look: object) -> Played:
         played = trial(policy, scene)
         played.lives[0].outcome = None
-        played.lives[1].outcome = "kv_too_large"
+        played.lives[1].outcome = "request_failed"
         return played
 
     monkeypatch.setattr(kit, "SCENES", {"lone": SCENES["lone"]})
@@ -300,7 +300,7 @@ def test_requests_that_never_end_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     report = check(Refusing)
 
     assert "run: requests never ended\nr0 of m00" in str(report)
-    assert "run: requests ended as kv_too_large\nr1" in str(report)
+    assert "run: requests ended as request_failed\nr1" in str(report)
     assert report.ended == len(scenes.arrivals(SCENES["lone"])) - 2
 
 

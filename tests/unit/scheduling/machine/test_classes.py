@@ -13,7 +13,7 @@ from appliance.scheduling.policy_api import (
     Placement,
     PrefillChoice,
 )
-from appliance.vocabulary import RequestClass, RunPrefill, RunTurn, Ticked
+from appliance.vocabulary import RequestClass, RunTurn, Ticked
 from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 
@@ -119,7 +119,7 @@ def test_an_interactive_request_gets_host_room_before_batch_requests() -> None:
     cluster.ask("i", "a")
     cluster.settle()
 
-    prefilled = [command.request for command in cluster.commands(RunPrefill)]
+    prefilled = cluster.prompts()
     assert len(waiting) > 1
     assert all([prefilled.index("i") < prefilled.index(name) for name in waiting])
     assert all([life.outcome == "length" for life in cluster.world.lives.values()])

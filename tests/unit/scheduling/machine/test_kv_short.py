@@ -93,7 +93,7 @@ def test_the_youngest_leave_as_others_grow(policy: str) -> None:
 def test_a_turn_ends_for_a_request_that_has_room_again() -> None:
     """Else it would wait until all requests of the turn end."""
     cluster = small_box(policy="serverlessllm")
-    cluster.ask("r0", "a", prompt=20, output=80)
+    cluster.ask("r0", "a", prompt=20, output=70)
     cluster.ask("r1", "a", prompt=20, output=110)
     cluster.ask("r2", "a", prompt=10, output=110)
     cluster.settle()

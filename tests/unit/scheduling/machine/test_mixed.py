@@ -89,6 +89,7 @@ def test_the_limits_of_a_mixed_turn_are_asked_for_once() -> None:
     cluster.start()
     for index in range(10):
         cluster.ask(f"r{index}", "a", output=30)
+        cluster.work_until(0, lambda name=f"r{index}": name in cluster.prompts())
     cluster.settle()
 
     assert {turn.chunk_tokens for turn in mixed(cluster)} == {CHUNK}

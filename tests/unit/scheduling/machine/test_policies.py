@@ -384,7 +384,7 @@ def test_interactive_requests_run_before_batch_work() -> None:
         cluster.ask(f"batch{index}", "a", output=30, kind=RequestClass.BATCH)
     for index in range(2):
         cluster.ask(f"inter{index}", "a", output=30)
-    cluster.work_until(0, lambda: len(cluster.commands(RunPrefill)) == 5)
+    cluster.work_until(0, lambda: len(cluster.prompts()) == 5)
     before = len(cluster.commands(RunTurn))
 
     cluster.work_until(0, lambda: len(cluster.commands(RunTurn)) == before + 3)

@@ -137,7 +137,7 @@ def test_aegaeon_owes_a_turn_after_a_group_of_prompts() -> None:
     cluster.settle()
 
     jobs = "".join(
-        "t" if isinstance(command, RunTurn) else "p"
+        "p" if isinstance(command, RunPrefill) else "p" * len(command.prompts) or "t"
         for _, _, commands in cluster.journal
         for command in commands
         if isinstance(command, RunPrefill | RunTurn)
@@ -149,7 +149,7 @@ def test_a_batch_larger_than_the_memory_rotates() -> None:
     """Requests that do not fit together take turns: those that ran longest ago go first."""
     cluster = built("aegaeon", "a", slabs=4 + 16)
     lives = [cluster.ask(f"r{index}", "a", prompt=200, output=40) for index in range(5)]
-    cluster.work_until(0, lambda: len(cluster.commands(RunPrefill)) == 5)
+    cluster.work_until(0, lambda: len(cluster.prompts()) == 5)
     cluster.work_until(0, lambda: all(life.produced >= 10 for life in lives))
 
     assert max(len(command.requests) for command in cluster.commands(RunTurn)) < 5
@@ -166,7 +166,7 @@ def test_a_batch_is_no_larger_than_the_model_allows() -> None:
 
     cluster.settle()
 
-    batches = [set(command.requests) for command in cluster.commands(RunTurn)]
+    batches = [set(turn.requests) for turn in cluster.turns()]
     assert max(map(len, batches)) == 2
     assert set().union(*batches[:3]) == {f"r{index}" for index in range(5)}
     assert all(life.outcome == FinishReason.LENGTH for life in lives)
@@ -246,6 +246,7 @@ def test_a_request_is_preempted_once_however_long_it_waits() -> None:
     cluster.ask("a2", "a", output=40)
     cluster.ask("a3", "a", output=40)
 
-    cluster.work_until(0, lambda: len(cluster.commands(RunPrefill)) == 3)
+    cluster.work_until(0, lambda: len(cluster.turns()) == 2)
 
+    assert len(cluster.prompts()) == 3
     assert cluster.machine.preemptions["a"] == 1
