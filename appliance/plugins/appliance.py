@@ -43,8 +43,8 @@ SMALLEST_CHUNK = 64
 PROMPT_TOKENS = 2048
 """Of prompts that are computed together: more take proportionally longer, so nothing is gained."""
 LONG_PROMPT_SECONDS = 1.0
-"""A prompt that takes longer sends others that come meanwhile elsewhere. To count shorter ones, too,
-makes tokens late where models share instances: requests of a model gather less."""
+"""A prompt that takes longer sends others that come meanwhile elsewhere. To count shorter ones,
+too, makes tokens late where models share instances: requests of a model gather less."""
 LOOKED_AT = 2
 """So many instances that changed are looked at anew for one request."""
 RENEWED = 16

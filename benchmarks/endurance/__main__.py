@@ -1,7 +1,7 @@
 """Every answer stays right while everything changes under it.
 
-    python -m benchmarks.endurance daemon [--minutes 30] [--connections 200] [--seed 1] [--json F]
-    python -m benchmarks.endurance memory [--minutes 10] [--slab 16KiB] [--seed 1] [--json F]
+    python -m benchmarks.endurance daemon [--minutes 30] [--connections 200] [--short] [--seed 1]
+    python -m benchmarks.endurance memory [--minutes 10] [--slab 16KiB] [--seed 1]
 
 `daemon` disturbs a whole daemon (`benchmarks.endurance.daemon`); `memory` runs engines on two small
 pools in this process, under a random schedule (`benchmarks.endurance.memory`). Both compare every
@@ -26,7 +26,9 @@ def main() -> int:
     options = _options()
     machine = made_on_cpu()
     if options.layer == "daemon":
-        result = endure_daemon(options.minutes, options.connections, options.seed)
+        result = endure_daemon(
+            options.minutes, options.connections, options.seed, short=options.short
+        )
     else:
         prepare_environment("auto")
         seconds, count = options.minutes * 60, options.operations
@@ -48,6 +50,7 @@ def _options() -> argparse.Namespace:
         layer.add_argument("--seed", type=int, default=1)
         layer.add_argument("--json", type=Path)
     daemon.add_argument("--connections", type=int, default=200)
+    daemon.add_argument("--short", action="store_true", help="little room for KV, no max_tokens")
     memory.add_argument("--operations", type=int, help="end after so many, whatever the time")
     memory.add_argument("--slab", type=Bytes.read, default="16KiB")
     memory.add_argument("--pool", type=Bytes.read, default="12MiB")

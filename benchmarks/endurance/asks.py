@@ -97,7 +97,11 @@ class Truth:
 class Book:
     """Everything that may be asked."""
 
-    def __init__(self, truths: Mapping[ChatRequest, Known], checkpoints: Path) -> None:
+    def __init__(
+        self, truths: Mapping[ChatRequest, Known], checkpoints: Path, *, unbounded: bool = False
+    ) -> None:
+        """If `unbounded`, most chats name no `max_tokens`."""
+        self._unbounded = unbounded
         self._truths = [
             Truth(chat, answer, checkpoints / chat.model) for chat, answer in truths.items()
         ]
@@ -108,7 +112,10 @@ class Book:
         """A random request."""
         if self.others and dice.random() < 0.15:
             return dice.choice(self.others)
-        return dice.choices(_DIALECTS, _WEIGHTS)[0](dice.choice(self._truths), dice)
+        truth = dice.choice(self._truths)
+        if self._unbounded and dice.random() < 0.7 and (stop := truth.a_stop(dice)):
+            return _unbounded(truth, dice, stop)
+        return dice.choices(_DIALECTS, _WEIGHTS)[0](truth, dice)
 
     def batch_line(self, dice: random.Random) -> Ask:
         """A random request that a batch may hold."""
@@ -148,6 +155,20 @@ def _chat(truth: Truth, dice: random.Random, *, stream: bool | None = None) -> A
         body |= {"logprobs": True, "top_logprobs": 5}
     said = truth.said(tokens, stop)
     return Ask("chat", "/v1/chat/completions", "chatcmpl-", body | {"stream": stream}, 1, (said,))
+
+
+def _unbounded(truth: Truth, dice: random.Random, stop: str) -> Ask:
+    """A chat that may become as long as the model's context."""
+    body = {
+        "model": truth.chat.model,
+        "messages": truth.messages,
+        "stop": [stop],
+        "temperature": 0,
+        "return_token_ids": True,
+        "stream": _streams(dice),
+    }
+    said = truth.said(truth.tokens, stop)
+    return Ask("unbounded", "/v1/chat/completions", "chatcmpl-", body, 1, (said,))
 
 
 def _completion(truth: Truth, dice: random.Random) -> Ask:

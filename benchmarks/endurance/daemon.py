@@ -48,12 +48,18 @@ directory = "batches"
 concurrency = 8
 """
 
+SHORT: Final = {"memory": "40MiB", "host_cache": "20MiB"}
+"""Pools for one model each and the KV of few requests, and a host cache that holds no weights."""
+
 PARTIAL: Final = "muxserve"
 """It refuses models that do not fit on the devices together, as it should; here those are most."""
 
 
-def endure_daemon(minutes: float, connections: int, seed: int) -> dict[str, object]:
-    """Start the daemon, disturb it for so long, stop it; the plan and what happened."""
+def endure_daemon(
+    minutes: float, connections: int, seed: int, *, short: bool = False
+) -> dict[str, object]:
+    """Start the daemon, disturb it for so long, stop it; the plan and what happened. If memory is
+    to be `short`, KV has little room everywhere, and most chats name no `max_tokens`."""
     plan = Plan(
         seconds=minutes * 60,
         connections=connections,
@@ -67,6 +73,7 @@ def endure_daemon(minutes: float, connections: int, seed: int) -> dict[str, obje
         policies=[
             p.name for p in installed() if p.shipped and not p.lab_only and p.name != PARTIAL
         ],
+        unbounded=short,
     )
     with tempfile.TemporaryDirectory(prefix="appliance-endurance-") as directory:
         result = disturbed(plan, Path(directory))
@@ -81,7 +88,8 @@ def disturbed(plan: Plan, place: Path) -> Result:
         ChatRequest(model, f"{LONG} Go on with number {i}.", 64) for model in models for i in (1, 2)
     ]
     truths = answered(load_config(write_config(place)), chats)
-    file = write_config(place, bind=f"127.0.0.1:{free_port()}")
+    sizes = SHORT if plan.unbounded else {}
+    file = write_config(place, bind=f"127.0.0.1:{free_port()}", **sizes)
     # So few that some requests are refused.
     limit = f"max_queue = {plan.connections * 6 // 5}\n"
     text = file.read_text().replace("[api]\n", f"[api]\n{limit}")

@@ -48,6 +48,8 @@ class Plan:
     nap_seconds: float
     batches: int
     policies: Sequence[str]
+    unbounded: bool = False
+    """Whether most chats name no `max_tokens`: a stop string ends them."""
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Result:
     cancelled: int
     recoveries: int
     preemptions: int
+    recomputed_tokens: int
     stalls: int
     """How often a client was found not to read."""
     switches: int
@@ -94,7 +97,7 @@ async def endure(
 ) -> Life:
     """Do it to the daemon that `watch` watches; when this returns, nothing runs there any more."""
     host, port = watch.address
-    book = Book(truths, checkpoints)
+    book = Book(truths, checkpoints, unbounded=plan.unbounded)
     await find_out(book, host, port)
     known = {line["request"] for line in read_books(log, set()).lines}
     disturbances = Disturbances(host, port, random.Random(f"{plan.seed} disturbances"))
@@ -177,6 +180,7 @@ def judge(life: Life, watch: Watch, log: Path) -> Result:
         policies=disturbances.policies,
         cancelled=len(disturbances.cancelled),
         recoveries=life.total("appliance_requests_recovered_total"),
+        recomputed_tokens=life.total("appliance_kv_recomputed_tokens_total"),
         preemptions=life.total("appliance_preemptions_total"),
         stalls=stalls(watch.journal),
         switches=life.total("appliance_switches_total"),
