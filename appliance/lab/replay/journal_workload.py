@@ -133,9 +133,7 @@ def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> 
     """The profile by which everything seen of the model would have taken as long as it did; `turns`
     are the steps of each turn. A fit by relative error is below the mean of noisy times, and one to
     other models' is anywhere."""
-    prompts = _ratio(
-        (seconds, profile.prefill_seconds(round(tokens))) for tokens, _, _, seconds in seen.prompts
-    )
+    prompts = _ratio((seconds, profile.prefill_seconds(tokens)) for tokens, seconds in _alone(seen))
     steps = _ratio(
         (count * seconds, count * profile.step_seconds(requests, kv_tokens))
         for count, (requests, kv_tokens, seconds) in zip(turns, seen.steps, strict=True)
@@ -148,11 +146,15 @@ def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> 
     return msgspec.structs.replace(profile, **changes)
 
 
+def _alone(seen: Measurements) -> list[tuple[int, float]]:
+    """Tokens and seconds of the prompts that were computed alone."""
+    rows = seen.prompts
+    return [(round(t), seconds) for t, squares, _, seconds in rows if squares == t * t]
+
+
 def _ratios(seen: Measurements, profile: ModelProfile) -> list[float]:
     """Seconds over those expected, of all prompts and turns."""
-    prompts = [
-        seconds / profile.prefill_seconds(round(tokens)) for tokens, _, _, seconds in seen.prompts
-    ]
+    prompts = [seconds / profile.prefill_seconds(tokens) for tokens, seconds in _alone(seen)]
     turns = [
         seconds / profile.step_seconds(requests, kv_tokens)
         for requests, kv_tokens, seconds in seen.steps
@@ -292,7 +294,16 @@ class _Reader:
             row = (batch, kv_tokens, event.seconds / event.steps)
             self.measured[event.model].steps.append(row)
             self._turns[event.model].append(event.steps)
+        elif not job.command.requests and event.steps == 1 and job.warm and self._learns:
+            self._learn_prompts(event, job.command.prompts)
         self._computed(event.instance, event.model, job, event.seconds, event.steps)
+
+    def _learn_prompts(self, event: TurnEnded, prompts: Sequence[RequestId]) -> None:
+        """What prompts took that were computed together, in a step of nothing else."""
+        tokens = [self._lives[name].kv_tokens for name in prompts if name in self._lives]
+        if len(tokens) == len(prompts) and event.seconds > 0:  # none has ended with its first token
+            row = (sum(tokens), sum([count * count for count in tokens]), 1.0, event.seconds)
+            self.measured[event.model].prompts.append(row)
 
     def _computed(
         self, instance: InstanceId, model: ModelName, job: _Job, seconds: float, steps: int
