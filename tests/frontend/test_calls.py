@@ -35,6 +35,7 @@ from appliance.service.front_frames import (
 from appliance.vocabulary import FinishReason, RequestClass
 from tests.frontend.conftest import KEEP_ALIVE_SECONDS
 from tests.frontend.stand_in_core import TIMING, StandInCore, front_end
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -471,7 +472,7 @@ async def test_a_request_for_the_core_behind_one_that_is_answered_is_misdirected
 
 async def test_pings_tell_connections_and_calls(core: StandInCore) -> None:
     core.hold_at = lambda submit: 1
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         asking = asyncio.create_task(http.post(CHAT, json=ASKED))
         await core.seen(Submit)
         core.send(Ping(5))

@@ -19,6 +19,7 @@ from appliance.engines.vllm.messages import decode_request, encode_output
 from appliance.service.front_frames import Abort, FrontModel, Refused, Submit
 from appliance.vocabulary import FinishReason
 from tests.frontend.stand_in_core import StandInCore, made_up
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -201,7 +202,7 @@ async def test_embeddings_are_the_cores_vectors(
 
 async def test_scores_and_ranks_come_from_a_model_that_scores(core: StandInCore) -> None:
     pooled(core, [0.75])
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         scored = await http.post(
             "/v1/score", json={"model": "scorer", "text_1": "a", "text_2": ["b", "c"]}
         )
@@ -215,7 +216,7 @@ async def test_scores_and_ranks_come_from_a_model_that_scores(core: StandInCore)
 async def test_a_text_gets_the_likeliest_class(core: StandInCore) -> None:
     """A model of several classes gives no score."""
     pooled(core, [0.25, 0.75])
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         found = await http.post("/classify", json={"model": "classifier", "input": "a"})
         scored = await http.post(
             "/score", json={"model": "classifier", "text_1": "a", "text_2": "b"}
@@ -243,7 +244,7 @@ async def test_an_invocation_is_answered_by_the_endpoint_that_it_is_meant_for(
 ) -> None:
     if model != "talker":
         pooled(core, [0.25, 0.75][: 1 + (model != "scorer")])
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         invoked = await http.post("/invocations", json={"model": model, **body})
         asked = await http.post(path, json={"model": model, **body})
         nameless = await http.post("/invocations", json={**body, "best_of": 3})
@@ -257,14 +258,14 @@ async def test_an_invocation_is_answered_by_the_endpoint_that_it_is_meant_for(
 
 
 async def test_what_no_endpoint_takes_is_refused_as_vllm_does(core: StandInCore) -> None:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         for body in ({"model": "talker"}, [], {"model": "embedder", "messages": 7}):
             answer = await http.post("/invocations", json=body)
             assert answer.status_code == 400, body
 
 
 async def test_a_tokenizer_is_described(core: StandInCore) -> None:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         found = await http.get("/tokenizer_info", params={"model": "talker"})
         nameless = await http.get("/tokenizer_info")
     assert found.json()["tokenizer_class"]
@@ -273,7 +274,7 @@ async def test_a_tokenizer_is_described(core: StandInCore) -> None:
 
 
 async def test_texts_are_tokenized_and_back(core: StandInCore) -> None:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         found = await http.post("/tokenize", json={"model": "talker", "prompt": "hello there"})
         tokens = found.json()["tokens"]
         back = await http.post("/detokenize", json={"model": "talker", "tokens": tokens[1:]})
@@ -282,7 +283,7 @@ async def test_texts_are_tokenized_and_back(core: StandInCore) -> None:
 
 
 async def test_a_prompt_may_be_rendered_only(core: StandInCore) -> None:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         found = await http.post(
             "/v1/chat/completions/render", json={"model": "talker", "messages": HELLO}
         )
@@ -305,7 +306,7 @@ async def test_a_prompt_may_be_rendered_only(core: StandInCore) -> None:
 async def test_a_model_that_does_something_else_is_refused_by_name(
     core: StandInCore, path: str, body: dict[str, Any], model: str
 ) -> None:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         answer = await http.post(path, json=body | {"model": model})
     assert answer.status_code == 400
     assert "does not support" in answer.json()["error"]["message"]
@@ -317,7 +318,7 @@ async def test_a_model_that_does_something_else_is_refused_by_name(
     [b"{", b"[]", b'{"model": 3, "messages": []}', b'{"messages": "x", "model": "talker"}', b""],
 )
 async def test_what_is_no_request_is_refused_in_vllms_words(core: StandInCore, body: bytes) -> None:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         answer = await http.post(
             "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
         )
@@ -334,7 +335,7 @@ async def test_what_only_pythons_json_reads_is_no_json(
 ) -> None:
     """Its fields could not be checked; so it is refused, in the words of the dialect."""
     body = b'{"model": "talker", "prompt": "a", "max_tokens": 1, %s}' % wrong
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         answer = await http.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -357,7 +358,7 @@ async def test_a_refusal_before_a_model_is_in_the_paths_dialect(
     core: StandInCore, path: str, method: str, body: dict[str, Any], status: int
 ) -> None:
     """A wrong method, an unknown model, a body that is too large."""
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         answer = await http.request(method, path, json=body)
     assert answer.status_code == status
     told = answer.json()
@@ -387,7 +388,7 @@ async def test_no_model_has_to_be_named_where_there_is_one(
 ) -> None:
     core.change(models[:1])
     try:
-        async with httpx.AsyncClient(base_url=core.url) as http:
+        async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
             answer = await http.post(path, json=body)
     finally:
         core.change(models)
@@ -405,7 +406,7 @@ async def test_names_with_and_without_a_tag(core: StandInCore, client: openai.As
 
 
 async def test_a_model_has_to_be_named_where_there_are_several(core: StandInCore) -> None:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         answer = await http.post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "model"

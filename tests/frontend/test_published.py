@@ -14,6 +14,7 @@ from appliance.frontend.serving.published import publish_responses
 from appliance.service.front_frames import KeepResponse
 from appliance.vocabulary import FinishReason
 from tests.frontend.stand_in_core import StandInCore
+from tests.patience import PATIENCE_SECONDS
 
 ASKED: dict[str, Any] = {"model": "talker", "input": "hello", "max_output_tokens": 4}
 NOT_NULL = ("logprobs", "phase", "encrypted_content", "verbosity")
@@ -23,7 +24,7 @@ asynchronous = pytest.mark.asyncio(loop_scope="session")
 
 
 async def answer(core: StandInCore, **fields: Any) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         sent = await http.post("/v1/responses", json=ASKED | fields)
     assert sent.status_code == 200, sent.text
     return dict(sent.json())
@@ -31,7 +32,7 @@ async def answer(core: StandInCore, **fields: Any) -> dict[str, Any]:
 
 async def events(core: StandInCore, **fields: Any) -> list[dict[str, Any]]:
     body = ASKED | fields | {"stream": True}
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         lines = (await http.post("/v1/responses", json=body)).text.splitlines()
     return [msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: {")]
 

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from appliance.service.front_frames import FindResponse, KeepEvent, KeepResponse, Leave, Submit
 from tests.frontend.stand_in_core import StandInCore
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -36,7 +37,7 @@ async def tokens_of(core: StandInCore, *texts: str, **fields: str) -> tuple[int,
     """The prompt of a request that sends a whole conversation: the user and the model by turns."""
     roles = ("user", "assistant")
     items = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         body = {"model": "talker", "input": items, **fields}
         return tuple((await http.post("/v1/responses/render", json=body)).json()["token_ids"])
 
@@ -109,7 +110,7 @@ async def test_events_of_the_background_are_stored_as_they_are_sent(
     core: StandInCore, client: openai.AsyncOpenAI
 ) -> None:
     body = {**ASKED, "input": "hello", "background": True, "stream": True}
-    async with httpx.AsyncClient(base_url=core.url) as http:
+    async with httpx.AsyncClient(base_url=core.url, timeout=PATIENCE_SECONDS) as http:
         sent = (await http.post("/v1/responses", json=body)).content
     await core.seen(Leave)
     events = [f"{event}\n\n" for event in sent.decode().split("\n\n") if event[:1] not in ":"]
