@@ -190,8 +190,7 @@ class HostLedger:
     def short_slabs(self) -> int:
         """Slabs that weights have, or are held back for them, and KV should have: none unless
         `kv_floor_slabs` was raised."""
-        for_kv = self._free_slabs - sum(self._held_back.values()) + self.kv_slabs
-        return max(0, self.kv_floor_slabs - for_kv)
+        return max(0, self.kv_floor_slabs - self._free_for_kv - self.kv_slabs)
 
     def take_weights(self, model: ModelName, slabs: int) -> tuple[int, ...] | None:
         """Slabs for the master image of a model, or None if there is no room.
@@ -223,8 +222,7 @@ class HostLedger:
         longer than one. O(sizes of runs)."""
         partly_free = self._open.get(block_bytes, {})
         inside = sum([free * len(runs) for free, runs in partly_free.items()])
-        slabs = self._free_slabs - sum(self._held_back.values())
-        runs = max(0, slabs) // self._run_slabs(block_bytes)
+        runs = max(0, self._free_for_kv) // self._run_slabs(block_bytes)
         return inside + runs * self._run_blocks(block_bytes)
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
@@ -279,6 +277,11 @@ class HostLedger:
         if blocks != len(self._run_of):
             raise LedgerError(f"host: {blocks} blocks out of runs, {len(self._run_of)} in use")
 
+    @property
+    def _free_for_kv(self) -> int:
+        """Free slabs that are not held back for weights; below 0 if too many are."""
+        return self._free_slabs - sum(self._held_back.values())
+
     def _run_slabs(self, block_bytes: int) -> int:
         return -(-block_bytes // self.slab_bytes)
 
@@ -299,7 +302,7 @@ class HostLedger:
         """Take runs for so many blocks as far back as there are any, all in a row; fewer if the row
         or what may be taken ends, none if there is none."""
         needed = self._run_slabs(block_bytes)
-        room = self._free_slabs - sum(self._held_back.values())
+        room = self._free_for_kv
         if room < needed:
             return ()
         end = self._free_ends.get(needed, self.total_slabs)

@@ -9,7 +9,7 @@ and the youngest leave (decision 45).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
@@ -60,12 +60,10 @@ class DeviceRoom:
         engine = instance.engines[request.model]
         if batch is None or not engine.built or request.spec.max_tokens == 0:
             return True
-        room = self._residency.capacity_blocks(instance, request.model)
-        room -= _grown_blocks(request, engine.shape, ADMISSION_GROWTH_TOKENS)
-        for member in batch.members.values():
-            if member.interactive or not request.interactive:
-                room -= _grown_blocks(member, engine.shape, ADMISSION_GROWTH_TOKENS)
-        return room >= 0
+        members = batch.members.values()
+        counted = [member for member in members if member.interactive or not request.interactive]
+        capacity = self._residency.capacity_blocks(instance, request.model)
+        return _admitted_blocks([request, *counted], engine.shape) <= capacity
 
     def admits(self, instance: InstanceState, request: RequestState) -> bool:
         """Whether a request may start, or go on, on the instance. If not, `instance.kv_short` is
@@ -97,12 +95,9 @@ class DeviceRoom:
         room = self._residency.room_blocks(instance, first.model)
         batch = instance.batches.get(first.model)
         if batch is not None:
-            grown = [
-                _grown_blocks(request, engine.shape, ADMISSION_GROWTH_TOKENS)
-                for request in batch.members.values()
-            ]
-            room = min(room, self._residency.capacity_blocks(instance, first.model) - sum(grown))
-        room -= _grown_blocks(first, engine.shape, ADMISSION_GROWTH_TOKENS)
+            begun = _admitted_blocks(batch.members.values(), engine.shape)
+            room = min(room, self._residency.capacity_blocks(instance, first.model) - begun)
+        room -= _admitted_blocks([first], engine.shape)
         tokens -= first.tokens
         (group,) = (group for group in instance.groups if first.id in group.members)
         others: list[RequestState] = []
@@ -110,7 +105,7 @@ class DeviceRoom:
             if request is first:
                 continue
             tokens -= request.tokens
-            room -= _grown_blocks(request, engine.shape, ADMISSION_GROWTH_TOKENS)
+            room -= _admitted_blocks([request], engine.shape)
             alike = request.interactive == first.interactive
             alike &= (request.spec.max_tokens == 0) == (first.spec.max_tokens == 0)
             if not alike or len(others) >= places or tokens < 0 or room < 0:
@@ -192,6 +187,11 @@ def _short_order(request: RequestState) -> tuple[bool, bool, float, str]:
     """Which requests go on where KV is short."""
     away = request.kv is not KvPlace.DEVICE
     return not request.interactive, away, request.arrived, request.id
+
+
+def _admitted_blocks(requests: Iterable[RequestState], shape: KvShape) -> int:
+    """Blocks of requests that each have the room to grow that a prompt leaves them."""
+    return sum([_grown_blocks(request, shape, ADMISSION_GROWTH_TOKENS) for request in requests])
 
 
 def _grown_blocks(

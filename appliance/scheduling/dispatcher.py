@@ -248,9 +248,9 @@ class Dispatcher:
         places = min(self._models[first.model].max_batch, limits.requests)
         if chunk:  # one place of the engine's batch is left to those that decode
             tokens, places = min(tokens, chunk), places - 1
+        shape = instance.engines[first.model].shape
         others: list[RequestState] = []
         for request in self._device_room.step_with(instance, first, tokens, places - 1):
-            shape = instance.engines[first.model].shape
             if not embedded and not self._host_room.reserve_also(request, shape):
                 break
             others.append(request)

@@ -103,8 +103,9 @@ class Router:
 
     def place_displaced(self) -> bool:
         """Place the first of the requests whose KV was given up, if the host tier has room for
-        twice its tokens, or for as many as it may have: else it would soon be given up again. The
-        tier has no more room than without any KV. O(displaced requests); whether one was placed."""
+        twice its tokens, or for as many as it may have: else it would soon be given up again. A
+        tier without any KV has all the room there is. O(displaced requests); whether one was
+        placed."""
         displaced = self._requests.displaced
         if not displaced:
             return False

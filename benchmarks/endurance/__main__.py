@@ -1,7 +1,9 @@
 """Every answer stays right while everything changes under it.
 
-    python -m benchmarks.endurance daemon [--minutes 30] [--connections 200] [--short] [--seed 1]
-    python -m benchmarks.endurance memory [--minutes 10] [--slab 16KiB] [--seed 1]
+    python -m benchmarks.endurance daemon [--minutes 30] [--connections 200] [--short]
+    python -m benchmarks.endurance memory [--minutes 10] [--slab 16KiB]
+
+Both take `--seed 1` and `--json F`.
 
 `daemon` disturbs a whole daemon (`benchmarks.endurance.daemon`); `memory` runs engines on two small
 pools in this process, under a random schedule (`benchmarks.endurance.memory`). Both compare every
