@@ -93,7 +93,8 @@ class PolicySpec:
     @hookspec(firstresult=True)
     def preempt(self, now: float, instance: InstanceView, costs: Costs) -> float | None:
         """When a request joins an instance during a turn: how many seconds more the turn may go on
-        (0: end it now; infinity: leave it alone)."""
+        (0: end it now; infinity: leave it alone). A model for which KV was moved goes on all the
+        same until it has computed four times as long as the moves took."""
 
     @hookspec(firstresult=True)
     def batch(

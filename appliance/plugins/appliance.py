@@ -47,6 +47,9 @@ LONG_PROMPT_SECONDS = 1.0
 too, makes tokens late where models share instances: requests of a model gather less."""
 LOOKED_AT = 2
 """So many instances that changed are looked at anew for one request."""
+AWAY = 0.25
+"""A model with KV on the host waits until its slack is less than this share of its target, while
+another one goes on: each switch between them moves KV."""
 RENEWED = 16
 """Not more than this part of the models is looked up anew at once."""
 
@@ -64,6 +67,10 @@ class ModelWork:
     """What the prompts that wait take."""
     runs: bool = False
     """Whether any of its requests could run now."""
+    switch_seconds: float = 0.0
+    """What it takes to bring its weights to the device."""
+    wanted: float = -math.inf
+    """When it goes on before a model that has its slack target: at once, unless its KV is away."""
     latest: float = math.inf
     """When it has to run at the latest, to be in time."""
     slack_target_seconds: float = math.inf
@@ -331,7 +338,10 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             return first
         if urgent:
             return current if current.due - first.due <= self.max_lateness_seconds else first
-        return current if current.due - now < current.slack_target_seconds else first
+        if current.due - now < current.slack_target_seconds:
+            return current
+        wanted = [work for work in able if work.wanted <= now and work is not current]
+        return min([current, *wanted], key=_deadline)
 
     def _quota(
         self, now: float, view: InstanceView, model: ModelName, costs: Costs, began: float
@@ -343,16 +353,15 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         seconds, before, shortest = self.longest_turn_seconds, 0.0, 0.0
         own = works.get(model)
         if own is not None and len(works) > 1 and (earns := self._earns(view, model, costs)) > 0:
-            seconds = min(seconds, (own.slack_target_seconds - (own.due - now)) / earns)
+            earned = (own.slack_target_seconds - (own.due - now)) / earns
+            others = [work.wanted for work in works.values() if work is not own and work.runs]
+            seconds = min(seconds, max(earned, min(others, default=now) - now))
         for work in sorted(works.values(), key=_deadline):
             if work.model == model or not work.runs:
                 continue
             seconds = min(seconds, work.latest - now - before)
-            before += work.prompt_seconds
-            if work.model not in view.resident:
-                switch = self._expect(work.model, now, costs).switch_seconds
-                before += switch
-                shortest = shortest or switch
+            before += work.prompt_seconds + work.switch_seconds
+            shortest = shortest or work.switch_seconds
         return max(0.0, began + max(self.shortest_turn_seconds, shortest) - now, seconds)
 
     def _earns(self, view: InstanceView, model: ModelName, costs: Costs) -> float:
@@ -393,12 +402,15 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
                 + group.tokens * expected.prompt_seconds_per_token
             )
             work.runs = True
+        away = {batch.model for batch in view.batches if batch.away_tokens}
         for work in works.values():
-            lead = work.margin_seconds + work.prompt_seconds
             if work.model not in view.resident:
                 expected = known.get(work.model) or self._expect(work.model, now, costs)
-                lead += expected.switch_seconds
+                work.switch_seconds += expected.switch_seconds
+            lead = work.margin_seconds + work.prompt_seconds + work.switch_seconds
             work.latest = work.due - lead
+            if work.model in away and not work.prompt_seconds:
+                work.wanted = work.due - AWAY * work.slack_target_seconds
         return Outlook(view, works)
 
 

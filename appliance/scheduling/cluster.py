@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from appliance.scheduling.demand import Demands
+from appliance.scheduling.lifecycle import KvPlace
 from appliance.scheduling.policy_api import (
     BatchView,
     ClusterView,
@@ -187,6 +188,7 @@ class Cluster:
             runnable=sum([request.runnable for request in members]),
             interactive=last.interactive if last else sum([r.interactive for r in members]),
             kv_tokens=sum([request.tokens for request in members]),
+            away_tokens=sum([r.kv_tokens for r in members if r.kv is KvPlace.HOST]),
             slo=last.slo if last else strictest([request.spec.slo for request in members]),
             deadline=min([request.next_due for request in members]),
             arrived=last.arrived if last else min([request.arrived for request in members]),

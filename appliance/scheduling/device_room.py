@@ -10,11 +10,12 @@ and the youngest leave (decision 45).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.residency import Residency
-from appliance.scheduling.state import InstanceState, RequestState
+from appliance.scheduling.state import InstanceState, RequestState, SchedulingContext
 from appliance.vocabulary import KvShape, ModelName
 
 ADMISSION_GROWTH_TOKENS: Final = 48
@@ -23,6 +24,10 @@ often leave the device and soon come back; with more, fewer requests share a ste
 TURN_GROWTH_TOKENS: Final = 32
 """Room to grow that a turn has for each of its requests. Less than what a prompt leaves, so that
 requests rarely have to leave the device right after a prompt started."""
+PATIENCE: Final = 0.5
+"""The share of its time to the first token for which a prompt without room lets others pass."""
+PASSING: Final = 16
+"""So many prompts behind one without room are asked whether they have some."""
 
 
 class Selection(NamedTuple):
@@ -45,7 +50,8 @@ class DeviceRoom:
     Each question costs O(n log n) in the requests of the model that decode there.
     """
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(self, context: SchedulingContext, residency: Residency) -> None:
+        self._context = context
         self._residency = residency
 
     def fits(self, instance: InstanceState, request: RequestState) -> bool:
@@ -73,15 +79,29 @@ class DeviceRoom:
         instance.kv_short = True
         return False
 
-    def first_admitted(self, instance: InstanceState) -> RequestState | None:
-        """The first request of the first group that may start; None if none may. Where one of a
-        model may not, no other of its model may, or large prompts would wait for ever."""
+    def first_admitted(
+        self, instance: InstanceState, model: ModelName | None = None
+    ) -> RequestState | None:
+        """The first request of the first group, of a model if one is given, that may start; None if
+        none may.
+
+        Where the first of a group may not, shorter prompts of its model pass it until half of its
+        time to the first token is over; later none does, or large prompts would wait for ever.
+        O(groups + PASSING), each with the cost of `fits`.
+        """
         short: set[ModelName] = set()
         for group in instance.groups:
-            if group.model not in short:
-                if self.admits(instance, group.first):
-                    return group.first
+            first = group.first
+            if group.model in short or model not in (None, group.model):
+                continue
+            if self.admits(instance, first):
+                return first
+            if self._context.now >= first.next_due - PATIENCE * first.spec.slo.ttft_seconds:
                 short.add(group.model)
+                continue
+            for request in islice(group.members.values(), 1, 1 + PASSING):
+                if request.tokens < first.tokens and self.fits(instance, request):
+                    return request
         return None
 
     def step_with(

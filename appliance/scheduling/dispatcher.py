@@ -20,7 +20,6 @@ from appliance.scheduling.prefetcher import Prefetcher
 from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import (
-    BuildJob,
     InstanceState,
     PrefillJob,
     RequestState,
@@ -28,7 +27,6 @@ from appliance.scheduling.state import (
     TurnJob,
 )
 from appliance.vocabulary import (
-    BuildModel,
     Command,
     KvShape,
     ModelName,
@@ -38,6 +36,9 @@ from appliance.vocabulary import (
     RunTurn,
 )
 
+SWAP_AMORTIZATION: Final = 4
+"""A model for which KV was moved computes this many times as long as the moves took before another
+one runs, if it has work: so KV moves for a fifth of the time at most, whatever a policy says."""
 EMBEDDED_TOKENS: Final = 2048
 """Of prompts that are embedded together, at most: about what an engine computes in a step."""
 
@@ -57,7 +58,7 @@ class Dispatcher:
         failed: Collection[ModelName],
     ) -> None:
         """Models in `failed` are not built."""
-        self.prefetcher = Prefetcher(context, cluster, residency)
+        self.prefetcher = Prefetcher(context, cluster, residency, failed)
         self.preemptions: dict[ModelName, int] = dict.fromkeys(models, 0)
         """Requests that had to stop in mid-generation for another model or a prompt."""
         self._context = context
@@ -67,7 +68,6 @@ class Dispatcher:
         self._residency = residency
         self._host_room = host_room
         self._device_room = device_room
-        self._failed = failed
 
     def advance(self, instance: InstanceState) -> None:
         """Give a free instance its next job."""
@@ -75,20 +75,10 @@ class Dispatcher:
             return
         ordered = len(self._context.out)
         self.prefetcher.evict_as_requested(instance)
-        if not instance.groups:
-            started = self._start_turn(instance)
-        else:
-            self._order_groups(instance)
-            if not instance.has_runnable:
-                started = self._start_prefill(instance)
-            elif self._phase(instance) is Phase.PREFILL:
-                started = self._start_prefill(instance) or self._start_turn(instance)
-            else:
-                started = self._start_turn(instance)
-        if not started:
+        if not self._go_on(instance) and not self._start_next(instance):
             if instance.idle:
                 self.prefetcher.preload(instance, None)
-            self._build_next(instance)
+            self.prefetcher.build_next(instance)
         if len(self._context.out) > ordered:
             instance.view = None
 
@@ -113,7 +103,7 @@ class Dispatcher:
             if not turn.prompts:  # else it was for the prompt, and of no round
                 turn.resume_seconds = turn.quota_seconds
         else:
-            turn.last_at = min(turn.last_at, context.now + more)
+            turn.last_at = min(turn.last_at, max(context.now + more, instance.stays_until))
             turn.cut_at = min(turn.cut_at, turn.last_at)
         self.cut(instance)
 
@@ -169,6 +159,34 @@ class Dispatcher:
 
     # --- what comes next -------------------------------------------------------------------------
 
+    def _go_on(self, instance: InstanceState) -> bool:
+        """Have the model go on for which KV was moved, until that was worth it: prompts of it, then
+        turns. False if its time is over, or it has nothing to do."""
+        model, left = instance.current_model, instance.stays_until - self._context.now
+        if left <= 0 or model is None:
+            return False
+        request = self._device_room.first_admitted(instance, model)
+        if request is not None and self._start_prompt(instance, request):
+            return True
+        if not instance.runnable(model):
+            return False
+        if instance.resumes:
+            return self._start_turn(instance)
+        turn = PlannedTurn(model=model, quota_seconds=left)
+        self._run_turn(instance, turn, self._limits(instance, model), ())
+        return True
+
+    def _start_next(self, instance: InstanceState) -> bool:
+        """A prompt or a turn, as the policy says; False if nothing can run."""
+        if not instance.groups:
+            return self._start_turn(instance)
+        self._order_groups(instance)
+        if not instance.has_runnable:
+            return self._start_prefill(instance)
+        if self._phase(instance) is Phase.PREFILL:
+            return self._start_prefill(instance) or self._start_turn(instance)
+        return self._start_turn(instance)
+
     def _phase(self, instance: InstanceState) -> Phase:
         context = self._context
         return context.policy.phase(context.now, self._cluster.view(instance), context.costs)
@@ -189,36 +207,18 @@ class Dispatcher:
         context = self._context
         return context.policy.batch(context.now, model, self._cluster.view(instance), context.costs)
 
-    # --- engines ---------------------------------------------------------------------------------
-
-    def _build_next(self, instance: InstanceState) -> None:
-        """Build the engine expected to be needed first: of a waiting model, of one that an operator
-        wants, else in the order of the catalogue."""
-        if not instance.unbuilt:
-            return
-        others = [model for model in instance.unbuilt if instance.may_serve(model)]
-        preloads = [model for model in self.prefetcher.preloads if model in others]
-        for model in [*instance.upcoming(), *preloads, *others]:
-            if model in instance.unbuilt and model not in self._failed:
-                self._build(instance, model)
-                return
-
-    def _build(self, instance: InstanceState, model: ModelName) -> None:
-        instance.engines[model].to_stage(EngineStage.BUILDING, model)
-        del instance.unbuilt[model]
-        instance.job = BuildJob(model)
-        self._context.out.append(BuildModel(instance=instance.id, model=model))
-
     # --- prompts ---------------------------------------------------------------------------------
 
     def _start_prefill(self, instance: InstanceState) -> bool:
         """Prefill the request that is first in line; False if it has to wait."""
         request = self._first_in_line(instance)
-        if request is None:
-            return False
+        return request is not None and self._start_prompt(instance, request)
+
+    def _start_prompt(self, instance: InstanceState, request: RequestState) -> bool:
+        """Prefill the request; False if it has to wait for room in the host tier."""
         model = request.model
         if not instance.engines[model].built:
-            self._build(instance, model)
+            self.prefetcher.build(instance, model)
             return True
         # What is only embedded has no KV afterwards, so none that could have to move.
         embedded = request.spec.max_tokens == 0
@@ -265,7 +265,10 @@ class Dispatcher:
             leaving = self._residency.swap_out_youngest(instance, model, short)
             self._context.out.append(leaving)
         warm = engine.stage is EngineStage.LOADED
-        job = PrefillJob(model, request.id, prompt_tokens=request.tokens, warm=warm)
+        switches = model != instance.current_model
+        job = PrefillJob(
+            model, request.id, prompt_tokens=request.tokens, warm=warm, switches=switches
+        )
         grant = self._residency.grant(instance, model, blocks, 0, self._context.now)
         self._take_prompt(instance, request)
         self._begin(instance, job, grant.commands)
@@ -351,7 +354,7 @@ class Dispatcher:
         resumed, instance.resumes = instance.resumes, False
         planned = self._next_turn(instance)
         if not instance.engines[planned.model].built:
-            self._build(instance, planned.model)
+            self.prefetcher.build(instance, planned.model)
             return True
         limits = self._limits(instance, planned.model)
         self._run_turn(instance, planned, limits, ())
@@ -479,6 +482,8 @@ class Dispatcher:
                 if name in self._requests.live:
                     self.preemptions[self._requests.live[name].model] += 1
         instance.suspended = ()
+        if instance.current_model != job.model:
+            instance.stays_until = -math.inf  # said anew when the job is over
         instance.current_model = job.model
         instance.job = job
         instance.view = None

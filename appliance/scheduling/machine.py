@@ -20,7 +20,7 @@ from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.cost_model import CostModel
 from appliance.scheduling.demand import Demands
 from appliance.scheduling.device_room import DeviceRoom
-from appliance.scheduling.dispatcher import Dispatcher
+from appliance.scheduling.dispatcher import SWAP_AMORTIZATION, Dispatcher
 from appliance.scheduling.host_room import HostRoom
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.model_lifecycle import ModelLifecycle
@@ -129,7 +129,7 @@ class Machine:
         """Make what decides with these books, each from those before it."""
         context, book, cluster = self._context, self.request_book, self.cluster
         residency, weight_cache, host_room = self.residency, self.weight_cache, self.host_room
-        self.device_room = DeviceRoom(residency)
+        self.device_room = DeviceRoom(context, residency)
         self.dispatcher = Dispatcher(
             context,
             self.models,
@@ -456,7 +456,12 @@ class Machine:
     def _close_job(
         self, instance: InstanceState, event: PrefillDone | PrefillDeferred | TurnEnded
     ) -> None:
-        """The instance is free, and the model's KV is what the worker says it is."""
+        """The instance is free, and the model's KV is what the worker says it is. A model for which
+        KV was moved is to compute `SWAP_AMORTIZATION` times as long as the moves took."""
+        job, now = instance.job, self._context.now
+        if isinstance(job, PrefillJob | TurnJob) and job.switches:
+            computed = 0.0 if isinstance(event, PrefillDeferred) else event.seconds
+            instance.stays_until = now + SWAP_AMORTIZATION * job.swap_seconds - computed
         instance.job = None
         instance.view = None
         instance.ledger.set_kv(event.model, event.kv_slabs, event.cold_slabs)
@@ -473,6 +478,8 @@ class Machine:
         if event.model != job_model and event.kv_slabs <= instance.ledger.kv.get(event.model, 0):
             instance.ledger.set_kv(event.model, event.kv_slabs, event.cold_slabs)
         instance.view = None
+        if isinstance(instance.job, PrefillJob | TurnJob):
+            instance.job.swap_seconds += event.seconds
         for name in (*event.moved, *event.missing):
             request = self.requests.get(name)
             if request is not None:

@@ -101,9 +101,10 @@ class BatchView(Word, frozen=True):
     """The requests of one model that decode on an instance.
 
     `runnable` of its `requests` could run now (the others' KV is on its way); `interactive` are not
-    batch work; `kv_tokens` tokens of KV are read by a step of all. `slo` is the strictest of its
-    requests; `deadline` is when the next token of the most urgent is due, if token k of a request
-    is due at arrival + TTFT + k TBT; `arrived` is when the oldest came.
+    batch work; `kv_tokens` tokens of KV are read by a step of all, `away_tokens` of them are on the
+    host and come to the device first. `slo` is the strictest of its requests; `deadline` is when
+    the next token of the most urgent is due, if token k of a request is due at arrival + TTFT +
+    k TBT; `arrived` is when the oldest came.
     """
 
     model: ModelName
@@ -114,6 +115,7 @@ class BatchView(Word, frozen=True):
     slo: Slo
     deadline: float
     arrived: float
+    away_tokens: int = 0
 
 
 class TurnView(Word, frozen=True):

@@ -1,24 +1,35 @@
-"""Weights loaded during a job, because a turn or an operator wants them next; or taken away."""
+"""What is made ready for later: weights loaded during a job, because a turn or an operator wants
+them next, or taken away; engines built."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.lifecycle import EngineStage
 from appliance.scheduling.residency import Residency
-from appliance.scheduling.state import InstanceState, SchedulingContext
-from appliance.vocabulary import EvictModel, ModelName
+from appliance.scheduling.state import BuildJob, InstanceState, SchedulingContext
+from appliance.vocabulary import BuildModel, EvictModel, ModelName
 
 
 class Prefetcher:
     """One prefetch at a time on each instance. A call costs O(models on the device + models that
     run there next)."""
 
-    def __init__(self, context: SchedulingContext, cluster: Cluster, residency: Residency) -> None:
+    def __init__(
+        self,
+        context: SchedulingContext,
+        cluster: Cluster,
+        residency: Residency,
+        failed: Collection[ModelName],
+    ) -> None:
+        """Models in `failed` are not built."""
         self.preloads: dict[ModelName, None] = {}
         """Models that an operator wants on a device, and that have not come yet."""
         self._context = context
         self._cluster = cluster
         self._residency = residency
+        self._failed = failed
 
     def prefetch(self, instance: InstanceState, model: ModelName) -> None:
         """Stop a prefetch of what is not wanted any more; order one of what is wanted next."""
@@ -73,3 +84,21 @@ class Prefetcher:
             del instance.evict_requested[model]
             self._context.out += self._residency.dismiss(instance, model)
             instance.view = None
+
+    def build_next(self, instance: InstanceState) -> None:
+        """Build the engine expected to be needed first: of a waiting model, of one that an operator
+        wants, else in the order of the catalogue."""
+        if not instance.unbuilt:
+            return
+        others = [model for model in instance.unbuilt if instance.may_serve(model)]
+        preloads = [model for model in self.preloads if model in others]
+        for model in [*instance.upcoming(), *preloads, *others]:
+            if model in instance.unbuilt and model not in self._failed:
+                self.build(instance, model)
+                return
+
+    def build(self, instance: InstanceState, model: ModelName) -> None:
+        instance.engines[model].to_stage(EngineStage.BUILDING, model)
+        del instance.unbuilt[model]
+        instance.job = BuildJob(model)
+        self._context.out.append(BuildModel(instance=instance.id, model=model))

@@ -249,6 +249,10 @@ class PrefillJob:
     request: RequestId
     prompt_tokens: int
     warm: bool
+    switches: bool
+    """Whether another model ran before."""
+    swap_seconds: float = 0.0
+    """For which KV was moved for it."""
 
 
 @dataclass(slots=True)
@@ -272,6 +276,8 @@ class TurnJob:
     kv_tokens: int
     """Tokens of KV its requests had when it was ordered."""
     quota_seconds: float
+    swap_seconds: float = 0.0
+    """For which KV was moved for it."""
     tokens: int = 0
     """Made so far."""
     cut_at: float = math.inf
@@ -313,6 +319,8 @@ class InstanceState:
     """The requests that the last turn left unfinished."""
     prefills_since_turn: int = 0
     turns: int = 0
+    stays_until: float = -math.inf
+    """Until then the current model goes on, as KV was moved for it."""
     progressed: float = -math.inf
     """When a request last got a token here."""
     last_turn: TurnView | None = None
@@ -334,6 +342,7 @@ class InstanceState:
         self.resumes = False
         self.job = None
         self.current_model = None
+        self.stays_until = -math.inf
         self.suspended = ()
         self.evict_requested.clear()
         self.prefills_since_turn = 0

@@ -173,6 +173,7 @@ class InstanceDouble:
         self.deferring: set[str] = set()
         """Requests whose prompts will not fit, once, whatever is granted."""
         self.steps_per_turn = 3
+        self.swap_seconds = 0.001
 
     def order(self, command: Command) -> None:
         """Take a command; `Preempt` and `Release` take effect at once."""
@@ -386,7 +387,7 @@ class InstanceDouble:
             moved=moved,
             missing=missing,
             moved_bytes=len(moved) * engine.model.kv.block_bytes,
-            seconds=0.001,
+            seconds=self.swap_seconds,
             kv_slabs=engine.slabs(),
             cold_slabs=engine.cold(self.fragmentation),
         )

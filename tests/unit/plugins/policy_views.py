@@ -131,6 +131,7 @@ def batch_view(
     tbt: float = 0.1,
     deadline: float = 1.0,
     arrived: float = 0.0,
+    away_tokens: int = 0,
 ) -> BatchView:
     return BatchView(
         model=model,
@@ -141,6 +142,7 @@ def batch_view(
         slo=Slo(ttft_seconds=1.0, tbt_seconds=tbt),
         deadline=deadline,
         arrived=arrived,
+        away_tokens=away_tokens,
     )
 
 

@@ -123,6 +123,34 @@ def test_who_has_earned_enough_lets_others_go_on() -> None:
     assert later.model == "c"
 
 
+def test_a_model_goes_on_while_the_kv_of_another_is_away() -> None:
+    """It has earned its slack target, but each switch would move KV. The other model runs when its
+    own slack is down to a quarter of its target, or when one of its prompts waits."""
+    policy = Appliance(
+        slack_target=5.0, margin=0.1
+    )  # of a TTFT of 1 s; a step of 10 ms earns 90 ms
+
+    def first(due: float, away: int, *, prompts: bool = False) -> tuple[str, float]:
+        view = instance_view(
+            batches=(
+                batch_view("a", deadline=NOW + 6.0),
+                batch_view("b", deadline=NOW + due, away_tokens=away),
+            ),
+            groups=(group_view("b", deadline=NOW + due),) if prompts else (),
+            current="a",
+            turn="a",
+            turn_began=NOW,
+            resident=["a", "b"],
+        )
+        turn, *_ = policy.round(now=NOW, instance=view, costs=COSTS)
+        return turn.model, turn.quota_seconds
+
+    assert first(3.25, away=0)[0] == "b"
+    assert first(3.25, away=100) == ("a", pytest.approx(2.0))
+    assert first(1.25, away=100)[0] == "b"
+    assert first(3.25, away=100, prompts=True)[0] == "b"
+
+
 def test_a_late_model_keeps_no_request_waiting_for_ever() -> None:
     """Another model that is later by more than `max_lateness_seconds` runs."""
     policy = Appliance(max_lateness_seconds=10.0)

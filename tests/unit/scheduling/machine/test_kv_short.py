@@ -19,7 +19,7 @@ from appliance.vocabulary import (
     RunTurn,
     WaitCode,
 )
-from tests.unit.doubles.cluster import ClusterDouble, shape
+from tests.unit.doubles.cluster import SLO, ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
 
 ROOM_TOKENS = 256
@@ -73,6 +73,24 @@ def test_a_prompt_waits_until_its_kv_has_room(policy: str) -> None:
     assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 3
     assert not started_before_the_end(cluster, "r1", "r0")
     assert cluster.commands(MoveKv) == []
+
+
+@pytest.mark.parametrize("seconds", [0.0, SLO.ttft_seconds])
+def test_a_short_prompt_passes_a_large_one_for_a_while(seconds: float) -> None:
+    """The large one waits for room that the short one does not need. Once half of its time to the
+    first token is over, no other passes it."""
+    cluster = small_box(policy="aegaeon")
+    cluster.ask("r0", "a", prompt=60, output=60)
+    cluster.work_until(0, lambda: bool(cluster.turns()))
+    cluster.ask("large", "a", prompt=180, output=2)
+    cluster.now += seconds
+    cluster.ask("as large", "a", prompt=180, output=2)
+    cluster.ask("short", "a", prompt=20, output=2)
+    cluster.settle()
+
+    passed = cluster.prompts().index("short") < cluster.prompts().index("large")
+    assert passed == (not seconds)
+    assert {life.outcome for life in cluster.world.lives.values()} == {FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
