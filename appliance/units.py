@@ -60,6 +60,14 @@ class Seconds(float):
         return seconds
 
 
+class Delay(Seconds):
+    """A duration, or none: ``"0s"``."""
+
+    @classmethod
+    def read(cls, value: object) -> Delay:
+        return cls(_quantity(value, _DURATION_UNITS, 'a duration, such as "10ms" or "0s"'))
+
+
 class Address(str):
     """``host:port`` of a TCP socket; an IPv6 host is in brackets."""
 

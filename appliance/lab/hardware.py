@@ -23,6 +23,12 @@ from appliance.vocabulary import KvShape, Word
 EFFICIENCY = 0.625
 """Share of the link's rate that a load of weights reaches (Aegaeon, A.2: beta of Eq. 4)."""
 
+MIXED_STEP_KV_FACTOR = 1.3
+"""How much longer decoding reads KV in a step that computes prompts, too. vLLM has one call of a
+prompts' kernel for all rows then; it lacks what makes decoding fast alone, split KV and packed
+heads (vLLM's pull request 58013). 1.26 and 1.32 times are the least that was measured (attention
+of mixed batches, vllm-xpu-kernels' pull request 485); up to 3 times was seen."""
+
 
 class GpuSpec(Word, frozen=True, kw_only=True):
     """One GPU, its link to the host, and the disk behind that."""
@@ -35,8 +41,11 @@ class GpuSpec(Word, frozen=True, kw_only=True):
     """At which it reads its own memory."""
     efficiency: float = EFFICIENCY
     mapping_seconds: float = 0.0
-    """What a load takes of the instance's own time before the copy begins: its slabs are mapped,
-    those of who had to go are unmapped, and nothing is computed meanwhile."""
+    """What a load takes of the instance's own time before the copy begins, whatever its size, as a
+    journal tells it: its slabs are mapped, those of who had to go are unmapped, and nothing is
+    computed meanwhile."""
+    map_seconds_per_slab: float = 0.0
+    """What each slab of a GPU that is mapped or unmapped takes of that time, for weights or KV."""
     disk_bytes_per_second: float = 5e9
     """At which weights without an image in the host tier are read."""
 
@@ -85,6 +94,8 @@ class ModelProfile(Word, frozen=True, kw_only=True):
     step_tile_sequences: Annotated[int, Meta(ge=1)] = 1
     step_seconds_per_tile: float = 0.0
     """Of every tile of sequences that has begun: matrix products compute whole tiles."""
+    mixed_step_kv_factor: float = MIXED_STEP_KV_FACTOR
+    """Of `step_seconds_per_kv_token` in a step that computes prompts, too."""
     shape: KvShape | None = None
     """Its blocks as an engine reported them; else as small as they can be."""
     measured: Measured | None = None
@@ -120,12 +131,12 @@ class ModelProfile(Word, frozen=True, kw_only=True):
         """A step that computes chunks of prompts, too: `(tokens, history)` of each, where `history`
         tokens of the same prompt were computed before, which attention reads again.
 
-        The weights are read once for all of them. With neither a batch nor history this is the time
-        of a prompt.
+        The weights are read once for all of them; KV is read more slowly than by a step that only
+        decodes. With neither a batch nor history this is the time of a prompt.
         """
         if batch:
             fixed = max(0.0, self.prefill_base_seconds - self.step_base_seconds)
-            fixed += self.step_seconds(batch, kv_tokens)
+            fixed += self.step_seconds(batch, self.mixed_step_kv_factor * kv_tokens)
         else:
             fixed = self.prefill_base_seconds
         rows, attention = 0, 0
@@ -144,7 +155,17 @@ class ModelProfile(Word, frozen=True, kw_only=True):
         """By how much each step of the same batch is longer than the one before, where each
         computes the next `chunk_tokens` tokens of the same prompt."""
         attention = 2 * self.prefill_seconds_per_token2 * chunk_tokens * chunk_tokens
-        return self.step_seconds_per_kv_token * batch + attention
+        factor = self.mixed_step_kv_factor if chunk_tokens else 1.0
+        return self.step_seconds_per_kv_token * batch * factor + attention
+
+    def with_step_overhead(self, seconds: float) -> ModelProfile:
+        """The same with so much more for each step: one that decodes, one that computes prompts,
+        or one that does both."""
+        return msgspec.structs.replace(
+            self,
+            prefill_base_seconds=self.prefill_base_seconds + seconds,
+            step_base_seconds=self.step_base_seconds + seconds,
+        )
 
     def step_times(self) -> StepTimes:
         """The same formulas in the words of the policies' estimates."""
@@ -193,6 +214,8 @@ class Box(Word, frozen=True, kw_only=True):
     instances: int
     tp: int = 1
     host_bytes: int
+    host_bytes_per_second: float = math.inf
+    """Of the host's memory, for the copies of all GPUs in both directions together."""
     pool_share: float = 0.9
     """Of a GPU's memory, what weights and KV get (Aegaeon leaves about 10 % to libraries, §5.2)."""
     slab_bytes: int = 64 << 20

@@ -45,6 +45,11 @@ RECORDED = "recorded"
 LEAST_ROWS = 8
 """Fewer are not fitted."""
 
+LEAST_MEMORY_SHARE = 0.5
+"""Of its memory's rate, what a GPU reaches at least where it reads KV. The published steps read
+some thousand tokens of KV at most, which takes less time than the rest of the step varies by: a fit
+to these alone finds anything from no time at all to that of a tenth of the rate."""
+
 
 class Sizes(Word, frozen=True, kw_only=True):
     """What a profile says of a model besides times."""
@@ -155,10 +160,9 @@ def _calibrated(
     left_out = int((~kept).sum())
     steps = Steps(*(column[kept] for column in _columns(steps)))
     if len(steps.requests) >= LEAST_ROWS:
-        rate = hardware.memory_bytes_per_second * key.tp if hardware else math.inf
-        least = known.kv_bytes_per_token / rate if known else 0.0
+        least, most = _kv_bounds(hardware, key.tp, known)
         ranges = {"requests": steps.requests, "kv_tokens": steps.kv_tokens}
-        step = _quality(fit_steps(steps, least), left_out, ranges)
+        step = _quality(fit_steps(steps, least, most), left_out, ranges)
     found = Calibrated(
         source=key.source,
         model=model,
@@ -174,6 +178,14 @@ def _calibrated(
     return msgspec.structs.replace(
         found, mixed_rows=len(rows.mixed), mixed_r2=_mixed_r2(made, rows.mixed)
     )
+
+
+def _kv_bounds(hardware: GpuSpec | None, tp: int, sizes: Sizes | None) -> tuple[float, float]:
+    """The least and the most seconds that reading a token of KV may take."""
+    if hardware is None or sizes is None:
+        return 0.0, math.inf
+    least = sizes.kv_bytes_per_token / (hardware.memory_bytes_per_second * tp)
+    return least, least / LEAST_MEMORY_SHARE
 
 
 def _kept(key: TableKey, sizes: Floats, seconds: Floats) -> NDArray[np.bool_]:

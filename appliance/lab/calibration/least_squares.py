@@ -10,6 +10,7 @@ R² is of the seconds themselves.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,9 +110,11 @@ def fit_prefill(prompts: PromptSamples) -> Fit:
     )
 
 
-def fit_steps(steps: Steps, least_per_kv_token: float = 0.0) -> Fit:
-    """``a + b kv + c n + d max(0, n - knee) + e ceil(n / tile)``. KV is read no faster than
-    `least_per_kv_token` seconds a token, whatever few tokens seem to say: the memory's rate."""
+def fit_steps(
+    steps: Steps, least_per_kv_token: float = 0.0, most_per_kv_token: float = math.inf
+) -> Fit:
+    """``a + b kv + c n + d max(0, n - knee) + e ceil(n / tile)``, with `b` within these bounds,
+    whatever few tokens seem to say: they are of the memory's rate."""
     requests, kv, ones = steps.requests, steps.kv_tokens, np.ones_like(steps.requests)
     knees = [k for k in STEP_KNEES if requests.min() < k < requests.max()]
     bends = list(itertools.product(knees, STEP_TILES))
@@ -125,15 +128,17 @@ def fit_steps(steps: Steps, least_per_kv_token: float = 0.0) -> Fit:
     )
     if bends == [(0, 1)]:
         designs[:, :, 3:] = 0
-    floor = least_per_kv_token * kv
-    order = np.lexsort((kv, requests))
-    chosen, found = _solve(designs, steps.seconds - floor, 1 / steps.seconds)
+    slope, order = least_per_kv_token, np.lexsort((kv, requests))
+    chosen, found = _solve(designs, steps.seconds - slope * kv, 1 / steps.seconds)
+    if slope + found[1] > most_per_kv_token:  # then the best within the bounds is at this one
+        slope, designs[:, :, 1] = most_per_kv_token, 0
+        chosen, found = _solve(designs, steps.seconds - slope * kv, 1 / steps.seconds)
     base, per_kv_token, per_request, past, per_tile = found
     knee, tile = bends[chosen]
     return _fit(
         {
             "step_base_seconds": base,
-            "step_seconds_per_kv_token": per_kv_token + least_per_kv_token,
+            "step_seconds_per_kv_token": per_kv_token + slope,
             "step_seconds_per_sequence": per_request,
             "step_knee_sequences": knee if past else 0,
             "step_seconds_per_sequence_past_knee": past,
@@ -141,7 +146,7 @@ def fit_steps(steps: Steps, least_per_kv_token: float = 0.0) -> Fit:
             "step_seconds_per_tile": per_tile,
         },
         designs,
-        floor,
+        slope * kv,
         steps.seconds,
         order,
         attainable_r2(requests, kv[:, None], steps.seconds),

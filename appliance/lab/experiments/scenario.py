@@ -23,12 +23,18 @@ from appliance.lab.experiments.run import Contender, Setting, System
 from appliance.lab.hardware import Box, GpuSpec, ModelProfile, gpu, profile
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.workload import Arrival, Lengths, backlog, drawn, read_trace
-from appliance.units import Bytes, Seconds
+from appliance.units import Bytes, Delay, Seconds
 from appliance.vocabulary import ModelName, ModelSpec, RequestClass, Slo
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+HOST_GPUS, HOST_GBPS = 8, 614.4
+"""GPUs of a host, and 10^9 bytes a second of its memory: two sockets with eight channels of
+DDR5-4800 each (data sheet of the Xeon Platinum 8480+, which Prism's nodes of eight GPUs have, §7.2;
+Aegaeon's, §7.1, have DDR5 and processors of the same generation)."""
 
 
 class ScenarioTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +63,24 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
     """Of a GPU's memory, what weights and KV get."""
     slab: Bytes = Bytes(64 << 20)
     block_tokens: Count = 16
+    map_seconds_per_slab: Delay = Delay(31.5e-6)
+    """Of an instance's own time, for each slab of a GPU that is mapped or unmapped. On an A100
+    cuMemMap and cuMemSetAccess take 37.4 us together, cuMemUnmap 25.6 us (`benchmarks/bench_vmm` of
+    kvcached, Prism's manager of KV; pages of 2 MB); this is the mean. They are calls for each slab,
+    whatever its size."""
+    order_seconds: Delay = Delay(1.3e-3)
+    """From what happened to the work that follows from it: the daemon hears and decides, the worker
+    hears and begins. As journals of our daemon say, on two cores without a GPU
+    (`benchmarks/results/2026-11-22-cpu-fidelity.json`, policy `appliance`)."""
+    step_overhead: Delay = Delay(0.3e-3)
+    """Of a processor's time, for each step that an engine takes, on top of what the profile says.
+    The built-in profiles are of whole steps of vLLM without CUDA graphs: its scheduling, sampling
+    and launching are in them, and this is what our worker adds to a step of vLLM's (0.3 to 0.4 ms:
+    `benchmarks/RESULTS.md`, "What the pool costs a model that is alone"). To profiles of kernels
+    alone a scenario has to add what its engine takes, too."""
+    host_gbps: Positive | None = None
+    """Of the hosts' memory, 10^9 bytes a second for the copies of all GPUs in both directions
+    together; `HOST_GBPS` for every `HOST_GPUS` GPUs, or fewer, if it is not given."""
 
     def box(self) -> Box:
         """Raises `LabError` for what is not in the table."""
@@ -74,6 +98,8 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
             gpus_per_root=self.gpus_per_root,
             root_pcie_bytes_per_second=self.root_gbps and self.root_gbps * 1e9,
             host_bytes=self.host_cache,
+            host_bytes_per_second=1e9 * (self.host_gbps or HOST_GBPS * -(-self.count // HOST_GPUS)),
+            order_seconds=float(self.order_seconds),
             pool_share=self.memory_share,
             slab_bytes=self.slab,
             block_tokens=self.block_tokens,
@@ -86,6 +112,7 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
             "pcie_bytes_per_second": self.pcie_gbps and self.pcie_gbps * 1e9,
             "efficiency": self.efficiency,
             "disk_bytes_per_second": self.disk_gbps and self.disk_gbps * 1e9,
+            "map_seconds_per_slab": float(self.map_seconds_per_slab),
         }
         return msgspec.structs.replace(known, **{k: v for k, v in changed.items() if v})
 
@@ -266,7 +293,7 @@ class Scenario(ScenarioTable, frozen=True, kw_only=True):
                 found = given.get(kind) or profile(kind, self.hardware.gpu, self.hardware.tp)
                 if found.tp != self.hardware.tp:
                     raise LabError(f"profiles: {kind} is of {found.tp} GPUs, not {box.tp}")
-                profiles[name] = found
+                profiles[name] = found.with_step_overhead(self.hardware.step_overhead)
                 specs.append(self._spec(group, name, found))
             streams += self._drawn(group, names, seed, directory)
         if len(profiles) < len(specs):

@@ -37,10 +37,18 @@ class SimulatedEngine:
     """Blocks that are being copied out."""
     arriving: int = 0
     """Moves inwards under way."""
+    kv_mapped: int = 0
+    """Slabs of KV that were mapped when that was last paid for."""
 
     def slabs(self, more_blocks: int = 0) -> int:
         """Slabs of KV that are mapped, with so many blocks more."""
         return self.shape.slabs(self.used + self.leaving + more_blocks)
+
+    def take_remapped(self) -> int:
+        """By how many the slabs of KV have become more or fewer since the last time."""
+        mapped = self.slabs()
+        changed, self.kv_mapped = abs(mapped - self.kv_mapped), mapped
+        return changed
 
     def hold(self, request: RequestId, blocks: int) -> None:
         self.used += blocks - self.blocks.get(request, 0)

@@ -9,16 +9,18 @@ What it tells is exact: blocks, slabs and bytes are counted as a worker's pool c
 command that asks for what cannot be raises `LabError`.
 
 Simplified: building takes no time, nor does the first fill of a master image (the box is ready when
-the run begins); there is no prefix cache; during a turn, KV that grows within its cap does not wait
-for slabs that other models' KV on its way out still holds; a transfer that ends during a turn is
-noticed at once, not at the next step.
+the run begins); there is no prefix cache; slabs that KV takes or gives back are mapped or unmapped
+before the next job of its model, in a turn before the next stretch of steps, as many as there are
+more or fewer by then; during a turn, KV that grows within its cap does not wait for slabs that
+other models' KV on its way out still holds; a transfer that ends during a turn is noticed at once,
+not at the next step.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import compress
 from operator import not_
@@ -27,6 +29,7 @@ from appliance.errors import LabError
 from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import EXACT, Deviation, Pace
 from appliance.lab.sim.closed_form import elapsed, steps_until
+from appliance.lab.sim.engine import SimulatedEngine
 from appliance.lab.sim.event_queue import Agenda, Rank
 from appliance.lab.sim.instance_memory import Holdings
 from appliance.lab.sim.jobs import (
@@ -101,7 +104,6 @@ class SimulatedInstance:
         self._job: SimulatedPrefill | SimulatedTurn | Activation | Mapped | StoreWeights | None = (
             None
         )
-        self._mapping_seconds = box.gpu.mapping_seconds
         self._unnoticed: list[Event] = []
         """Transfers that ended while a prompt was computed: a worker notices after it."""
         self._preempted = 0
@@ -217,25 +219,39 @@ class SimulatedInstance:
         load = partial(
             self.holdings.load, command.model, prefetched=isinstance(command, PrefetchModel)
         )
-        if not self._mapping_seconds:
+        seconds = self._box.gpu.mapping_seconds + self._mapping_weights(command.model)
+        if not seconds:
             return load()
         if not self.holdings.has_room_for(command.model):
             return False
-
-        def end() -> None:
-            self._job = None
-            load()
-            self.work()
-
-        self._job = Mapped(command.model)
-        self._agenda.at(self._agenda.now + self._mapping_seconds, Rank.JOB, end)
+        self._map(command.model, seconds, load)
         return True
 
     def _evict(self, command: EvictModel) -> bool:
         self.holdings.evict(command.model)
         if self._active == command.model:
             self._active = None
+        if seconds := self._mapping_weights(command.model):
+            self._map(command.model, seconds, lambda: None)
         return True
+
+    def _mapping_weights(self, model: ModelName) -> float:
+        return self._box.gpu.map_seconds_per_slab * self._engines[model].weight_slabs
+
+    def _map(self, model: ModelName, seconds: float, then: Callable[[], object]) -> None:
+        """Do nothing else for so long."""
+
+        def end() -> None:
+            self._job = None
+            then()
+            self.work()
+
+        self._job = Mapped(model)
+        self._agenda.at(self._agenda.now + seconds, Rank.JOB, end)
+
+    def _mapping_kv(self, engine: SimulatedEngine) -> float:
+        """The time for slabs of KV that were not mapped, or are not any more."""
+        return self._box.gpu.map_seconds_per_slab * engine.take_remapped()
 
     # --- transfers -------------------------------------------------------------------------------
 
@@ -279,6 +295,7 @@ class SimulatedInstance:
             return True
         engine.hold(life.id, blocks)
         seconds = engine.profile.prefill_seconds(tokens) * self._pace.prefill()
+        seconds += self._mapping_kv(engine)
         if engine.load is not None:
             seconds += self._box.interference_seconds
         job = self._job = SimulatedPrefill(command, life, self._agenda.now, seconds)
@@ -383,7 +400,9 @@ class SimulatedInstance:
         if not turn.prompts and (turn.end is not None or not turn.batch):
             self._end_turn(turn, turn.end or TurnEnd.DRAINED)
             return
-        turn.time_steps(engine.profile, self._agenda.now)
+        mapping = self._mapping_kv(engine)
+        turn.done_seconds += mapping
+        turn.time_steps(engine.profile, self._agenda.now + mapping)
         if any(turn.computes(request) for request in self._known.released):
             turn.steps = 1  # it leaves with this one
         elif turn.prompts:

@@ -1,5 +1,5 @@
 """What a simulated instance computes: a prompt alone, or a turn, perhaps with prompts in it; or an
-engine that starts, or slabs that are mapped."""
+engine that starts, or slabs that are mapped or unmapped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Activation:
 
 @dataclass(slots=True)
 class Mapped:
-    """Slabs are mapped for weights that are to be loaded."""
+    """Slabs are mapped for weights that are to be loaded, or unmapped that weights had."""
 
     model: ModelName
 
@@ -112,8 +112,9 @@ class SimulatedTurn:
             min(life.remaining_tokens for life in self.batch),
         )
 
-    def time_steps(self, profile: ModelProfile, now: float) -> None:
-        """Begin a stretch: how long its first step takes, and by how much more those after it."""
+    def time_steps(self, profile: ModelProfile, start: float) -> None:
+        """Begin a stretch at `start`: how long its first step takes, and by how much more those
+        after it."""
         batch, kv_tokens = len(self.batch), sum(life.kv_tokens for life in self.batch)
         if self.prompts:
             chunk = [(tokens, prompt.done) for prompt, tokens in self.next_chunk()]
@@ -122,5 +123,5 @@ class SimulatedTurn:
         else:
             first = profile.step_seconds(batch, kv_tokens)
             growth = profile.step_growth_seconds(batch)
-        self.start, self.kv_tokens = now, kv_tokens
+        self.start, self.kv_tokens = start, kv_tokens
         self.first, self.growth = first * self.factor, growth * self.factor

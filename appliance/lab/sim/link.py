@@ -2,7 +2,8 @@
 
 As in a worker (`appliance.memory.swapper`) each kind of transfer has a stream of its own: a stream
 does one after the other, and streams that share a direction of the bus take turns piece by piece.
-Links under one root share its rate evenly, too, as far as they are in use.
+Links under one root share its rate evenly, too, as far as they are in use; a link may be under
+several.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class Root:
     """What links share: each that is in use gets at most an even share of `bytes_per_second`.
 
     Only where that is less than a link's own rate does it matter; then a link that begins to be in
-    use, or is not any more, costs O(lanes) for every other one that is.
+    use, or is not any more, costs O(lanes) for every other one that is, else O(1).
     """
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
         self._used: dict[Link, None] = {}
+        self._fastest = 0.0
+        """The largest own rate of a link."""
+        self._dealt = 0.0
 
     @property
     def share(self) -> float:
@@ -61,6 +65,7 @@ class Root:
     def enter(self, link: Link) -> None:
         """A link begins to be in use."""
         self._used[link] = None
+        self._fastest = max(self._fastest, link.own_rate)
         self._deal()
 
     def leave(self, link: Link) -> None:
@@ -69,18 +74,20 @@ class Root:
         self._deal()
 
     def _deal(self) -> None:
-        share = self.share
-        for link in self._used:
-            link.limit(share)
+        share = min(self.share, self._fastest)
+        if share != self._dealt:
+            self._dealt = share
+            for link in self._used:
+                link.take_shares()
 
 
 class Link:
     """One direction of a bus, or a disk. O(lanes) for each transfer that begins or ends."""
 
-    def __init__(self, agenda: Agenda, bytes_per_second: float, root: Root | None = None) -> None:
+    def __init__(self, agenda: Agenda, bytes_per_second: float, *roots: Root) -> None:
         self._agenda = agenda
-        self._own_rate = self._rate = bytes_per_second
-        self._root = root
+        self.own_rate = self._rate = bytes_per_second
+        self._roots = roots
         self._used = False
         self._lanes: dict[str, deque[LinkTransfer]] = {}
         self._since = 0.0
@@ -100,9 +107,9 @@ class Link:
         self._lanes[lane].remove(transfer)
         self._go_on()
 
-    def limit(self, bytes_per_second: float) -> None:
-        """From now on no more than this, and no more than its own rate."""
-        rate = min(self._own_rate, bytes_per_second)
+    def take_shares(self) -> None:
+        """From now on no more than its share of each root, and no more than its own rate."""
+        rate = min(self.own_rate, *[root.share for root in self._roots])
         if rate != self._rate:
             self._catch_up()
             self._rate = rate
@@ -118,10 +125,13 @@ class Link:
         self._since = now
 
     def _go_on(self) -> None:
-        """The first of every lane moves; links that share the root are notified if that is new."""
+        """The first of every lane moves; links that share a root are notified if that is new."""
         used = any(self._lanes.values())
-        if used != self._used and self._root is not None:
-            (self._root.enter if used else self._root.leave)(self)
+        if used != self._used:
+            for root in self._roots:
+                (root.enter if used else root.leave)(self)
+            if used and self._roots:
+                self.take_shares()
         self._used = used
         self._plan()
 

@@ -82,6 +82,7 @@ class Bench:
         deviation: Deviation = EXACT,
         activation_seconds: float = 0.0,
         mapping_seconds: float = 0.0,
+        map_seconds_per_slab: float = 0.0,
         interference_seconds: float = 0.0,
     ) -> None:
         self.agenda = Agenda()
@@ -94,7 +95,11 @@ class Bench:
             activation_seconds=activation_seconds,
             interference_seconds=interference_seconds,
         )
-        hardware = replace(hardware, gpu=replace(hardware.gpu, mapping_seconds=mapping_seconds))
+        mapping = {
+            "mapping_seconds": mapping_seconds,
+            "map_seconds_per_slab": map_seconds_per_slab,
+        }
+        hardware = replace(hardware, gpu=replace(hardware.gpu, **mapping))
         self.instance = SimulatedInstance(
             0,
             hardware,

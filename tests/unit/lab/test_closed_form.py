@@ -133,7 +133,7 @@ class Reference:
         )
 
 
-QUADRATIC = {"prefill_seconds_per_token2": 2.0**-20}
+QUADRATIC = {"prefill_seconds_per_token2": 2.0**-20, "mixed_step_kv_factor": 1.5}
 
 
 @settings(max_examples=300, deadline=None)

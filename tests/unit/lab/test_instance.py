@@ -88,6 +88,46 @@ def test_mapping_keeps_the_worker_from_anything_else() -> None:
     assert (loaded.seconds, done.seconds) == (1.0, 1.0 + seconds / 4)
 
 
+def test_slabs_of_weights_take_time_to_map_and_to_unmap() -> None:
+    """Four that are unmapped, and four that are mapped before their copy begins."""
+    bench = Bench([profile("m"), profile("n")], map_seconds_per_slab=1 / 32)
+    bench.load()
+    bench.run(10.0)
+    bench.order(EvictModel(instance=0, model="m"))
+    bench.load("n")
+    bench.run()
+    [(first, _), (second, loaded)] = bench.events(ModelLoaded)
+    assert (first, second) == (4 / 32 + 1.0, 10.0 + 8 / 32 + 1.0)
+    assert loaded.seconds == 1.0
+
+
+def test_slabs_of_kv_take_time_before_what_needs_them() -> None:
+    """A prompt takes the first; a turn pays for those that were added since, and what computes
+    next for those that were given back."""
+
+    def seconds(each: float) -> tuple[list[float], list[TurnEnded]]:
+        bench = Bench(map_seconds_per_slab=each)
+        life, later = bench.life("r", 64, 129), bench.life("s", 64, 1)
+        bench.load()
+        bench.run(8.0)
+        bench.prefill(life)
+        bench.turn(life, quota=2.0)
+        bench.run()
+        bench.turn(life, number=2)
+        bench.prefill(later)
+        bench.run()
+        turns = [event for _, event in bench.events(TurnEnded)]
+        return [event.seconds for _, event in bench.events(PrefillDone)], turns
+
+    prompts, turns = seconds(1 / 32)
+    plain, plain_turns = seconds(0.0)
+    assert [turn.kv_slabs for turn in turns] == [3, 0]
+    assert [turn.steps for turn in turns] == [turn.steps for turn in plain_turns]
+    more = [turn.seconds - other.seconds for turn, other in zip(turns, plain_turns, strict=True)]
+    assert more == [0.0, 2 / 32]
+    assert [one - other for one, other in zip(prompts, plain, strict=True)] == [1 / 32, 2 / 32]
+
+
 def test_computing_and_copying_may_cost_each_other() -> None:
     """A prompt under which its weights come takes longer; the next one does not."""
     bench = Bench(interference_seconds=2.0)

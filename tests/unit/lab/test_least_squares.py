@@ -111,6 +111,19 @@ def test_kv_is_read_no_faster_than_the_memory_can() -> None:
     assert fit_steps(flat, 1e-7).coefficients["step_seconds_per_kv_token"] >= 1e-7
 
 
+def test_kv_is_read_no_slower_than_a_bound() -> None:
+    """Where the rows say more, the rest of the step is fitted to what the bound leaves."""
+    measured = steps()
+    seconds = 0.01 + 1e-4 * measured.requests + 1e-6 * measured.kv_tokens
+    slow = Steps(measured.requests, measured.kv_tokens, seconds)
+
+    free, bounded = fit_steps(slow), fit_steps(slow, 1e-7, 2e-7)
+
+    assert free.coefficients["step_seconds_per_kv_token"] == pytest.approx(1e-6, rel=0.01)
+    assert bounded.coefficients["step_seconds_per_kv_token"] == 2e-7
+    assert bounded.r2 < free.r2
+
+
 def test_few_rows_are_fitted_by_straight_lines() -> None:
     """Bends would follow their noise; and with very few nothing can be held out."""
     rows = steps(0.05)

@@ -95,6 +95,35 @@ def test_instances_share_roots_with_their_neighbours() -> None:
     assert seconds([0, 1], gpus_per_root=2, tp=4) == [2.0, 2.0, 2.0]
 
 
+def test_the_memory_of_the_host_is_shared_by_all_links_and_both_directions() -> None:
+    """A copy has its link's rate, and no more than its part of what the memory has; an instance of
+    two GPUs takes two parts. Under a root that is shorter, its share of that counts."""
+
+    def seconds(*copies: tuple[int, bool], **changed: object) -> list[float]:
+        agenda = Agenda()
+        over: list[LinkTransfer] = []
+        wiring = Wiring(agenda, msgspec.structs.replace(box(4), **changed))
+        for instance, inwards in copies:
+            link = wiring.inwards(instance) if inwards else wiring.outwards(instance)
+            link.start("kv", 4 * SLAB, over.append)
+        finish(agenda)
+        return [round(one.ended or 0.0, 6) for one in over]
+
+    both, four = [(0, True), (0, False)], [(0, True), (1, True), (2, False), (3, False)]
+    assert seconds(*both) == [1.0, 1.0]
+    memory = {"host_bytes_per_second": 6.0 * SLAB}
+    assert seconds(both[0], **memory) == [1.0]
+    assert seconds(*both, **memory) == pytest.approx([4 / 3] * 2)
+    assert seconds(*four, **memory) == pytest.approx([8 / 3] * 4)
+    assert seconds(both[0], **memory, tp=2) == pytest.approx([4 / 3])
+    # Two under a root get 2 slabs a second each, the third 2 of the memory's 6.
+    three = [(0, True), (1, True), (2, True)]
+    assert seconds(*three, **memory, gpus_per_root=2) == [2.0, 2.0, 2.0]
+    # Of ample memory the third has all that its link takes.
+    ample = {"host_bytes_per_second": 24.0 * SLAB}
+    assert seconds(*three, **ample, gpus_per_root=2) == [1.0, 2.0, 2.0]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 10**10)), min_size=1, max_size=12),
     st.floats(1e9, 9e9),

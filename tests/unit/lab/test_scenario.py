@@ -123,13 +123,39 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
     setting = chosen.setting(7, tmp_path)
     [model] = setting.models
     assert model.slo == Slo(ttft_seconds=1.0, tbt_seconds=0.025)
-    assert setting.profiles["m000"] == profile("Qwen2.5-7B", "A100")
+    assert setting.profiles["m000"] == profile("Qwen2.5-7B", "A100").with_step_overhead(0.0003)
     assert setting.box.gpu.link_bytes_per_second == 10e9
     assert (setting.box.gpus_per_root, setting.box.root_bytes_per_second) == (2, 15e9)
     assert len(setting.arrivals) == pytest.approx(150, abs=40)
     assert chosen.seeds == (7, 8)
     assert chosen.contender("aegaeon").parameters == {"aegaeon": {"prefill_share": 0.2}}
     assert setting.deviation == Deviation(noise=0.1, seed=7)
+
+
+def test_what_is_not_computing_has_a_cost(tmp_path: Path) -> None:
+    """Not none unless a scenario says so; the hosts' memory grows with them."""
+    path = written(tmp_path)
+    box = scenario.read(path).setting(1, tmp_path).box
+    assert (box.gpu.map_seconds_per_slab, box.order_seconds) == (31.5e-6, 0.0013)
+    assert box.host_bytes_per_second == 614.4e9
+    nine = scenario.read(path, {"hardware.count": "9"}).hardware.box()
+    assert nine.host_bytes_per_second == 2 * 614.4e9
+    changes = {
+        "hardware.map_seconds_per_slab": "0s",
+        "hardware.order_seconds": "5ms",
+        "hardware.step_overhead": "2ms",
+        "hardware.host_gbps": "100",
+    }
+    setting = scenario.read(path, changes).setting(1, tmp_path)
+    assert (setting.box.gpu.map_seconds_per_slab, setting.box.order_seconds) == (0.0, 0.005)
+    assert setting.box.host_bytes_per_second == 100e9
+    [slow, plain] = setting.profiles["m000"], profile("Qwen2.5-7B", "H800")
+    for seconds, own in [
+        (slow.step_seconds(8, 4000), plain.step_seconds(8, 4000)),
+        (slow.prefill_seconds(500), plain.prefill_seconds(500)),
+        (slow.mixed_step_seconds(8, 400, [(9, 0)]), plain.mixed_step_seconds(8, 400, [(9, 0)])),
+    ]:
+        assert seconds == pytest.approx(own + 0.002)
 
 
 def test_a_policy_is_a_table_or_an_installed_one(tmp_path: Path) -> None:
@@ -173,6 +199,10 @@ def test_a_baseline_may_pay_for_its_own_switches(tmp_path: Path) -> None:
         ({"hardware.gpus": "3"}, r"small.toml:5: hardware: .*unknown field `gpus`"),
         ({"models.0.count": "0"}, r"small.toml:15: models\[0\].count: expected `int` >= 1"),
         ({"slo.ttft": "5"}, r"small.toml:11: slo.ttft: expected a duration"),
+        ({"hardware.step_overhead": "1"}, r"hardware.step_overhead: expected a duration"),
+        ({"hardware.order_seconds": '"-1ms"'}, r"hardware.order_seconds: expected a duration"),
+        ({"hardware.map_seconds_per_slab": '"1"'}, r"hardware.map_seconds_per_slab: expected a"),
+        ({"hardware.host_gbps": "0"}, r"hardware.host_gbps: expected `float` > 0"),
         ({"policies.aegaeon.share": "1"}, r"policies.*unknown field `share`"),
         ({"nothing": "1"}, r"the file: .*unknown field `nothing`"),
         ({"models.1.count": "1"}, r"--set models.1.count: there is no such key"),
@@ -308,7 +338,7 @@ step_seconds_per_sequence = 0.001
     )
     chosen = scenario.read(written(tmp_path, text), {"models.0.mix": '["GPT-9"]'})
     found = chosen.setting(1, tmp_path).profiles["m002"]
-    assert found.step_seconds(3, 100) == pytest.approx(0.013)
+    assert found.step_seconds(3, 100) == pytest.approx(0.013 + 0.0003)
     changes = {"models.0.mix": '["GPT-9"]', "hardware.tp": "2"}
     with pytest.raises(LabError, match="GPT-9 is of 1 GPUs, not 2"):
         scenario.read(written(tmp_path, text), changes).setting(1, tmp_path)
