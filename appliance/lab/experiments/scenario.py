@@ -76,8 +76,9 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
     """Of a processor's time, for each step that an engine takes, on top of what the profile says.
     The built-in profiles are of whole steps of vLLM without CUDA graphs: its scheduling, sampling
     and launching are in them, and this is what our worker adds to a step of vLLM's (0.3 to 0.4 ms:
-    `benchmarks/RESULTS.md`, "What the pool costs a model that is alone"). To profiles of kernels
-    alone a scenario has to add what its engine takes, too."""
+    `benchmarks/RESULTS.md`, "What the pool costs a model that is alone"). A scenario whose profiles
+    are of kernels alone has to give what vLLM takes, too: 2.2 ms more, the median of nine pairs of
+    model and GPU that were measured both ways (`2026-11-24-lab-calibration.json`)."""
     host_gbps: Positive | None = None
     """Of the hosts' memory, 10^9 bytes a second for the copies of all GPUs in both directions
     together; `HOST_GBPS` for every `HOST_GPUS` GPUs, or fewer, if it is not given."""
