@@ -27,7 +27,7 @@ MIXED_STEP_KV_FACTOR = 1.3
 """How much longer decoding reads KV in a step that computes prompts, too. vLLM has one call of a
 prompts' kernel for all rows then; it lacks what makes decoding fast alone, split KV and packed
 heads (vLLM's pull request 58013). 1.26 and 1.32 times are the least that was measured (attention
-of mixed batches, vllm-xpu-kernels' pull request 485); up to 3 times was seen."""
+of mixed batches, vllm-xpu-kernels' pull request 485)."""
 
 
 class GpuSpec(Word, frozen=True, kw_only=True):
