@@ -112,6 +112,8 @@ class WaitCode(StrEnum):
     """Its KV cache needs room in the host cache."""
     KV_ROOM = "kv_room"
     """KV caches of others leave the device to make room."""
+    SEQUENCES = "sequences"
+    """As many requests of its model as may have begun on its instance."""
     SWAPPING_OUT = "swapping_out"
     """Its own KV cache is on its way to the host cache."""
     SWAPPING_IN = "swapping_in"
@@ -179,6 +181,9 @@ class ModelSpec(Word, frozen=True):
     slo: Slo
     batch_slo: Slo = Slo(ttft_seconds=3600.0, tbt_seconds=2.0)
     """The SLO of batch requests; `slo` is for the others."""
+    max_sequences: int | None = None
+    """Most of its requests that decode, or wait to go on decoding, on one instance; None for as
+    many as have room."""
     pinned: bool = False
     """Whether its master image stays in the host tier, even if other models need the room."""
     draining: bool = False

@@ -493,6 +493,14 @@ class Model(Section, kw_only=True):
     max_batch: Annotated[
         int, Meta(ge=1, description="Most requests that are decoded in one step.")
     ] = 32
+    max_sequences: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most requests that have begun on one instance and are not over; more wait "
+            "before their prompts are computed. Those beyond `max_batch` decode in turns.",
+        ),
+    ] = 256
     tool_parser: Annotated[
         str,
         Meta(

@@ -76,6 +76,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
             weight_bytes=entry.weight_bytes,
             max_context_tokens=model.max_context,
             max_batch=model.max_batch,
+            max_sequences=model.max_sequences,
             slo=terms.slo,
             batch_slo=terms.batch_slo,
             pinned=terms.pinned,

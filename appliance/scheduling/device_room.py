@@ -9,14 +9,15 @@ and the youngest leave (decision 45).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.residency import Residency
 from appliance.scheduling.state import InstanceState, RequestState, SchedulingContext
-from appliance.vocabulary import KvShape, ModelName
+from appliance.vocabulary import KvShape, ModelName, ModelSpec
 
 ADMISSION_GROWTH_TOKENS: Final = 48
 """Room to grow that a prompt leaves each request that has begun. With less, the youngest requests
@@ -50,8 +51,14 @@ class DeviceRoom:
     Each question costs O(n log n) in the requests of the model that decode there.
     """
 
-    def __init__(self, context: SchedulingContext, residency: Residency) -> None:
+    def __init__(
+        self,
+        context: SchedulingContext,
+        models: Mapping[ModelName, ModelSpec],
+        residency: Residency,
+    ) -> None:
         self._context = context
+        self._models = models
         self._residency = residency
 
     def fits(self, instance: InstanceState, request: RequestState) -> bool:
@@ -71,10 +78,27 @@ class DeviceRoom:
         capacity = self._residency.capacity_blocks(instance, request.model)
         return _admitted_blocks([request, *counted], engine.shape) <= capacity
 
+    def has_place(self, instance: InstanceState, request: RequestState) -> bool:
+        """Whether so few requests of its model have begun on the instance that one more may. What
+        is embedded needs no place. O(requests of the model that decode there)."""
+        return request.spec.max_tokens == 0 or self._places_left(instance, request.model) > 0
+
+    def _places_left(self, instance: InstanceState, model: ModelName) -> int:
+        """How many requests of the model more may begin on the instance. Those whose client reads
+        too slowly do not count, or one client could take all places."""
+        most = self._models[model].max_sequences
+        if most is None:
+            return sys.maxsize
+        batch = instance.batches.get(model)
+        members = () if batch is None else batch.members.values()
+        return most - sum([member.stage is not Stage.PAUSED for member in members])
+
     def admits(self, instance: InstanceState, request: RequestState) -> bool:
-        """Whether a request may start, or go on, on the instance. If not, `instance.kv_short` is
-        set: it may be able to as others end."""
-        if request.stage is not Stage.QUEUED or self.fits(instance, request):
+        """Whether a request may start, or go on, on the instance: it has a place, and room. If not,
+        `instance.kv_short` is set: it may be able to as others end."""
+        if request.stage is not Stage.QUEUED:
+            return True
+        if self.has_place(instance, request) and self.fits(instance, request):
             return True
         instance.kv_short = True
         return False
@@ -100,7 +124,7 @@ class DeviceRoom:
                 short.add(group.model)
                 continue
             for request in islice(group.members.values(), 1, 1 + PASSING):
-                if request.tokens < first.tokens and self.fits(instance, request):
+                if request.tokens < first.tokens and self.admits(instance, request):
                     return request
         return None
 
@@ -112,6 +136,8 @@ class DeviceRoom:
         requests that decode. Batch work waits until no interactive prompt waits, and what is
         embedded is computed apart. O(requests of the model that decode there + prompts taken)."""
         engine = instance.engines[first.model]
+        if first.spec.max_tokens > 0:
+            places = min(places, self._places_left(instance, first.model) - 1)
         room = self._residency.room_blocks(instance, first.model)
         batch = instance.batches.get(first.model)
         if batch is not None:

@@ -129,7 +129,7 @@ class Machine:
         """Make what decides with these books, each from those before it."""
         context, book, cluster = self._context, self.request_book, self.cluster
         residency, weight_cache, host_room = self.residency, self.weight_cache, self.host_room
-        self.device_room = DeviceRoom(context, residency)
+        self.device_room = DeviceRoom(context, self.models, residency)
         self.dispatcher = Dispatcher(
             context,
             self.models,

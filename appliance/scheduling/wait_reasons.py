@@ -39,6 +39,15 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
         )
     if request.id in machine.request_book.host_queue:
         return _short_of_host_room(machine, request, instance)
+    if request.stage is Stage.QUEUED and not machine.device_room.has_place(instance, request):
+        most = machine.models[request.model].max_sequences
+        return WaitReason(
+            code=WaitCode.SEQUENCES,
+            message=f"{most} requests of {request.model} have begun on instance {instance.id}, as "
+            "many as its max_sequences allows",
+            instance=instance.id,
+            behind=request.model,
+        )
     if request.stage is Stage.QUEUED and not machine.device_room.fits(instance, request):
         return WaitReason(
             code=WaitCode.KV_ROOM,

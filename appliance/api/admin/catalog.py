@@ -31,6 +31,7 @@ class NewModel(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, k
     slo: SloChange | _Unset = msgspec.UNSET
     batch_slo: SloChange | _Unset = msgspec.UNSET
     max_batch: _Count | _Unset = msgspec.UNSET
+    max_sequences: _Count | _Unset = msgspec.UNSET
     tool_parser: str | _Unset = msgspec.UNSET
     reasoning_parser: str | _Unset = msgspec.UNSET
     max_logprobs: int | _Unset = msgspec.UNSET

@@ -80,6 +80,7 @@ def test_units_and_paths_are_resolved(models: Path) -> None:
     assert model.slo == SloTable(ttft_seconds=Seconds(120), tbt_seconds=Seconds(0.05))
     assert model.batch_slo == BatchSlo(ttft_seconds=Seconds(28800), tbt_seconds=Seconds(2))
     assert model.max_batch == 32
+    assert model.max_sequences == 256
     assert warnings(config) == []
 
 

@@ -126,6 +126,7 @@ class ClusterDouble:
         pinned: Sequence[str] = (),
         max_context: int = 256,
         max_batch: int = 64,
+        max_sequences: int | None = None,
         use: Sequence[str] | None = None,
         stranger: object | None = None,
     ) -> None:
@@ -139,6 +140,7 @@ class ClusterDouble:
                     weight_bytes=model.weight_slabs * SLAB,
                     max_context_tokens=max_context,
                     max_batch=max_batch,
+                    max_sequences=max_sequences,
                     slo=SLO,
                     pinned=name in pinned,
                 )

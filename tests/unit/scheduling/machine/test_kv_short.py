@@ -244,3 +244,59 @@ def test_a_prompt_that_fills_the_device_is_computed_alone() -> None:
     assert embedded.outcome == FinishReason.STOP
     assert [command.request for command in cluster.commands(RunPrefill)][-1] == "e"
     assert sorted(moved_out(cluster)) == ["r0", "r1"]
+
+
+def limited(policy: str = "aegaeon") -> ClusterDouble:
+    """One instance with much room, on which two requests of a model may have begun."""
+    models = {"a": ModelDouble(4, shape())}
+    cluster = ClusterDouble(models, policy=policy, slabs=100, max_sequences=2)
+    cluster.start()
+    cluster.settle()
+    return cluster
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_more_requests_begin_than_max_sequences(policy: str) -> None:
+    """Others wait before their prompts are computed, and say why."""
+    cluster = limited(policy)
+    cluster.ask("warm", "a", output=2)
+    cluster.settle()
+    lives = [cluster.ask(f"r{index}", "a", prompt=20, output=60) for index in range(4)]
+    cluster.work_until(0, lambda: any("r1" in turn.requests for turn in cluster.turns()))
+    reason = wait_reason(cluster.machine, cluster.machine.requests["r2"], cluster.now)
+    most = 0
+    while cluster.work(0):
+        batch = cluster.machine.instances[0].batches.get("a")
+        most = max(most, len(batch.members) if batch is not None else 0)
+
+    assert reason is not None
+    assert reason.code is WaitCode.SEQUENCES
+    assert most == 2
+    assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 4
+
+
+def test_requests_of_slow_clients_take_no_place() -> None:
+    """Clients that read nothing could keep all others of the model waiting."""
+    cluster = limited()
+    for name in ("r0", "r1"):
+        cluster.ask(name, "a", prompt=20, output=90)
+    cluster.work_until(0, lambda: any("r1" in turn.requests for turn in cluster.turns()))
+    for name in ("r0", "r1"):
+        cluster.stall(name)
+    other = cluster.ask("r2", "a", prompt=20, output=5)
+    cluster.settle()
+
+    assert other.outcome == FinishReason.LENGTH
+    assert cluster.world.lives["r0"].outcome is None
+
+
+def test_what_is_embedded_needs_no_place() -> None:
+    """It never decodes."""
+    cluster = limited()
+    for name in ("r0", "r1"):
+        cluster.ask(name, "a", prompt=20, output=90)
+    cluster.work_until(0, lambda: any("r1" in turn.requests for turn in cluster.turns()))
+    embedded = cluster.ask("e", "a", prompt=20, output=0)
+    cluster.work_until(0, lambda: embedded.outcome is not None)
+
+    assert cluster.world.lives["r0"].outcome is None
