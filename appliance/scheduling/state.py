@@ -252,7 +252,7 @@ class PrefillJob:
     switches: bool
     """Whether another model ran before."""
     swap_seconds: float = 0.0
-    """For which KV was moved for it."""
+    """For how long KV moved for it."""
 
 
 @dataclass(slots=True)
@@ -277,7 +277,7 @@ class TurnJob:
     """Tokens of KV its requests had when it was ordered."""
     quota_seconds: float
     swap_seconds: float = 0.0
-    """For which KV was moved for it."""
+    """For how long KV moved for it."""
     tokens: int = 0
     """Made so far."""
     cut_at: float = math.inf
