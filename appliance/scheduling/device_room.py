@@ -80,18 +80,17 @@ class DeviceRoom:
 
     def has_place(self, instance: InstanceState, request: RequestState) -> bool:
         """Whether so few requests of its model have begun on the instance that one more may. What
-        is embedded needs no place. O(requests of the model that decode there)."""
+        is embedded needs no place. O(1)."""
         return request.spec.max_tokens == 0 or self._places_left(instance, request.model) > 0
 
     def _places_left(self, instance: InstanceState, model: ModelName) -> int:
         """How many requests of the model more may begin on the instance. Those whose client reads
-        too slowly do not count, or one client could take all places."""
+        too slowly are in no batch, so one client cannot take all places. O(1)."""
         most = self._models[model].max_sequences
         if most is None:
             return sys.maxsize
         batch = instance.batches.get(model)
-        members = () if batch is None else batch.members.values()
-        return most - sum([member.stage is not Stage.PAUSED for member in members])
+        return most if batch is None else most - len(batch.members)
 
     def admits(self, instance: InstanceState, request: RequestState) -> bool:
         """Whether a request may start, or go on, on the instance: it has a place, and room. If not,

@@ -62,6 +62,8 @@ class BusyCluster(RuleBasedStateMachine):
         fragmentation=st.integers(0, 2),
         steps=st.integers(1, 6),
         max_batch=st.integers(1, 8),
+        max_sequences=st.sampled_from([None, 1, 3]),
+        swap_seconds=st.sampled_from([0.001, 0.5, 20.0]),
     )
     def open(
         self,
@@ -75,6 +77,8 @@ class BusyCluster(RuleBasedStateMachine):
         fragmentation: int,
         steps: int,
         max_batch: int,
+        max_sequences: int | None,
+        swap_seconds: float,
     ) -> None:
         self.cluster = ClusterDouble(
             models(count),
@@ -86,7 +90,9 @@ class BusyCluster(RuleBasedStateMachine):
             kv_floor_slabs=host[1],
             pinned=["m0"] if pinned else [],
             max_batch=max_batch,
+            max_sequences=max_sequences,
         )
+        self.swap_seconds = swap_seconds
         self.caching = caching
         self.fragmentation = fragmentation
         self.steps = steps
@@ -107,6 +113,7 @@ class BusyCluster(RuleBasedStateMachine):
             instance.fragmentation = self.fragmentation
             instance.caching = self.caching
             instance.steps_per_turn = self.steps
+            instance.swap_seconds = self.swap_seconds
 
     @rule(
         data=st.data(),
