@@ -125,8 +125,9 @@ class _Job:
     command: RunPrefill | RunTurn
     ordered: float
     warm: bool
-    kv_tokens: int
     produced: int = 0
+    read_tokens: int = 0
+    """Tokens of KV that its decoding steps read, all together."""
 
 
 def _scaled(profile: ModelProfile, seen: Measurements, turns: Sequence[int]) -> ModelProfile:
@@ -264,11 +265,13 @@ class _Reader:
         for token in event.tokens:
             count = max(1, token.count)
             life = self._lives.get(token.request)
+            if job is not None:
+                job.produced += count
+                if life is not None:
+                    job.read_tokens += count * life.kv_tokens + count * (count - 1) // 2
             if life is not None:
                 self.recorder.produced(life, self._now, 0.0, 0.0, count)
                 life.output_tokens = life.produced
-            if job is not None:
-                job.produced += count
 
     @_on.register
     def _on_prefill_done(self, event: PrefillDone) -> None:
@@ -288,10 +291,8 @@ class _Reader:
         if job is None or isinstance(job.command, RunPrefill) or not event.steps:
             return
         if not job.command.prompts and event.seconds > 0 and self._learns:
-            # As it was in the middle of the turn.
-            kv_tokens = job.kv_tokens + job.produced / 2
-            batch = job.produced / event.steps
-            row = (batch, kv_tokens, event.seconds / event.steps)
+            steps = event.steps
+            row = (job.produced / steps, job.read_tokens / steps, event.seconds / steps)
             self.measured[event.model].steps.append(row)
             self._turns[event.model].append(event.steps)
         elif not job.command.requests and event.steps == 1 and job.warm and self._learns:
@@ -320,25 +321,18 @@ class _Reader:
         match command:
             case EvictModel():
                 self._loaded.discard((command.instance, command.model))
-            case RunPrefill():
-                self._begin(command, (command.request,))
-            case RunTurn():
-                self._begin(command, command.requests)
+            case RunPrefill() | RunTurn():
+                self._begin(command)
             case Finish() | Reject():
                 life = self._lives.pop(command.request, None)
                 if life is not None:
                     life.outcome = command.reason if isinstance(command, Finish) else command.code
                     life.ended = self._now
 
-    def _begin(self, command: RunPrefill | RunTurn, requests: Iterable[RequestId]) -> None:
+    def _begin(self, command: RunPrefill | RunTurn) -> None:
         instance, model = command.instance, command.model
-        lives = [self._lives[name] for name in requests if name in self._lives]
-        self._jobs[instance] = _Job(
-            command,
-            self._now,
-            warm=(instance, model) in self._loaded,
-            kv_tokens=sum(life.prompt_tokens + life.produced for life in lives),
-        )
+        warm = (instance, model) in self._loaded
+        self._jobs[instance] = _Job(command, self._now, warm)
         if self._current.get(instance) != model:
             self._current[instance] = model
             self.recorder.switches.append(ModelSwitch(instance, model, self._now, math.nan))
