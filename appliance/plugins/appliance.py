@@ -406,7 +406,7 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         for work in works.values():
             if work.model not in view.resident:
                 expected = known.get(work.model) or self._expect(work.model, now, costs)
-                work.switch_seconds += expected.switch_seconds
+                work.switch_seconds = expected.switch_seconds
             lead = work.margin_seconds + work.prompt_seconds + work.switch_seconds
             work.latest = work.due - lead
             if work.model in away and not work.prompt_seconds:

@@ -482,7 +482,7 @@ class Dispatcher:
                 if name in self._requests.live:
                     self.preemptions[self._requests.live[name].model] += 1
         instance.suspended = ()
-        if instance.current_model != job.model:
+        if job.switches:
             instance.stays_until = -math.inf  # said anew when the job is over
         instance.current_model = job.model
         instance.job = job
