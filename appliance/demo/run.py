@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import shlex
 import signal
 import socket
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,8 @@ CHATS_PER_MODEL: Final = 8
 START_SECONDS: Final = 600
 STOP_SECONDS: Final = 20
 SESSION: Final = "session.jsonl"
+PORTS: Final = range(20_000, 32_768)
+"""Below those that Linux gives to outgoing connections by default."""
 
 
 class Known(msgspec.Struct):
@@ -129,10 +132,13 @@ def _print_line(console: Console, command: str) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nothing uses. No outgoing connection takes it either, in the seconds until the
+    daemon binds it."""
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def reference(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, list[int]]:
