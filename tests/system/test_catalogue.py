@@ -64,6 +64,9 @@ def test_models_come_and_go_under_load(
         for chat in [chat for chat in answers if chat.model == name][:3]
     ]
 
+    of_leaving = [chat for chat in chats if chat.model == LEAVING]
+    longest = max(of_leaving, key=lambda chat: len(expected[chat]))
+
     def run(url: str, *line: str) -> str:
         result = CliRunner().invoke(cli, [*line, "--url", url])
         assert result.exit_code == 0, result.output
@@ -89,10 +92,13 @@ def test_models_come_and_go_under_load(
             "1 applied, 0 wait for a restart",
             "success",
         )
+        running = asyncio.Event()
+        last = asyncio.create_task(send(url, [longest], lambda _: running.set()))
+        await running.wait()
         removing = asyncio.create_task(asyncio.to_thread(run, url, "rm", LEAVING, "--json"))
         answered = await send(url, late, lambda _: None)
         assert json.loads(await removing)["live"] > 0
-        return await sending, answered
+        return await sending, [*await last, *answered]
 
     config = load_config(file)
     with (
@@ -103,7 +109,9 @@ def test_models_come_and_go_under_load(
         first, second = asyncio.run(load(url, endpoint))
         answered = [*first, *second]
         assert [answer.error for answer in answered] == [None] * len(answered)
-        assert [answer.tokens for answer in answered] == [answers[chat] for chat in asked + late]
+        assert [answer.tokens for answer in answered] == [
+            answers[chat] for chat in [*asked, longest, *late]
+        ]
 
         llama = ollama.Client(url)
         said = llama.generate(PACKED, "Once", options={"num_predict": 4, "temperature": 0})
