@@ -8,6 +8,7 @@
     |   +-- KeyExists, KeyNotFound, KeyFieldError
     +-- PolicyError          a policy cannot be loaded
     |   +-- PolicyChoiceError  a choice of policies cannot be used; lists every problem
+    +-- KvFolderError        the folder for KV on disk cannot be used
     +-- LedgerError          the books of a memory tier do not balance: a defect, never a shortage
     +-- LabError             a simulation cannot be made, or what it simulates cannot be
     +-- IllegalTransition    something tried to live a life that is not in its table: a defect
@@ -83,6 +84,10 @@ class PolicyChoiceError(PolicyError):
     def __init__(self, problems: Sequence[ChoiceProblem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
+
+
+class KvFolderError(ApplianceError):
+    """The folder for KV on disk cannot be used; the message says why, and what to do."""
 
 
 class LedgerError(ApplianceError):

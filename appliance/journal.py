@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from appliance.errors import IllegalTransition, LedgerError
-from appliance.memory.ledger import HostLedger
+from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.policies.loader import load_stack
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
@@ -31,6 +31,8 @@ class Setup(Word, frozen=True, kw_only=True):
     slab_bytes: int
     kv_floor_slabs: int = 0
     """Slabs of the host tier that weights never take."""
+    disk_bytes: int = 0
+    """Room for KV on disk."""
     policy: PolicyChoice
 
     def stack(
@@ -45,7 +47,8 @@ class Setup(Word, frozen=True, kw_only=True):
     def machine(self, stack: PolicyStack | None = None) -> Machine:
         """A fresh machine, on these policies or its own. Raises what `stack` raises."""
         host = HostLedger(self.host_bytes, self.slab_bytes, self.kv_floor_slabs)
-        return Machine(self.models, self.instances, host, stack or self.stack())
+        disk = DiskLedger(self.disk_bytes)
+        return Machine(self.models, self.instances, host, stack or self.stack(), disk=disk)
 
 
 class Entry(Word, frozen=True):

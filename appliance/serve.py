@@ -111,7 +111,7 @@ async def _serve(config: Config, path: Path) -> int:
 def make_daemon(config: Config) -> Daemon:
     """The daemon that a configuration describes, not started yet.
 
-    Raises `PolicyError`, `CheckpointError` or `OSError` for what cannot be had.
+    Raises `PolicyError`, `CheckpointError`, `KvFolderError` or `OSError` for what cannot be had.
     """
     devices = config.devices
     allowed = sorted(os.sched_getaffinity(0))
@@ -131,6 +131,7 @@ def make_daemon(config: Config) -> Daemon:
         host_bytes=int(devices.host_cache_bytes // devices.slab_bytes * devices.slab_bytes),
         slab_bytes=int(devices.slab_bytes),
         kv_floor_slabs=kv_floor_slabs(config, entries),
+        disk_bytes=devices.kv_spill_bytes,
         policy=config.policy.choice,
     )
     return Daemon(
@@ -156,6 +157,7 @@ def make_daemon(config: Config) -> Daemon:
         ),
         Journal(Path(config.journal.path), setup) if config.journal.path else None,
         traces=_traces(config),
+        kv_folder=Path(devices.kv_spill.directory) if devices.kv_spill_bytes else None,
     )
 
 

@@ -118,6 +118,8 @@ class WaitCode(StrEnum):
     """Its own KV cache is on its way to the host cache."""
     SWAPPING_IN = "swapping_in"
     """Its own KV cache is on its way to the device."""
+    ON_DISK = "on_disk"
+    """Its own KV cache is on disk, or on its way there or back, as the host cache was short."""
     OTHER_MODEL = "other_model"
     """Another model is computed on its instance."""
     SAME_MODEL = "same_model"
@@ -380,6 +382,29 @@ class KvMoved(Event, frozen=True, kw_only=True):
     cold_slabs: int = 0
 
 
+class KvSpilled(Event, frozen=True, kw_only=True):
+    """A `SpillKv` ended. `ok`: the KV is on disk; else the disk refused it and holds nothing."""
+
+    model: ModelName
+    request: RequestId
+    ok: bool
+    moved_bytes: int
+    seconds: float
+    queued_seconds: float = 0.0
+
+
+class KvRestored(Event, frozen=True, kw_only=True):
+    """A `RestoreKv` ended; nothing of it is on disk any more. `ok`: the KV is in its places in the
+    host tier, as it was; else it is lost."""
+
+    model: ModelName
+    request: RequestId
+    ok: bool
+    moved_bytes: int
+    seconds: float
+    queued_seconds: float = 0.0
+
+
 class ModelChanged(Event, frozen=True, kw_only=True):
     """An operator changed a model's SLO, or how it is served. Requests that are live
     keep the SLO that they were taken with."""
@@ -527,6 +552,31 @@ class MoveKv(Command, frozen=True):
     kv_slabs: int
 
 
+class SpillKv(Command, frozen=True):
+    """Write a request's KV from these blocks of the host tier (byte offsets) to disk. The disk, not
+    an instance, carries this out, `RestoreKv` and `DropSpilledKv`, in the order given."""
+
+    model: ModelName
+    request: RequestId
+    host_offsets: tuple[int, ...]
+    block_bytes: int
+
+
+class RestoreKv(Command, frozen=True):
+    """Read a request's KV from disk into these blocks of the host tier, and delete it there."""
+
+    model: ModelName
+    request: RequestId
+    host_offsets: tuple[int, ...]
+    block_bytes: int
+
+
+class DropSpilledKv(Command, frozen=True):
+    """Delete the KV of a request that is on disk, or that is being written there."""
+
+    request: RequestId
+
+
 class TrimKv(Command, frozen=True):
     """Drop cold prefix cache until the model holds at most `kv_slabs` slabs of KV."""
 
@@ -577,6 +627,8 @@ AnyEvent: TypeAlias = (
     | TokensProduced
     | TurnEnded
     | KvMoved
+    | KvSpilled
+    | KvRestored
     | ModelChanged
     | ModelLoadRequested
     | ModelEvictRequested
@@ -597,6 +649,9 @@ AnyCommand: TypeAlias = (
     | RunTurn
     | Preempt
     | MoveKv
+    | SpillKv
+    | RestoreKv
+    | DropSpilledKv
     | TrimKv
     | Release
     | Finish

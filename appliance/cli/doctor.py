@@ -12,6 +12,7 @@ import mmap
 import platform
 import re
 import resource
+import shutil
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from importlib import metadata
@@ -25,12 +26,13 @@ from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.checksums import SUMS, read_sums
 from appliance.config.checks import warnings
 from appliance.config.loader import load_config
-from appliance.config.schema import Config, Devices, Model
+from appliance.config.schema import Config, Devices, KvSpillFolder, Model
 from appliance.config.sizing import read_model, uncached
 from appliance.engines.protocol import Verdict
 from appliance.errors import CheckpointError, ConfigError, Problem
 from appliance.memory import mapping
 from appliance.memory.host_tier import HostTier
+from appliance.memory.kv_files import SUFFIX
 from appliance.memory.vmm_host import HostVmm
 from appliance.platform.admin_socket import UNIX, admin_path
 from appliance.units import human
@@ -93,6 +95,8 @@ def examine(path: Path, *, verify: bool = False) -> Iterator[Finding]:
             entries.append(entry)
     if len(entries) == len(config.models):
         yield check_host_cache(config, entries)
+    if config.devices.kv_spill_bytes:
+        yield check_kv_spill(config.devices.kv_spill)
     machine = SystemFacts.read()
     daemon = DaemonProbe.find(config)
     yield check_memory(config, machine, running=daemon.ready is not None)
@@ -209,6 +213,20 @@ def check_host_cache(config: Config, entries: Sequence[CatalogEntry]) -> Finding
         "that are not in it are loaded from disk",
         "make devices.host_cache larger",
     )
+
+
+def check_kv_spill(spill: KvSpillFolder) -> Finding:
+    """Whether the disk has room for KV cache, next to what is there of it."""
+    what, folder = "kv on disk", Path(spill.directory)
+    try:
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        free += sum([path.stat().st_size for path in folder.glob(f"*{SUFFIX}")])
+    except OSError as error:
+        return fail(what, f"{folder}: {error.strerror}", "see devices.kv_spill")
+    found = f"{human(spill.size_bytes)} in {folder}, where {human(free)} are free"
+    if free < spill.size_bytes:
+        return warn(what, found, "make devices.kv_spill.size smaller, or make room on the disk")
+    return ok(what, found)
 
 
 def _problem(problem: Problem) -> tuple[str, str]:

@@ -37,6 +37,7 @@ def check(config: Config, report: ProblemReport, check_files: bool) -> None:
         for key, path in (
             (("journal", "path"), config.journal.path),
             (("batches", "directory"), config.batches.directory),
+            (("devices", "kv_spill", "directory"), config.devices.kv_spill.directory),
         ):
             if path and not Path(path).parent.is_dir():
                 report.add(key, f"{Path(path).parent} is not a directory", "create it")

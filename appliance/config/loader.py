@@ -143,6 +143,9 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         journal = replace(journal, path=str(base / journal.path))
     if devices.images:
         devices = replace(devices, images=str(base / devices.images))
+    if spill := devices.kv_spill.directory:
+        kv_spill = replace(devices.kv_spill, directory=str(base / spill))
+        devices = replace(devices, kv_spill=kv_spill)
     if batches.directory:
         batches = replace(batches, directory=str(base / batches.directory))
     folder = config.catalog.folder

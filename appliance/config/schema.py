@@ -150,6 +150,21 @@ class Api(Section, kw_only=True):
     ] = msgspec.field(default=Seconds(5), name="drain")
 
 
+class KvSpillFolder(Section, kw_only=True):
+    """A folder on disk for KV cache that waits long while the host cache is short of room."""
+
+    directory: Annotated[
+        str,
+        Meta(
+            description="Folder, of its own, relative to this file; it is made if it is not there, "
+            'and emptied at every start. Best on a local NVMe drive. "" for none.'
+        ),
+    ] = ""
+    size_bytes: Annotated[Bytes, Meta(description="Most that its files take together.")] = (
+        msgspec.field(default=Bytes(16 << 30), name="size")
+    )
+
+
 class Devices(Section, kw_only=True):
     """What models run on, and the memory they may have there."""
 
@@ -207,6 +222,18 @@ class Devices(Section, kw_only=True):
             'again. Relative to this file; "" for none.'
         ),
     ] = ""
+    kv_spill: Annotated[
+        KvSpillFolder,
+        Meta(
+            description="A folder, and its size, for KV cache that waits long while `host_cache` "
+            "is short of room (docs/operations.md)."
+        ),
+    ] = KvSpillFolder()
+
+    @property
+    def kv_spill_bytes(self) -> int:
+        """Room for KV cache on disk; 0 if there is no folder for it."""
+        return self.kv_spill.size_bytes if self.kv_spill.directory else 0
 
     @property
     def cuda(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +22,7 @@ from appliance.daemon import health
 from appliance.daemon.decision_loop import DecisionLoop, Hands
 from appliance.daemon.gauges import Gauges
 from appliance.daemon.guide_checks import GuideChecks, GuideUnanswered
+from appliance.daemon.kv_disk import KvDisk
 from appliance.daemon.models import ModelAdministration
 from appliance.daemon.quarantine import Quarantine
 from appliance.daemon.requests import RETRY_AFTER_SECONDS, RequestStreams
@@ -31,6 +32,7 @@ from appliance.daemon.status import (
     InstanceActivities,
     KvActivities,
     ModelActivities,
+    disk_bytes,
     host_bytes,
     request_activity,
 )
@@ -38,6 +40,7 @@ from appliance.daemon.verification import WeightVerification
 from appliance.daemon.worker_links import WorkerLinks
 from appliance.journal import Journal, Setup
 from appliance.memory.host_tier import HostTier
+from appliance.memory.kv_files import KvFiles
 from appliance.memory.slab_maps import host_map
 from appliance.observability.metrics import Metrics
 from appliance.observability.timeline import Timeline
@@ -66,6 +69,7 @@ from appliance.service.interface import (
 from appliance.service.policy_report import PolicyChoice, PolicyReport
 from appliance.vocabulary import (
     Command,
+    DropSpilledKv,
     Event,
     Finish,
     InstanceId,
@@ -74,7 +78,9 @@ from appliance.vocabulary import (
     ModelName,
     Reject,
     RequestId,
+    RestoreKv,
     SlabMap,
+    SpillKv,
 )
 from appliance.worker import frames
 from appliance.worker.process import WorkerProcess
@@ -143,10 +149,13 @@ class Daemon:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         traces: Traces | None = None,
+        kv_folder: Path | None = None,
     ) -> None:
-        """`traces` get every request that ends.
+        """`traces` get every request that ends. KV goes to files in `kv_folder`, if `setup` has
+        room for it there.
 
-        Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had.
+        Raises `PolicyError` if the policies cannot be loaded, `OSError` if memory cannot be had,
+        `KvFolderError` if the folder cannot be used.
         """
         self.metrics_of_run = Metrics()
         self.feed = EventLog()
@@ -173,6 +182,9 @@ class Daemon:
         )
         self.machine = self._decisions.machine
         self.host = HostTier.create(setup.host_bytes)
+        self._kv_disk: KvDisk | None = None
+        if kv_folder is not None:
+            self._kv_disk = KvDisk(KvFiles(kv_folder, self.host))
         self.workers = {
             number: WorkerProcess(
                 plan.configuration(number, setup, models),
@@ -239,8 +251,9 @@ class Daemon:
         locked meanwhile, once, so that no request waits for that."""
         threading.Thread(target=self._lock_host, name="host-tier", daemon=True).start()
         if self._gpus is not None:
-            loop = asyncio.get_running_loop()
-            self._gpus.start(partial(_call_on, loop, self._quarantine.gpu_failed))
+            self._gpus.start(_on_this_loop(self._quarantine.gpu_failed))
+        if self._kv_disk is not None:
+            self._kv_disk.start(_on_this_loop(self._on_report))
         for worker in self.workers.values():
             worker.start()
 
@@ -263,6 +276,8 @@ class Daemon:
         self._decisions.silence()
         if self._gpus is not None:
             self._gpus.stop()
+        if self._kv_disk is not None:
+            await asyncio.to_thread(self._kv_disk.stop)
         stops = (worker.stop() for worker in self.workers.values())
         # A worker whose supervision failed called `on_failure` when it happened.
         await asyncio.gather(*stops, return_exceptions=True)
@@ -391,6 +406,7 @@ class Daemon:
             models=self._model_activities.all(),
             kv=self._kv_activities.tiers(),
             host_bytes=host_bytes(self.machine.host),
+            disk_bytes=disk_bytes(self.machine.disk),
         )
 
     def requests(self) -> list[RequestActivity]:
@@ -444,6 +460,9 @@ class Daemon:
                 self._requests.finish(command)
             case Reject():
                 self._requests.reject(command)
+            case SpillKv() | RestoreKv() | DropSpilledKv():
+                assert self._kv_disk is not None, "the machine knows of a disk"
+                self._kv_disk.perform(command)
             case _:
                 self._links.perform(command)
 
@@ -492,7 +511,7 @@ class Daemon:
         self._guides.greeted()
 
     def _on_report(self, event: Event) -> None:
-        """A worker reports what the machine needs to know."""
+        """A worker or the disk reports what the machine needs to know."""
         now = self._clock()
         for observer in self._decisions.observers:
             observer.reported(event, now)
@@ -518,12 +537,15 @@ class Daemon:
             self.on_failure(error)
 
 
-def _call_on(
-    loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object
-) -> None:
-    """Have something done on an event loop, from another thread, if it still runs."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(act, *arguments)
+def _on_this_loop(act: Callable[..., object]) -> Callable[..., None]:
+    """What has `act` called on the event loop of now, from another thread, if it still runs."""
+    loop = asyncio.get_running_loop()
+
+    def call(*arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(act, *arguments)
+
+    return call
 
 
 def _nothing() -> None:

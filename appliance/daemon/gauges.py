@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from appliance.daemon.status import InstanceActivities, KvActivities, ModelActivities, kv_uses
+from appliance.daemon.status import (
+    InstanceActivities,
+    KvActivities,
+    ModelActivities,
+    disk_bytes,
+    kv_uses,
+)
 from appliance.observability.metrics import Metrics
 from appliance.platform.gpu_monitor import GpuWatch
 from appliance.scheduling.lifecycle import Stage
@@ -101,6 +107,8 @@ class Gauges:
             ("free", host.free_slabs),
         ):
             self._metrics.host(owner, slabs * host.slab_bytes)
+        for use, size in disk_bytes(self._machine.disk).items():
+            self._metrics.kv_disk(use, size)
         for tier, kv in self._kv.tiers().items():
             shapes = {shape: use.fragmentation for shape, use in kv.shapes.items()}
             self._metrics.kv_fragmentation(tier, shapes, kv.fragmentation)

@@ -8,7 +8,7 @@ from itertools import chain
 
 from appliance.daemon.models import ModelAdministration
 from appliance.engines.protocol import KvBytes
-from appliance.memory.ledger import HostLedger
+from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.observability.slo_window import SloWindow
 from appliance.observability.timeline import Timeline
 from appliance.observability.work_counters import WorkCounters
@@ -231,6 +231,13 @@ def host_bytes(host: HostLedger) -> dict[str, int]:
     slab = host.slab_bytes
     sizes = {f"weights:{model}": slabs * slab for model, slabs in host.weights.items()}
     return sizes | {"kv": host.kv_slabs * slab, "free": host.free_slabs * slab}
+
+
+def disk_bytes(disk: DiskLedger) -> dict[str, int]:
+    """The folder for KV on disk by use: kv, free. Empty if there is none."""
+    if not disk.total_bytes:
+        return {}
+    return {"kv": disk.held_bytes, "free": disk.total_bytes - disk.held_bytes}
 
 
 def kv_uses(kv: KvTierActivity) -> dict[tuple[str, str], int]:

@@ -216,6 +216,8 @@ class Box(Word, frozen=True, kw_only=True):
     host_bytes: int
     host_bytes_per_second: float = math.inf
     """Of the host's memory, for the copies of all GPUs in both directions together."""
+    disk_bytes: int = 0
+    """Room for KV on disk, at the rate of `gpu.disk_bytes_per_second`."""
     pool_share: float = 0.9
     """Of a GPU's memory, what weights and KV get (Aegaeon leaves about 10 % to libraries, §5.2)."""
     slab_bytes: int = 64 << 20

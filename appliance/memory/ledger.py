@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from appliance.errors import LedgerError
-from appliance.vocabulary import ModelName
+from appliance.vocabulary import ModelName, RequestId
 
 
 class DeviceLedger:
@@ -153,6 +153,16 @@ class HostLedger:
         """The most slabs that KV ever had."""
         return self._peak_kv_slabs
 
+    @property
+    def kv_room_slabs(self) -> int:
+        """Slabs that KV has, or could have while weights keep theirs."""
+        return self.kv_slabs + self.kv_free_slabs
+
+    @property
+    def kv_free_slabs(self) -> int:
+        """Free slabs that KV could take."""
+        return max(0, self._free_for_kv)
+
     def kv_use(self) -> dict[int, tuple[int, int]]:
         """For each block size: bytes of the blocks in use, and of the slabs they lie in."""
         return {
@@ -222,7 +232,7 @@ class HostLedger:
         longer than one. O(sizes of runs)."""
         partly_free = self._open.get(block_bytes, {})
         inside = sum([free * len(runs) for free, runs in partly_free.items()])
-        runs = max(0, self._free_for_kv) // self._run_slabs(block_bytes)
+        runs = self.kv_free_slabs // self._run_slabs(block_bytes)
         return inside + runs * self._run_blocks(block_bytes)
 
     def take_blocks(self, block_bytes: int, count: int) -> tuple[int, ...] | None:
@@ -364,6 +374,36 @@ class HostLedger:
                 self._free_run(run, slabs)
                 taken[run : run + slabs] = bytes(slabs)
             self._file(block_bytes, run, before)
+
+
+class DiskLedger:
+    """Bytes of the folder for KV on disk, by request. All operations are O(1)."""
+
+    def __init__(self, total_bytes: int) -> None:
+        """0 bytes if there is no such folder."""
+        self.total_bytes = total_bytes
+        self.held: dict[RequestId, int] = {}
+        self.held_bytes = 0
+
+    def take(self, request: RequestId, nbytes: int) -> bool:
+        """Hold room for the KV of a request; False if there is not as much. Raises `LedgerError` if
+        the request holds some."""
+        if request in self.held:
+            raise LedgerError(f"the KV of {request} is on disk already")
+        if self.held_bytes + nbytes > self.total_bytes:
+            return False
+        self.held[request] = nbytes
+        self.held_bytes += nbytes
+        return True
+
+    def give(self, request: RequestId) -> None:
+        """The KV of a request is not on disk any more."""
+        self.held_bytes -= self.held.pop(request)
+
+    def check_integrity(self) -> None:
+        """Raises `LedgerError` if the books do not balance."""
+        if sum(self.held.values()) != self.held_bytes or self.held_bytes > self.total_bytes:
+            raise LedgerError(f"disk: {self.held_bytes} of {self.total_bytes} bytes are held")
 
 
 def _rows(taken: bytearray) -> Iterator[range]:

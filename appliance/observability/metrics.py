@@ -34,7 +34,7 @@ _POLICY_CALL_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
 )
 INSTANCE_STATES = ("starting", "up", "lost", "quarantined")
-_TRANSFER_KINDS = ("weights", "kv_in", "kv_out")
+_TRANSFER_KINDS = ("weights", "kv_in", "kv_out", "kv_spilled", "kv_restored")
 
 
 class Metrics:
@@ -116,6 +116,13 @@ class Metrics:
 
     def host(self, owner: str, held_bytes: int) -> None:
         self._host.labels(owner).set(held_bytes)
+
+    def kv_disk(self, use: str, nbytes: int) -> None:
+        self._kv_disk.labels(use).set(nbytes)
+
+    def kv_disk_error(self, operation: str) -> None:
+        """KV could not be written to disk (``write``), or what was read is not it (``read``)."""
+        self._kv_disk_errors.labels(operation).inc()
 
     def kv_fragmentation(self, tier: str, shapes: Mapping[str, float], overall: float) -> None:
         """Unused / peak allocated KV memory of a tier; a shape not named has none there."""
@@ -234,7 +241,7 @@ class Metrics:
         )
         self._kv_recomputed = counter(
             "appliance_kv_recomputed_tokens",
-            "Tokens whose KV the host cache had no room for, and that are computed again.",
+            "Tokens whose KV was lost for lack of room, or on disk, and that are computed again.",
             "model",
         )
         self._kv_swapped = counter(
@@ -262,6 +269,14 @@ class Metrics:
             "appliance_pool_high_water_bytes", "Most of the pool ever mapped.", "instance"
         )
         self._host = gauge("appliance_host_bytes", "Host tier by owner.", "owner")
+        self._kv_disk = gauge("appliance_kv_disk_bytes", "Room for KV on disk: kv or free.", "use")
+        self._kv_disk_errors = self._registry.counter(
+            "appliance_kv_disk_errors",
+            "KV that could not be written to disk, or not be read and is computed again.",
+            "operation",
+        )
+        for operation in ("write", "read"):
+            self._kv_disk_errors.labels(operation)
         self._kv_fragmentation = gauge(
             "appliance_kv_fragmentation",
             "Unused / peak allocated KV memory of the shape whose blocks have so many bytes.",

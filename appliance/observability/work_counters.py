@@ -12,6 +12,8 @@ from appliance.vocabulary import (
     EvictModel,
     InstanceId,
     KvMoved,
+    KvRestored,
+    KvSpilled,
     ModelLoaded,
     ModelName,
     PrefetchModel,
@@ -53,12 +55,14 @@ class WorkCounters:
                 self._evicts(command.instance, command.model)
 
     def reported(self, event: Event, now: float) -> None:
-        """A worker reported something."""
+        """A worker or the disk reported something."""
         match event:
             case KvMoved():
                 self._metrics.kv_swapped(event.direction, event.model, event.moved_bytes)
                 if event.moved:
                     self._transfer(f"kv_{event.direction.value}", event)
+            case KvSpilled() | KvRestored():
+                self._disk(event)
             case ModelLoaded():
                 self._transfer("weights", event)
                 self._feed.tell(
@@ -87,7 +91,14 @@ class WorkCounters:
             self._metrics.prefetch("wasted")
         self._feed.tell(NoticeKind.MODEL_EVICTED, instance=instance, model=model)
 
-    def _transfer(self, kind: str, event: ModelLoaded | KvMoved) -> None:
+    def _disk(self, event: KvSpilled | KvRestored) -> None:
+        writes = isinstance(event, KvSpilled)
+        if event.ok:
+            self._transfer("kv_spilled" if writes else "kv_restored", event)
+        else:
+            self._metrics.kv_disk_error("write" if writes else "read")
+
+    def _transfer(self, kind: str, event: ModelLoaded | KvMoved | KvSpilled | KvRestored) -> None:
         self._metrics.transfer(
             kind, event.model, event.moved_bytes, event.queued_seconds, event.seconds
         )

@@ -81,8 +81,10 @@ class Backpressure:
         self._dispatcher.join(self._cluster.instances[request.instance], request)
 
     def let_all_go_on(self) -> bool:
-        """Have all paused requests decode; whether there was one."""
-        paused = list(self._requests.paused.values())
-        for request in paused:
+        """Have all paused requests decode but those with KV on disk, which has no room in the host
+        tier, or on its way there; whether there was one."""
+        paused = self._requests.paused.values()
+        going = [r for r in paused if r.kv not in (KvPlace.SPILLING, KvPlace.DISK)]
+        for request in going:
             self.let_go_on(request)
-        return bool(paused)
+        return bool(going)

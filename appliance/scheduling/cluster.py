@@ -21,6 +21,7 @@ from appliance.scheduling.state import DecodeBatch, Group, InstanceState, Reques
 from appliance.vocabulary import (
     InstanceClass,
     InstanceId,
+    KvShape,
     ModelName,
     ModelSpec,
     RequestClass,
@@ -213,11 +214,16 @@ class Cluster:
         )
 
     def _kv_bytes_per_token(self, model: ModelName) -> int:
+        shape = self.kv_shape(model)
+        return 0 if shape is None else shape.block_bytes // shape.block_tokens
+
+    def kv_shape(self, model: ModelName) -> KvShape | None:
+        """The KV cache geometry of the model, if an instance has its engine. O(instances)."""
         for instance in self.instances.values():
             engine = instance.engines.get(model)
             if engine is not None and engine.kv is not None:
-                return engine.kv.block_bytes // engine.kv.block_tokens
-        return 0
+                return engine.kv
+        return None
 
 
 def strictest(slos: Sequence[Slo]) -> Slo:

@@ -37,6 +37,11 @@ class KvPlace(StrEnum):
     LEAVING = "leaving"
     HOST = "host"
     ARRIVING = "arriving"
+    SPILLING = "spilling"
+    """Being written from the host tier to disk."""
+    DISK = "disk"
+    RESTORING = "restoring"
+    """Being read from disk into the host tier."""
 
 
 class EngineStage(StrEnum):
@@ -66,8 +71,11 @@ KV_PLACES: Mapping[KvPlace, frozenset[KvPlace]] = {
     KvPlace.NONE: frozenset({KvPlace.DEVICE}),
     KvPlace.DEVICE: frozenset({KvPlace.LEAVING, KvPlace.NONE}),
     KvPlace.LEAVING: frozenset({KvPlace.HOST}),
-    KvPlace.HOST: frozenset({KvPlace.ARRIVING}),
+    KvPlace.HOST: frozenset({KvPlace.ARRIVING, KvPlace.SPILLING}),
     KvPlace.ARRIVING: frozenset({KvPlace.DEVICE, KvPlace.HOST}),
+    KvPlace.SPILLING: frozenset({KvPlace.DISK, KvPlace.HOST}),
+    KvPlace.DISK: frozenset({KvPlace.RESTORING, KvPlace.NONE}),
+    KvPlace.RESTORING: frozenset({KvPlace.HOST, KvPlace.NONE}),
 }
 
 ENGINES: Mapping[EngineStage, frozenset[EngineStage]] = {

@@ -14,14 +14,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from appliance.memory.ledger import HostLedger
+from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.scheduling.backpressure import Backpressure
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.cost_model import CostModel
 from appliance.scheduling.demand import Demands
 from appliance.scheduling.device_room import DeviceRoom
 from appliance.scheduling.dispatcher import SWAP_AMORTIZATION, Dispatcher
-from appliance.scheduling.host_room import HostRoom
+from appliance.scheduling.host_room import HostRoom, KvSpill
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.model_lifecycle import ModelLifecycle
 from appliance.scheduling.policy_api import (
@@ -55,6 +55,8 @@ from appliance.vocabulary import (
     InstanceReleased,
     InstanceUp,
     KvMoved,
+    KvRestored,
+    KvSpilled,
     ModelAdded,
     ModelBuilt,
     ModelChanged,
@@ -101,25 +103,29 @@ class Machine:
         host: HostLedger,
         policy: Policy,
         costs: CostModel | None = None,
+        disk: DiskLedger | None = None,
     ) -> None:
-        """`costs` are what is known before anything was observed."""
+        """`costs` are what is known before anything was observed. Without a `disk` no KV goes
+        there."""
         self.models: dict[ModelName, ModelSpec] = {model.name: model for model in models}
         self.failed: dict[ModelName, str] = {}
         """Models that cannot be served, and why."""
         self.host = host
+        self.disk = DiskLedger(0) if disk is None else disk
         self.weight_cache = HostWeightCache(self.models, host)
         self.costs = costs or CostModel(self.models.values())
         self.demands = Demands(self.models)
         self.cluster = Cluster(self.models, instances, self.demands, host.slab_bytes)
         self._context = SchedulingContext(policy, self.costs.estimates())
         self.request_book = RequestBook(
-            self._context, self.models, self.cluster, self.demands, host
+            self._context, self.models, self.cluster, self.demands, host, self.disk
         )
         self.requests: Mapping[RequestId, RequestState] = self.request_book.live
         self.residency = Residency(
             self._context, self.cluster, self.request_book, self.weight_cache
         )
         self.host_room = HostRoom(host, self.request_book, self.residency)
+        self._kv_spill = KvSpill(self._context, host, self.disk, self.request_book, self.cluster)
         self._compose()
         self._again = False
         """Whether free instances have to be asked (again) for what they can do."""
@@ -148,6 +154,7 @@ class Machine:
             residency,
             self.dispatcher,
             self._backpressure,
+            self._kv_spill,
             self.host,
             weight_cache,
         )
@@ -186,6 +193,8 @@ class Machine:
             PrefillDeferred: self._on_prefill_deferred,
             TurnEnded: self._on_turn_ended,
             KvMoved: self._on_kv_moved,
+            KvSpilled: self._kv_spill.spilled,
+            KvRestored: self._kv_spill.restored,
             Ticked: self._on_ticked,
             InstanceUp: self._recovery.up,
             InstanceLost: self._recovery.lost,
@@ -241,6 +250,8 @@ class Machine:
         if self.weight_cache.evict_pending:
             self.weight_cache.reap(self.residency.being_read())
         while True:
+            while self._kv_spill.restore_next():
+                pass
             if self._again:
                 for instance in self.instances.values():
                     self.dispatcher.advance(instance)
@@ -277,6 +288,7 @@ class Machine:
     def check_integrity(self) -> None:
         """Raises `LedgerError` unless the books of every tier balance."""
         self.host.check_integrity()
+        self.disk.check_integrity()
         for instance in self.instances.values():
             instance.ledger.check_integrity()
 
@@ -486,6 +498,7 @@ class Machine:
                 self._settle_move(request, instance, event.direction)
             else:
                 self.request_book.moved(name)
+        self._kv_spill.make_room()
         return True
 
     def _settle_move(

@@ -1,19 +1,35 @@
-"""The live requests and their one outcome; their places in the host tier.
+"""The live requests and their one outcome; their places in the host tier and on disk.
 
 KV that leaves a device without room in the host tier is given up: its request is *displaced*, and
-computed again from its tokens once there is room (decision 46).
+computed again from its tokens once there is room (decision 46). So is KV that cannot be read from
+disk (decision 49).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
-from appliance.memory.ledger import HostLedger
+from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.demand import Demands
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.state import RequestState, SchedulingContext
-from appliance.vocabulary import Finish, InstanceId, KvShape, ModelName, Reject, Release, RequestId
+from appliance.vocabulary import (
+    DropSpilledKv,
+    Finish,
+    InstanceId,
+    KvShape,
+    ModelName,
+    Reject,
+    Release,
+    RequestId,
+    RestoreKv,
+    SpillKv,
+)
+
+MOVING: Final = (KvPlace.LEAVING, KvPlace.ARRIVING, KvPlace.SPILLING, KvPlace.RESTORING)
+"""Where KV is while its places in the host tier are written or read."""
 
 
 class RequestBook:
@@ -26,6 +42,7 @@ class RequestBook:
         cluster: Cluster,
         demands: Demands,
         host: HostLedger,
+        disk: DiskLedger,
     ) -> None:
         self.live: dict[RequestId, RequestState] = {}
         self.host_queue: dict[RequestId, None] = {}
@@ -36,17 +53,26 @@ class RequestBook:
         """Unplaced requests whose KV was given up, and the shape that it had."""
         self.recomputed_tokens: dict[ModelName, int] = dict.fromkeys(models, 0)
         """Tokens whose KV was given up and is computed again."""
-        self.pending_frees: dict[RequestId, tuple[InstanceId, tuple[int, ...]]] = {}
-        """Ended requests whose places in the host tier an instance is still writing or reading."""
+        self.pending_frees: dict[RequestId, tuple[InstanceId | None, tuple[int, ...]]] = {}
+        """Ended requests whose places in the host tier an instance, or None for the disk, is still
+        writing or reading."""
+        self.on_disk: dict[RequestId, KvShape] = {}
+        """Requests whose KV is on disk or on its way there or back, and the shape that it has."""
         self._context = context
         self._cluster = cluster
         self._demands = demands
         self._host = host
+        self._disk = disk
 
     @property
     def short_of_host_room(self) -> bool:
-        """Whether requests wait for room in the host tier."""
-        return bool(self.host_queue or self.displaced)
+        """Whether requests wait for room in the host tier. O(requests with KV on disk)."""
+        return bool(self.host_queue or self.displaced or self.awaiting_restore())
+
+    def awaiting_restore(self) -> list[RequestState]:
+        """Requests that could go on if their KV came back from disk. O(requests that have some)."""
+        found = [self.live[name] for name in self.on_disk]
+        return [r for r in found if r.kv is KvPlace.DISK and r.stage is Stage.READY]
 
     def of(self, model: ModelName) -> list[RequestState]:
         """The live requests of a model. O(live requests)."""
@@ -76,11 +102,59 @@ class RequestBook:
         assert request.kv_instance is not None, "its KV is on a device"
         engine = self._cluster.instances[request.kv_instance].engines[request.model]
         del engine.residents[request.id]
+        self._give_up_kv(request, shape)
+
+    def spill(self, request: RequestState, shape: KvShape) -> bool:
+        """Have the KV of a request move from the host tier to disk. False if that has no room."""
+        blocks = shape.blocks(request.kv_tokens)
+        if not self._disk.take(request.id, blocks * shape.block_bytes):
+            return False
+        self.on_disk[request.id] = shape
+        request.to_kv(KvPlace.SPILLING, None)
+        self._context.out.append(
+            SpillKv(
+                model=request.model,
+                request=request.id,
+                host_offsets=request.host_offsets[:blocks],
+                block_bytes=shape.block_bytes,
+            )
+        )
+        return True
+
+    def restore(self, request: RequestState) -> bool:
+        """Have the KV of a request come back from disk. False if the host tier has no room."""
+        shape = self.on_disk[request.id]
+        if not self.cover(request, shape, request.kv_tokens):
+            return False
+        request.to_kv(KvPlace.RESTORING, None)
+        self._context.out.append(
+            RestoreKv(
+                model=request.model,
+                request=request.id,
+                host_offsets=request.host_offsets,
+                block_bytes=shape.block_bytes,
+            )
+        )
+        return True
+
+    def left_disk(self, request: RequestState) -> KvShape:
+        """Nothing of the request's KV is on disk any more. The shape that it has."""
+        self._disk.give(request.id)
+        return self.on_disk.pop(request.id)
+
+    def lose_on_disk(self, request: RequestState) -> None:
+        """Give up KV that is on disk, or was there, and does not come back."""
+        if request.kv is KvPlace.DISK:
+            self._context.out.append(DropSpilledKv(request=request.id))
+        self._give_up_kv(request, self.left_disk(request))
+
+    def _give_up_kv(self, request: RequestState, shape: KvShape) -> None:
         self.recomputed_tokens[request.model] += request.kv_tokens
         self._release(request)
         request.to_kv(KvPlace.NONE, None)
         self.uncover(request)
-        self.unplace(request)
+        if request.instance is not None:
+            self.unplace(request)
         self.displaced[request.id] = shape
 
     def unplace(self, request: RequestState) -> None:
@@ -111,7 +185,11 @@ class RequestBook:
                 self._cluster.instances[request.kv_instance].engines[request.model].residents
             )
             residents.pop(request.id, None)
-        if request.kv in (KvPlace.LEAVING, KvPlace.ARRIVING) and request.kv_instance is not None:
+        if request.id in self.on_disk:
+            self.left_disk(request)
+            if request.kv is not KvPlace.RESTORING:  # what was read is deleted anyway
+                self._context.out.append(DropSpilledKv(request=request.id))
+        if request.kv in MOVING:
             self.pending_frees[request.id] = (request.kv_instance, request.host_offsets)
         else:
             self._host.give_blocks(request.host_offsets)

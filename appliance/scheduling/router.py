@@ -10,6 +10,7 @@ from appliance.memory.ledger import HostLedger
 from appliance.scheduling.backpressure import Backpressure
 from appliance.scheduling.cluster import Cluster
 from appliance.scheduling.dispatcher import Dispatcher
+from appliance.scheduling.host_room import KvSpill
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.policy_api import PrefillChoice, Refusal
 from appliance.scheduling.request_book import RequestBook
@@ -33,6 +34,7 @@ class Router:
         residency: Residency,
         dispatcher: Dispatcher,
         backpressure: Backpressure,
+        kv_spill: KvSpill,
         host: HostLedger,
         weight_cache: HostWeightCache,
     ) -> None:
@@ -44,6 +46,7 @@ class Router:
         self._residency = residency
         self._dispatcher = dispatcher
         self._backpressure = backpressure
+        self._kv_spill = kv_spill
         self._host = host
         self._weight_cache = weight_cache
 
@@ -153,6 +156,7 @@ class Router:
             again |= self._host.short_slabs < short
         # If no KV takes the room, requests wait for weights that are being read or written.
         again |= bool(self._requests.host_queue) and not self._host.kv_slabs
+        self._kv_spill.make_room()
         if self._requests.short_of_host_room:  # a paused request keeps its room there
             again |= self._backpressure.let_all_go_on()
         view = self._cluster.cluster_view(context.now)

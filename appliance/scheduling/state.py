@@ -71,6 +71,8 @@ class RequestState:
     """Whose device holds, sends or receives its KV."""
     host_offsets: tuple[int, ...] = ()
     """Its places in the host tier: room for the KV it has, and mostly for some tokens more."""
+    spilled_tokens: int = 0
+    """How many tokens it had when its KV last went to disk; 0 if it never did."""
     generated: int = 0
     batch: DecodeBatch | None = None
     """The batch it decodes in, if it does."""

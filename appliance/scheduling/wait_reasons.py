@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from appliance.scheduling.lifecycle import EngineStage, KvPlace, Stage
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.state import BuildJob, InstanceState, RequestState, TurnJob
 from appliance.vocabulary import WaitCode, WaitReason
+
+ON_DISK: Final = {
+    KvPlace.SPILLING: "is on its way to disk",
+    KvPlace.DISK: "is on disk",
+    KvPlace.RESTORING: "is on its way back from disk",
+}
 
 
 def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReason | None:
@@ -36,6 +44,12 @@ def wait_reason(machine: Machine, request: RequestState, now: float) -> WaitReas
             code=WaitCode.SWAPPING_OUT,
             message=f"its KV cache is on its way from instance {request.kv_instance} to the host",
             instance=request.kv_instance,
+        )
+    if request.id in machine.request_book.on_disk:
+        return WaitReason(
+            code=WaitCode.ON_DISK,
+            message=f"its KV cache {ON_DISK[request.kv]}, as the host cache was short of room",
+            instance=instance.id,
         )
     if request.id in machine.request_book.host_queue:
         return _short_of_host_room(machine, request, instance)

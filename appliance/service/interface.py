@@ -431,6 +431,8 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """By tier: ``device``, ``host``."""
     host_bytes: dict[str, int] = {}
     """The host cache by owner: weights:<model>, kv, free."""
+    disk_bytes: dict[str, int] = {}
+    """Room for KV on disk (`devices.kv_spill`) by use: kv, free; empty if there is none."""
 
 
 class SpanKind(StrEnum):

@@ -16,7 +16,7 @@ from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.sim.simulator import SimulationRun, simulate
 from appliance.lab.workload import Arrival
-from appliance.memory.ledger import HostLedger
+from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.loader import load_stack
 from appliance.policies.stack import PolicyStack
@@ -140,7 +140,8 @@ def play(setting: Setting, contender: Contender) -> Trial:
     setting = dataclasses.replace(setting, box=contender.system.box(setting.box))
     box = setting.box
     host = HostLedger(box.host_bytes, box.slab_bytes, setting.kv_floor_slabs)
-    machine = Machine(setting.models, box.instances, host, stack, setting.costs())
+    disk = DiskLedger(box.disk_bytes)
+    machine = Machine(setting.models, box.instances, host, stack, setting.costs(), disk)
     run = simulate(
         machine,
         box,

@@ -59,6 +59,8 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
     root_gbps: Positive | None = None
     """so many 10^9 bytes a second in each direction; as much as one GPU has if it is not given."""
     disk_gbps: Positive | None = None
+    kv_spill: Bytes | None = None
+    """Room for KV on disk."""
     memory_share: Share = 0.9
     """Of a GPU's memory, what weights and KV get."""
     slab: Bytes = Bytes(64 << 20)
@@ -99,6 +101,7 @@ class Hardware(ScenarioTable, frozen=True, kw_only=True):
             gpus_per_root=self.gpus_per_root,
             root_pcie_bytes_per_second=self.root_gbps and self.root_gbps * 1e9,
             host_bytes=self.host_cache,
+            disk_bytes=self.kv_spill or 0,
             host_bytes_per_second=1e9 * (self.host_gbps or HOST_GBPS * -(-self.count // HOST_GPUS)),
             order_seconds=float(self.order_seconds),
             pool_share=self.memory_share,

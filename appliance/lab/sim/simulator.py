@@ -19,22 +19,28 @@ from appliance.lab.hardware import Box, ModelProfile
 from appliance.lab.noise import EXACT, Deviation
 from appliance.lab.sim.event_queue import Agenda, Rank, ScheduledEvent
 from appliance.lab.sim.instance import SimulatedInstance
+from appliance.lab.sim.link import LinkTransfer
 from appliance.lab.sim.recorder import Life, Recorder
 from appliance.lab.sim.samples import Sample, look, times
-from appliance.lab.sim.topology import Wiring
+from appliance.lab.sim.topology import KV, Wiring
 from appliance.lab.workload import Arrival
 from appliance.scheduling.machine import Machine
 from appliance.scheduling.policy_api import Policy
 from appliance.vocabulary import (
     Command,
+    DropSpilledKv,
     Event,
     Finish,
     InstanceId,
+    KvRestored,
+    KvSpilled,
     ModelName,
     Reject,
     RequestArrived,
     RequestId,
     RequestSpec,
+    RestoreKv,
+    SpillKv,
     Ticked,
 )
 
@@ -102,6 +108,7 @@ class _Simulation:
         self._order_seconds = box.order_seconds
         self._tick: ScheduledEvent | None = None
         wiring = Wiring(self._agenda, box, deviation)
+        self._disk = wiring.disk
         self._instances: dict[InstanceId, SimulatedInstance] = {
             number: SimulatedInstance(
                 number,
@@ -154,13 +161,34 @@ class _Simulation:
         for command in commands:
             if isinstance(command, Finish | Reject):
                 self._end(command)
-            else:
+            elif isinstance(command, SpillKv | RestoreKv):
+                self._move_on_disk(command)
+            elif not isinstance(command, DropSpilledKv):
                 orders.append(command)
         if not self._order_seconds:
             self._order(orders)
         elif orders:
             received = self._agenda.now + self._order_seconds
             self._agenda.at(received, Rank.ORDER, partial(self._order, orders))
+
+    def _move_on_disk(self, command: SpillKv | RestoreKv) -> None:
+        """The daemon itself writes and reads KV, one after the other."""
+        outcome = KvSpilled if isinstance(command, SpillKv) else KvRestored
+
+        def over(transfer: LinkTransfer) -> None:
+            self._facts.append(
+                outcome(
+                    model=command.model,
+                    request=command.request,
+                    ok=True,
+                    moved_bytes=transfer.nbytes,
+                    seconds=transfer.seconds,
+                    queued_seconds=transfer.queued_seconds,
+                )
+            )
+
+        nbytes = len(command.host_offsets) * command.block_bytes
+        self._disk.start(KV, nbytes, over)
 
     def _order(self, commands: Sequence[Command]) -> None:
         ordered: dict[InstanceId, None] = {}

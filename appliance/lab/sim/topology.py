@@ -15,7 +15,9 @@ from appliance.lab.sim.link import Link, Root
 from appliance.vocabulary import InstanceId
 
 WEIGHTS, KV_IN, KV_OUT = "weights", "kv_in", "kv_out"
-"""Lanes of the links; those of the disk are of its readers."""
+"""Lanes of the links."""
+KV = "kv"
+"""A lane of the disk; the others are of the instances that read weights."""
 
 
 class Wiring:

@@ -60,6 +60,8 @@ def test_transfers_by_kind() -> None:
         "appliance_transfer_bytes_total{kind=weights,model=n}": 500,
         "appliance_transfer_bytes_total{kind=kv_in,model=m}": 0,
         "appliance_transfer_bytes_total{kind=kv_out,model=m}": 64,
+        "appliance_transfer_bytes_total{kind=kv_spilled,model=m}": 0,
+        "appliance_transfer_bytes_total{kind=kv_restored,model=m}": 0,
     }
     assert found["appliance_transfer_seconds_count{kind=weights}"] == 2
     assert found["appliance_transfer_seconds_sum{kind=weights}"] == 2.004

@@ -77,6 +77,7 @@ def test_the_dashboard_shows_everything_of_ours() -> None:
     """A metric that no panel shows is named here, with a reason."""
     elsewhere = {
         "appliance_instance_quarantined",  # for alerts: the panel of instances counts them
+        "appliance_kv_disk_errors_total",  # for alerts: 0 unless the disk fails
         "appliance_kv_recomputed_tokens_total",  # for alerts: 0 unless the host cache is too small
         "appliance_kv_fragmentation",  # by shape: the panel has the whole
         "appliance_prefills_total",  # equals the requests unless a worker is lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import socket
 import socketserver
 import threading
@@ -16,9 +17,17 @@ from typing import Any
 import pytest
 
 from appliance.cli import doctor
-from appliance.cli.doctor import SHMEM_HUGE, Finding, Level, Package, SystemFacts, examine
+from appliance.cli.doctor import (
+    SHMEM_HUGE,
+    Finding,
+    Level,
+    Package,
+    SystemFacts,
+    check_kv_spill,
+    examine,
+)
 from appliance.config.loader import load_config
-from appliance.config.schema import Config
+from appliance.config.schema import Config, KvSpillFolder
 from appliance.memory import mapping
 from appliance.memory.host_tier import HostTier
 
@@ -272,6 +281,33 @@ def test_weights_that_have_no_room_in_the_host_cache(
 
     assert found.level is Level.WARN
     assert "no room for the weights of tiny" in found.finding
+
+
+def test_the_disk_has_room_for_kv(
+    make_file: Make, fake_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there of it counts as room, as does the whole folder before it is made."""
+    fake_checkpoint()
+    spill = '[devices.kv_spill]\ndirectory = "kv"\nsize = "1MiB"'
+    file = make_file(f'memory = "8MiB"\nslab = "64KiB"\nhost_cache = "4MiB"\n{spill}')
+
+    def check(free: int) -> Finding:
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        return by_what(examine(file))["kv on disk"]
+
+    assert check(1 << 20).level is Level.OK
+    assert check((1 << 20) - 1).level is Level.WARN
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "0.kv").write_bytes(b"x")
+    assert check((1 << 20) - 1).level is Level.OK
+
+
+def test_a_folder_for_kv_that_cannot_be_examined() -> None:
+    finding = check_kv_spill(KvSpillFolder(directory="/proc/none/kv"))
+
+    assert finding.level is Level.FAIL
+    assert "No such file" in finding.finding
 
 
 # --- the machine ---------------------------------------------------------------------------------

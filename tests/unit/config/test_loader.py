@@ -287,6 +287,19 @@ def test_a_journal_needs_its_directory(models: Path) -> None:
     assert (problem.line, problem.key) == (12, "journal.path")
 
 
+def test_kv_goes_to_a_folder_if_one_is_named(models: Path) -> None:
+    """Relative to the file; its parent must be there. Without one there is no room for KV."""
+    spill = '[devices.kv_spill]\ndirectory = "{}"\nsize = "3GiB"\n'
+    config = load_config(write(models, GOOD + spill.format("kv")))
+    problem = only_problem(models, GOOD + spill.format("none/kv"))
+
+    assert config.devices.kv_spill.directory == str(models / "kv")
+    assert config.devices.kv_spill_bytes == 3 << 30
+    assert load_config(write(models, GOOD)).devices.kv_spill_bytes == 0
+    assert (problem.line, problem.key) == (12, "devices.kv_spill.directory")
+    assert problem.remedy == "create it"
+
+
 def test_warnings_name_what_is_allowed_but_odd(models: Path) -> None:
     """A public address without TLS, and memory that is not a whole number of slabs."""
     text = GOOD.replace('"8MiB"', '"8200KiB"') + '[api]\nbind = "0.0.0.0:80"\nkeys = "k"\n'

@@ -46,6 +46,8 @@ from appliance.vocabulary import (
     Finish,
     FinishReason,
     KvMoved,
+    KvRestored,
+    KvSpilled,
     ModelFailed,
     ModelLoaded,
     PrefetchModel,
@@ -652,7 +654,8 @@ async def test_work_is_counted(make_box: MakeBox) -> None:
 
 
 async def test_transfers_are_measured(make_box: MakeBox) -> None:
-    """Loads and swaps by kind, with their bytes and both times; what moved nothing is no swap."""
+    """Loads, swaps, and moves to disk, by kind, with their bytes and both times; what moved
+    nothing is no swap, and what failed is counted apart."""
     box = make_box()
     box.start()
     box.ask("r", "a")
@@ -666,16 +669,24 @@ async def test_transfers_are_measured(make_box: MakeBox) -> None:
     )  # fmt: skip
     observe(nothing)
     observe(msgspec.structs.replace(nothing, moved=("r",), moved_bytes=5, queued_seconds=2.0))
+    disk = {"model": "a", "request": "gone"}
+    observe(KvSpilled(**disk, ok=True, moved_bytes=8, seconds=0.1))
+    observe(KvSpilled(**disk, ok=False, moved_bytes=0, seconds=0.1))
+    observe(KvRestored(**disk, ok=False, moved_bytes=0, seconds=0.1))
 
     assert before == {"kind=weights": 1}
     assert box.samples("appliance_transfer_bytes_total") == {
         "kind=weights,model=a": 4000, "kind=weights,model=b": 70, "kind=kv_in,model=a": 5,
+        "kind=kv_spilled,model=a": 8, "kind=kv_spilled,model=b": 0,
+        "kind=kv_restored,model=a": 0, "kind=kv_restored,model=b": 0,
         "kind=kv_in,model=b": 0, "kind=kv_out,model=a": 0, "kind=kv_out,model=b": 0,
     }  # fmt: skip
     counts = box.samples("appliance_transfer_seconds_count")
-    assert counts == {"kind=weights": 2, "kind=kv_in": 1}
+    assert counts == {"kind=weights": 2, "kind=kv_in": 1, "kind=kv_spilled": 1}
+    errors = box.samples("appliance_kv_disk_errors_total")
+    assert errors == {"operation=write": 1, "operation=read": 1}
     assert box.samples("appliance_transfer_queue_seconds_sum") == {
-        "kind=weights": 0.25, "kind=kv_in": 2.0,
+        "kind=weights": 0.25, "kind=kv_in": 2.0, "kind=kv_spilled": 0.0,
     }  # fmt: skip
 
 

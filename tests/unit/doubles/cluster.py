@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar, cast
 
 from appliance.hookspecs import ENTRY_POINTS
-from appliance.memory.ledger import HostLedger
+from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
@@ -18,6 +18,7 @@ from appliance.vocabulary import (
     ClientBackpressured,
     ClientResumed,
     Command,
+    DropSpilledKv,
     Event,
     Finish,
     InstanceLost,
@@ -32,11 +33,14 @@ from appliance.vocabulary import (
     RequestCancelled,
     RequestClass,
     RequestSpec,
+    RestoreKv,
     RunPrefill,
     RunTurn,
     Slo,
+    SpillKv,
     Ticked,
 )
+from tests.unit.doubles.disk import DiskDouble
 from tests.unit.doubles.instance import InstanceDouble, Life, ModelDouble, World
 
 SLO = Slo(ttft_seconds=10.0, tbt_seconds=0.1)
@@ -109,7 +113,8 @@ def installed() -> dict[str, Callable[[], object]]:
 
 
 class ClusterDouble:
-    """`models` on `instances` instances of `slabs` slabs each, and a host tier of `host_slabs`.
+    """`models` on `instances` instances of `slabs` slabs each, a host tier of `host_slabs`, and a
+    disk with room for the KV of `disk_slabs`.
 
     Time advances by a millisecond per event. Every command and event is kept, in order.
     """
@@ -123,6 +128,7 @@ class ClusterDouble:
         slabs: int = 20,
         host_slabs: int = 200,
         kv_floor_slabs: int = 0,
+        disk_slabs: int = 0,
         pinned: Sequence[str] = (),
         max_context: int = 256,
         max_batch: int = 64,
@@ -132,6 +138,7 @@ class ClusterDouble:
     ) -> None:
         """`stranger` is a policy that is asked before the installed ones."""
         self.world = World(models, slab_bytes=SLAB)
+        self.disk = DiskDouble(self.world)
         self.slabs = slabs
         self.machine = Machine(
             [
@@ -149,6 +156,7 @@ class ClusterDouble:
             instances,
             HostLedger(host_slabs * SLAB, SLAB, kv_floor_slabs),
             cast(Policy, self._watchful(use or [policy], stranger)),
+            disk=DiskLedger(disk_slabs * SLAB),
         )
         self.now = 0.0
         self.journal: list[tuple[float, Event, list[Command]]] = []
@@ -187,6 +195,8 @@ class ClusterDouble:
                 life = self.world.lives[command.request]
                 assert life.outcome is None, "a request has one outcome"
                 life.outcome = command.reason if isinstance(command, Finish) else command.code
+            elif isinstance(command, SpillKv | RestoreKv | DropSpilledKv):
+                self.disk.order(command)
             elif command.instance in self.up:
                 self.up[command.instance].order(command)
 
@@ -266,6 +276,14 @@ class ClusterDouble:
                 self.tell(event)
         return True
 
+    def work_disk(self) -> bool:
+        """The disk carries out its next command; False if it had none."""
+        if not self.disk.busy:
+            return False
+        for event in self.disk.work():
+            self.tell(event)
+        return True
+
     def work_until(self, number: int, done: Callable[[], bool], limit: int = 1000) -> None:
         """One instance works until `done()`, which has to come true."""
         for _ in range(limit):
@@ -275,9 +293,10 @@ class ClusterDouble:
         raise AssertionError("it never happened")
 
     def settle(self, limit: int = 100_000) -> int:
-        """All instances work in turn until none has anything to do; returns pieces of work done."""
+        """All instances and the disk work in turn until none has anything to do; returns pieces of
+        work done."""
         done = 0
-        while any([self.work(number) for number in list(self.up)]):
+        while any([self.work_disk(), *[self.work(number) for number in list(self.up)]]):
             done += 1
             assert done < limit, "the cluster never comes to rest"
         return done

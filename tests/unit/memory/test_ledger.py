@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from appliance.errors import LedgerError
-from appliance.memory.ledger import DeviceLedger, HostLedger
+from appliance.memory.ledger import DeviceLedger, DiskLedger, HostLedger
 
 MODELS = st.sampled_from("abcd")
 SLAB = 100
@@ -312,6 +312,45 @@ def test_device_books_that_do_not_balance_are_noticed(kv: dict[str, int]) -> Non
 
     with pytest.raises(LedgerError):
         ledger.check_integrity()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60))))
+def test_the_disk_holds_no_more_than_it_has(steps: list[tuple[str, int]]) -> None:
+    """Whoever holds something gives it back; others get room as long as there is some."""
+    ledger = DiskLedger(100)
+    held: dict[str, int] = {}
+    for request, nbytes in steps:
+        if request in held:
+            with pytest.raises(LedgerError, match="on disk already"):
+                ledger.take(request, nbytes)
+            ledger.give(request)
+            del held[request]
+        elif ledger.take(request, nbytes):
+            held[request] = nbytes
+        else:
+            assert sum(held.values()) + nbytes > 100
+        assert (ledger.held, ledger.held_bytes) == (held, sum(held.values()))
+        ledger.check_integrity()
+
+
+def test_disk_books_that_do_not_balance_are_noticed() -> None:
+    ledger = DiskLedger(10)
+    ledger.take("a", 4)
+    ledger.held_bytes = 5
+    with pytest.raises(LedgerError, match="5 of 10 bytes are held"):
+        ledger.check_integrity()
+
+
+def test_the_room_that_kv_could_have() -> None:
+    """What it has, and what is neither of weights nor held back for them."""
+    ledger = HostLedger(10 * SLAB, SLAB)
+    ledger.take_weights("a", 2)
+    ledger.hold_back("b", 3)
+    ledger.take_blocks(SLAB, 1)
+
+    assert (ledger.kv_free_slabs, ledger.kv_room_slabs) == (4, 5)
+    ledger.hold_back("c", 9)
+    assert (ledger.kv_free_slabs, ledger.kv_room_slabs) == (0, 1)
 
 
 def test_a_refused_claim_changes_nothing() -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from appliance.scheduling import host_room
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.model_lifecycle import MAX_BUILD_LOSSES
 from appliance.scheduling.wait_reasons import wait_reason
@@ -64,6 +65,8 @@ class BusyCluster(RuleBasedStateMachine):
         max_batch=st.integers(1, 8),
         max_sequences=st.sampled_from([None, 1, 3]),
         swap_seconds=st.sampled_from([0.001, 0.5, 20.0]),
+        disk_slabs=st.sampled_from([0, 4, 200]),
+        damages=st.booleans(),
     )
     def open(
         self,
@@ -79,6 +82,8 @@ class BusyCluster(RuleBasedStateMachine):
         max_batch: int,
         max_sequences: int | None,
         swap_seconds: float,
+        disk_slabs: int,
+        damages: bool,
     ) -> None:
         self.cluster = ClusterDouble(
             models(count),
@@ -88,10 +93,12 @@ class BusyCluster(RuleBasedStateMachine):
             slabs=24,
             host_slabs=host[0],
             kv_floor_slabs=host[1],
+            disk_slabs=disk_slabs,
             pinned=["m0"] if pinned else [],
             max_batch=max_batch,
             max_sequences=max_sequences,
         )
+        self.cluster.disk.damages = damages
         self.swap_seconds = swap_seconds
         self.caching = caching
         self.fragmentation = fragmentation
@@ -100,6 +107,8 @@ class BusyCluster(RuleBasedStateMachine):
         self.losses = 0
         self.dying: set[int] = set()
         """Instances whose workers are being ended."""
+        self.unreadable: set[str] = set()
+        """Models whose files were gone, for a while or for good."""
         self.emptied = False
         """Whether there was a time without any instance."""
         self.whims = policy == WHIMSICAL
@@ -128,7 +137,17 @@ class BusyCluster(RuleBasedStateMachine):
         self.cluster.ask(name, model, prompt=prompt, output=output, limit=limit, kind=kind)
         self.asked += 1
 
-    @rule(seconds=st.sampled_from([0.002, 1.5]))
+    @rule(prompt=st.integers(1, 120), kind=st.sampled_from(RequestClass), pieces=st.integers(0, 90))
+    def ask_each_model(self, prompt: int, kind: RequestClass, pieces: int) -> None:
+        """A long request for each model, so that they take turns."""
+        for model in sorted(self.cluster.machine.models):
+            name = f"r{self.asked}"
+            self.cluster.ask(name, model, prompt=prompt, output=60, limit=100, kind=kind)
+            self.asked += 1
+        for number in [number for _ in range(pieces) for number in list(self.cluster.up)]:
+            self.cluster.work(number)
+
+    @rule(seconds=st.sampled_from([0.002, 1.5, 6.0]))
     def wait(self, seconds: float) -> None:
         """Time passes; the machine is woken when it asked for it."""
         self.cluster.now += seconds
@@ -224,6 +243,7 @@ class BusyCluster(RuleBasedStateMachine):
         """From now on the model can be loaded only from an image in the host tier."""
         model = data.draw(st.sampled_from(sorted(self.cluster.world.models)))
         self.cluster.world.unreadable.add(model)
+        self.unreadable.add(model)
 
     @precondition(lambda self: self.asked and self.cluster.up)
     @rule(data=st.data())
@@ -238,6 +258,16 @@ class BusyCluster(RuleBasedStateMachine):
         instance = self.cluster.up.get(number)
         for event in [] if instance is None else instance.end_leaving():
             self.cluster.tell(event)
+
+    @precondition(lambda self: self.cluster.disk.busy)
+    @rule()
+    def work_disk(self) -> None:
+        self.cluster.work_disk()
+
+    @rule(refuses=st.booleans(), damages=st.booleans())
+    def break_or_mend_the_disk(self, refuses: bool, damages: bool) -> None:
+        """From now on the disk takes nothing, or gives nothing back, or works again."""
+        self.cluster.disk.refuses, self.cluster.disk.damages = refuses, damages
 
     @rule(number=st.integers(0, 2))
     def come_back(self, number: int) -> None:
@@ -281,7 +311,17 @@ class BusyCluster(RuleBasedStateMachine):
             if request.stage is Stage.PAUSED:
                 assert request.backpressured
                 assert request.batch is None
-                assert request.kv in (KvPlace.LEAVING, KvPlace.HOST)
+                on_a_device = (KvPlace.NONE, KvPlace.DEVICE, KvPlace.ARRIVING)
+                assert request.kv not in on_a_device
+
+    @invariant()
+    def the_disk_holds_what_the_books_say(self) -> None:
+        """When the disk has nothing to do, its files are those of the live requests on disk."""
+        if not self.cluster.disk.busy:
+            assert self.cluster.disk.files.keys() == self.cluster.machine.disk.held.keys()
+            assert (
+                self.cluster.disk.files.keys() == self.cluster.machine.request_book.on_disk.keys()
+            )
 
     @invariant()
     def preempted_is_not_recomputed(self) -> None:
@@ -327,22 +367,22 @@ class BusyCluster(RuleBasedStateMachine):
         )
         if self.losses >= MAX_BUILD_LOSSES:
             allowed.add("model_failed")
-        unreadable = self.cluster.world.unreadable
         for life in self.cluster.world.lives.values():
-            failed = {"model_failed"} if life.model in unreadable else set()
+            failed = {"model_failed"} if life.model in self.unreadable else set()
             assert life.outcome in allowed | failed
             assert life.prefills <= 1 + life.produced + self.losses, "each prompt makes a token"
             done = life.prefills > 0 if life.pooled else life.produced == life.output_tokens
             assert (life.outcome in ended) == done
         assert self.cluster.machine.host.kv_slabs == 0
         assert not self.cluster.machine.request_book.pending_frees
+        assert not self.cluster.machine.disk.held
+        assert not self.cluster.disk.files
         assert not self.cluster.machine.removing
         for instance in self.cluster.machine.instances.values():
             assert instance.engines.keys() == self.cluster.machine.models.keys()
 
 
-def test_anything_may_happen() -> None:
-    """Random arrivals, work, cancellations, losses and returns break no promise."""
+def run_busy_clusters() -> None:
     run_state_machine_as_test(
         BusyCluster,
         settings=settings(
@@ -352,6 +392,19 @@ def test_anything_may_happen() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_anything_may_happen() -> None:
+    """Random arrivals, work, cancellations, losses and returns break no promise."""
+    run_busy_clusters()
+
+
+def test_anything_may_happen_with_kv_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with KV that goes to disk and comes back whenever it may."""
+    monkeypatch.setattr(host_room, "SHORT", 0.9)
+    monkeypatch.setattr(host_room, "ENOUGH", 0.95)
+    monkeypatch.setattr(host_room, "LONG_SECONDS", 0.0)
+    run_busy_clusters()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
