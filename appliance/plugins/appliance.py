@@ -98,6 +98,8 @@ class InstanceWork:
     models: frozenset[ModelName]
     """Those with work."""
     seconds: float
+    kv_seconds: float
+    """On top of that, for reading the KV of the requests that decode."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -163,7 +165,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         """Where everything, the request included, would be done first. With others of its model
         it costs little, as steps are shared; elsewhere a switch, and a whole answer that shares
         no steps. What that costs depends on the other models: while half of the instances would do
-        for all models with work, nothing."""
+        for all models with work, nothing. Then the KV that steps read counts instead; where models
+        crowd, it would keep requests of a model from gathering."""
         model = request.model
         expected = self._expect(model, now, costs)
         alone = self._answers_seconds(model, 1, expected, costs)
@@ -172,10 +175,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
         models = max([len(load.models) for load in found])
         if models < len(instances):  # there may be as many all the same
             models = len(frozenset().union(*[load.models for load in found]))
-        alone *= min(1.0, max(0.0, 2 * models / len(instances) - 1))
+        crowded = min(1.0, max(0.0, 2 * models / len(instances) - 1))
+        alone *= crowded
         best, soonest = instances[0], math.inf
         for view, load in zip(instances, found, strict=True):
-            seconds = load.seconds
+            seconds = load.seconds + (1.0 - crowded) * load.kv_seconds
             if model not in load.models:
                 seconds += alone
                 if model not in view.resident:
@@ -206,7 +210,11 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
     def _make_load(self, view: InstanceView, now: float, costs: Costs) -> InstanceWork:
         """O(batches + groups)."""
         known, resident = self._expected, view.resident
-        requests, seconds = {batch.model: batch.requests for batch in view.batches}, 0.0
+        requests, seconds, kv_seconds = {}, 0.0, 0.0
+        for batch in view.batches:
+            requests[batch.model] = batch.requests
+            reading = costs.step_seconds(batch.model, 1, batch.kv_tokens)
+            kv_seconds += self.output_tokens * (reading - costs.step_seconds(batch.model, 1))
         if view.computing_tokens and view.current_model is not None:
             expected = self._expect(view.current_model, now, costs)
             computing = view.computing_tokens * expected.prompt_seconds_per_token
@@ -224,7 +232,8 @@ class Appliance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=T
             )
             if model not in resident:
                 seconds += expected.switch_seconds
-        return InstanceWork(now, view.membership_version, resident, frozenset(requests), seconds)
+        models = frozenset(requests)
+        return InstanceWork(now, view.membership_version, resident, models, seconds, kv_seconds)
 
     def _expect(self, model: ModelName, now: float, costs: Costs) -> Expected:
         """What is known of the model. Prompts are taken to be on a line through two estimates."""

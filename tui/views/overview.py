@@ -123,6 +123,9 @@ class OverviewView(View):
                 (f"  {size(whole - host.get('free', 0))} of {size(whole)}: ", ""),
                 (f"{size(weights)} weights, {size(host.get('kv', 0))} KV", theme.dim),
             ]
+            if disk := state.tree.get("disk_bytes"):
+                on_disk = f"; disk {size(disk['kv'])} of {size(sum(disk.values()))} KV"
+                hosted.append((on_disk, theme.dim))
             return [first, legend, hosted, []]
         return [first, legend, []]
 

@@ -85,6 +85,7 @@ def state_of(snapshot: Snapshot, before: Document) -> Document:
             "readiness": whole["readiness"],
             "kv": status["kv"],
             "host_bytes": status["host_bytes"],
+            "disk_bytes": status["disk_bytes"],
             "instances": _keyed(status["instances"], "instance"),
             "models": _keyed(status["models"], "model"),
             "requests": {

@@ -18,7 +18,7 @@ from appliance.lab.experiments.run import Contender, Setting, System, play
 from appliance.lab.hardware import Box, gpu, profile
 from appliance.lab.sim.simulator import SimulationRun, simulate
 from appliance.lab.workload import Arrival, Lengths, drawn
-from appliance.memory.ledger import HostLedger
+from appliance.memory.ledger import DiskLedger, HostLedger
 from appliance.plugins.aegaeon import Aegaeon
 from appliance.policies.loader import load_stack
 from appliance.policies.stack import PolicyStack
@@ -33,7 +33,17 @@ from appliance.scheduling.policy_api import (
     RequestView,
 )
 from appliance.service.policy_report import PolicyChoice
-from appliance.vocabulary import Command, Event, ModelLoaded, ModelSpec, RequestArrived, Ticked
+from appliance.vocabulary import (
+    Command,
+    Event,
+    KvRestored,
+    KvSpilled,
+    ModelLoaded,
+    ModelSpec,
+    RequestArrived,
+    RequestClass,
+    Ticked,
+)
 from tests.unit.lab import bench as lab_bench
 from tests.unit.lab.bench import SLAB, SLO
 from tests.unit.plugins.whimsical import Whimsical
@@ -56,14 +66,15 @@ class HearingMachine(Machine):
 
 
 def machine(
-    policy: str, instances: int, host_slabs: int = 400, context: int = 400
+    policy: str, instances: int, host_slabs: int = 400, disk_slabs: int = 0
 ) -> HearingMachine:
     specs = [
         ModelSpec(name=name, weight_bytes=4 * SLAB, max_context_tokens=400, max_batch=8, slo=SLO)
         for name in MODELS
     ]
     host = HostLedger(host_slabs * SLAB, SLAB)
-    made = HearingMachine(specs, instances, host, load_stack(PolicyChoice(use=(policy,))))
+    stack, disk = load_stack(PolicyChoice(use=(policy,))), DiskLedger(disk_slabs * SLAB)
+    made = HearingMachine(specs, instances, host, stack, disk=disk)
     made.journal = []
     return made
 
@@ -287,6 +298,34 @@ def test_weights_that_the_host_has_no_room_for_come_from_the_disk() -> None:
     run(alone, waiting[:1])
     assert [(e.instance, e.seconds) for e in loads(together)][:2] == [(0, 8.0), (1, 8.0)]
     assert [e.seconds for e in loads(alone)] == [4.0]
+
+
+def test_kv_goes_to_the_disk_and_back() -> None:
+    """That of batch work, while the host has little room. It takes a second for each slab."""
+    made = machine("aegaeon", 1, host_slabs=40, disk_slabs=100)
+    batch = [
+        Arrival(
+            seconds=0.0,
+            model=model,
+            prompt_tokens=60,
+            output_tokens=150,
+            request_class=RequestClass.BATCH,
+        )
+        for model in 3 * MODELS
+    ]
+    chats = [
+        Arrival(seconds=float(at), model=MODELS[at % 5], prompt_tokens=60, output_tokens=60)
+        for at in range(3, 200, 2)
+    ]
+    done = run(made, [*batch, *chats], slabs=12)
+    written = [event for _, event, _ in made.journal if isinstance(event, KvSpilled)]
+    read = [event for _, event, _ in made.journal if isinstance(event, KvRestored)]
+    assert {life.outcome for life in done.recorder.lives} == {"stop"}
+    assert written
+    assert sorted(e.request for e in read) == sorted(e.request for e in written)
+    # Weights are in the host: nothing else uses the disk.
+    assert all(event.seconds == pytest.approx(event.moved_bytes / SLAB) for event in written)
+    assert not made.disk.held
 
 
 def test_a_group_of_gpus_holds_a_model_that_one_cannot() -> None:

@@ -28,14 +28,16 @@ class FixedCosts:
         step: float = 0.025,
         per_token: float = 0.001,
         switch: float = 1.0,
+        per_kv_token: float = 0.0,
         steps: Mapping[str, float] | None = None,
         switches: Mapping[str, float] | None = None,
     ) -> None:
         self.step, self.per_token, self.switch = step, per_token, switch
+        self.per_kv_token = per_kv_token
         self.steps, self.switches = dict(steps or {}), dict(switches or {})
 
     def step_seconds(self, model: str, requests: int = 1, kv_tokens: int = 0) -> float:
-        return self.steps.get(model, self.step)
+        return self.steps.get(model, self.step) + self.per_kv_token * kv_tokens
 
     def prefill_seconds(self, model: str, tokens: int) -> float:
         return tokens * self.per_token

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from appliance.plugins.appliance import Appliance
-from appliance.scheduling.policy_api import InstanceView, Phase, PrefillChoice
+from appliance.scheduling.policy_api import BatchView, InstanceView, Phase, PrefillChoice
 from appliance.vocabulary import PrefetchModel, RequestClass, Role
 from tests.unit.doubles.cluster import ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
@@ -383,6 +383,21 @@ def test_a_request_goes_where_no_long_prompt_is_computed() -> None:
     assert chosen(Appliance(), first(0), other).instance == 0
     assert chosen(Appliance(), first(9000), other).instance == 0
     assert chosen(Appliance(), first(11000), other).instance == 1
+
+
+def test_a_request_goes_where_steps_read_less_kv() -> None:
+    """Unless models crowd: there requests of a model gather."""
+    costs = FixedCosts(step=0.01, per_token=0.0001, switch=1.0, per_kv_token=1e-6)
+    much = instance_view(0, batches=(batch_view("a", kv_tokens=30000),), resident=["a"])
+
+    def first(other: BatchView) -> int:
+        views = [much, instance_view(1, batches=(other,), resident=["a", "b"])]
+        request = request_view("a")
+        return Appliance().prefill(now=NOW, request=request, instances=views, costs=costs).instance
+
+    assert first(batch_view("a", kv_tokens=500)) == 1
+    assert first(batch_view("a", kv_tokens=30000)) == 0
+    assert first(batch_view("b")) == 0
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,15 @@ async def test_a_gpu_without_sensors_is_an_instance() -> None:
         assert [line.split(" GPU ")[1] for line in lines] == ["0 61°C", "1"]
 
 
+async def test_kv_on_disk_is_shown() -> None:
+    async with dashboard(source := loaded(), size=(140, 30)) as app:
+        assert "disk" not in seen(app)
+        held = {"kv": 3 << 30, "free": 61 << 30}
+        source.say(delta({"disk_bytes": held}, NOW + 1))
+        await settle(app)
+        assert "disk 3GiB of 64GiB KV" in seen(app)
+
+
 async def test_an_overview_of_nothing() -> None:
     """A pool that never did anything, and one of which nothing is known."""
     async with dashboard(Told(state(tree()))) as app:
