@@ -124,8 +124,8 @@ class KvSpill:
 
     def make_room(self) -> None:
         """Have KV go to disk if room in the host tier is short, or requests wait for some: then all
-        of those go whose clients read too slowly. O(1) if it is not, else O(n log n) in the live
-        requests."""
+        of those go whose clients read too slowly. O(requests with KV on disk) if it is not, else
+        O(n log n) in the live requests; O(1) without a disk."""
         book = self._requests
         if not self._disk.total_bytes or self._context.now < self._refused_until:
             return

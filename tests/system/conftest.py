@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/system" in str(item.path):
             item.add_marker(pytest.mark.system)
+
+
+def copy_with_context(checkpoint: Path, copy: Path, tokens: int) -> None:
+    """Copy a checkpoint, for a context of so many tokens."""
+    shutil.copytree(checkpoint, copy)
+    described = copy / "config.json"
+    longer = json.loads(described.read_text()) | {"max_position_embeddings": tokens}
+    described.write_text(json.dumps(longer))
 
 
 @dataclass(frozen=True)

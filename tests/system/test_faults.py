@@ -14,8 +14,7 @@ import os
 import resource
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from appliance.config.schema import Config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, metrics_by_model, running_daemon
 from appliance.demo.traffic import ChatRequest, TimedAnswer, send
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, until
 
 ORIGINAL = "qwen2-a"
 CACHED, PLAIN = "cached", "plain"
@@ -115,7 +114,7 @@ def box(
         breaking = beside.submit(_break_header, box)
         with running_daemon(file, config) as (_, pid):
             breaking.result()
-            _until(lambda: all(box.state(model) not in ("absent", "building") for model in MODELS))
+            until(lambda: all(box.state(model) not in ("absent", "building") for model in MODELS))
             yield replace(box, pid=pid)
 
 
@@ -129,7 +128,7 @@ def _break_header(box: Box) -> None:
             return True
         return False
 
-    _until(is_up)
+    until(is_up)
     _overwrite(box.weights(HEADER), 8, b"\0" * 16)
 
 
@@ -191,7 +190,7 @@ def test_a_client_that_does_not_read(box: Box) -> None:
         head += "Content-Type: application/json\r\n"
         plug.sendall(f"{head}Host: localhost\r\n\r\n".encode() + asked)
         assert plug.recv(12).endswith(b" 200")
-        _until(lambda: box.phases() == ["paused"])
+        until(lambda: box.phases() == ["paused"])
         assert box.serves(CACHED)
         with plug.makefile("rb") as answer:
             events = [line[6:] for line in answer if line.startswith(b"data: {")]
@@ -288,11 +287,3 @@ def _replace(file: Path) -> None:
     other = file.with_suffix(".new")
     other.write_bytes(os.urandom(file.stat().st_size))
     other.replace(file)
-
-
-def _until(true: Callable[[], bool]) -> None:
-    """Ask again and again until it is so: the daemon is another process."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.05)

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from appliance.access.keys import Key, KeyFile, Scope, digest
 from appliance.client import event_lines_async
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, until
 
 MODEL = "llama-a"
 CHAT = "/v1/chat/completions"
@@ -131,7 +130,7 @@ def daemon(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         )
     daemon = Daemon(f"http://{bind}", process.pid)
     try:
-        _until(lambda: process.poll() is not None or _is_ready(daemon))
+        until(lambda: process.poll() is not None or _is_ready(daemon))
         assert process.poll() is None, log.read_text()[-4000:]
         yield daemon
     finally:
@@ -182,14 +181,6 @@ def _holder(daemon: Daemon, client: tuple[str, int]) -> int:
             except FileNotFoundError:
                 continue  # closed since it was listed
     raise AssertionError("no front end has the connection")
-
-
-def _until(true: Callable[[], bool]) -> None:
-    """Ask again and again until it is so: the daemon is another process."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.05)
 
 
 def _asked(key: str, tokens: int) -> dict[str, Any]:
@@ -258,12 +249,12 @@ async def test_a_killed_front_end_ends_its_streams_and_no_others(daemon: Daemon)
     async with on_all(daemon, before) as warm:
         for _, reading in warm:
             await reading
-    await asyncio.to_thread(_until, lambda: not daemon.live())
+    await asyncio.to_thread(until, lambda: not daemon.live())
     descriptors = daemon.descriptors()
     charged = {key: daemon.output_tokens(key) for key in USERS}
 
     async with on_all(daemon, before) as streams:
-        victim = streams[0][0].front_end
+        victim = streams[-1][0].front_end  # has one stream, which has just begun
         os.kill(victim, signal.SIGKILL)
         for _, reading in streams:
             await reading
@@ -279,23 +270,23 @@ async def test_a_killed_front_end_ends_its_streams_and_no_others(daemon: Daemon)
     for stream in others:
         assert stream.done
         assert len(stream.tokens) == LONG
-    await asyncio.to_thread(_until, lambda: not daemon.live())
+    await asyncio.to_thread(until, lambda: not daemon.live())
     for stream in ended:
         produced = daemon.output_tokens(stream.key) - charged[stream.key]
         assert len(stream.tokens) <= produced < LONG
 
-    await asyncio.to_thread(_until, lambda: len(daemon.front_ends()) == 2)
+    await asyncio.to_thread(until, lambda: len(daemon.front_ends()) == 2)
     after = daemon.front_ends()
     assert len(after & before) == 1
     assert victim not in after
-    await asyncio.to_thread(_until, lambda: daemon.get("/readyz").is_success)
+    await asyncio.to_thread(until, lambda: daemon.get("/readyz").is_success)
     for stream in others:
         assert (await answered(daemon, stream.key)).text == stream.text
     async with on_all(daemon, after) as streams:
         for stream, reading in streams:
             await reading
             assert stream.done
-    await asyncio.to_thread(_until, lambda: daemon.descriptors() <= descriptors)
+    await asyncio.to_thread(until, lambda: daemon.descriptors() <= descriptors)
 
 
 async def test_the_core_answers_while_all_front_ends_are_stopped(daemon: Daemon) -> None:
@@ -341,9 +332,9 @@ async def test_a_conversation_goes_on_in_every_front_end(daemon: Daemon) -> None
     assert stored.json() == answer.json()
     assert (await asyncio.to_thread(daemon.get, path, USERS[1])).status_code == 404
     await asyncio.to_thread(
-        _until, lambda: len(daemon.front_ends()) == 2 and daemon.front_ends() != before
+        until, lambda: len(daemon.front_ends()) == 2 and daemon.front_ends() != before
     )
-    await asyncio.to_thread(_until, lambda: daemon.get("/readyz").is_success)
+    await asyncio.to_thread(until, lambda: daemon.get("/readyz").is_success)
 
 
 def _long_prompt() -> dict[str, Any]:

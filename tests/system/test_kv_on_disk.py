@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,8 @@ from appliance.client import event_lines_async
 from appliance.config.loader import load_config
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, metrics_by_model, running_daemon
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import until
+from tests.system.conftest import copy_with_context
 
 MODEL = "llama-a"
 CONTEXT = 1024
@@ -31,10 +30,7 @@ SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 def configured(checkpoints: Path, folder: Path) -> Path:
     """One model with a longer context, room for the KV of 1,152 tokens in the host cache, and a
     folder for KV on disk."""
-    shutil.copytree(checkpoints / MODEL, folder / MODEL)
-    described = folder / MODEL / "config.json"
-    longer = json.loads(described.read_text()) | {"max_position_embeddings": CONTEXT}
-    described.write_text(json.dumps(longer))
+    copy_with_context(checkpoints / MODEL, folder / MODEL, CONTEXT)
     file = write_config(
         folder,
         [MODEL],
@@ -74,17 +70,6 @@ async def chat(client: httpx.AsyncClient, go_on: asyncio.Event) -> list[int]:
     return tokens
 
 
-async def until(true: Callable[[], bool]) -> None:
-    await asyncio.to_thread(_until, true)
-
-
-def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
-
-
 def places(url: str) -> list[str]:
     """Where the KV of each paused request is, as the API shows it."""
     requests = httpx.get(f"{url}/api/requests").json()["requests"]
@@ -94,11 +79,11 @@ def places(url: str) -> list[str]:
 async def stall(client: httpx.AsyncClient, go_on: asyncio.Event) -> list[asyncio.Task[list[int]]]:
     """Clients that do not read until they may go on, one after another, until the KV of two is on
     disk."""
-    tasks = []
+    url, tasks = str(client.base_url), []
     while len(tasks) < CLIENTS:
         tasks.append(asyncio.create_task(chat(client, go_on)))
-        await until(lambda: len(places(str(client.base_url))) == len(tasks))
-    await until(lambda: places(str(client.base_url)).count("disk") >= 2)
+        await asyncio.to_thread(until, lambda: len(places(url)) == len(tasks))
+    await asyncio.to_thread(until, lambda: places(url).count("disk") >= 2)
     return tasks
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port, metrics_by_model, running_daemon
 from appliance.demo.traffic import ChatRequest, send
 from tests.patience import PATIENCE_SECONDS
+from tests.system.conftest import copy_with_context
 
 MODEL = "llama-a"
 MEMORY = "20MiB"
@@ -49,10 +49,7 @@ def test_kv_that_the_host_cache_cannot_hold_is_computed_again(
 def test_clients_that_name_no_bound_run_at_once(checkpoints: Path, tmp_path: Path) -> None:
     """48 chats without `max_tokens`, with a model of 32k tokens of context: all have tokens before
     the first of them ends. Room for all at full length would be 12 GiB."""
-    shutil.copytree(checkpoints / MODEL, tmp_path / MODEL)
-    described = tmp_path / MODEL / "config.json"
-    longer = json.loads(described.read_text()) | {"max_position_embeddings": CONTEXT}
-    described.write_text(json.dumps(longer))
+    copy_with_context(checkpoints / MODEL, tmp_path / MODEL, CONTEXT)
     file = write_config(
         tmp_path,
         [MODEL],

@@ -316,7 +316,7 @@ def test_device_books_that_do_not_balance_are_noticed(kv: dict[str, int]) -> Non
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60))))
 def test_the_disk_holds_no_more_than_it_has(steps: list[tuple[str, int]]) -> None:
-    """Whoever holds something gives it back; others get room as long as there is some."""
+    """A request that holds room gives it back; others get room as long as there is some."""
     ledger = DiskLedger(100)
     held: dict[str, int] = {}
     for request, nbytes in steps:

@@ -171,18 +171,9 @@ def test_kv_of_chats_goes_where_kv_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     assert cluster.commands(RestoreKv)
 
 
-@pytest.mark.parametrize("disk_slabs", [0, 2])
-def test_kv_goes_only_where_the_disk_has_room(disk_slabs: int) -> None:
-    cluster = full(disk_slabs=disk_slabs)
-    pause(cluster, "a1")
-    ordered = spilled(cluster)
-    finish(cluster)
-
-    assert not ordered
-
-
-def test_none_goes_while_there_is_room() -> None:
-    cluster = full(kv_slabs=15)
+@pytest.mark.parametrize(("kv_slabs", "disk_slabs"), [(13, 0), (13, 2), (15, 100)])
+def test_kv_stays_where_it_has_room_or_the_disk_has_none(kv_slabs: int, disk_slabs: int) -> None:
+    cluster = full(kv_slabs=kv_slabs, disk_slabs=disk_slabs)
     pause(cluster, "a1")
     ordered = spilled(cluster)
     finish(cluster)
