@@ -8,7 +8,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from benchmarks.endurance.connection import ask_json
@@ -22,6 +22,8 @@ SLACK = {
     "descriptors": 8,
     "threads": 4,
 }
+REAPED_SECONDS: Final = 10.0
+"""The system's first process reaps what a killed worker had started, in its own time."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,13 @@ class Watch:
         return tree
 
     def left_behind(self) -> list[str]:
-        """What outlives the daemon."""
+        """What outlives the daemon by `REAPED_SECONDS`."""
+        deadline = time.monotonic() + REAPED_SECONDS
+        while (found := self._still_there()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _still_there(self) -> list[str]:
         found = [f"process {pid}" for pid in sorted(self.seen) if Path(f"/proc/{pid}").exists()]
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and self.memory & _memory(int(entry.name)):
