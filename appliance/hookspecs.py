@@ -60,7 +60,8 @@ class PolicySpec:
     ) -> PrefillChoice | Refusal | None:
         """When a request arrives, and when it has to be prefilled again after a loss or a change of
         places: which queue it joins, or that it is refused. Once it has joined one, a refusal only
-        means the first of `instances`."""
+        means the first of `instances`. Those where its KV would wait for room are not among
+        them while others have some; a request that waits so is asked about again each second."""
 
     @hookspec(firstresult=True)
     def decode(
@@ -71,7 +72,8 @@ class PolicySpec:
         instances: Sequence[InstanceView],
         costs: Costs,
     ) -> InstanceId | None:
-        """When a prompt is computed: which instance decodes the request."""
+        """When a prompt is computed: which instance decodes the request. Also when its KV had to
+        leave the device for that of others: then `instances` are others that have room."""
 
     @hookspec(firstresult=True)
     def admit(self, now: float, instance: InstanceView, costs: Costs) -> Admitted | None:

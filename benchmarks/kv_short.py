@@ -46,7 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="appliance-kv-short-") as directory:
         place = Path(directory)
         make_checkpoints(place, models)
-        chats = _chats(models)
+        chats = chats_for(models)
         truths = answered(load_config(_write(place, models, REQUESTS)), chats)
         runs: dict[str, list[dict[str, float]]] = {"all": [], "short": []}
         for _ in range(options.pairs):
@@ -76,8 +76,8 @@ def _each(made: Sequence[Mapping[str, float]], figure: str) -> list[float]:
     return [run[figure] for run in made]
 
 
-def _chats(models: Sequence[str]) -> list[ChatRequest]:
-    """All different, some 200 tokens each, dealt out to the models."""
+def chats_for(models: Sequence[str]) -> list[ChatRequest]:
+    """The requests: all different, some 200 tokens each, dealt out to the models."""
     return [
         ChatRequest(
             models[number % len(models)],

@@ -75,7 +75,8 @@ def play(table: PaperTable, wanted: Sequence[Wanted], arena: MatchPool) -> list[
             seed=one.seed,
             digest=digests[one.at, one.policy],
             metrics={
-                name: None if math.isnan(outcome.metrics[name]) else outcome.metrics[name]
+                # A count is written as it is read again: as a float.
+                name: None if math.isnan(outcome.metrics[name]) else float(outcome.metrics[name])
                 for name in kept
             },
             faults=outcome.faults,

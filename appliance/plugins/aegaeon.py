@@ -159,8 +159,9 @@ class Aegaeon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def _longest(self, instance: InstanceView, batch: BatchView, step_seconds: float) -> float:
         if not instance.groups:
             return self.q_max_seconds
-        joins = instance.groups[0].model == batch.model
-        return step_seconds if joins else self.interleave_seconds
+        if instance.groups[0].model != batch.model:
+            return self.interleave_seconds
+        return self.q_max_seconds if instance.kv_short else step_seconds
 
     @hookimpl
     def batch(self) -> BatchLimits:

@@ -182,7 +182,7 @@ def search_sliders(
 
 
 def p_heavy(ids: Iterable[InstanceId], share: float) -> frozenset[InstanceId]:
-    """The first `share` of the instances, but neither none nor all; a lone one is D-heavy."""
+    """The first `share` of the instances, but neither none nor all; a lone one is not."""
     order = sorted(ids)
     if len(order) < 2:
         return frozenset()
@@ -252,8 +252,7 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         soonest = (math.inf, instances[0].id)
         for view in instances:
             p = view.id in heavy
-            chunk = self.p_chunk_tokens if p else self.d_chunk_tokens
-            estimates = _Estimates(view, chunk, costs)
+            estimates = _Estimates(view, self._chunk_tokens(view.id, heavy), costs)
             queued = estimates.queued_seconds(request.model)
             own = estimates.prompt_seconds(request.model, request.tokens)
             transfer = self._transfer_seconds(request) if p else 0.0
@@ -284,7 +283,9 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
         """A prompt while only its own model decodes comes at once, as that goes on with it;
         others alternate with turns."""
         running = {batch.model for batch in instance.batches if batch.runnable}
-        mixed = self._chunk_tokens(instance) > 0 and running == {instance.groups[0].model}
+        mixed = self._chunk_tokens(instance.id, self._p_heavy) > 0 and running == {
+            instance.groups[0].model
+        }
         # One since the last turn began was mixed with it; if there are two, one has run alone.
         owed = instance.prefills_since_turn > mixed
         return Phase.DECODE if owed else Phase.PREFILL
@@ -292,11 +293,15 @@ class Taichi(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True
     @hookimpl
     def batch(self, instance: InstanceView) -> BatchLimits:
         """As many as the model allows; prompts in chunks of S_P or S_D."""
-        return BatchLimits(requests=UNLIMITED, chunk_tokens=self._chunk_tokens(instance))
+        chunk_tokens = self._chunk_tokens(instance.id, self._p_heavy)
+        return BatchLimits(requests=UNLIMITED, chunk_tokens=chunk_tokens)
 
-    def _chunk_tokens(self, instance: InstanceView) -> int:
-        heavy = instance.id in (self._p_heavy or ())
-        return self.p_chunk_tokens if heavy else self.d_chunk_tokens
+    def _chunk_tokens(self, instance: InstanceId, heavy: frozenset[InstanceId] | None) -> int:
+        """S_P on a P-heavy instance, S_D on others. A lone one, which no request can leave, has no
+        use for small chunks: S_P, unless prompts are to be computed whole."""
+        if heavy == frozenset() and self.d_chunk_tokens:
+            return self.p_chunk_tokens
+        return self.p_chunk_tokens if instance in (heavy or ()) else self.d_chunk_tokens
 
     @hookimpl
     def preempt(self, instance: InstanceView) -> float | None:

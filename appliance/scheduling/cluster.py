@@ -164,6 +164,7 @@ class Cluster:
             total_bytes=ledger.total_slabs * self._slab_bytes,
             free_bytes=(ledger.free_slabs + cold) * self._slab_bytes,
             kv_bytes=(sum(ledger.kv.values()) - cold) * self._slab_bytes,
+            kv_short=instance.kv_short,
         )
 
     def _group_view(self, group: Group) -> GroupView:

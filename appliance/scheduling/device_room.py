@@ -78,6 +78,15 @@ class DeviceRoom:
         capacity = self._residency.capacity_blocks(instance, request.model)
         return _admitted_blocks([request, *counted], engine.shape) <= capacity
 
+    def takes(self, instance: InstanceState, request: RequestState) -> bool:
+        """Whether a prompt that was queued on the instance now would not wait for room: no prompt
+        of its model does, and there is room for it. O(groups) while others wait, else as `fits`."""
+        if not instance.kv_short:
+            return True
+        if any([group.model == request.model for group in instance.groups]):
+            return False
+        return self.has_place(instance, request) and self.fits(instance, request)
+
     def has_place(self, instance: InstanceState, request: RequestState) -> bool:
         """Whether so few requests of its model have begun on the instance that one more may. What
         is embedded needs no place. O(1)."""
@@ -99,7 +108,8 @@ class DeviceRoom:
             return True
         if self.has_place(instance, request) and self.fits(instance, request):
             return True
-        instance.kv_short = True
+        if not instance.kv_short:
+            instance.kv_short, instance.view = True, None
         return False
 
     def first_admitted(

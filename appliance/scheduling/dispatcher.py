@@ -120,7 +120,7 @@ class Dispatcher:
                 turn.resume_seconds = turn.quota_seconds
                 self.cut(instance)
         elif instance.kv_short:
-            instance.kv_short = False
+            instance.kv_short, instance.view = False, None
             first = self._first_in_line(instance)
             if first is not None:
                 self.joined(instance, first)

@@ -152,6 +152,7 @@ class Machine:
             book,
             cluster,
             residency,
+            self.device_room,
             self.dispatcher,
             self._backpressure,
             self._kv_spill,

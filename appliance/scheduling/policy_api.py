@@ -142,7 +142,8 @@ class InstanceView(Word, frozen=True):
     `computing_tokens` of prompts are computed now, of `current_model`; `prefills_since_turn` counts
     the prompts whose computing began since the last turn did. `resident` models
     have their weights on the device or on the way there; `kv_bytes` of `total_bytes` hold KV that
-    is in use, `free_bytes` nothing that is in use.
+    is in use, `free_bytes` nothing that is in use. `kv_short`: a prompt waits until requests of its
+    model end and leave room for its KV; the machine ends the turn of its model as soon as they do.
     """
 
     id: InstanceId
@@ -163,6 +164,7 @@ class InstanceView(Word, frozen=True):
     total_bytes: int
     free_bytes: int
     kv_bytes: int
+    kv_short: bool = False
 
     @property
     def load(self) -> int:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 from appliance.memory.ledger import HostLedger
 from appliance.scheduling.backpressure import Backpressure
 from appliance.scheduling.cluster import Cluster
+from appliance.scheduling.device_room import DeviceRoom
 from appliance.scheduling.dispatcher import Dispatcher
 from appliance.scheduling.host_room import KvSpill
 from appliance.scheduling.lifecycle import KvPlace, Stage
 from appliance.scheduling.policy_api import PrefillChoice, Refusal
 from appliance.scheduling.request_book import RequestBook
 from appliance.scheduling.residency import Residency
-from appliance.scheduling.state import InstanceState, RequestState, SchedulingContext
+from appliance.scheduling.state import (
+    InstanceState,
+    RequestState,
+    SchedulingContext,
+    TurnJob,
+)
 from appliance.scheduling.weight_cache import HostWeightCache
-from appliance.vocabulary import ModelName, Role
+from appliance.vocabulary import ModelName, Release, Role
 
 PLAN_SECONDS: Final = 1.0
 """Places and classes are planned as often as this, while there is work."""
+PLACED_AGAIN: Final = 16
+"""Requests of a group, at most, that a plan sends away from a full device: that many others rarely
+have room for at once."""
 
 
 class Router:
@@ -32,6 +42,7 @@ class Router:
         requests: RequestBook,
         cluster: Cluster,
         residency: Residency,
+        device_room: DeviceRoom,
         dispatcher: Dispatcher,
         backpressure: Backpressure,
         kv_spill: KvSpill,
@@ -44,6 +55,7 @@ class Router:
         self._requests = requests
         self._cluster = cluster
         self._residency = residency
+        self._device_room = device_room
         self._dispatcher = dispatcher
         self._backpressure = backpressure
         self._kv_spill = kv_spill
@@ -64,6 +76,7 @@ class Router:
         candidates = self._cluster.candidates(request.spec, Role.PREFILL)
         if not candidates:
             return
+        candidates = self._with_room(candidates, request) or candidates
         context = self._context
         choice = context.policy.prefill(
             context.now,
@@ -83,6 +96,12 @@ class Router:
         request.instance = instance.id
         request.to_stage(Stage.QUEUED)
         self._dispatcher.joined(instance, request)
+
+    def _with_room(
+        self, candidates: Iterable[InstanceState], request: RequestState
+    ) -> list[InstanceState]:
+        """Those where the prompt need not wait for KV of others to leave the device."""
+        return [instance for instance in candidates if self._device_room.takes(instance, request)]
 
     def place_decode(self, request: RequestState) -> None:
         """Have the policy choose where the request decodes, if any instance may."""
@@ -164,11 +183,12 @@ class Router:
         changed = self._cluster.place(
             placements, context.policy.scale(context.now, view, context.costs)
         )
-        misplaced = self._misplaced(changed)
-        for request in misplaced:
+        misplaced = {r.id: r for r in [*self._misplaced(changed), *self._shut_out()]}
+        for request in misplaced.values():
             self._requests.unplace(request)
-        self.place_all(misplaced)
-        return again or changed or bool(misplaced)
+        self.place_all(misplaced.values())
+        moved = self._move_left_out()
+        return again or changed or bool(misplaced) or moved
 
     def _misplaced(self, changed: bool) -> list[RequestState]:
         """Requests that wait where they are not served any more; and batch requests, whose place
@@ -188,6 +208,62 @@ class Router:
                 if dealt or instance not in open_:
                     misplaced.append(request)
         return misplaced
+
+    def _shut_out(self) -> list[RequestState]:
+        """The first requests that wait for room on a device while another has some for them: one
+        long prompt may fill a device for minutes. O(groups x instances) where KV is short, and for
+        `PLACED_AGAIN` requests of each group the cost of `DeviceRoom.fits`."""
+        short = [i for i in self._cluster.instances.values() if i.kv_short]
+        waiting = [
+            (instance, request)
+            for instance in short
+            for group in instance.groups
+            for request in islice(group.members.values(), PLACED_AGAIN)
+        ]
+        return [request for instance, request in waiting if self._is_shut_out(instance, request)]
+
+    def _is_shut_out(self, instance: InstanceState, request: RequestState) -> bool:
+        room = self._device_room
+        if room.has_place(instance, request) and room.fits(instance, request):
+            return False
+        candidates = self._cluster.candidates(request.spec, Role.PREFILL)
+        return instance in candidates and bool(self._with_room(candidates, request))
+
+    def _move_left_out(self) -> bool:
+        """Have requests decode elsewhere that a turn left out for lack of room, and whose KV is on
+        the host already, if another instance has room for them: the youngest leave a device where a
+        long request grows. Whether there was one. O(requests of the turns that lack room x
+        instances)."""
+        left_out = [
+            request
+            for instance in self._cluster.instances.values()
+            if isinstance(instance.job, TurnJob) and instance.job.lacks_room
+            for request in instance.runnable(instance.job.model)
+            if request.kv is KvPlace.HOST
+        ]
+        return any([self._move(request) for request in left_out])
+
+    def _move(self, request: RequestState) -> bool:
+        """Have a request with its KV on the host decode on another instance, if one has room."""
+        context, source = self._context, request.instance
+        assert source is not None, "it decodes somewhere"
+        candidates = self._cluster.candidates(request.spec, Role.DECODE)
+        room = self._device_room
+        others = [i for i in candidates if i.id != source and room.has_place(i, request)]
+        roomy = [instance for instance in others if room.fits(instance, request)]
+        if not roomy:
+            return False
+        chosen = context.policy.decode(
+            context.now,
+            self._cluster.request_view(request),
+            source,
+            self._cluster.views(roomy),
+            context.costs,
+        )
+        self._cluster.instances[source].leave(request)
+        context.out.append(Release(instance=source, model=request.model, request=request.id))
+        self._dispatcher.join(self._cluster.instances[chosen], request)
+        return True
 
     def place_unplaced(self) -> None:
         """Place the requests that no instance has."""

@@ -168,6 +168,7 @@ def instance_view(
     total_bytes: int = 80 * GIB,
     free_bytes: int = 40 * GIB,
     kv_bytes: int = 10 * GIB,
+    kv_short: bool = False,
 ) -> InstanceView:
     return InstanceView(
         id=number,
@@ -191,6 +192,7 @@ def instance_view(
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         kv_bytes=kv_bytes,
+        kv_short=kv_short,
     )
 
 

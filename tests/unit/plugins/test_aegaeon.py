@@ -329,6 +329,20 @@ def test_turns_are_short_while_prompts_wait_here() -> None:
     assert [turn.quota_seconds for turn in planned] == pytest.approx([0.025, 0.25])
 
 
+def test_turns_are_whole_while_a_prompt_waits_for_room() -> None:
+    """The machine ends them when there is room; until then a turn for each step makes no request
+    sooner."""
+    waits = instance_view(groups=(group_view("a"),), batches=(batch_view("a"),), kv_short=True)
+    joins = instance_view(groups=(group_view("a"),), batches=(batch_view("a"),))
+
+    lengths = [
+        Aegaeon().round(instance=view, costs=FixedCosts(step=0.025))[0].quota_seconds
+        for view in (waits, joins)
+    ]
+
+    assert lengths == [4.0, 0.025]
+
+
 def test_equal_models_are_adjacent_in_a_round() -> None:
     """Requests 1A 2B 3A 4C 5B, as they came to an instance that decodes, run as A (1, 3), B (2, 5),
     C (4): the order of the paper's list after it was regrouped."""

@@ -283,7 +283,7 @@ def test_who_cannot_be_in_time_goes_where_least_late() -> None:
     [(1, 0.5, 0), (2, 0.5, 1), (4, 0.5, 2), (4, 0.01, 1), (4, 0.99, 3), (8, 0.25, 2)],
 )
 def test_the_ratio(instances: int, share: float, heavy: int) -> None:
-    """The first instances are P-heavy, neither none nor all; a lone one is D-heavy."""
+    """The first instances are P-heavy, neither none nor all; a lone one is not."""
     assert p_heavy(range(instances), share) == frozenset(range(heavy))
 
 
@@ -296,6 +296,13 @@ def test_kinds_are_chunks() -> None:
     assert {placement.role for placement in placements} == {Role.MIXED}
     chunks = [taichi.batch(instance=instance_view(n)).chunk_tokens for n in range(4)]
     assert chunks == [1000, 1000, 100, 100]
+
+
+def test_a_lone_instance_computes_prompts_in_large_chunks() -> None:
+    """No request can leave it, so small chunks would only take more steps."""
+    lone = policy(1, p_chunk_tokens=1000, d_chunk_tokens=100)
+
+    assert lone.batch(instance=instance_view(0)).chunk_tokens == 1000
 
 
 def test_who_is_gone_is_no_part_of_the_ratio() -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from appliance.scheduling.lifecycle import KvPlace
+from appliance.scheduling.policy_api import (
+    InstanceView,
+    Placement,
+    PrefillChoice,
+    RequestView,
+)
+from appliance.scheduling.router import PLAN_SECONDS
 from appliance.scheduling.wait_reasons import wait_reason
 from appliance.vocabulary import (
     Direction,
@@ -14,13 +22,16 @@ from appliance.vocabulary import (
     FinishReason,
     MoveKv,
     Preempt,
+    Release,
     RequestClass,
     RunPrefill,
     RunTurn,
+    Ticked,
     WaitCode,
 )
 from tests.unit.doubles.cluster import SLO, ClusterDouble, shape
 from tests.unit.doubles.instance import ModelDouble
+from tests.unit.plugins.told import Told
 
 ROOM_TOKENS = 256
 POLICIES = ["aegaeon", "appliance", "pd_aggregated", "serverlessllm", "taichi"]
@@ -73,6 +84,20 @@ def test_a_prompt_waits_until_its_kv_has_room(policy: str) -> None:
     assert [life.outcome for life in lives] == [FinishReason.LENGTH] * 3
     assert not started_before_the_end(cluster, "r1", "r0")
     assert cluster.commands(MoveKv) == []
+
+
+def test_a_policy_sees_that_a_prompt_waits_for_room() -> None:
+    """As long as it does, so that it need not end a turn for it: the machine does."""
+    cluster = small_box(policy="aegaeon")
+    cluster.ask("r0", "a", prompt=150, output=60)
+    cluster.work_until(0, lambda: bool(cluster.turns()))
+    before = cluster.machine.cluster.view(cluster.machine.instances[0]).kv_short
+    cluster.ask("r1", "a", prompt=150, output=10)
+    waits = cluster.machine.cluster.view(cluster.machine.instances[0]).kv_short
+    cluster.work_until(0, lambda: "r1" in cluster.prompts())
+    after = cluster.machine.cluster.view(cluster.machine.instances[0]).kv_short
+
+    assert [before, waits, after] == [False, True, False]
 
 
 @pytest.mark.parametrize("seconds", [0.0, SLO.ttft_seconds])
@@ -300,3 +325,112 @@ def test_what_is_embedded_needs_no_place() -> None:
     cluster.work_until(0, lambda: embedded.outcome is not None)
 
     assert cluster.world.lives["r0"].outcome is None
+
+
+def filled_box(stranger: object, prompt: int = 150) -> ClusterDouble:
+    """Two instances; a request with a prompt of so many tokens decodes on the first, and fills it
+    sooner or later."""
+    cluster = ClusterDouble(
+        {"a": ModelDouble(4, shape())}, instances=2, slabs=4 + 8, stranger=stranger
+    )
+    cluster.start()
+    cluster.settle()
+    for number in (0, 1):
+        cluster.up[number].steps_per_turn = 10_000
+    cluster.ask("long", "a", prompt=prompt, output=250 - prompt)
+    cluster.work_until(0, lambda: bool(cluster.turns()))
+    return cluster
+
+
+def first_offered(instances: list[InstanceView]) -> PrefillChoice:
+    return PrefillChoice(instance=instances[0].id)
+
+
+def on_the_first(prefill: Callable[..., PrefillChoice] = first_offered) -> Told:
+    """A policy that sends each request to the first instance that it is offered."""
+    return Told(
+        place=lambda: [Placement()] * 2,
+        prefill=prefill,
+        decode=lambda prefilled_on: prefilled_on,
+    )
+
+
+def test_no_prompt_goes_where_others_wait_for_room() -> None:
+    """A policy is not offered the instance that a request has filled while another has room."""
+    cluster = filled_box(on_the_first())
+    cluster.ask("waits", "a", prompt=150, output=10)
+    cluster.ask("elsewhere", "a", prompt=60, output=10)
+    placed = {name: r.instance for name, r in cluster.machine.requests.items()}
+    cluster.settle()
+
+    assert placed == {"long": 0, "waits": 0, "elsewhere": 1}
+    assert {life.outcome for life in cluster.world.lives.values()} == {FinishReason.LENGTH}
+
+
+def test_a_prompt_that_waits_for_room_leaves_for_an_instance_with_room() -> None:
+    """It does when the next plan is made, and starts there before the long request ends."""
+    cluster = filled_box(on_the_first())
+    cluster.ask("waits", "a", prompt=150, output=10)
+    assert cluster.machine.requests["waits"].instance == 0
+    cluster.now += PLAN_SECONDS
+    cluster.tell(Ticked())
+    assert cluster.machine.requests["waits"].instance == 1
+    cluster.settle()
+
+    assert started_before_the_end(cluster, "waits", "long")
+    assert cluster.commands(MoveKv) == []
+
+
+def test_prompts_stay_where_they_wait_if_no_instance_has_room() -> None:
+    """They are not dealt out anew each second."""
+    cluster = filled_box(on_the_first())
+    for name in ("w0", "w1", "w2", "w3"):
+        cluster.ask(name, "a", prompt=150, output=100)
+    cluster.work_until(1, lambda: any("w1" in turn.requests for turn in cluster.turns()))
+    before = {name: r.instance for name, r in cluster.machine.requests.items()}
+    version = [i.membership_version for i in cluster.machine.instances.values()]
+    cluster.now += PLAN_SECONDS
+    cluster.tell(Ticked())
+
+    assert {name: r.instance for name, r in cluster.machine.requests.items()} == before
+    assert [i.membership_version for i in cluster.machine.instances.values()] == version
+    cluster.settle()
+    assert {life.outcome for life in cluster.world.lives.values()} == {FinishReason.LENGTH}
+
+
+def test_a_request_that_found_no_room_stays_if_there_is_none_elsewhere() -> None:
+    """Nothing moves then."""
+
+    def prefill(request: RequestView, instances: list[InstanceView]) -> PrefillChoice:
+        return PrefillChoice(instance=instances[-1 if request.id == "other" else 0].id)
+
+    cluster = filled_box(on_the_first(prefill), prompt=100)
+    cluster.ask("young", "a", prompt=20, output=100)
+    cluster.ask("other", "a", prompt=150, output=100)
+    cluster.work_until(1, lambda: any("other" in turn.requests for turn in cluster.turns()))
+    cluster.work_until(0, lambda: moved_out(cluster) == ["young"])
+    cluster.work_until(0, lambda: cluster.machine.requests["young"].kv is KvPlace.HOST)
+    cluster.now += PLAN_SECONDS
+    cluster.tell(Ticked())
+
+    assert cluster.machine.requests["young"].instance == 0
+    cluster.settle()
+    assert {life.outcome for life in cluster.world.lives.values()} == {FinishReason.LENGTH}
+
+
+def test_a_request_that_found_no_room_decodes_elsewhere() -> None:
+    """Its KV left the device for requests that are older, and is on the host: it goes on where
+    there is room, when the next plan is made. Its prompt is not computed again."""
+    cluster = filled_box(on_the_first(), prompt=100)
+    young = cluster.ask("young", "a", prompt=20, output=100)
+    cluster.work_until(0, lambda: moved_out(cluster) == ["young"])
+    cluster.work_until(0, lambda: cluster.machine.requests["young"].kv is KvPlace.HOST)
+    assert cluster.machine.requests["young"].instance == 0
+    cluster.now += PLAN_SECONDS
+    cluster.tell(Ticked())
+    cluster.settle()
+
+    assert {turn.instance for turn in cluster.turns() if "young" in turn.requests} == {0, 1}
+    assert Release(instance=0, model="a", request="young") in cluster.commands(Release)
+    assert (young.prefills, young.outcome) == (1, FinishReason.LENGTH)
+    assert cluster.world.lives["long"].outcome == FinishReason.LENGTH
