@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.errors import KeyExists, KeyFieldError, KeyNotFound, KeysError
+from appliance.platform.durable import sync_replaced
 from appliance.vocabulary import ModelName, RequestClass
 
 PREFIX: Final = "sk-"
@@ -258,10 +259,7 @@ class KeyFile:
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
-        try:
-            _sync(self.path.parent)
-        except OSError as error:  # the caller must not read that nothing was changed
-            log.warning("%s: may be lost in a power cut: %s", self.path, error.strerror)
+        sync_replaced(self.path)
 
 
 def _open_lock(lock: Path) -> int:
@@ -284,15 +282,6 @@ def _hand_over(made: int, owned: Path) -> None:
     if os.geteuid() == _ROOT:
         owner = owned.stat()
         os.fchown(made, owner.st_uid, owner.st_gid)
-
-
-def _sync(directory: Path) -> None:
-    """A replaced file survives a power cut once its directory is written."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class KeyRing:

@@ -13,7 +13,8 @@ from typing import Final
 
 import msgspec
 
-from appliance.batches.log import replace, sync
+from appliance.batches.log import replace
+from appliance.platform.durable import sync
 
 MESSAGES_INPUT: Final = "message_batch"
 MESSAGES_OUTPUT: Final = "message_batch_output"

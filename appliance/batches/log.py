@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.batches.records import Batch, Ended, LineDone, Record
+from appliance.platform.durable import sync
 
 _MODE = 0o600
 _encoder = msgspec.json.Encoder()
@@ -137,12 +138,3 @@ def replace(path: Path, chunks: Iterable[bytes]) -> int:
         raise
     sync(path.parent)
     return size
-
-
-def sync(directory: Path) -> None:
-    """What was put into a directory survives a power cut once this is done."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -33,6 +33,7 @@ from appliance.checkpoints.sources import (
     is_taken,
 )
 from appliance.errors import CheckpointError, PullError
+from appliance.platform.durable import sync
 from appliance.units import human
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -83,10 +84,10 @@ def pull(
         _drop_foreign_sums(part)
         entry = _verified(model, part, tell)
         shutil.rmtree(part / ".hub", ignore_errors=True)
-        _sync(part)
+        sync(part)
         delete.take_back(target)  # of another that had the name
         part.rename(target)
-    _sync(folder)
+    sync(folder)
     return Pulled(model, target, entry)
 
 
@@ -189,7 +190,7 @@ def _take(wanted: Wanted, part: Path, tell: Tell) -> None:
         raise PullError(f"{wanted.name} is shorter than its {wanted.nbytes} bytes")
     if wanted.modified is not None:
         os.utime(unfinished, (wanted.modified, wanted.modified))
-    _sync(unfinished)
+    sync(unfinished)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished.replace(file)
 
@@ -227,12 +228,3 @@ def _drop_foreign_sums(part: Path) -> None:
     if len(kept) < len(sums):
         lines = [f"{one.expected}  {one.file.relative_to(part).as_posix()}\n" for one in kept]
         (part / SUMS).write_text("".join(lines), encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    """What was written to a file, or which files there are in a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

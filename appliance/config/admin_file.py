@@ -18,6 +18,7 @@ from tomlkit.items import AoT, InlineTable, Item, Table
 from appliance.config.layers import directory
 from appliance.config.schema import Model, fields
 from appliance.errors import NotSaved
+from appliance.platform.durable import sync_replaced
 from appliance.vocabulary import ModelName
 
 ADMIN_FILE: Final = "50-admin.toml"
@@ -135,3 +136,4 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:  # whatever it is, the unfinished file goes
         Path(name).unlink(missing_ok=True)
         raise
+    sync_replaced(path)

@@ -24,7 +24,7 @@ from appliance.access.auth import Access, Caller
 from appliance.api.batch.executor import KEY_GONE, BatchRequests, BatchRun, Fronts
 from appliance.batches.disk import Disk
 from appliance.batches.files import MESSAGES_INPUT, FileStore, StoredFile, counted
-from appliance.batches.log import BatchLog, load, shorten, sync
+from appliance.batches.log import BatchLog, load, shorten
 from appliance.batches.records import (
     MESSAGES,
     Batch,
@@ -41,6 +41,7 @@ from appliance.batches.results import write_results
 from appliance.batches.writer import RETRY_SECONDS, BatchWriter
 from appliance.errors import ApplianceError, IllegalTransition
 from appliance.observability.batch_metrics import BatchMetrics
+from appliance.platform.durable import sync
 from appliance.service.interface import Inference
 
 WINDOW_SECONDS: Final = 24 * 3600.0
