@@ -35,6 +35,7 @@ from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.session import recorded
 from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
+from appliance.platform.children import module_command
 from appliance.units import human
 
 CHATS_PER_MODEL: Final = 8
@@ -164,7 +165,7 @@ def answered(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, 
         ]
     }
     done = subprocess.run(
-        [sys.executable, "-m", "appliance.engines.vllm.reference"],
+        module_command("appliance.engines.vllm.reference"),
         input=msgspec.json.encode(task),
         capture_output=True,
         check=False,
@@ -187,7 +188,7 @@ def running_daemon(file: Path, config: Config, *, keep: bool = False) -> Iterato
     log = file.with_name("daemon.log")
     with log.open("wb") as stream:
         daemon = subprocess.Popen(
-            [sys.executable, "-m", "appliance", "serve", "--config", str(file)],
+            module_command("appliance", "serve", "--config", str(file)),
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=keep,

@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from appliance.platform import logs
+from appliance.platform.children import FRONT_END_OOM_SCORE, go_before_the_daemon
 from appliance.service.front_frames import Fork, Forked
 
 ORDER_BYTES: Final = 1024
@@ -79,6 +80,7 @@ def _run(
 def main(arguments: list[str]) -> None:
     """Import the front half, and fork what is ordered."""
     orders = socket.socket(fileno=int(arguments[0]))
+    go_before_the_daemon(FRONT_END_OOM_SCORE)
     logs.join("warning", front_end=0)
     from appliance.frontend.environment import import_vllm, prepare_environment
 

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 from asyncio import BaseTransport
 from collections import OrderedDict, deque
@@ -25,6 +24,7 @@ import msgspec
 
 from appliance import framing
 from appliance.http.errors import ApiError
+from appliance.platform.children import module_command
 from appliance.service.front_frames import (
     MAX_RECEIVED_BYTES,
     Down,
@@ -42,7 +42,7 @@ from appliance.service.front_frames import (
 )
 from appliance.worker.process import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
 
-ZYGOTE: Final = (sys.executable, "-m", "appliance.frontend.zygote")
+ZYGOTE: Final = module_command("appliance.frontend.zygote")
 OPERATORS_REMEMBERED: Final = 4096
 """Connections of operators that a front end has had, the latest ones."""
 MAX_UNREAD_BYTES: Final = 64 << 20

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from appliance import framing
 from appliance.memory.host_tier import HostTier
 from appliance.platform import logs
+from appliance.platform.children import WORKER_OOM_SCORE, go_before_the_daemon
 from appliance.worker import frames
 from appliance.worker.engines import PR_SET_PDEATHSIG, engines
 from appliance.worker.mailbox import Mailbox
@@ -64,6 +65,7 @@ def first_frames(
 def main(arguments: list[str]) -> None:
     """Run a worker over inherited descriptors: the socket, then the host tier."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    go_before_the_daemon(WORKER_OOM_SCORE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[0]))
     decoder = frames.decoder_of_commands()

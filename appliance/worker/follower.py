@@ -25,6 +25,7 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
 from appliance.platform import logs
+from appliance.platform.children import WORKER_OOM_SCORE, go_before_the_daemon
 from appliance.vocabulary import ModelName, RequestId
 from appliance.worker.engines import PR_SET_PDEATHSIG, engines
 from appliance.worker.rank_messages import (
@@ -208,6 +209,7 @@ class Follower:
 def main(arguments: list[str]) -> None:
     """Run a follower over inherited descriptors: the socket, then the host tier."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    go_before_the_daemon(WORKER_OOM_SCORE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[0]))
     try:

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Callable
 
@@ -21,6 +20,7 @@ import msgspec
 
 from appliance import framing
 from appliance.memory import mapping
+from appliance.platform.children import module_command
 from appliance.vocabulary import InstanceId
 from appliance.worker import frames
 
@@ -175,11 +175,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "appliance.worker",
-                str(theirs.fileno()),
-                str(self._host_fd),
+                *module_command("appliance.worker", str(theirs.fileno()), str(self._host_fd)),
                 pass_fds=(theirs.fileno(), self._host_fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**mapping.environment(os.environ), "TMPDIR": scratch},

@@ -22,7 +22,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -44,6 +43,7 @@ from appliance.engines.protocol import (
 from appliance.errors import CheckpointError
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferFailed
+from appliance.platform.children import module_command
 from appliance.vocabulary import RequestId
 from appliance.worker import frames
 from appliance.worker.rank_messages import (
@@ -331,13 +331,7 @@ def lead(configuration: frames.Configure, host_fd: int) -> tuple[Seat, Followers
         with theirs:
             processes.append(
                 subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "appliance.worker.follower",
-                        str(theirs.fileno()),
-                        str(host_fd),
-                    ],
+                    module_command("appliance.worker.follower", str(theirs.fileno()), str(host_fd)),
                     pass_fds=(theirs.fileno(), host_fd),
                     stdin=subprocess.DEVNULL,
                 )

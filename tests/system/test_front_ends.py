@@ -242,6 +242,24 @@ async def on_all(
         yield streams
 
 
+def test_the_daemon_goes_last_when_memory_runs_out(daemon: Daemon) -> None:
+    """Its worker goes first, as requests outlive that, then front ends."""
+    workers = [
+        child
+        for child in _children(daemon.pid)
+        if b"appliance.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    front_ends = [_oom_score(pid) for pid in daemon.front_ends()]
+
+    assert len(workers) == 1
+    assert len(set(front_ends)) == 1
+    assert _oom_score(workers[0]) > front_ends[0] > _oom_score(daemon.pid)
+
+
+def _oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 async def test_a_killed_front_end_ends_its_streams_and_no_others(daemon: Daemon) -> None:
     """Theirs end with an event that says why; the others go on to the same text. The core forgets
     the killed calls, charges what was produced, keeps no descriptor; another front end comes."""

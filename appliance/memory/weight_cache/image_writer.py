@@ -35,6 +35,8 @@ from appliance.memory.weight_cache.image_file import (
     unwhole,
 )
 from appliance.memory.weight_cache.pipeline import process_cpus
+from appliance.platform.children import module_command
+from appliance.platform.durable import sync
 
 SYNCED_BYTES: Final = 64 << 20
 """So much at most waits for the disk: it should not keep other files' writers waiting."""
@@ -87,12 +89,7 @@ class ImageWriter:
 
     def _write(self, job: Job) -> None:
         ended = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "appliance.memory.weight_cache.image_writer",
-                str(self._host_fd),
-            ],
+            module_command("appliance.memory.weight_cache.image_writer", str(self._host_fd)),
             input=msgspec.msgpack.encode(job),
             pass_fds=(self._host_fd,),
             stdout=subprocess.DEVNULL,
@@ -127,11 +124,7 @@ def write_image(job: Job, host_fd: int) -> bool:
             raise
     if not wanted:
         return False
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync(path.parent)
     return True
 
 

@@ -34,7 +34,7 @@ CONFIGURATION = frames.Configure(
 
 SCRIPT = """#!{python} -IS
 import socket, sys
-daemon = socket.socket(fileno=int(sys.argv[3]))
+daemon = socket.socket(fileno=int(sys.argv[-2]))
 configuration = daemon.recv(65536)
 {body}
 """

@@ -1,0 +1,78 @@
+"""Children that run our modules: nothing in the working directory runs in their place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import appliance
+from appliance.platform.children import (
+    FRONT_END_OOM_SCORE,
+    WORKER_OOM_SCORE,
+    module_command,
+)
+
+STARTED = (
+    "appliance.worker",
+    "appliance.worker.follower",
+    "appliance.frontend.zygote",
+    "appliance.memory.weight_cache.image_writer",
+)
+ELSEWHERE = {"demo/run.py", "testing/rerun.py"}
+"""Name the interpreter in a line for a person to type, and start a policy author's own module."""
+
+
+def says(command: Sequence[str], folder: Path) -> str:
+    """What a command says that is started there, and ends for lack of arguments."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder with a module of a name that all of ours import."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('planted')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", STARTED)
+def test_a_module_in_the_working_directory_is_not_run(module: str, planted: Path) -> None:
+    """It is by `python -m`."""
+    assert "planted" in says((sys.executable, "-m", module), planted)
+    assert "planted" not in says(module_command(module), planted)
+
+
+def test_children_go_first_when_memory_runs_out() -> None:
+    """Workers before front ends; a score that is higher already stays."""
+    program = (
+        "from pathlib import Path; from appliance.platform.children import *;"
+        "score = Path('/proc/self/oom_score_adj'); first = int(score.read_text());"
+        "go_before_the_daemon({}); go_before_the_daemon(-1000);"
+        "print(first, score.read_text())"
+    )
+    scores = []
+    for wanted in (FRONT_END_OOM_SCORE, WORKER_OOM_SCORE):
+        command = (sys.executable, "-c", program.format(wanted))
+        first, raised = map(int, subprocess.check_output(command).split())
+        assert raised == max(first, wanted)
+        scores.append(raised)
+
+    assert scores[0] <= scores[1]
+
+
+def test_every_child_is_started_so() -> None:
+    """No other file of ours names the interpreter."""
+    root = Path(appliance.__file__).parent
+    naming = {
+        file.relative_to(root).as_posix()
+        for file in root.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
+    }
+
+    assert naming == {"platform/children.py", *ELSEWHERE}
