@@ -181,6 +181,14 @@ class DirectorySource:
             yield Wanted(name, status.st_size, int(status.st_mtime), write)
 
 
+def leads_out(name: str) -> bool:
+    """Whether a name that an archive or a hub gives a file could be of one outside of the model's
+    folder, or is no name that a person can read."""
+    path = PurePosixPath(name)
+    parts_out = path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts
+    return parts_out or not name.isprintable()
+
+
 class _Archive:
     """What archives have in common. If all of one lies in one folder, that is the checkpoint."""
 
@@ -201,11 +209,9 @@ class _Archive:
         leads out of it, or that is there twice."""
         paths = {}
         for name in names:
-            path = PurePosixPath(name)
-            wrong = path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts
-            if wrong or not name.isprintable():
+            if leads_out(name):
                 raise PullError(f"{self._path} is refused: its member {name!r} leads out of it")
-            paths[name] = path
+            paths[name] = PurePosixPath(name)
         tops = {path.parts[0] for path in paths.values()}
         strip = len(tops) == 1 and all(len(path.parts) > 1 for path in paths.values())
         inside: dict[str, str] = {}
@@ -362,7 +368,11 @@ class HubSource:
         return {"hub": self.name, "revision": self._info().sha}
 
     def listing(self) -> dict[str, int]:
-        return {file.rfilename: file.size or 0 for file in self._info().siblings}
+        files = {file.rfilename: file.size or 0 for file in self._info().siblings}
+        for name in files:
+            if leads_out(name):
+                raise PullError(f"{self.name} is refused: its file {name!r} leads out of it")
+        return files
 
     def wanted(self, names: Sequence[str]) -> Iterator[Wanted]:
         info = self._info()

@@ -475,6 +475,8 @@ class HubDouble:
         self.fetched: list[str] = []
         self.fail_at = ""
         self.wrong_digest = False
+        self.also: list[str] = []
+        """Names of files more, each with the same content."""
 
     def HfApi(self) -> HubDouble:  # noqa: N802
         return self
@@ -488,6 +490,7 @@ class HubDouble:
             digest = "0" * 64 if self.wrong_digest else hashlib.sha256(content).hexdigest()
             lfs = SimpleNamespace(sha256=digest) if file.endswith(".safetensors") else None
             siblings.append(SimpleNamespace(rfilename=file, size=len(content), lfs=lfs))
+        siblings += [SimpleNamespace(rfilename=file, size=2, lfs=None) for file in self.also]
         return SimpleNamespace(sha="abc", siblings=siblings)
 
     def hf_hub_download(self, name: str, file: str, *, revision: str, local_dir: Path) -> str:
@@ -496,6 +499,9 @@ class HubDouble:
             raise ConnectionError("the line is dead")
         self.fetched.append(file)
         local_dir.mkdir(exist_ok=True)
+        if file in self.also:  # a library that does not check names
+            (local_dir / "also").write_bytes(b"{}")
+            return str(local_dir / "also")
         (local_dir / file).write_bytes((self.source / file).read_bytes())
         return str(local_dir / file)
 
@@ -528,6 +534,24 @@ def test_what_comes_damaged_from_a_hub(hub: HubDouble, folder: Path, told: list[
 
     with pytest.raises(PullError, match="came damaged"):
         pull("org/tiny", folder, tell=told.append)
+
+
+@pytest.mark.parametrize("name", ["../keys.json", "a/../../keys.json", "{}/keys.json", "a\\k.json"])
+def test_a_name_of_a_hub_that_leads_out(
+    hub: HubDouble, folder: Path, told: list[Progress], name: str
+) -> None:
+    """Nothing is fetched, and nothing outside of the model's folder is written, whether or not the
+    hub's library checks names."""
+    keys = folder / "keys.json"
+    folder.mkdir(exist_ok=True)
+    keys.write_text("mine")
+    hub.also = [name.format(folder)]
+
+    with pytest.raises(PullError, match="leads out of it"):
+        pull("org/tiny", folder, tell=told.append)
+
+    assert keys.read_text() == "mine"
+    assert hub.fetched == []
 
 
 def test_a_hub_that_does_not_answer(
