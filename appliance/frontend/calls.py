@@ -30,6 +30,8 @@ class Call:
         self.request_class = RequestClass.INTERACTIVE
         self.pooled_bytes = 0
         """Of all vectors that its requests give."""
+        self.listed_tokens = 0
+        """Tokens that its requests list to end at, to prefer or to forbid."""
         self.requests: set[RequestId] = set()
         """Those that the core computes, or decides about."""
         self._submitted = False

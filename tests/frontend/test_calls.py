@@ -71,6 +71,19 @@ async def test_a_call_is_entered_before_its_body_is_read(core: StandInCore) -> N
     del reader
 
 
+async def test_lists_of_tokens_are_bounded_for_all_choices(http: httpx.AsyncClient) -> None:
+    """Each choice has a copy of them in the front end, in the core and in the worker."""
+    listed = list(range(10, 1500))
+    asked = ASKED | {"stop_token_ids": listed, "logit_bias": {str(token): 1 for token in listed}}
+
+    few = await http.post(CHAT, json=asked | {"n": 8})
+    many = await http.post(CHAT, json=asked | {"n": 128})
+
+    assert few.status_code == 200
+    assert many.status_code == 400
+    assert "stop_token_ids, logit_bias" in many.json()["error"]["message"]
+
+
 async def test_a_refused_call_is_answered_in_the_dialect_of_its_path(
     core: StandInCore, http: httpx.AsyncClient
 ) -> None:

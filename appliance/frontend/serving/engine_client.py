@@ -44,6 +44,15 @@ _FINISHED: Final = {
 }
 
 
+MAX_LISTED_TOKENS: Final = 1 << 18
+"""That the sequences of a call list together: more than any vocabulary has. Each choice has
+lists of its own here, in the core and in the worker, some 100 bytes for a token."""
+
+
+class TooManyListed(ValueError):
+    """The sequences of a call list too many tokens; the message says which fields do."""
+
+
 class NotAvailable(NotImplementedError):
     """An engine's method that has no meaning where the core schedules."""
 
@@ -96,6 +105,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         call = current.get()
         try:
             self._check_pooled(call, request)
+            _check_listed(call, request)
             submit = self._submit_of(call, request)
             if request.sampling_params is not None:
                 self._stops[request.request_id] = _stop_tokens(request.sampling_params)
@@ -104,7 +114,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             self._drop(request.request_id)
             if isinstance(error, RequestRefused):
                 raise CoreRefusal(error.refused) from error
-            if isinstance(error, BadMessage | TooMuchPooled):
+            if isinstance(error, BadMessage | TooManyListed | TooMuchPooled):
                 raise VLLMValidationError(str(error)) from error
             raise
 
@@ -269,6 +279,25 @@ _making: Final[ContextVar[EngineClient]] = ContextVar("making")
 def replace_engine() -> None:
     """Have every `AsyncLLM` of this process take our client for its engine. Once."""
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: _making.get())
+
+
+def _check_listed(call: Call, request: EngineCoreRequest) -> None:
+    """Raise `TooManyListed` if the sequences of the call so far list too many tokens."""
+    sampling = request.sampling_params
+    if sampling is None:
+        return
+    call.listed_tokens += (
+        len(sampling.stop_token_ids or ())
+        + len(sampling.logit_bias or ())
+        + len(sampling.allowed_token_ids or ())
+        + sum(map(len, sampling.bad_words_token_ids or ()))
+    )
+    if call.listed_tokens > MAX_LISTED_TOKENS:
+        raise TooManyListed(
+            "stop_token_ids, logit_bias, allowed_token_ids and bad_words have more than "
+            f"{MAX_LISTED_TOKENS} tokens for all choices of the request: list fewer, or ask for "
+            "fewer choices (n)"
+        )
 
 
 def _stop_tokens(sampling: SamplingParams) -> frozenset[int]:
