@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 import threading
 import uuid
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -24,6 +26,10 @@ _UPLOAD: Final = ".upload-"
 _ABOUT: Final = ".json"
 _CONTENT: Final = ".jsonl"
 _PAGE_BYTES: Final = 4096
+SET_ASIDE: Final = "set-aside"
+"""The folder, below that of the files, for what cannot be read. Nothing is deleted there."""
+
+log = logging.getLogger(__name__)
 
 
 def counted(size_bytes: int) -> int:
@@ -106,19 +112,41 @@ class FileStore:
         self._uploads: set[Upload] = set()
 
     def open(self) -> None:
-        """Find what is there, and take away what never became a file. Takes time."""
+        """Find what is there. An upload that never became a file is deleted. A file whose
+        description is damaged or lost is set aside, so that no damage deletes what a client has
+        stored. Takes time."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        for path in self._folder.glob(f"*{_ABOUT}"):
-            try:
-                about = msgspec.json.decode(path.read_bytes(), type=StoredFile)
-            except msgspec.DecodeError:
-                continue
-            if about.id == path.name.removesuffix(_ABOUT) and self.path(about.id).is_file():
-                self._know(about)
-        for pattern in (f"{_UPLOAD}*", ".new-*", f"file-*{_ABOUT}", f"file-*{_CONTENT}"):
+        for pattern in (f"{_UPLOAD}*", ".new-*"):
             for path in self._folder.glob(pattern):
-                if path.name.partition(".")[0] not in self._files:
-                    path.unlink()
+                path.unlink()
+        for path in sorted(self._folder.glob(f"*{_ABOUT}")):
+            id = path.name.removesuffix(_ABOUT)
+            try:
+                about = _read_description(path)
+            except (OSError, ValueError, msgspec.DecodeError) as error:
+                self._set_aside(id, f"its description cannot be read ({error})")
+                continue
+            if about.id == id and self.path(id).is_file():
+                self._know(about)
+            else:
+                self._set_aside(id, "its description is of another file, or without content")
+        for path in sorted(self._folder.glob(f"*{_CONTENT}")):
+            id = path.name.removesuffix(_CONTENT)
+            if id not in self._files:
+                self._set_aside(id, "no description names it")
+
+    def _set_aside(self, id: str, reason: str) -> None:
+        """Move a file to where it is neither served nor deleted."""
+        folder = self._folder / SET_ASIDE
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for path in (self._folder / f"{id}{_ABOUT}", self.path(id)):
+                if path.exists():
+                    path.rename(folder / path.name)
+        except OSError as error:
+            log.error("%s is ignored: %s; it cannot be moved: %s", id, reason, error)
+        else:
+            log.error("%s is set aside in %s: %s", id, folder, reason)
 
     @property
     def stored_bytes(self) -> int:
@@ -215,7 +243,7 @@ class FileStore:
             created_at=now,
             expires_at=now + self._keep_seconds,
         )
-        replace(self._folder / f"{id}{_ABOUT}", [msgspec.json.encode(file)])
+        replace(self._folder / f"{id}{_ABOUT}", _description(file))
         self._know(file)
         return file
 
@@ -225,3 +253,19 @@ class FileStore:
                 self._files_bytes -= counted(before.size_bytes)
             self._files[file.id] = file
             self._files_bytes += counted(file.size_bytes)
+
+
+def _description(file: StoredFile) -> list[bytes]:
+    """What is written of a file: a line of JSON, and one with its CRC-32, as a changed digit of a
+    time or a size is JSON, too."""
+    encoded = msgspec.json.encode(file)
+    return [encoded, b"\n%08x\n" % zlib.crc32(encoded)]
+
+
+def _read_description(path: Path) -> StoredFile:
+    """What `_description` wrote; earlier versions wrote no checksum. Raises `OSError`, `ValueError`
+    and `msgspec.DecodeError`."""
+    encoded, _, checksum = path.read_bytes().partition(b"\n")
+    if checksum and checksum != b"%08x\n" % zlib.crc32(encoded):
+        raise ValueError("its checksum differs")
+    return msgspec.json.decode(encoded, type=StoredFile)
