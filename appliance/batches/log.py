@@ -1,26 +1,35 @@
 """The records of one batch on disk: a file that grows a line at a time, and ends whole.
 
 A record counts once it is on the disk. What was cut off in the middle of a line, by a kill or a
-full disk, is taken away again.
+full disk, is taken away again. Each line begins with the CRC-32 of its record, so that a damaged
+one is noticed, and costs no other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from appliance.batches.records import Batch, Ended, LineDone, Record
+from appliance.batches.records import Batch, Created, Ended, LineDone, Record
+from appliance.errors import IllegalTransition
 from appliance.platform.durable import sync
+
+SET_ASIDE = "set-aside"
+"""The folder, below that of the logs, for those that were damaged, as they were."""
 
 _MODE = 0o600
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+log = logging.getLogger(__name__)
 
 
 class OutcomePlace(NamedTuple):
@@ -53,7 +62,7 @@ class BatchLog:
     def append(self, records: Sequence[Record]) -> None:
         """Write all of them, or none; they are on the disk afterwards."""
         self._mend()
-        data = b"".join(_encoder.encode(record) + b"\n" for record in records)
+        data = b"".join(map(_line, records))
         self._torn = True
         rest = memoryview(data)
         while rest:
@@ -71,7 +80,7 @@ class BatchLog:
         """All of them, from the first on. Raises `msgspec.DecodeError` for what is none."""
         with self.path.open("rb") as file:
             while file.tell() < self._size:
-                yield _decoder.decode(file.readline())
+                yield _record(file.readline())
 
     def outcomes(self) -> list[OutcomePlace]:
         """The outcomes of requests, in the order of the input."""
@@ -80,7 +89,7 @@ class BatchLog:
         with self.path.open("rb") as file:
             while offset < self._size:
                 line = file.readline()
-                record = _decoder.decode(line)
+                record = _record(line)
                 if isinstance(record, LineDone):
                     found.append(OutcomePlace(record.request, record.ok, offset, len(line)))
                 offset += len(line)
@@ -88,7 +97,7 @@ class BatchLog:
 
     def entry(self, outcome: OutcomePlace) -> bytes:
         """What the files of a batch say of a request."""
-        record = _decoder.decode(os.pread(self._descriptor, outcome.size, outcome.offset))
+        record = _record(os.pread(self._descriptor, outcome.size, outcome.offset))
         assert isinstance(record, LineDone)
         return bytes(record.entry)
 
@@ -101,24 +110,79 @@ class BatchLog:
             self._torn = False
 
 
+def _line(record: Record) -> bytes:
+    encoded = _encoder.encode(record)
+    return b"%08x %b\n" % (zlib.crc32(encoded), encoded)
+
+
+def _record(line: bytes) -> Record:
+    """What a line says; earlier versions wrote no checksums. Raises `msgspec.DecodeError` if it is
+    damaged."""
+    checksum, _, encoded = (b"", b"", line) if line.startswith(b"{") else line.partition(b" ")
+    encoded = encoded.removesuffix(b"\n")
+    if checksum and checksum != b"%08x" % zlib.crc32(encoded):
+        raise msgspec.DecodeError("its checksum differs")
+    return _decoder.decode(encoded)
+
+
 def shorten(path: Path, ended: Ended) -> None:
     """Replace the log of a batch that is over by one that says no more than needed."""
-    log = BatchLog(path)
+    whole = BatchLog(path)
     try:
-        first = next(log.records())
+        first = next(whole.records())
     finally:
-        log.close()
-    replace(path, (_encoder.encode(record) + b"\n" for record in (first, ended)))
+        whole.close()
+    replace(path, map(_line, (first, ended)))
 
 
 def load(path: Path) -> Batch | None:
-    """The batch whose log this is; None if it never came to be. Raises `OSError`,
-    `msgspec.DecodeError`, and `IllegalTransition` for what is no log of a batch."""
-    log = BatchLog(path)
+    """The batch whose log this is; None if it never came to be. A log with damaged records is set
+    aside, and replaced by one without them: what they said is done again. Raises `OSError`, and
+    `IllegalTransition` for what is no log of a batch, or says too little of one."""
+    found = BatchLog(path)
     try:
-        return Batch.of(log.records())
+        return Batch.of(found.records())
+    except (ValueError, msgspec.DecodeError, IllegalTransition):
+        pass
     finally:
-        log.close()
+        found.close()
+    return _recover(path)
+
+
+def _recover(path: Path) -> Batch:
+    """What the whole records of a damaged log say of its batch. Raises `OSError`, and
+    `IllegalTransition` if they do not say whether it is over: it is not begun anew then."""
+    batch: Batch | None = None
+    kept: list[Record] = []
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    for line in lines:
+        try:
+            record = _record(line)
+            if batch is not None:
+                batch.apply(record)
+            elif isinstance(record, Created):
+                batch = Batch(record)
+            else:
+                raise IllegalTransition("a batch begins with its creation")
+            kept.append(record)
+        except (ValueError, msgspec.DecodeError, IllegalTransition):
+            continue
+    # The log of a batch that is over has its creation and its end alone.
+    unclear = len(kept) == 1 and not any(b'"begun"' in line for line in lines)
+    aside = path.parent / SET_ASIDE / path.name
+    aside.parent.mkdir(mode=0o700, exist_ok=True)
+    if batch is None or unclear:
+        path.rename(aside)
+        raise IllegalTransition(f"too little of it can be read; it is set aside in {aside.parent}")
+    replace(aside, [path.read_bytes()])
+    replace(path, map(_line, kept))
+    log.error(
+        "%s had %d damaged records, and what they said is done again; the log as it was is in %s",
+        path.name,
+        len(lines) - len(kept),
+        aside.parent,
+    )
+    return batch
 
 
 def replace(path: Path, chunks: Iterable[bytes]) -> int:
