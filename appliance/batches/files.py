@@ -223,12 +223,13 @@ class FileStore:
         return self._add(id, owner, filename, purpose, size, now)
 
     def delete(self, id: str) -> None:
-        """Takes time; raises `OSError`."""
+        """Takes time; raises `OSError`. The content goes first: a stop in between leaves nothing of
+        it behind."""
+        self.path(id).unlink(missing_ok=True)
         (self._folder / f"{id}{_ABOUT}").unlink(missing_ok=True)
         with self._counting:
             if (file := self._files.pop(id, None)) is not None:
                 self._files_bytes -= counted(file.size_bytes)
-        self.path(id).unlink(missing_ok=True)
         sync(self._folder)
 
     def _add(

@@ -106,6 +106,25 @@ def test_an_upload_that_was_never_kept_is_deleted(folder: Path) -> None:
     assert [path for path in folder.iterdir() if path.is_file()] == []
 
 
+def test_a_stop_in_the_middle_of_a_deletion(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content that a client wants deleted is not kept as damaged."""
+    file = stored(folder)
+    store = opened(folder)
+    really = Path.unlink
+
+    def stop(path: Path, missing_ok: bool = False) -> None:
+        really(path, missing_ok)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", stop)
+    with pytest.raises(KeyboardInterrupt):
+        store.delete(file.id)
+    monkeypatch.undo()
+
+    assert opened(folder).all() == []
+    assert contents(folder) == []
+
+
 def test_what_cannot_be_moved_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The daemon starts nevertheless."""
     file = stored(folder)
