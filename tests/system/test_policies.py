@@ -63,13 +63,28 @@ async def under_changes(
     url: str, chats: list[ChatRequest], names: list[str]
 ) -> tuple[list[TimedAnswer], int]:
     """All chats, while each policy in turn decides for a while; and how often that changed before
-    the last answer was whole."""
+    the last answer was whole. The first change comes when all have arrived: some policies refuse a
+    request that arrives while its model has no room."""
     pieces = asyncio.Semaphore(0)
-    changes = 0
+    changes = ended = 0
+
+    def heard(answer: TimedAnswer) -> None:
+        nonlocal ended
+        ended += answer.finish is not None
+        pieces.release()
+
+    async def until_all_arrived(client: httpx.AsyncClient) -> None:
+        while True:
+            before = ended
+            models = (await client.get("/api/status")).raise_for_status().json()["models"]
+            if before + sum(m["running"] + m["waiting"] for m in models) >= len(chats):
+                return
+            await asyncio.sleep(0.05)
 
     async def change() -> None:
         nonlocal changes
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
+            await until_all_arrived(client)
             while True:
                 for name in names:
                     for _ in range(TOKENS_BETWEEN):
@@ -79,7 +94,7 @@ async def under_changes(
                 (await client.post("/api/policies/rollback")).raise_for_status()
 
     changing = asyncio.create_task(change())
-    answers = await send(url, chats, lambda _: pieces.release())
+    answers = await send(url, chats, heard)
     done = changes
     changing.cancel()
     await asyncio.gather(changing, return_exceptions=True)
