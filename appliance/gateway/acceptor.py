@@ -38,7 +38,9 @@ LEAST_HEAD_SECONDS: Final = 1.0
 """What the core gives for the rest of a head whose first line took long."""
 MAX_WAITING: Final = 1024
 """Connections that wait for a front end at once."""
-WAIT_SECONDS: Final = 30.0
+WAIT_SECONDS: Final = 120.0
+"""How long a connection waits for a front end: on a small machine that has other work, one starts
+for half a minute, and most clients wait for ten."""
 RETRY_SECONDS: Final = 5
 
 _NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

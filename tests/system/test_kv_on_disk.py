@@ -22,7 +22,9 @@ from tests.system.conftest import copy_with_context
 MODEL = "llama-a"
 CONTEXT = 1024
 TOKENS = 700
-CLIENTS = 6
+MOST_CLIENTS = 24
+"""Slow clients at once: the KV of so many does not fit the host cache, however few tokens each has
+when its client is found to be slow (that depends on the buffers of the kernel)."""
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 """So that a client that does not read is soon noticed."""
 
@@ -80,10 +82,10 @@ async def stall(client: httpx.AsyncClient, go_on: asyncio.Event) -> list[asyncio
     """Clients that do not read until they may go on, one after another, until the KV of two is on
     disk."""
     url, tasks = str(client.base_url), []
-    while len(tasks) < CLIENTS:
+    while places(url).count("disk") < 2:
+        assert len(tasks) < MOST_CLIENTS, places(url)
         tasks.append(asyncio.create_task(chat(client, go_on)))
         await asyncio.to_thread(until, lambda: len(places(url)) == len(tasks))
-    await asyncio.to_thread(until, lambda: places(url).count("disk") >= 2)
     return tasks
 
 
@@ -122,8 +124,8 @@ def test_kv_of_slow_clients_goes_to_disk_and_comes_back(checkpoints: Path, tmp_p
         text = httpx.get(f"{url}/metrics").text
         left = list((tmp_path / "kv").glob("*.kv"))
     assert len(kept) >= 2
-    assert [len(tokens) for tokens in answers] == [TOKENS] * (1 + CLIENTS)
-    assert answers == [answers[0]] * (1 + CLIENTS)
+    assert len(answers[0]) == TOKENS
+    assert all(answer == answers[0] for answer in answers)
     assert 0 < counted["appliance_kv_recomputed_tokens_total", MODEL] < TOKENS
     assert 'appliance_kv_disk_errors_total{operation="read"} 1.0' in text
     assert 'appliance_transfer_bytes_total{kind="kv_restored",model="llama-a"} 0.0' not in text
@@ -152,4 +154,4 @@ def test_a_killed_daemon_leaves_nothing_to_the_next(checkpoints: Path, tmp_path:
         answers = asyncio.run(slow_clients(url, lambda: None))
     assert left
     assert found == []
-    assert answers == [answers[0]] * (1 + CLIENTS)
+    assert all(answer == answers[0] for answer in answers)
