@@ -188,7 +188,11 @@ def make_gateway(daemon: Daemon, config: Config) -> Gateway:
     keys = KeyRing(Path(api.keys)) if api.keys else None
     access = Access(keys, local=True, origins=api.origins, open_metrics=api.open_metrics)
     admission = Admission(
-        daemon, access, max_waiting=api.max_waiting, max_wait_seconds=api.max_wait_seconds
+        daemon,
+        access,
+        max_waiting=api.max_waiting,
+        max_wait_seconds=api.max_wait_seconds,
+        share_prefix_cache=api.share_prefix_cache,
     )
     settings = FrontSettings(
         keep_alive_seconds=float(api.keep_alive_seconds),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 from typing import Final
 
@@ -57,12 +58,16 @@ class Admission:
         *,
         max_waiting: int = MAX_WAITING,
         max_wait_seconds: float = MAX_WAIT_SECONDS,
+        share_prefix_cache: bool = False,
     ) -> None:
+        """Unless they `share_prefix_cache`, each key has cached prefixes of its own: response times
+        tell what is cached, so one key could find out what others sent."""
         self._service = service
         self._clock = access.clock
         self._metrics = access.metrics
         self._queue: FairQueue[_Metered] = FairQueue(max_waiting)
         self._max_wait_seconds = max_wait_seconds
+        self._share_prefix_cache = share_prefix_cache
         self._retry: asyncio.TimerHandle | None = None
         self._soon = False
         """Whether it will be looked at once more whose turn it is."""
@@ -79,6 +84,8 @@ class Admission:
         if not caller.allows(request.model):
             raise ModelNotFound(request.model)
         request = _as_allowed(request, caller, meter.key)
+        if not self._share_prefix_cache:
+            request = msgspec.structs.replace(request, prefix_salt=_prefix_salt(meter.key))
         reserved = self._reserve(meter, request)
         metered = _Metered(self, request, sink, reserved, meter, caller.bill)
         try:
@@ -370,3 +377,8 @@ def _as_allowed(request: SubmitRequest, caller: Caller, key: Key) -> SubmitReque
     return msgspec.structs.replace(
         request, request_class=request_class, slo=caller.slo, key=key.name
     )
+
+
+def _prefix_salt(key: Key) -> str:
+    """Of the requests of a key. Workers see it, so it is not the hash by which keys are found."""
+    return hashlib.sha256(f"prefix cache {key.sha256}".encode()).hexdigest()

@@ -59,6 +59,13 @@ class Api(Section, kw_only=True):
     open_metrics: Annotated[
         bool, Meta(description="Answer `/metrics` without a key, also when there are keys.")
     ] = False
+    share_prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="Let keys use prefixes of prompts that other keys have cached. Response "
+            "times then tell a key what others have sent lately. A change waits for a restart."
+        ),
+    ] = False
     max_waiting: Annotated[
         int,
         Meta(

@@ -37,6 +37,9 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `body` is the rest: how tokens are drawn, or the prompt is pooled. It is the front end's request
     without its prompt, as `appliance.engines.vllm.messages` encodes it; engines alone read it.
+
+    The prefix cache serves a sequence with what sequences of the same `prefix_salt` (without a
+    colon) left there, and of the same `cache_salt` in the body.
     """
 
     request: RequestId
@@ -44,6 +47,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     output: tuple[int, ...] = ()
     body: bytes
+    prefix_salt: str = ""
 
 
 class Produced(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -85,6 +85,10 @@ class DeviceRoom:
             return True
         if any([group.model == request.model for group in instance.groups]):
             return False
+        return self.may_begin(instance, request)
+
+    def may_begin(self, instance: InstanceState, request: RequestState) -> bool:
+        """Whether a request has a place and room on the instance. Costs what `fits` does."""
         return self.has_place(instance, request) and self.fits(instance, request)
 
     def has_place(self, instance: InstanceState, request: RequestState) -> bool:
@@ -106,7 +110,7 @@ class DeviceRoom:
         `instance.kv_short` is set: it may be able to as others end."""
         if request.stage is not Stage.QUEUED:
             return True
-        if self.has_place(instance, request) and self.fits(instance, request):
+        if self.may_begin(instance, request):
             return True
         if not instance.kv_short:
             instance.kv_short, instance.view = True, None

@@ -223,8 +223,7 @@ class Router:
         return [request for instance, request in waiting if self._is_shut_out(instance, request)]
 
     def _is_shut_out(self, instance: InstanceState, request: RequestState) -> bool:
-        room = self._device_room
-        if room.has_place(instance, request) and room.fits(instance, request):
+        if self._device_room.may_begin(instance, request):
             return False
         candidates = self._cluster.candidates(request.spec, Role.PREFILL)
         return instance in candidates and bool(self._with_room(candidates, request))
@@ -248,9 +247,11 @@ class Router:
         context, source = self._context, request.instance
         assert source is not None, "it decodes somewhere"
         candidates = self._cluster.candidates(request.spec, Role.DECODE)
-        room = self._device_room
-        others = [i for i in candidates if i.id != source and room.has_place(i, request)]
-        roomy = [instance for instance in others if room.fits(instance, request)]
+        roomy = [
+            instance
+            for instance in candidates
+            if instance.id != source and self._device_room.may_begin(instance, request)
+        ]
         if not roomy:
             return False
         chosen = context.policy.decode(

@@ -128,4 +128,5 @@ class RequestStream:
             prompt=self.request.prompt,
             output=tuple(self.output),
             body=self.request.body,
+            prefix_salt=self.request.prefix_salt,
         )

@@ -169,6 +169,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True):
     slo: AskedSlo = AskedSlo()
     key: str | None = None
     """Name of the API key that asks."""
+    prefix_salt: str = ""
+    """It uses cached prefixes only of requests with the same salt."""
     trace: Trace | None = None
     """Called when requests are traced."""
     together_tokens: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance.engines.protocol import Produced
@@ -259,6 +260,20 @@ def test_cached_tokens_are_reported_with_the_first(engine: Any) -> None:
     assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (70, 64)
     assert first("salted", "salt").detail is None
     assert first("salted again", "salt").detail is not None
+
+
+def test_prefix_salts_keep_caches_apart(engine: Any) -> None:
+    """A sequence finds what others of both its salts left, and nothing else."""
+
+    def cached(name: str, prefix_salt: str, cache_salt: str | None) -> bool:
+        spec = sequence(MODEL, name, PROMPT, GREEDY, cache_salt=cache_salt)
+        engine.add(msgspec.structs.replace(spec, prefix_salt=prefix_salt))
+        (first, *_) = finish(engine, name, engine.prefill(name, SLABS))
+        return first.detail is not None
+
+    salts = [("p", None), ("q", None), ("p", "c"), ("q", "c"), ("", "p:c"), ("", "p")]
+    assert not any([cached(f"new {number}", *pair) for number, pair in enumerate(salts)])
+    assert all([cached(f"again {number}", *pair) for number, pair in enumerate(salts)])
 
 
 WRONG: dict[str, tuple[Sampling, str]] = {

@@ -252,7 +252,7 @@ class VllmEngine:
             list(sequence.prompt),
             params,
             asked.pooling_params,
-            cache_salt=asked.cache_salt,
+            cache_salt=_cache_salt(sequence.prefix_salt, asked.cache_salt),
             block_hasher=self._core.request_block_hasher,
             reasoning_ended=asked.reasoning_ended,
             reasoning_parser_kwargs=asked.reasoning_parser_kwargs,
@@ -542,6 +542,11 @@ def _forget_checkpoints() -> None:
         cached_get_tokenizer,
     ):
         known.cache_clear()
+
+
+def _cache_salt(prefix_salt: str, cache_salt: str | None) -> str | None:
+    """vLLM's salt for a pair of them; no two pairs have the same, as the first has no colon."""
+    return f"{prefix_salt}:{cache_salt or ''}" if prefix_salt or cache_salt else None
 
 
 def _produced(output: EngineCoreOutput) -> Produced:

@@ -7,7 +7,9 @@ from appliance.service.generation import NO_SLO, RequestStream
 from appliance.service.interface import GenerationFailed, RequestTimes, SubmitRequest
 from appliance.vocabulary import FinishReason, RequestId, Slo
 
-REQUEST = SubmitRequest(id="r", model="a", prompt=(1, 2, 3), max_tokens=9, body=b"opaque")
+REQUEST = SubmitRequest(
+    id="r", model="a", prompt=(1, 2, 3), max_tokens=9, body=b"opaque", prefix_salt="salt"
+)
 
 
 class Heard:
@@ -98,6 +100,7 @@ def test_a_request_can_be_continued_elsewhere() -> None:
 
     assert (sequence.request, sequence.model, sequence.prompt) == ("r", "a", (1, 2, 3))
     assert (sequence.output, sequence.body) == ((5, 6), b"opaque")
+    assert sequence.prefix_salt == "salt"
 
 
 def test_a_pooled_prompt_has_no_tokens() -> None:
