@@ -83,9 +83,8 @@ class Admission:
             return self._service.submit(msgspec.structs.replace(request, slo=caller.slo), sink)
         if not caller.allows(request.model):
             raise ModelNotFound(request.model)
-        request = _as_allowed(request, caller, meter.key)
-        if not self._share_prefix_cache:
-            request = msgspec.structs.replace(request, prefix_salt=_prefix_salt(meter.key))
+        salt = "" if self._share_prefix_cache else _prefix_salt(meter.key)
+        request = _as_allowed(request, caller, meter.key, salt)
         reserved = self._reserve(meter, request)
         metered = _Metered(self, request, sink, reserved, meter, caller.bill)
         try:
@@ -367,7 +366,9 @@ class _Metered:
             self.alarm = None
 
 
-def _as_allowed(request: SubmitRequest, caller: Caller, key: Key) -> SubmitRequest:
+def _as_allowed(
+    request: SubmitRequest, caller: Caller, key: Key, prefix_salt: str
+) -> SubmitRequest:
     """The request with what its key decides. Raises `Forbidden`."""
     request_class = request.request_class
     if request_class not in key.classes:
@@ -375,7 +376,11 @@ def _as_allowed(request: SubmitRequest, caller: Caller, key: Key) -> SubmitReque
             raise Forbidden("service_tier: the API key has no batch work", "service_tier")
         request_class = RequestClass.BATCH  # a key for nothing but batch work
     return msgspec.structs.replace(
-        request, request_class=request_class, slo=caller.slo, key=key.name
+        request,
+        request_class=request_class,
+        slo=caller.slo,
+        key=key.name,
+        prefix_salt=prefix_salt,
     )
 
 

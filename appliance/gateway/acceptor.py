@@ -39,8 +39,8 @@ LEAST_HEAD_SECONDS: Final = 1.0
 MAX_WAITING: Final = 1024
 """Connections that wait for a front end at once."""
 WAIT_SECONDS: Final = 120.0
-"""How long a connection waits for a front end: on a small machine that has other work, one starts
-for half a minute, and most clients wait for ten."""
+"""How long a connection waits for a front end. On a small machine that has other work, a front end
+may take more than 30 s to start; most clients wait for minutes."""
 RETRY_SECONDS: Final = 5
 
 _NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
