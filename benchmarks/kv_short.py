@@ -1,6 +1,6 @@
 """What a pool costs that has KV for six of 48 requests: tokens/s, over those with KV for all.
 
-    python -m benchmarks.kv_short [--models 1] [--pairs 3] [--json F]
+    python -m benchmarks.kv_short [--models 1] [--pairs 3] [--ttft 10s] [--json F]
 
 A real daemon on one instance, with the weights of all its models in the pool; 48 requests of about
 200 + 300 tokens at once, over HTTP. The two sizes of pool are run in turns. Every output is
@@ -37,6 +37,8 @@ FITTING: Final = 6
 """Requests whose KV the short pool holds."""
 OUTPUT_TOKENS: Final = 300
 MAX_CONTEXT: Final = 544
+TTFT: Final = "10s"
+"""The target that `write_config` writes."""
 WORDS: Final = ("a long winter", "the frozen river", "an old bridge", "maps of glass", "a ship")
 
 
@@ -47,11 +49,12 @@ def main() -> int:
         place = Path(directory)
         make_checkpoints(place, models)
         chats = chats_for(models)
-        truths = answered(load_config(_write(place, models, REQUESTS)), chats)
+        truths = answered(load_config(_write(place, models, REQUESTS, options.ttft)), chats)
         runs: dict[str, list[dict[str, float]]] = {"all": [], "short": []}
         for _ in range(options.pairs):
             for name, fitting in (("all", REQUESTS), ("short", FITTING)):
-                runs[name].append(_run(_write(place, models, fitting), chats, truths))
+                file = _write(place, models, fitting, options.ttft)
+                runs[name].append(_run(file, chats, truths))
                 print(name, runs[name][-1], flush=True)
     rates = {
         name: statistics.median(_each(made, "tokens_per_second")) for name, made in runs.items()
@@ -62,6 +65,7 @@ def main() -> int:
         "models": len(models),
         "requests": REQUESTS,
         "fitting": FITTING,
+        "ttft_target": options.ttft,
         "ratio": rates["short"] / rates["all"],
         "moved_again_share": max(_each(runs["short"], "moved_again_share")),
         "runs": runs,
@@ -89,7 +93,7 @@ def chats_for(models: Sequence[str]) -> list[ChatRequest]:
     ]
 
 
-def _write(place: Path, models: Sequence[str], fitting: int) -> Path:
+def _write(place: Path, models: Sequence[str], fitting: int, ttft: str) -> Path:
     """A configuration whose pool holds all weights, and the KV of so many requests."""
     bind = f"127.0.0.1:{free_port()}"
     sizes = {"instances": 1, "max_context": MAX_CONTEXT}
@@ -98,7 +102,8 @@ def _write(place: Path, models: Sequence[str], fitting: int) -> Path:
     slabs = sum(need.weights for need in needs) + fitting * max(need.kv for need in needs)
     memory = f"{slabs * roomy.devices.slab_bytes >> 10}KiB"
     file = write_config(place, models, memory=memory, bind=bind, **sizes)  # type: ignore[arg-type]
-    file.write_text(f'{file.read_text()}\n[journal]\npath = "journal.jsonl"\n')
+    written = file.read_text().replace(f'ttft = "{TTFT}"', f'ttft = "{ttft}"')
+    file.write_text(f'{written}\n[journal]\npath = "journal.jsonl"\n')
     return file
 
 
@@ -146,6 +151,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", type=int, default=1, choices=range(1, len(RECIPES) + 1))
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--ttft", default=TTFT, help="the TTFT target of all models")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

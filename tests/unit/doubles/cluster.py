@@ -160,6 +160,8 @@ class ClusterDouble:
         )
         self.now = 0.0
         self.journal: list[tuple[float, Event, list[Command]]] = []
+        self.recomputed: set[str] = set()
+        """Models of which KV was given up and counted; the machine forgets models that leave."""
         self.up: dict[int, InstanceDouble] = {}
 
     def _watchful(self, use: Sequence[str], stranger: object | None) -> Watchful:
@@ -174,9 +176,7 @@ class ClusterDouble:
             self.tell(Ticked())
             self.now += 0.001
         commands = self.machine.handle(event, self.now)
-        self.journal.append((self.now, event, commands))
-        self.machine.check_integrity()
-        self.carry_out(commands)
+        self._record(event, commands)
         return commands
 
     def set_policy(self, use: Sequence[str], stranger: object | None = None) -> None:
@@ -184,9 +184,13 @@ class ClusterDouble:
         policy = self._watchful(use, stranger)
         self.now += 0.001
         commands = self.machine.set_policy(cast(Policy, policy), self.now)
-        chosen = PolicyChosen(choice=PolicyChoice(use=tuple(use)))
-        self.journal.append((self.now, chosen, commands))
+        self._record(PolicyChosen(choice=PolicyChoice(use=tuple(use))), commands)
+
+    def _record(self, event: Event, commands: list[Command]) -> None:
+        """Check what the machine made of the event, and carry it out."""
+        self.journal.append((self.now, event, commands))
         self.machine.check_integrity()
+        self.recomputed |= {m for m, tokens in self.machine.recomputed_tokens.items() if tokens}
         self.carry_out(commands)
 
     def carry_out(self, commands: list[Command]) -> None:
