@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,6 +32,7 @@ from appliance.daemon.reload import LiveConfig, tls_pair
 from appliance.daemon.served_model import served_model
 from appliance.errors import ApplianceError
 from appliance.gateway.acceptor import FrontEnds
+from appliance.gateway.guide_trials import GuideTrials
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.gateway.supervisor import Supervisor
 from appliance.http.connections import Connection
@@ -87,6 +88,7 @@ async def _serve(config: Config, path: Path) -> int:
     gateway = make_gateway(daemon, config)
     front_ends = Supervisor(processes, gateway.sessions.open)
     daemon.front_ends_missing = front_ends.not_ready
+    guides = gateway.sessions.guides = GuideTrials(front_ends.forks)
     server = make_server(daemon, config, settings, tls, gateway, front_ends)
     admin = make_admin_server(server, config, front_ends)
     front_ends.on_given_back = partial(take_back, server, admin)
@@ -103,8 +105,9 @@ async def _serve(config: Config, path: Path) -> int:
     # no request is read and no token sent.
     gc.collect()
     gc.freeze()
+    guides.start()
     with reloading(settings, notifier):
-        async with running(admin):
+        async with running(admin), aclosing(guides):
             return await lifetime.run()
 
 

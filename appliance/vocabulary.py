@@ -73,12 +73,14 @@ class InstanceClass(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: the model stopped, the length limit, the client left, or an error."""
+    """Why a request ended: the model stopped, the length limit, the client left, or an error; or
+    its guide took too long to follow."""
 
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+    INVALID_GUIDE = "invalid_guide"
 
 
 class TurnEnd(StrEnum):

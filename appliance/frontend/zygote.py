@@ -1,7 +1,8 @@
-"""The process that front ends are forked from: imports vLLM once, then forks one for each order.
+"""The process that front ends and the compiler of guides are forked from: imports vLLM once, then
+forks one for each order.
 
-A front end that died is back within a fraction of a second so, and all of them share the memory of
-what was imported. Runs as ``python -m appliance.frontend.zygote FD``; `FD` is the socket of orders.
+One that died is back within a fraction of a second so, and all of them share the memory of what was
+imported. Runs as ``python -m appliance.frontend.zygote FD``; `FD` is the socket of orders.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
 from appliance.platform import logs
 from appliance.platform.children import FRONT_END_OOM_SCORE, go_before_the_daemon
-from appliance.service.front_frames import Fork, Forked
+from appliance.service.front_frames import Fork, Forked, Role
 
 ORDER_BYTES: Final = 1024
 
 
-def serve_orders(orders: socket.socket, run: Callable[[socket.socket, socket.socket], int]) -> None:
-    """Fork a process that calls `run` for each order, until the core is gone. Returns in the parent
-    alone."""
+Run: TypeAlias = Callable[..., int]
+"""Gets the sockets of an order; returns the exit status."""
+
+
+def serve_orders(orders: socket.socket, runs: Mapping[Role, Run]) -> None:
+    """Fork a process that runs what its role says for each order, until the core is gone. Returns
+    in the parent alone."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # of the terminal; the core ends us
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
@@ -38,13 +43,13 @@ def serve_orders(orders: socket.socket, run: Callable[[socket.socket, socket.soc
             return
         order = decoder.decode(message)
         check_threads()
-        frames, handover = (socket.socket(fileno=number) for number in descriptors)
+        sockets = [socket.socket(fileno=number) for number in descriptors]
         child = os.fork()
         if child == 0:
             orders.close()
-            os._exit(_run(order.number, run, frames, handover))
-        frames.close()
-        handover.close()
+            os._exit(_run(order, runs, sockets))
+        for one in sockets:
+            one.close()
         try:
             handles = [os.pidfd_open(child)]
         except ProcessLookupError:
@@ -62,16 +67,12 @@ def check_threads() -> None:
         raise RuntimeError(f"importing the front half started {count - 1} threads: cannot fork")
 
 
-def _run(
-    number: int,
-    run: Callable[[socket.socket, socket.socket], int],
-    frames: socket.socket,
-    handover: socket.socket,
-) -> int:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    logs.join("warning", front_end=number)
+def _run(order: Fork, runs: Mapping[Role, Run], sockets: Sequence[socket.socket]) -> int:
     try:
-        return run(frames, handover)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        fields: dict[str, object] = {str(order.role): order.number}
+        logs.join("warning", **fields)
+        return runs[order.role](*sockets)
     except BaseException:
         logging.getLogger("appliance.frontend").critical("%s", traceback.format_exc())
         return 1
@@ -86,9 +87,13 @@ def main(arguments: list[str]) -> None:
 
     prepare_environment()
     import_vllm()
-    from appliance.frontend import process
+    from appliance.frontend import guide_compiler, process
 
-    serve_orders(orders, process.main)
+    runs: dict[Role, Run] = {
+        Role.FRONT_END: process.main,
+        Role.GUIDE_COMPILER: guide_compiler.main,
+    }
+    serve_orders(orders, runs)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from appliance.access.admission import Admission
 from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
-from appliance.engines.protocol import Produced
+from appliance.engines.protocol import GuideRefused, Produced
 from appliance.gateway.responses import StoredResponse, StoredResponses
 from appliance.http.errors import ApiError, as_api_error
 from appliance.http.server_timing import server_timing
@@ -35,6 +35,7 @@ from appliance.service.front_frames import (
     Entered,
     FindResponse,
     FoundResponse,
+    FrontModel,
     Hello,
     KeepEvent,
     KeepResponse,
@@ -56,11 +57,12 @@ from appliance.service.interface import (
     Generation,
     GenerationFailed,
     Inference,
+    ModelNotFound,
     RequestTimes,
     SubmitRequest,
     Trace,
 )
-from appliance.vocabulary import FinishReason, RequestClass, RequestId
+from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId
 
 MAX_CALLS: Final = 4096
 MAX_REQUESTS: Final = 16384
@@ -99,6 +101,16 @@ class Answered(NamedTuple):
     """What the core itself refused of it, if it did."""
 
 
+class GuideChecker(Protocol):
+    """What compiles guides first. `appliance.gateway.guide_trials.GuideTrials` is one."""
+
+    async def check(self, owner: str, model: FrontModel, guide: bytes) -> None:
+        """Raises `GuideRefused`, and `ApiError` if nothing can be said of the guide now."""
+
+    def refuse(self, model: FrontModel, guide: bytes, reason: str) -> None:
+        """The guide did harm: refuse it from now on."""
+
+
 class Sessions:
     """The conversations with all front ends."""
 
@@ -111,6 +123,8 @@ class Sessions:
         self.live: set[RequestId] = set()
         """The ids of all requests of front ends that are not over."""
         self.responses = StoredResponses()
+        self.guides: GuideChecker | None = None
+        """Compiles guides before workers do; None: they do at once."""
         self._settings = settings
         self._open: list[Session] = []
         self._numbers = itertools.count(1)
@@ -146,6 +160,23 @@ class Sessions:
         catalogue = Catalogue(self.service.front_models())
         for session in self._open:
             session.tell_catalogue(catalogue)
+
+    async def check_guide(self, owner: str, name: ModelName, guide: bytes) -> None:
+        """Raises `ModelNotFound`, and what the checker of guides raises."""
+        if self.guides is not None:
+            await self.guides.check(owner, self._model(name), guide)
+
+    def refuse_guide(self, name: ModelName, guide: bytes, reason: str) -> None:
+        """Have `check_guide` refuse the guide from now on."""
+        if self.guides is not None:
+            with contextlib.suppress(ModelNotFound):
+                self.guides.refuse(self._model(name), guide, reason)
+
+    def _model(self, name: ModelName) -> FrontModel:
+        for model in self.service.front_models():
+            if model.name == name:
+                return model
+        raise ModelNotFound(name)
 
     async def ask(self, caller: Caller, path: str, body: bytes) -> Answered:
         """Have the front end that has least to do answer a line of a batch, as work of the class
@@ -376,8 +407,10 @@ class Session:
                 )
             request = _Request(self, frame.request, frame.call)
             asked = _asked(frame, call)
-            if frame.guided:
-                task = asyncio.get_running_loop().create_task(self._guided(request, call, asked))
+            if frame.guide:
+                task = asyncio.get_running_loop().create_task(
+                    self._guided(request, call, asked, frame.guide)
+                )
                 request.guiding = task
             else:
                 request.begin(self._sessions.admission.submit(asked, call.caller, request))
@@ -387,14 +420,19 @@ class Session:
         self._requests[frame.request] = request
         call.requests.add(frame.request)
         self._sessions.live.add(frame.request)
-        if not frame.guided:
+        if not frame.guide:
             self._send(Admitted(frame.request))
 
-    async def _guided(self, request: _Request, call: _Call, asked: SubmitRequest) -> None:
-        """Have the guide of a request compiled before it is taken in."""
+    async def _guided(
+        self, request: _Request, call: _Call, asked: SubmitRequest, guide: bytes
+    ) -> None:
+        """Have the guide of a request compiled before it is taken in: by the compiler of guides,
+        which it may end, then by the workers."""
         try:
+            await self._sessions.check_guide(call.caller.owner, asked.model, guide)
             await self._service.check_guide(asked.model, asked.body)
             request.guiding = None
+            request.guide = (asked.model, guide)
             request.begin(self._sessions.admission.submit(asked, call.caller, request))
         except Exception as error:
             request.guiding = None
@@ -402,6 +440,13 @@ class Session:
             self._send(self._refused(call, error, request.call, request.id))
         else:
             self._send(Admitted(request.id))
+
+    def refuse_guide(self, request: _Request) -> GuideRefused:
+        """A request ended as its guide took too long to follow: others with it are not begun."""
+        reason = "the guide takes too long to follow: use a less ambiguous one"
+        assert request.guide is not None
+        self._sessions.refuse_guide(*request.guide, reason)
+        return GuideRefused(reason)
 
     def _abort(self, name: RequestId, reason: FinishReason) -> None:
         request = self._requests.get(name)
@@ -520,6 +565,7 @@ class _Request:
         "_waiting",
         "_wanted",
         "call",
+        "guide",
         "guiding",
         "id",
     )
@@ -529,6 +575,8 @@ class _Request:
         self.call = call
         self.guiding: asyncio.Task[None] | None = None
         """Has its guide compiled; it is submitted afterwards."""
+        self.guide: tuple[ModelName, bytes] | None = None
+        """What its output follows, of which model."""
         self._session = session
         self._generation: Generation | None = None
         self._wanted = True
@@ -581,6 +629,8 @@ class _Request:
         if not self._wanted:
             return
         self._wanted = False
+        if self._last is not None and self._last.finished is FinishReason.INVALID_GUIDE:
+            failure = self._session.refuse_guide(self)
         if failure is not None:
             self._session.give_up(self, failure)
             return

@@ -1,7 +1,7 @@
 """Front-end processes: started, fed with connections, listened to, and replaced when they die.
 
-They are forked from one process that has imported vLLM (`appliance.frontend.zygote`), so that a new
-one is there at once. Each has a stream of frames and a socket over which connections are handed.
+They are forked from a process that has imported vLLM (`fork_server`), so that a new one is there at
+once. Each has a stream of frames and a socket over which connections are handed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import socket
-import tempfile
 from asyncio import BaseTransport
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -23,26 +21,24 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from appliance import framing
+from appliance.gateway.fork_server import ZYGOTE, ForkServer, kill
 from appliance.http.errors import ApiError
-from appliance.platform.children import module_command
 from appliance.service.front_frames import (
     MAX_RECEIVED_BYTES,
     Down,
     Drain,
-    Fork,
-    Forked,
     Handover,
     Hello,
     Ping,
     Pong,
     Ready,
+    Role,
     StreamBegun,
     Up,
     decoder_for_core,
 )
 from appliance.worker.process import FIRST_PAUSE_SECONDS, LAST_SECONDS, pause_after
 
-ZYGOTE: Final = module_command("appliance.frontend.zygote")
 OPERATORS_REMEMBERED: Final = 4096
 """Connections of operators that a front end has had, the latest ones."""
 MAX_UNREAD_BYTES: Final = 64 << 20
@@ -193,8 +189,7 @@ class FrontEndProcess(asyncio.Protocol):
     def kill(self) -> None:
         """End it by force."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            kill(self._process)
         if self._transport is not None:
             self._transport.abort()
 
@@ -203,7 +198,7 @@ class FrontEndProcess(asyncio.Protocol):
     def forked(self, process: int) -> None:
         """It was started; `process` is its pidfd."""
         if self.over.is_set():
-            _kill(process)
+            kill(process)
             os.close(process)
         else:
             self._process = process
@@ -320,32 +315,20 @@ class Supervisor:
         """How many front ends were started for ones that died."""
         self.on_given_back: Callable[[socket.socket, Handover], None] = _close
         """Takes connections that a front end gave back: the core answers."""
+        self.forks = ForkServer(command)
         self._count = count
         self._open_session = open_session
-        self._command = tuple(command)
         self._patience = Patience() if patience is None else patience
         self._front_ends: dict[int, FrontEndProcess] = {}
-        self._numbers = itertools.count(1)
-        self._orders: socket.socket | None = None
-        """To the zygote, while there is one."""
-        self._zygote: asyncio.subprocess.Process | None = None
-        self._zygote_began = asyncio.Event()
-        self._zygote_worked = False
-        self._zygote_deaths = 0
-        """In a row, before it forked anything."""
         self._stopping = asyncio.Event()
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self._tell_room: list[Callable[[], None]] = []
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
         """Start the front ends, and go on keeping them."""
-        self._scratch = tempfile.TemporaryDirectory(
-            prefix="appliance-front-", ignore_cleanup_errors=True
-        )
-        kept = [self._keep_zygote(self._scratch.name), self._ping()]
-        kept += [self._keep_front_end() for _ in range(self._count)]
+        self.forks.start()
+        kept = [self._ping(), *(self._keep_front_end() for _ in range(self._count))]
         self._tasks = [asyncio.get_running_loop().create_task(work) for work in kept]
 
     def on_room(self, tell: Callable[[], None]) -> None:
@@ -384,7 +367,7 @@ class Supervisor:
         """Why no request for a front end can be answered; None if it can."""
         if self.ready:
             return None
-        deaths = self._zygote_deaths
+        deaths = self.forks.deaths
         reason = f", {deaths} attempts failed; see the log" if deaths else ""
         return f"no front end is ready{reason}"
 
@@ -408,12 +391,7 @@ class Supervisor:
         self._stopping.set()
         for front_end in living:
             front_end.kill()
-        if self._zygote is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._zygote.kill()
-        await asyncio.gather(*self._tasks)
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        await asyncio.gather(self.forks.stop(), *self._tasks)
 
     def _is_slow(self, front_end: FrontEndProcess) -> bool:
         return front_end.owes_for() > self._patience.slow_seconds
@@ -431,12 +409,10 @@ class Supervisor:
     async def _keep_front_end(self) -> None:
         pause = FIRST_PAUSE_SECONDS
         while not self._over:
-            await self._until_zygote()
+            await self._until_forkable()
             if self._over:
                 return
-            if self._orders is None:
-                continue
-            front_end = await self._start(self._orders)
+            front_end = await self._start()
             await front_end.over.wait()
             await front_end.wait_ended()
             del self._front_ends[front_end.number]
@@ -447,18 +423,18 @@ class Supervisor:
             self.restarts += 1
             await self._pause(pause)
 
-    async def _until_zygote(self) -> None:
+    async def _until_forkable(self) -> None:
         stopping = asyncio.ensure_future(self._stopping.wait())
-        began = asyncio.ensure_future(self._zygote_began.wait())
+        began = asyncio.ensure_future(self.forks.until_there())
         try:
             await asyncio.wait((stopping, began), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
             began.cancel()
 
-    async def _start(self, orders: socket.socket) -> FrontEndProcess:
+    async def _start(self) -> FrontEndProcess:
         """Order another front end."""
-        number = next(self._numbers)
+        number = self.forks.next_number()
         frames, their_frames = socket.socketpair()
         handover, their_handover = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (handover, their_handover):
@@ -471,70 +447,9 @@ class Supervisor:
         frames.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.connect_accepted_socket(lambda: front_end, frames)
-        order = msgspec.msgpack.encode(Fork(number))
-        with their_frames, their_handover:
-            descriptors = [their_frames.fileno(), their_handover.fileno()]
-            with contextlib.suppress(OSError):  # a dead zygote: the end of the frames tells
-                socket.send_fds(orders, [order], descriptors, socket.MSG_DONTWAIT)
+        sockets = (their_frames, their_handover)
+        self.forks.fork(number, Role.FRONT_END, sockets, front_end.forked)
         return front_end
-
-    async def _keep_zygote(self, scratch: str) -> None:
-        pause = FIRST_PAUSE_SECONDS
-        while not self._stopping.is_set():
-            self._zygote_worked = False
-            try:
-                await self._run_zygote(scratch)
-            except OSError:
-                log.exception("the process that front ends are forked from could not be started")
-            if self._stopping.is_set():
-                return
-            self._zygote_deaths = 0 if self._zygote_worked else self._zygote_deaths + 1
-            pause = pause_after(pause, worked=self._zygote_worked)
-            log.warning("the process that front ends are forked from died; next in %.2f s", pause)
-            await self._pause(pause)
-
-    async def _run_zygote(self, scratch: str) -> None:
-        """One life of the zygote."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        with ours:
-            with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env=_environment(scratch),
-                )
-            loop.add_reader(ours, self._forked, ours)
-            self._orders, self._zygote = ours, process
-            if self._stopping.is_set():
-                process.kill()
-            self._zygote_began.set()
-            await process.wait()
-            self._zygote_began.clear()
-            self._orders = self._zygote = None
-            loop.remove_reader(ours)
-
-    def _forked(self, orders: socket.socket) -> None:
-        try:
-            message, handles, _, _ = socket.recv_fds(orders, ANSWER_BYTES, 1, socket.MSG_DONTWAIT)
-        except OSError:
-            return
-        if not message:
-            asyncio.get_running_loop().remove_reader(orders)
-            return
-        number = msgspec.msgpack.decode(message, type=Forked).number
-        self._zygote_worked = True
-        self._zygote_deaths = 0
-        front_end = self._front_ends.get(number)
-        for handle in handles:
-            if front_end is None:
-                _kill(handle)
-                os.close(handle)
-            else:
-                front_end.forked(handle)
 
     async def _ping(self) -> None:
         while not self._stopping.is_set():
@@ -550,26 +465,9 @@ class Supervisor:
         self.on_given_back(connection, handover)
 
 
-def _environment(scratch: str) -> dict[str, str]:
-    """That of front ends: no device, no threads that a fork would leave behind."""
-    return {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "TMPDIR": scratch,
-    }
-
-
 def shutting_down() -> ApiError:
     """What is answered when front ends take no more connections."""
     return ApiError(503, "the appliance shuts down", code="shutting_down")
-
-
-def _kill(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def _close(connection: socket.socket, _handover: Handover) -> None:

@@ -57,6 +57,8 @@ def _status(outcome: str, failure: GenerationFailed | None) -> int:
         return failure.status
     if outcome == FinishReason.CANCELLED:
         return CLIENT_LEFT
+    if outcome == FinishReason.INVALID_GUIDE:
+        return 400
     return 500 if outcome == FinishReason.ERROR else 200
 
 

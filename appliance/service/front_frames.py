@@ -24,6 +24,7 @@ Frames of one direction keep their order. A *call* is one HTTP request (or one l
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Final, TypeAlias
 
 import msgspec
@@ -32,7 +33,7 @@ from appliance import framing
 from appliance.checkpoints.task import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 # --- from the core to a front end ----------------------------------------------------------------
@@ -217,8 +218,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_tokens: int
     """Of output, at most; 0: the prompt is pooled and nothing follows."""
     body: bytes
-    guided: bool = False
-    """Whether its output follows a guide, which is compiled before the request is admitted."""
+    guide: bytes = b""
+    """What its output follows, encoded by `appliance.engines.vllm.messages`, if it follows a guide:
+    that is compiled before the request is admitted."""
     together_tokens: int = 0
     """Most tokens, prompts included, of all sequences that are asked for at once, if there are
     several: they are taken together or not at all."""
@@ -379,14 +381,24 @@ MAX_RECEIVED_BYTES: Final = 128 * 1024
 # Each is one message of its socket (SEQPACKET).
 
 
+class Role(StrEnum):
+    """What a forked process is for."""
+
+    FRONT_END = "front_end"
+    """Gets two descriptors, the frames' and the handover's."""
+    GUIDE_COMPILER = "guide_compiler"
+    """Gets one descriptor (`appliance.service.guide_frames`)."""
+
+
 class Fork(msgspec.Struct, frozen=True):
-    """From the core, with two descriptors, the frames' and the handover's: fork a front end."""
+    """From the core, with the descriptors that the role gets: fork a process."""
 
     number: int
+    role: Role
 
 
 class Forked(msgspec.Struct, frozen=True):
-    """To the core, with the pidfd of the front end, unless that is gone already."""
+    """To the core, with the pidfd of the process, unless that is gone already."""
 
     number: int
 

@@ -13,8 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from appliance.engines.protocol import GuideRefused, SequenceSpec
+from appliance.engines.vllm import guide_budget
 from appliance.vocabulary import FinishReason
 from tests.engine.house import EOS, House, Sampling, body, sequence, tokens
+from tests.hostile.guides import AMBIGUOUS
 
 MODEL = "qwen2-gqa"
 PROMPT = tuple(range(10, 80))
@@ -245,3 +247,36 @@ def test_an_output_that_does_not_follow_is_refused(house: House) -> None:
     engine = house.engines[MODEL]
     with pytest.raises(GuideRefused, match="so far"):
         engine.add(sequence(MODEL, "r", PROMPT, guided(JSON), (7, 7)))
+
+
+def test_a_guide_that_takes_too_long_ends_its_request(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the guide's fault; others in the same steps go on."""
+    monkeypatch.setattr(guide_budget, "AT_ONCE_SECONDS", 0.1)
+    engine = house.engines[MODEL]
+    engine.begin_load().wait()
+    slow = Guide("grammar", AMBIGUOUS)
+    sampling = Sampling(
+        max_tokens=800,
+        min_tokens=700,
+        temperature=1.0,
+        seed=3,
+        structured_outputs={slow.kind: slow.text},
+    )
+    engine.add(sequence(MODEL, "slow", PROMPT, sampling))
+    engine.add(sequence(MODEL, "fine", PROMPT, guided(Guide("regex", "(ab){300}"))))
+    for name in ("slow", "fine"):
+        engine.prefill(name, SLABS)
+
+    reason, steps = None, 0
+    while reason is None:
+        steps += 1
+        for one in engine.step(["slow", "fine"], SLABS):
+            assert one.finished is None or one.request == "slow"
+            reason = reason or one.finished
+    assert reason is FinishReason.INVALID_GUIDE
+    assert 10 < steps < 700
+    assert not engine.knows("slow")
+    engine.step(["fine"], SLABS)
+    engine.forget("fine")

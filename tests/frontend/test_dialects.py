@@ -48,7 +48,7 @@ async def test_a_chat_is_the_cores_tokens(
     assert submit.model == "talker"
     assert submit.max_tokens == 8
     assert submit.together_tokens == 0
-    assert not submit.guided
+    assert not submit.guide
     assert tokenizer.decode(submit.prompt, skip_special_tokens=False).startswith("<|bos|><|user|>")
     assert answer.choices[0].message.content == text_of(tokenizer, made_up(submit.prompt, 8))
     assert answer.choices[0].finish_reason == "length"
@@ -134,7 +134,7 @@ async def test_a_guided_answer_says_so(core: StandInCore, client: openai.AsyncOp
         model="talker", messages=HELLO, max_tokens=4, response_format={"type": "json_object"}
     )
     submit = await core.seen(Submit)
-    assert submit.guided
+    assert submit.guide
     assert decode_request(submit.body).sampling_params.structured_outputs.json_object
 
 

@@ -293,7 +293,7 @@ async def test_a_format_guides_the_answer(
 
     assert anything.json_object
     assert exact.json == schema
-    assert submitted(core).guided
+    assert submitted(core).guide
 
 
 # --- prompts that are too long -------------------------------------------------------------------

@@ -12,6 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.hostile.guides import AMBIGUOUS, chain_of_rules
 from tests.system.conftest import HERMES, Appliance
 
 HELLO: Any = [{"role": "user", "content": "Hello, river"}]
@@ -92,6 +93,46 @@ def test_an_impossible_guide(client: openai.OpenAI, stream: bool) -> None:
     with pytest.raises(openai.APIError, match="invalid regex") as caught:
         ask_for_it()
     assert stream or isinstance(caught.value, openai.BadRequestError)
+    assert ask(client, "llama-a", 3) is not None
+
+
+def test_a_guide_that_ends_what_compiles_it(client: openai.OpenAI, appliance: Appliance) -> None:
+    """It is refused, for each model; no worker dies of it, and its model goes on."""
+    workers = appliance.worker_pids()
+    for model in MODELS[:2]:
+        with pytest.raises(openai.BadRequestError, match="nested too deeply") as caught:
+            client.completions.create(
+                model=model,
+                prompt="Once",
+                n=2,
+                extra_body={"structured_outputs": {"grammar": chain_of_rules(20_000)}},
+            )
+        assert caught.value.code == "invalid_guide"
+        assert ask(client, model, 3) is not None
+    assert appliance.worker_pids() == workers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_guide_that_takes_too_long_to_follow(client: openai.OpenAI, stream: bool) -> None:
+    """Its request is ended, and another one with it is not begun."""
+
+    def ask_for_it(seed: int) -> str:
+        answer = client.completions.create(
+            model="llama-a",
+            prompt="Once",
+            max_tokens=900,
+            seed=seed,
+            stream=stream,
+            extra_body={"structured_outputs": {"grammar": grammar}, "min_tokens": 899},
+        )
+        if stream:
+            return "".join(chunk.choices[0].text for chunk in answer)
+        return str(answer.choices[0].text)
+
+    grammar = f"{AMBIGUOUS}# {'streamed' if stream else 'whole'}\n"
+    for seed in (1, 2):
+        with pytest.raises(openai.APIError, match="too long to follow"):
+            ask_for_it(seed)
     assert ask(client, "llama-a", 3) is not None
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -53,7 +54,7 @@ from appliance.engines.protocol import (
 from appliance.engines.vllm.device import Device, HostDevice
 from appliance.engines.vllm.executor import RankExecutor
 from appliance.engines.vllm.gates import Gates
-from appliance.engines.vllm.guides import Guides
+from appliance.engines.vllm.guides import Guides, took_too_long
 from appliance.engines.vllm.kv.cache import KvCache
 from appliance.engines.vllm.kv.placement import KvPlacement, placing
 from appliance.engines.vllm.messages import decode_request, encode_output
@@ -486,10 +487,12 @@ class VllmEngine:
                 self._withdraw(known)
             raise
         produced = [_produced(o) for o in outputs[0].outputs] if 0 in outputs else []
-        for token in produced:
+        for place, token in enumerate(produced):
             if token.finished is not None:
                 self._stepping = None
                 self._forget_state(token.request)
+                if token.finished is FinishReason.ERROR:
+                    produced[place] = _because_of_guide(token, batch)
         return produced
 
     def _as_graph(self, batch: Sequence[Request], tokens: int) -> bool:
@@ -557,6 +560,15 @@ def _produced(output: EngineCoreOutput) -> Produced:
         None if finish is None else _FINISH[finish],
         None if _is_plain(output) else encode_output(output),
     )
+
+
+def _because_of_guide(token: Produced, batch: Sequence[Request]) -> Produced:
+    """The last token of a request that vLLM ended with an error, with the reason if that is known:
+    its guide took too long."""
+    ended = next(known for known in batch if known.request_id == token.request)
+    if took_too_long(ended):
+        return msgspec.structs.replace(token, finished=FinishReason.INVALID_GUIDE)
+    return token
 
 
 def _only(tokens: Sequence[int]) -> int:

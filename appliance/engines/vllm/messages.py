@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 from vllm import PoolingParams, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEncoder
 
@@ -47,6 +48,7 @@ class _Decoder(MsgpackDecoder):  # type: ignore[misc]
 # Made here: msgspec crashes where threads are the first to make decoders of a type.
 _encoder: Final = _Encoder()
 _requests: Final = _Decoder(EngineCoreRequest)
+_guides: Final = _Decoder(StructuredOutputsParams)
 _outputs: Final = _Decoder(EngineCoreOutput)
 
 
@@ -81,6 +83,16 @@ def encode_params(params: SamplingParams | PoolingParams) -> bytes:
 def decode_request(body: bytes) -> EngineCoreRequest:
     """The request, its prompt empty. Raises `BadMessage`."""
     return _decode(_requests, bytearray(body), "request", MAX_REQUEST_BYTES)
+
+
+def encode_guide(guide: StructuredOutputsParams) -> bytes:
+    """A request's guide alone; the same guide gives the same bytes. Raises `BadMessage`."""
+    return _encode(guide, "guide", MAX_REQUEST_BYTES)
+
+
+def decode_guide(guide: bytes) -> StructuredOutputsParams:
+    """Raises `BadMessage`."""
+    return _decode(_guides, bytearray(guide), "guide", MAX_REQUEST_BYTES)
 
 
 def encode_output(output: EngineCoreOutput) -> bytes:

@@ -22,7 +22,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from appliance.engines.vllm.messages import BadMessage, decode_output, encode_request
+from appliance.engines.vllm.messages import (
+    BadMessage,
+    decode_output,
+    encode_guide,
+    encode_request,
+)
 from appliance.engines.vllm.pooling import (
     MAX_POOLED_BYTES,
     TooMuchPooled,
@@ -200,7 +205,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             prompt=prompt,
             max_tokens=max_tokens,
             body=encode_request(request),
-            guided=sampling is not None and sampling.structured_outputs is not None,
+            guide=_guide(sampling),
             together_tokens=self._siblings(request.request_id) * (len(prompt) + max_tokens),
             request_class=call.request_class,
         )
@@ -298,6 +303,13 @@ def _check_listed(call: Call, request: EngineCoreRequest) -> None:
             f"{MAX_LISTED_TOKENS} tokens for all choices of the request: list fewer, or ask for "
             "fewer choices (n)"
         )
+
+
+def _guide(sampling: SamplingParams | None) -> bytes:
+    """The encoded guide of a request; empty if it has none. Raises `BadMessage`."""
+    if sampling is None or sampling.structured_outputs is None:
+        return b""
+    return encode_guide(sampling.structured_outputs)
 
 
 def _stop_tokens(sampling: SamplingParams) -> frozenset[int]:

@@ -159,6 +159,8 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     checkpoint's files cause."""
     args = arguments(model)
     llm = FrontLLM(core, model, configuration(args))
+    # Guides are checked where they may end the process (`appliance.frontend.guide_compiler`).
+    llm.input_processor.structured_outputs_config = None
     state = State()
     for name in SERVING:
         setattr(state, name, None)

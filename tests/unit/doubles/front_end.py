@@ -29,6 +29,7 @@ from appliance.service.front_frames import (
     Ping,
     Pong,
     Ready,
+    Role,
     StreamBegun,
     Welcome,
 )
@@ -169,4 +170,4 @@ def run(frames: socket.socket, handover: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    serve_orders(socket.socket(fileno=int(sys.argv[1])), run)
+    serve_orders(socket.socket(fileno=int(sys.argv[1])), {Role.FRONT_END: run})

@@ -13,11 +13,13 @@ import pytest
 from appliance.access.admission import Admission
 from appliance.access.auth import Access
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest
+from appliance.engines.protocol import GuideRefused
 from appliance.gateway import sessions as gateway
 from appliance.gateway.sessions import FrontEndLost, FrontSettings, NoFrontEnd, Sessions
 from appliance.service.front_frames import (
     Catalogue,
     Entered,
+    FrontModel,
     ModelRefused,
     Output,
     Outputs,
@@ -468,7 +470,7 @@ async def test_a_guide_is_compiled_first(house: House) -> None:
     house.service.compiling = asyncio.Event()
     front = house.front()
     call = front.call()
-    front.submit(call, "r", body=b"guide", guided=True)
+    front.submit(call, "r", body=b"guide", guide=b"guide")
     await settled()
     assert not front.admitted("r")
     assert (house.service.guides, house.service.submitted) == ([b"guide"], [])
@@ -482,7 +484,7 @@ async def test_a_guide_is_compiled_first(house: House) -> None:
 async def test_a_guide_that_cannot_be_followed_is_refused(house: House) -> None:
     """Nothing was submitted."""
     front = house.front()
-    front.submit(front.call(), "r", body=IMPOSSIBLE, guided=True)
+    front.submit(front.call(), "r", body=IMPOSSIBLE, guide=b"guide")
     await front.until_over("r")
     assert (front.refused["r"].status, front.refused["r"].code) == (400, "invalid_guide")
     assert house.service.submitted == []
@@ -495,7 +497,7 @@ async def test_a_request_that_goes_while_its_guide_is_compiled(house: House, how
     sessions = house.sessions()
     front = FrontDouble(sessions)
     call = front.call()
-    front.submit(call, "r", guided=True)
+    front.submit(call, "r", guide=b"guide")
     await settled()
     if how == "abort":
         front.abort("r")
@@ -508,6 +510,53 @@ async def test_a_request_that_goes_while_its_guide_is_compiled(house: House, how
     assert house.service.submitted == []
     assert sessions.live == set()
     assert front.refused == {}
+
+
+class TrialsDouble:
+    """Compiles what it is asked to, unless it was asked to refuse it."""
+
+    def __init__(self) -> None:
+        self.checked: list[tuple[str, str, bytes]] = []
+        self.refused: list[bytes] = []
+
+    async def check(self, owner: str, model: FrontModel, guide: bytes) -> None:
+        self.checked.append((owner, model.name, guide))
+        if guide in self.refused:
+            raise GuideRefused("it did harm")
+
+    def refuse(self, model: FrontModel, guide: bytes, reason: str) -> None:
+        self.refused.append(guide)
+
+
+async def test_a_guide_is_tried_before_workers_compile_it(house: House) -> None:
+    """A worker never sees one that is refused."""
+    sessions = house.sessions()
+    sessions.guides = trials = TrialsDouble()
+    front = FrontDouble(sessions)
+    trials.refused.append(b"bad")
+    front.submit(front.call(), "r", guide=b"bad")
+    await front.until_over("r")
+    assert (front.refused["r"].status, front.refused["r"].code) == (400, "invalid_guide")
+    assert trials.checked == [("", "small", b"bad")]
+    assert house.service.guides == []
+
+
+async def test_a_guide_that_takes_too_long_to_follow(house: House) -> None:
+    """Its request ends with the guide's fault, and the next one with it is refused."""
+    sessions = house.sessions()
+    sessions.guides = trials = TrialsDouble()
+    front = FrontDouble(sessions)
+    front.submit(front.call(), "r", guide=b"slow")
+    await settled()
+    house.service.submitted[0].feed([1], FinishReason.INVALID_GUIDE)
+    await front.until_over("r")
+    assert (front.refused["r"].status, front.refused["r"].code) == (400, "invalid_guide")
+    assert "too long to follow" in front.refused["r"].message
+
+    assert trials.refused == [b"slow"]
+    front.submit(front.call(), "again", guide=b"slow")
+    await front.until_over("again")
+    assert front.refused["again"].code == "invalid_guide"
 
 
 # --- keys' tokens and turns ----------------------------------------------------------------------

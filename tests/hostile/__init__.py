@@ -1,0 +1,1 @@
+"""Requests of clients that mean harm, as tests of several kinds send them."""
