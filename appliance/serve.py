@@ -37,6 +37,7 @@ from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.gateway.supervisor import Supervisor
 from appliance.http.connections import Connection
 from appliance.http.cors import Cors
+from appliance.http.crowd import most_descriptors, raise_descriptor_limit
 from appliance.journal import Journal, Setup
 from appliance.memory.weight_cache.image_file import image_name, prepare_folder
 from appliance.platform import logs
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 CPUS_PER_FRONT_END = 8
 MOST_FRONT_ENDS = 4
+LEAST_OF_FRONT_END = 64
+"""Descriptors: what it has without any connection, and some."""
 
 log = logging.getLogger("appliance.serve")
 
@@ -71,6 +74,7 @@ async def _serve(config: Config, path: Path) -> int:
     if importlib.util.find_spec("vllm") is None:
         extra = "gpu" if config.devices.cuda else "cpu"
         raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
+    raise_descriptor_limit()
     notifier = Notifier.taken_from(os.environ)
     sockets = take_sockets(os.environ)
     if not config.api.keys:
@@ -85,7 +89,7 @@ async def _serve(config: Config, path: Path) -> int:
     tls = None if pair is None else LiveTls(pair)
     settings = LiveConfig(daemon, config, path, tls)
     await settings.finish_deletions()
-    gateway = make_gateway(daemon, config)
+    gateway = make_gateway(daemon, config, processes)
     front_ends = Supervisor(processes, gateway.sessions.open)
     daemon.front_ends_missing = front_ends.not_ready
     guides = gateway.sessions.guides = GuideTrials(front_ends.forks)
@@ -185,8 +189,8 @@ class Gateway(NamedTuple):
     sessions: Sessions
 
 
-def make_gateway(daemon: Daemon, config: Config) -> Gateway:
-    """The gateway in front of a daemon; it tells front ends of the daemon's models."""
+def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
+    """The gateway in front of a daemon; it tells `processes` front ends of the daemon's models."""
     api = config.api
     keys = KeyRing(Path(api.keys)) if api.keys else None
     access = Access(keys, local=True, origins=api.origins, open_metrics=api.open_metrics)
@@ -203,10 +207,19 @@ def make_gateway(daemon: Daemon, config: Config) -> Gateway:
         strict=api.strict,
         origins=api.origins,
         root_path=api.root_path,
+        most_in_use=_most_of_front_end(config, processes),
     )
     sessions = Sessions(daemon, access, admission, settings)
     daemon.catalogue.on_change = sessions.catalogue_changed
     return Gateway(access, admission, sessions)
+
+
+def _most_of_front_end(config: Config, processes: int) -> int | None:
+    """Descriptors of a front end at most; None: as many as it may have. Under TLS the core has two
+    for each connection of a front end: all front ends together may have half of the core's."""
+    if not config.api.tls_certificate:
+        return None
+    return max(LEAST_OF_FRONT_END, most_descriptors() // (4 * processes))
 
 
 def make_server(

@@ -8,6 +8,7 @@ import socket
 from asyncio import BaseTransport
 from collections.abc import Callable
 from email.utils import formatdate
+from functools import partial
 from typing import Any, Final, TypeAlias, cast
 from urllib.parse import unquote
 
@@ -17,6 +18,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from appliance.http.connections import Connection
+from appliance.http.crowd import Crowd, Room, most_descriptors
 from appliance.http.errors import ApiError
 from appliance.service.front_frames import MAX_RECEIVED_BYTES, Handover, StreamBegun
 from appliance.service.front_paths import is_front_path, without_root
@@ -24,6 +26,8 @@ from appliance.service.front_paths import is_front_path, without_root
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 4096
+PAUSE_SECONDS: Final = 1.0
+"""How long none is taken when all descriptors are in use, by requests."""
 KEEP_ALIVE_SECONDS: Final = 5
 """How long a connection may be idle between two requests."""
 
@@ -145,7 +149,15 @@ def _path(url: bytes) -> str:
 class Connections:
     """Takes connections from the handover socket, and serves them."""
 
-    def __init__(self, handover: socket.socket, app: Any, root_path: str = "") -> None:
+    def __init__(
+        self,
+        handover: socket.socket,
+        app: Any,
+        root_path: str = "",
+        most_in_use: int | None = None,
+    ) -> None:
+        """When `most_in_use` descriptors are, connections without a request are closed; by default,
+        what the system allows says."""
         self._handover = handover
         self._config = uvicorn.Config(
             app,
@@ -159,8 +171,10 @@ class Connections:
         )
         self._config.load()
         self._state = ServerState()
+        self._crowd = Crowd(most_descriptors() if most_in_use is None else most_in_use)
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()
+        self._ended = False
         self.on_lost: Callable[[], None] = lambda: None
         """Called whenever a connection was closed."""
 
@@ -175,6 +189,7 @@ class Connections:
 
     def end(self) -> None:
         """Take nothing more; all connections are closed."""
+        self._ended = True
         self._loop.remove_reader(self._handover.fileno())
         for connection in list(self._state.connections):
             cast(Any, connection).transport.abort()
@@ -186,8 +201,14 @@ class Connections:
                 connection.shutdown()
 
     def receive(self) -> None:
-        """Take all that was handed over so far."""
+        """Take all that was handed over so far, as far as there are descriptors for it."""
         while True:
+            room = self._crowd.room()
+            if room is Room.NONE:
+                self._loop.remove_reader(self._handover.fileno())
+                self._loop.call_later(PAUSE_SECONDS, self._receive_again)
+            if room is not Room.THERE:
+                return
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._handover, MAX_MESSAGE_BYTES, 1)
             except BlockingIOError:
@@ -202,6 +223,10 @@ class Connections:
             for descriptor in descriptors:
                 self._open(data, socket.socket(fileno=descriptor))
 
+    def _receive_again(self) -> None:
+        if not self._ended:
+            self._loop.add_reader(self._handover.fileno(), self.receive)
+
     def _open(self, data: bytes, connection: socket.socket) -> None:
         try:
             handover = _decoder.decode(data)
@@ -210,15 +235,17 @@ class Connections:
             connection.close()
             return
         connection.setblocking(False)
+        protocol = self._protocol(handover)
         task: asyncio.Task[object] = self._loop.create_task(
-            self._loop.connect_accepted_socket(lambda: self._protocol(handover), connection)
+            self._loop.connect_accepted_socket(lambda: protocol, connection)
         )
         self._opening.add(task)
-        task.add_done_callback(self._opened)
+        task.add_done_callback(partial(self._opened, protocol))
 
-    def _opened(self, task: asyncio.Task[object]) -> None:
+    def _opened(self, protocol: HandedConnection, task: asyncio.Task[object]) -> None:
         self._opening.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
+            self._crowd.leave(protocol)
             log.warning("a connection was lost before it was served: %s", error)
             self.on_lost()
 
@@ -240,6 +267,8 @@ class Connections:
         )
         state[STREAM_BEGUN] = connection.stream_begun
         state[IS_BLOCKED] = connection.is_blocked
+        connection.crowd = self._crowd
+        self._crowd.enter(connection, handover.client, connection.give_way)
         return connection
 
     def _send_up(self, descriptor: int, about: Handover | StreamBegun) -> bool:

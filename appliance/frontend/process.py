@@ -67,7 +67,8 @@ async def _serve(frames: socket.socket, handover: socket.socket) -> int:
     )
     front_end = FrontEnd(core, welcome, fronts, ollama)
     runs = BatchRuns(core, front_end.run)
-    connections = Connections(handover, Cors(front_end, welcome.origins), welcome.root_path)
+    application = Cors(front_end, welcome.origins)
+    connections = Connections(handover, application, welcome.root_path, welcome.most_in_use)
     core.on_catalogue = lambda catalogue: fronts.change(catalogue.models)
     core.on_run = runs.take
     await _until_over(core, front_end, connections, runs)

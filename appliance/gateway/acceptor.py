@@ -17,11 +17,13 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 from appliance.gateway.request_lines import PEEK_BYTES, body_bytes, path_of
 from appliance.gateway.tls import PumpSide, TlsBeginning
 from appliance.http.connections import HEAD_SECONDS, UNSENT_BYTES, Connection
+from appliance.http.crowd import Crowd, Room, most_descriptors
 from appliance.http.errors import ApiError
 from appliance.service.front_frames import LARGE_BYTES, Handover
 from appliance.service.front_paths import is_front_path, without_root
@@ -84,10 +86,12 @@ class Acceptor:
         head_seconds: float = HEAD_SECONDS,
         wait_seconds: float = WAIT_SECONDS,
         max_waiting: int = MAX_WAITING,
+        most_in_use: int | None = None,
     ) -> None:
         """`kind` is what `make` makes. A path below `root_path` means what it means without it. A
         first request line may take `head_seconds`; `max_waiting` connections wait for a front end,
-        for `wait_seconds` at most."""
+        for `wait_seconds` at most. When `most_in_use` descriptors are, connections without a
+        request are closed; operators' are not (by default, what the system allows says)."""
         self._make = make
         self._kind = kind
         self._front_ends = front_ends
@@ -99,6 +103,8 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
         self._beginnings: set[_Beginning | TlsBeginning] = set()
+        most = most_descriptors() if most_in_use is None else most_in_use
+        self._crowd = Crowd(None if kind.for_operators else most)
         self._waiting: deque[_Waiting] = deque()
         self._giving_up: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,6 +138,12 @@ class Acceptor:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(AT_ONCE):
+            room = self._crowd.room()
+            if room is Room.SOON:
+                return
+            if room is Room.NONE:
+                self._pause(listener)
+                return
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -140,24 +152,41 @@ class Acceptor:
                 if error.errno not in _NO_DESCRIPTOR:
                     raise
                 log.error("no connection is accepted for %g s: %s", PAUSE_SECONDS, error)
-                self._loop.remove_reader(listener)
-                self._loop.call_later(PAUSE_SECONDS, self._accept_again, listener)
+                self._pause(listener)
                 return
             connection.setblocking(False)
             if self._tls is None:
                 beginning = _Beginning(connection, self._route, self._over, self._head_seconds)
-                self._beginnings.add(beginning)
+                self._begin(beginning, _address(connection.getpeername))
                 beginning.look()
             else:
                 self._run(self._begin_tls(connection, self._tls))
+
+    def _begin(self, beginning: _Beginning | TlsBeginning, peer: tuple[str, int] | None) -> None:
+        self._beginnings.add(beginning)
+        self._crowd.enter(beginning, peer, partial(self._give_way, beginning))
+
+    def _give_way(self, beginning: _Beginning | TlsBeginning) -> bool:
+        self._close(beginning)
+        return True
+
+    def _forget(self, beginning: _Beginning | TlsBeginning) -> None:
+        """It has a request now, or is lost."""
+        self._beginnings.discard(beginning)
+        self._crowd.leave(beginning)
+
+    def _pause(self, listener: socket.socket) -> None:
+        """Accept nothing for a while; what comes waits in the listening socket."""
+        self._loop.remove_reader(listener)
+        self._loop.call_later(PAUSE_SECONDS, self._accept_again, listener)
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
             self._loop.add_reader(listener, self._accept, listener)
 
     async def _begin_tls(self, connection: socket.socket, context: ssl.SSLContext) -> None:
-        beginning = TlsBeginning(self._route_tls, self._beginnings.discard)
-        self._beginnings.add(beginning)
+        beginning = TlsBeginning(connection, self._route_tls, self._forget)
+        self._begin(beginning, _address(connection.getpeername))
         try:
             await self._loop.connect_accepted_socket(
                 lambda: beginning,
@@ -166,7 +195,7 @@ class Acceptor:
                 ssl_handshake_timeout=self._head_seconds,
             )
         except (OSError, ssl.SSLError):  # a handshake that fails is the client's affair
-            self._beginnings.discard(beginning)
+            self._forget(beginning)
             connection.close()
             return
         self._loop.call_later(self._head_seconds, self._over, beginning)
@@ -178,15 +207,15 @@ class Acceptor:
         if beginning.silent:
             self._close(beginning)
         elif isinstance(beginning, TlsBeginning):
-            self._beginnings.discard(beginning)
-            beginning.take(self._core_protocol(head_seconds=LEAST_HEAD_SECONDS))
+            self._forget(beginning)
+            self._take_tls(beginning, head_seconds=LEAST_HEAD_SECONDS)
         else:
             self._route(beginning, "")
 
     def _close(self, beginning: _Beginning | TlsBeginning) -> None:
-        self._beginnings.discard(beginning)
+        self._forget(beginning)
         if isinstance(beginning, TlsBeginning):
-            beginning.transport.close()
+            beginning.close()
         else:
             beginning.let_go().close()
 
@@ -194,7 +223,7 @@ class Acceptor:
 
     def _route(self, beginning: _Beginning, path: str | None) -> None:
         """The path of a connection is known; None: the client left."""
-        self._beginnings.discard(beginning)
+        self._forget(beginning)
         connection = beginning.let_go()
         if path is None:
             connection.close()
@@ -204,10 +233,9 @@ class Acceptor:
             self._to_core(connection, head_seconds=beginning.seconds_left())
 
     def _route_tls(self, beginning: TlsBeginning, path: str) -> None:
-        if beginning in self._beginnings:
-            self._beginnings.discard(beginning)
+        self._forget(beginning)
         if not self._is_front(path):
-            beginning.take(self._core_protocol())
+            self._take_tls(beginning)
             return
         handover = _handover_of(
             beginning.transport.get_extra_info("socket"),
@@ -282,11 +310,17 @@ class Acceptor:
         refusal: ApiError | None = None,
         head_seconds: float | None = None,
     ) -> None:
-        protocol = self._core_protocol(handover, refusal, head_seconds)
+        peer = _address(connection.getpeername) if handover is None else handover.client
+        protocol = self._core_protocol(peer, handover, refusal, head_seconds)
         self._run(self._open(protocol, connection))
+
+    def _take_tls(self, beginning: TlsBeginning, head_seconds: float | None = None) -> None:
+        peer = _address(beginning.transport.get_extra_info("socket").getpeername)
+        beginning.take(self._core_protocol(peer, head_seconds=head_seconds))
 
     def _core_protocol(
         self,
+        peer: tuple[str, int] | None,
         handover: Handover | None = None,
         refusal: ApiError | None = None,
         head_seconds: float | None = None,
@@ -295,6 +329,8 @@ class Acceptor:
         protocol.handover, protocol.refusal = handover, refusal
         if head_seconds is not None:
             protocol.head_seconds = min(protocol.head_seconds, head_seconds)
+        protocol.crowd = self._crowd
+        self._crowd.enter(protocol, peer, protocol.give_way)
         return protocol
 
     async def _open(self, protocol: asyncio.Protocol, connection: socket.socket) -> None:
@@ -303,6 +339,7 @@ class Acceptor:
         except OSError as error:  # the client left meanwhile
             log.debug("a connection was lost: %s", error)
             connection.close()
+            self._crowd.leave(protocol)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)

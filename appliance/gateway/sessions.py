@@ -81,6 +81,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = False
     origins: tuple[str, ...] = ()
     root_path: str = ""
+    most_in_use: int | None = None
 
 
 class NoFrontEnd(Exception):
@@ -152,6 +153,7 @@ class Sessions:
             strict=settings.strict,
             origins=settings.origins,
             root_path=settings.root_path,
+            most_in_use=settings.most_in_use,
             models=self.service.front_models(),
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from asyncio import BaseTransport, Transport
 from collections.abc import Callable
 from typing import Final, cast
@@ -20,9 +22,15 @@ class TlsBeginning(asyncio.Protocol):
     """
 
     def __init__(
-        self, on_path: Callable[[TlsBeginning, str], None], on_lost: Callable[[TlsBeginning], None]
+        self,
+        connection: socket.socket,
+        on_path: Callable[[TlsBeginning, str], None],
+        on_lost: Callable[[TlsBeginning], None],
     ) -> None:
+        """`connection` is what TLS is spoken on."""
         self.transport: Transport
+        self._connection = connection
+        self._shaken = False
         self._on_path = on_path
         self._on_lost = on_lost
         self._told = False
@@ -46,9 +54,18 @@ class TlsBeginning(asyncio.Protocol):
         if self._received:
             protocol.data_received(bytes(self._received))
 
+    def close(self) -> None:
+        """Close the connection; one whose handshake is not done at once."""
+        if self._shaken:
+            self.transport.close()
+        else:  # the handshake fails; its descriptor is not ours to close any more
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
     def connection_made(self, transport: BaseTransport) -> None:
         transport = cast(Transport, transport)  # of uvloop it is no instance
         self.transport = transport
+        self._shaken = True
 
     def data_received(self, data: bytes) -> None:
         self._received += data

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from appliance.http.crowd import Crowd
 from appliance.http.error_formats import shape_of
 from appliance.http.errors import ApiError, BadRequest
 from appliance.http.request_ids import request_id
@@ -73,6 +74,8 @@ class Connection(HttpToolsProtocol):
     """What is known of a connection that another process accepted."""
     refusal: ApiError | None = None
     """What is answered to every request, if none is let in."""
+    crowd: Crowd | None = None
+    """Where it was entered, and leaves when it is lost."""
 
     unanswered: tuple[RequestResponseCycle, ...] = ()
     _lingering: TimerHandle | None = None
@@ -272,8 +275,19 @@ class Connection(HttpToolsProtocol):
 
     # --- the end ---------------------------------------------------------------------------------
 
+    def give_way(self) -> bool:
+        """Close, unless a request is under way; whether that was done."""
+        if self.transport is None or self.transport.is_closing():
+            return False
+        if self._lingering is None and not self._all_answered():
+            return False
+        self.transport.abort()
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self.crowd is not None:
+            self.crowd.leave(self)
         if self._lingering is not None:
             self._lingering.cancel()
         self._await(Awaited.NOTHING)

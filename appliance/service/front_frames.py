@@ -78,6 +78,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`api.origins`: the origins whose pages may use the API, besides the default ones."""
     root_path: str = ""
     """`api.root_path`: requests below it are meant as those without it."""
+    most_in_use: int | None = None
+    """Descriptors, when connections without a request are closed; None: what the system allows."""
     models: tuple[FrontModel, ...]
 
 

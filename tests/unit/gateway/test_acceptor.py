@@ -20,6 +20,7 @@ from appliance.gateway import acceptor
 from appliance.gateway.acceptor import Acceptor, listen_at
 from appliance.gateway.request_lines import NOT_HTTP, PEEK_BYTES, body_bytes, path_of
 from appliance.http.connections import Connection
+from appliance.http.crowd import Crowd, descriptors_in_use
 from appliance.http.errors import ApiError
 from appliance.platform.tls import LiveTls, Pair, read_pair
 from appliance.service.front_frames import LARGE_BYTES, Handover
@@ -428,3 +429,68 @@ def test_a_port_is_listened_at() -> None:
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         with pytest.raises(OSError, match="in use"):
             listen_at("127.0.0.1", listener.getsockname()[1], 10)
+
+
+# --- too many connections ------------------------------------------------------------------------
+
+
+async def test_connections_without_a_request_give_way() -> None:
+    """However many half-sent requests there are, a whole one is answered."""
+    clients = 80
+    most = descriptors_in_use() + clients + 30
+    async with serving(most_in_use=most) as house:
+        silent = [await house.connect() for _ in range(clients // 2)]
+        for _ in range(clients // 2):
+            await house.connect(b"GET /livez HTTP/1.1\r\nHost:")
+        assert await silent[0].read() == b"", "the oldest is closed"
+        client = await house.connect(LIVE)
+        assert await client.answer() == (200, {"core": "/livez"})
+        assert descriptors_in_use() <= most + 4
+
+        await house.connect(CHAT)
+        connection, _ = await house.fronts.handed.get()
+        assert connection.recv(1000, socket.MSG_PEEK) == CHAT
+        connection.close()
+
+
+async def test_operators_are_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is any of theirs refused."""
+    monkeypatch.setattr(Connection, "for_operators", True)
+    async with serving(most_in_use=1) as house:
+        clients = [await house.connect() for _ in range(20)]
+        for client in clients:
+            client.send(LIVE)
+        for client in clients:
+            assert (await client.answer())[0] == 200
+
+
+async def test_where_all_have_a_request_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are accepted as soon as there are descriptors again."""
+    in_use = 10
+    counted = asyncio.Event()
+
+    def count() -> int:
+        counted.set()
+        return in_use
+
+    monkeypatch.setattr(acceptor, "PAUSE_SECONDS", MOMENT)
+    monkeypatch.setattr(acceptor, "Crowd", lambda most: Crowd(most, in_use=count))
+    async with serving(most_in_use=10) as house:
+        late = await house.connect(LIVE)
+        for _ in range(3):
+            counted.clear()
+            await counted.wait()
+        assert house.server.acceptor.undecided == 0
+        in_use = 9
+        assert await late.answer() == (200, {"core": "/livez"})
+
+
+async def test_handshakes_that_do_not_end_give_way(
+    tls: tuple[LiveTls, ssl.SSLContext],
+) -> None:
+    """Under TLS, too."""
+    async with serving(tls=tls[0], most_in_use=descriptors_in_use() + 90) as house:
+        silent = [await house.connect() for _ in range(60)]
+        client = await house.connect(LIVE, trust=tls[1])
+        assert await client.answer() == (200, {"core": "/livez"})
+        assert await silent[0].read() == b""
