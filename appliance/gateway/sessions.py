@@ -163,18 +163,8 @@ class Sessions:
         for session in self._open:
             session.tell_catalogue(catalogue)
 
-    async def check_guide(self, owner: str, name: ModelName, guide: bytes) -> None:
-        """Raises `ModelNotFound`, and what the checker of guides raises."""
-        if self.guides is not None:
-            await self.guides.check(owner, self._model(name), guide)
-
-    def refuse_guide(self, name: ModelName, guide: bytes, reason: str) -> None:
-        """Have `check_guide` refuse the guide from now on."""
-        if self.guides is not None:
-            with contextlib.suppress(ModelNotFound):
-                self.guides.refuse(self._model(name), guide, reason)
-
-    def _model(self, name: ModelName) -> FrontModel:
+    def front_model(self, name: ModelName) -> FrontModel:
+        """Raises `ModelNotFound`."""
         for model in self.service.front_models():
             if model.name == name:
                 return model
@@ -431,10 +421,12 @@ class Session:
         """Have the guide of a request compiled before it is taken in: by the compiler of guides,
         which it may end, then by the workers."""
         try:
-            await self._sessions.check_guide(call.caller.owner, asked.model, guide)
+            model = self._sessions.front_model(asked.model)
+            if self._sessions.guides is not None:
+                await self._sessions.guides.check(call.caller.owner, model, guide)
             await self._service.check_guide(asked.model, asked.body)
             request.guiding = None
-            request.guide = (asked.model, guide)
+            request.guide = (model, guide)
             request.begin(self._sessions.admission.submit(asked, call.caller, request))
         except Exception as error:
             request.guiding = None
@@ -447,7 +439,8 @@ class Session:
         """A request ended as its guide took too long to follow: others with it are not begun."""
         reason = "the guide takes too long to follow: use a less ambiguous one"
         assert request.guide is not None
-        self._sessions.refuse_guide(*request.guide, reason)
+        if self._sessions.guides is not None:
+            self._sessions.guides.refuse(*request.guide, reason)
         return GuideRefused(reason)
 
     def _abort(self, name: RequestId, reason: FinishReason) -> None:
@@ -577,7 +570,7 @@ class _Request:
         self.call = call
         self.guiding: asyncio.Task[None] | None = None
         """Has its guide compiled; it is submitted afterwards."""
-        self.guide: tuple[ModelName, bytes] | None = None
+        self.guide: tuple[FrontModel, bytes] | None = None
         """What its output follows, of which model."""
         self._session = session
         self._generation: Generation | None = None

@@ -132,24 +132,22 @@ async def test_owners_take_turns() -> None:
     async with trying(SHORT) as trials:
         slow = [asyncio.create_task(reason(trials, ENDLESS + b"!" * n)) for n in range(1, 4)]
         slow = [asyncio.create_task(reason(trials, ENDLESS)), *slow]
-        await asyncio.sleep(0)
         with pytest.raises(GuideRefused):
-            await trials.check("bob", MODEL, COUNT)
+            await asyncio.create_task(trials.check("bob", MODEL, COUNT))  # begins after the others
         assert sum(task.done() for task in slow) <= 1
         for task in slow:
             task.cancel()
 
 
-async def test_a_key_has_so_many_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_has_so_many_waiting() -> None:
     """Others still may send theirs."""
     async with trying() as trials:
         waiting = [
             asyncio.create_task(trials.check("alice", MODEL, GOOD + bytes([n])))
             for n in range(MAX_WAITING)
         ]
-        await asyncio.sleep(0)
         with pytest.raises(ApiError) as caught:
-            await trials.check("alice", MODEL, GOOD)
+            await asyncio.create_task(trials.check("alice", MODEL, GOOD))
         assert (caught.value.status, caught.value.body.error.code) == (429, "too_many_guides")
         await trials.check("bob", MODEL, GOOD)
         await asyncio.gather(*waiting)
@@ -195,7 +193,6 @@ async def test_a_compiler_that_cannot_start_is_no_fault_of_a_guide() -> None:
 async def test_the_end_of_the_appliance_answers_who_waits() -> None:
     async with trying() as trials:
         waiting = asyncio.create_task(trials.check("alice", MODEL, ENDLESS))
-        await asyncio.sleep(0)
-        await trials.aclose()
+        await asyncio.create_task(trials.aclose())  # begins after the guide
         with pytest.raises(ApiError, match="shuts down"):
             await waiting
