@@ -200,6 +200,7 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
         max_waiting=api.max_waiting,
         max_wait_seconds=api.max_wait_seconds,
         share_prefix_cache=api.share_prefix_cache,
+        key_share=api.key_share,
     )
     settings = FrontSettings(
         keep_alive_seconds=float(api.keep_alive_seconds),
@@ -273,6 +274,7 @@ def _batches(daemon: Daemon, config: Config, gateway: Gateway) -> BatchRunner | 
         max_requests=wanted.max_requests,
         max_line_bytes=config.api.max_body_bytes,
         max_stored_bytes=wanted.max_stored_bytes,
+        max_owner_bytes=wanted.max_owner_bytes,
         keep_seconds=wanted.keep_days * 24 * 3600.0,
     )
     return BatchRunner(

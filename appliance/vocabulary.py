@@ -132,6 +132,8 @@ class WaitCode(StrEnum):
     """Its client takes nothing of what was made for it."""
     TURN = "turn"
     """The appliance is full, and its API key has its turn later."""
+    KEY = "key"
+    """Its API key has as many sequences at once as it may."""
 
 
 class WaitReason(Word, frozen=True):

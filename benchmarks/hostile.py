@@ -1,23 +1,25 @@
 """What hostile requests cost others: gaps of `/livez`, and another key's TTFT.
 
-    python -m benchmarks.hostile [--rounds 5] [--seconds 8] [--processes 2] [--json FILE]
+    python -m benchmarks.hostile [--rounds 5] [--seconds 8] [--processes 2] [--only KIND] \
+        [--json FILE]
 
 A daemon with two models of the demonstration, keys and two front ends. In each round, one after
 the other: nothing; a process that only counts, which shows what it costs on this machine that
-one processor is busy; six requests at a time with a prompt of 8 MiB (`api.max_body`); six at a time
-with 200,000 empty messages. The hostile ones come from a process of their own, which sends the next
-request whenever one is answered. Meanwhile a third process asks `/livez` every 10 ms, and this
-one streams short chats with another key, one after the other, each on a connection of its own.
+one processor is busy; then each kind of hostile client (`KINDS`), from a process of its own, which
+sends the next request whenever one is answered. Meanwhile a third process asks `/livez` every 10
+ms, and this one streams short chats with another key, one after the other, each on a connection of
+its own.
 
 A gap is the time between two answers of `/livez`; the largest one between two calls of its client's
-timer, which the machine causes, is beside it. A ratio is of one round: TTFT beside hostile requests
-over TTFT without; what is written is the median of the rounds, and all of them.
+timer, which the machine causes, is with it. A ratio is of one round: TTFT while hostile requests
+come over TTFT without; what is written is the median of the rounds, and all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -31,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -39,12 +41,13 @@ from appliance.access.keys import Key, KeyFile, Scope, digest
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.run import free_port
 from benchmarks.provenance import made_on_cpu
+from tests.hostile import bodies
+from tests.hostile.bodies import CHAT
 
 ATTACKED, ASKED = "llama-a", "qwen3-a"
-CHAT = "/v1/chat/completions"
 AT_ONCE = 6
 POLL_SECONDS = 0.01
-BODY_BYTES = 8 << 20
+REOPEN_SECONDS = 0.05
 MESSAGES = 200_000
 TOKENS = 8
 GOAL_GAP_SECONDS = 0.1
@@ -53,33 +56,37 @@ PATIENCE_SECONDS = 300
 MALLORY, ALICE, OPERATOR = "mallory", "alice", "operator"
 
 
-# --- hostile requests ----------------------------------------------------------------------------
+# --- hostile clients -----------------------------------------------------------------------------
 
 
-def long_prompt() -> bytes:
-    """A chat whose body is as large as may be."""
-    body: dict[str, Any] = {"model": ATTACKED, "messages": [{"role": "user", "content": ""}]}
-    room = BODY_BYTES - len(json.dumps(body))
-    body["messages"][0]["content"] = "river " * (room // 6)
-    return json.dumps(body).encode()
+class Kind(NamedTuple):
+    """Requests of one kind, so many at a time."""
 
-
-def many_messages() -> bytes:
-    body = {"model": ATTACKED, "messages": [{"role": "user", "content": ""}] * MESSAGES}
-    return json.dumps(body, separators=(",", ":")).encode()
+    bodies: Callable[[], Iterator[bytes]]
+    at_once: int = AT_ONCE
 
 
 NOTHING, COUNTING = "nothing", "a process that counts"
-KINDS: dict[str, Callable[[], bytes]] = {
-    "8 MiB prompt": long_prompt,
-    "200,000 empty messages": many_messages,
+HALF_SENT_HEADS, HALF_SENT_BODIES = "1,500 half-sent heads", "60 half-sent bodies"
+REQUESTS = {
+    "8 MiB prompt": Kind(lambda: itertools.repeat(bodies.long_prompt(ATTACKED))),
+    "200,000 empty messages": Kind(
+        lambda: itertools.repeat(bodies.many_messages(ATTACKED, MESSAGES))
+    ),
+    "chains of rules": Kind(lambda: bodies.chains_of_rules(ATTACKED, 4000)),
+    "ambiguous grammars": Kind(lambda: bodies.ambiguous_grammars(ASKED, 400)),
+    "50,000 stop tokens": Kind(lambda: itertools.repeat(bodies.many_stop_tokens(ATTACKED, 50_000))),
+    "128 sequences": Kind(lambda: bodies.many_sequences(ASKED, 128, 64), at_once=2),
 }
+KINDS = (*REQUESTS, HALF_SENT_HEADS, HALF_SENT_BODIES)
 
 
 async def attack(url: str, kind: str) -> None:
-    """`AT_ONCE` at a time until standard input ends, and to their answers; prints how many were
-    answered how."""
-    content = KINDS[kind]()
+    """Until standard input ends, and to the answers; prints how many were answered how."""
+    if kind not in REQUESTS:
+        await hold_connections(url, kind)
+        return
+    contents = REQUESTS[kind].bodies()
     headers = {"authorization": f"Bearer {secret(MALLORY)}", "content-type": "application/json"}
     answers: Counter[str] = Counter()
     seconds: list[float] = []
@@ -88,15 +95,48 @@ async def attack(url: str, kind: str) -> None:
 
     async def one_after_the_other() -> None:
         while not told.done():
+            content = next(contents)
             began = time.perf_counter()
             async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
                 answer = await client.post(url + CHAT, content=content, headers=headers)
             seconds.append(time.perf_counter() - began)
             answers[str(answer.status_code)] += 1
 
-    await asyncio.gather(*(one_after_the_other() for _ in range(AT_ONCE)))
+    await asyncio.gather(*(one_after_the_other() for _ in range(REQUESTS[kind].at_once)))
     longest = max(seconds, default=0.0)
     print(json.dumps({"answers": answers, "longest_seconds": round(longest, 3)}))
+
+
+async def hold_connections(url: str, kind: str) -> None:
+    """Keep so many connections with half a request; one that is closed is opened again."""
+    many, begun = 1500, b"POST /v1/completions HTTP/1.1\r\nHost: x"
+    if kind == HALF_SENT_BODIES:
+        size = bodies.MOST_BODY_BYTES
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            f"authorization: Bearer {secret(MALLORY)}\r\ncontent-length: {size}\r\n\r\n"
+        )
+        many, begun = 60, head.encode() + b" " * (size - 1)
+    told = asyncio.create_task(_until_told())
+    again = 0
+
+    async def hold() -> None:
+        nonlocal again
+        while not told.done():
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(*url.split("//")[1].split(":"))
+                writer.write(begun)
+                await asyncio.wait(
+                    (told, read := asyncio.create_task(reader.read())),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                read.cancel()
+                writer.transport.abort()
+            again += 1
+            await asyncio.sleep(REOPEN_SECONDS)
+
+    await asyncio.gather(*(hold() for _ in range(many)))
+    print(json.dumps({"answers": {"closed": again - many}, "longest_seconds": 0.0}))
 
 
 async def count() -> None:
@@ -324,6 +364,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0, help="of a part of a round")
     parser.add_argument("--processes", type=int, default=2, help="front ends")
+    parser.add_argument("--only", choices=KINDS, action="append", help="may be repeated")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--beside", help=argparse.SUPPRESS)
     parser.add_argument("--at", help=argparse.SUPPRESS)
@@ -339,9 +380,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), options.processes) as port:
         for _ in range(options.processes):  # engines and front halves are built
             asyncio.run(ttfts(port, 1.0))
-        for kind in KINDS:
+        kinds = options.only or KINDS
+        for kind in kinds:
             observe(port, kind, 1.0)
-        seen: dict[str, list[Seen]] = {kind: [] for kind in (NOTHING, COUNTING, *KINDS)}
+        seen: dict[str, list[Seen]] = {kind: [] for kind in (NOTHING, COUNTING, *kinds)}
         for _ in range(options.rounds):
             for kind, parts in seen.items():
                 parts.append(observe(port, kind, options.seconds))

@@ -1,10 +1,12 @@
-"""Which requests of a key begin: its models, its tokens, and its turn when there is no room."""
+"""Which requests of a key begin: its models, its tokens, its places, and its turn when there is no
+room."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Hashable, Iterator
 from typing import Final
 
 import msgspec
@@ -12,6 +14,7 @@ import msgspec
 from appliance.access.auth import Access, Caller, Forbidden, LimitMet, Used
 from appliance.access.fair_queue import FairQueue
 from appliance.access.keys import Key
+from appliance.access.places import Bounds, Places
 from appliance.access.rate_limits import LimitRefusal, Meter
 from appliance.engines.protocol import Produced
 from appliance.http.errors import BadRequest
@@ -36,6 +39,16 @@ MAX_WAIT_SECONDS: Final = 300.0
 _MOST_WAITING: Final = 4096
 """Sequences that wait at most, of all keys together: each holds its prompt and a connection."""
 
+_MOST_WITHOUT_PLACE: Final = 1024
+"""Sequences of a key that wait for others of it to end."""
+
+_STARTING: Final = 2
+"""Prompts of a key that a model is given at once: it computes one after the other, so the next one
+is there when the first is done, and one of another key has two before it at most."""
+
+_LEAST_POOLED: Final = 128
+"""Prompts of a key that may be pooled at once, at least: short ones are computed together."""
+
 _RETRY_SECONDS: Final = 0.05
 """The next waiting request is also tried without a notice of free room: others use it too."""
 
@@ -46,9 +59,10 @@ _FULL_SECONDS: Final = 1.0
 class Admission:
     """Takes requests of callers into the service.
 
-    Of each key `max_waiting` sequences wait while there is no room for them, each for
-    `max_wait_seconds` at most; the keys take turns. Without keys a request that has no room is
-    refused at once.
+    A sequence of a key first needs a place: the key may have a number of them at once, and of each
+    model no more than leaves some for other keys. Of those with a place `max_waiting` wait while
+    there is no room for them, each for `max_wait_seconds` at most; the keys take turns. Without
+    keys a request that has no room is refused at once.
     """
 
     def __init__(
@@ -59,15 +73,20 @@ class Admission:
         max_waiting: int = MAX_WAITING,
         max_wait_seconds: float = MAX_WAIT_SECONDS,
         share_prefix_cache: bool = False,
+        key_share: float = 1.0,
     ) -> None:
         """Unless they `share_prefix_cache`, each key has cached prefixes of its own: response times
-        tell what is cached, so one key could find out what others sent."""
+        tell what is cached, so one key could find out what others sent. `key_share` is the share of
+        the sequences that a model runs at once which one key may have, where others may ask."""
         self._service = service
         self._clock = access.clock
         self._metrics = access.metrics
         self._queue: FairQueue[_Metered] = FairQueue(max_waiting)
         self._max_wait_seconds = max_wait_seconds
         self._share_prefix_cache = share_prefix_cache
+        self._access = access
+        self._key_share = key_share
+        self._places: Places[_Metered] = Places(_MOST_WITHOUT_PLACE)
         self._retry: asyncio.TimerHandle | None = None
         self._soon = False
         """Whether it will be looked at once more whose turn it is."""
@@ -88,8 +107,12 @@ class Admission:
         reserved = self._reserve(meter, request)
         metered = _Metered(self, request, sink, reserved, meter, caller.bill)
         try:
-            self._admit(metered, waits=caller.waits)
+            if caller.waits:
+                self._place(metered)
+            else:  # lines of batches: so many are asked at once
+                self._begin_unless_full(metered)
         except BaseException:
+            self._release(metered)
             meter.settle(reserved, 0, self._clock())
             raise
         if caller.bill is None:
@@ -100,7 +123,7 @@ class Admission:
 
     def waiting(self) -> list[RequestActivity]:
         """Those that wait for their turn."""
-        return [self._shown(metered) for metered in self._queue]
+        return [self._shown(metered) for metered in self._all_waiting()]
 
     def waiting_one(self, request: RequestId) -> RequestActivity | None:
         """One of them, if it is."""
@@ -111,20 +134,22 @@ class Admission:
         """Cancel a waiting request, with an error to its client; False if it does not wait."""
         metered = self._find(request)
         if metered is not None:
-            self._turn_away(metered, cancelled())
+            self.leave(metered)
+            metered.never_begins(cancelled())
         return metered is not None
 
     def keys_waiting(self) -> Iterator[str]:
         """The names of their keys, one for each that waits."""
-        return (metered.name for metered in self._queue)
+        return (metered.name for metered in self._all_waiting())
+
+    def _all_waiting(self) -> Iterator[_Metered]:
+        return itertools.chain(self._queue, self._places)
 
     def _find(self, request: RequestId) -> _Metered | None:
-        return next((metered for metered in self._queue if metered.id == request), None)
+        return next((metered for metered in self._all_waiting() if metered.id == request), None)
 
     def _shown(self, metered: _Metered) -> RequestActivity:
         request = metered.request
-        before = len(self._queue) - 1
-        others = f", and {before} others wait with it" if before else ""
         return RequestActivity(
             id=request.id,
             model=request.model,
@@ -134,11 +159,21 @@ class Admission:
             prompt_tokens=len(request.prompt),
             output_tokens=0,
             max_tokens=request.max_tokens,
-            reason=WaitReason(
-                code=WaitCode.TURN,
-                message=f"the appliance is full{others}; the keys take turns",
-            ),
+            reason=self._reason(metered),
         )
+
+    def _reason(self, metered: _Metered) -> WaitReason:
+        if not metered.placed:
+            running = self._places.running(metered.key)
+            return WaitReason(
+                code=WaitCode.KEY,
+                message=f"its API key has as many sequences at once as it may ({running} of all "
+                "models): it begins when one of them ends",
+            )
+        before = len(self._queue) - 1
+        others = f", and {before} others wait with it" if before else ""
+        message = f"the appliance is full{others}; the keys take turns"
+        return WaitReason(code=WaitCode.TURN, message=message)
 
     # --- what a key may ------------------------------------------------------------------------
 
@@ -165,16 +200,51 @@ class Admission:
             raise LimitMet(reserved)
         return reserved
 
+    # --- places --------------------------------------------------------------------------------
+
+    def _place(self, metered: _Metered) -> None:
+        """Give a sequence a place, or let it wait for one. Raises `QueueFull` if too many do."""
+        bounds = self._bounds(metered.meter.key, metered.request)
+        if self._places.take(metered.key, metered.request.model, bounds):
+            metered.placed = True
+            self._admit(metered)
+        elif self._waits_enough() or not self._places.wait(
+            metered.key, metered.request.model, metered
+        ):
+            self._metrics.refused(metered.name, WAITING)
+            raise QueueFull(_FULL_SECONDS)
+
+    def _bounds(self, key: Key, request: SubmitRequest) -> Bounds:
+        if self._key_share >= 1 or not self._access.several_keys:
+            return Bounds(key.concurrency)
+        most = int(self._key_share * self._service.places(request.model))
+        if request.pooled:
+            return Bounds(key.concurrency, max(most, _LEAST_POOLED))
+        return Bounds(key.concurrency, max(most, 1), _STARTING)
+
+    def _begin_placed(self) -> None:
+        """Let those go on that have a place now."""
+        for key in self._places.waiting_keys():
+            while (metered := self._next_placed(key)) is not None:
+                metered.placed = True
+                try:
+                    self._admit(metered)
+                except Exception as error:
+                    metered.never_begins(_after_a_wait(error))
+
+    def _next_placed(self, key: Hashable) -> _Metered | None:
+        return self._places.next(key, lambda first: self._bounds(first.meter.key, first.request))
+
     # --- whose turn it is ------------------------------------------------------------------------
 
-    def _admit(self, metered: _Metered, *, waits: bool) -> None:
-        """Let a sequence begin, after those that wait. Raises `QueueFull` for one that would have
-        to wait and does not."""
-        if not waits:
-            if self._queue:
-                raise QueueFull(_FULL_SECONDS)
-            metered.begin(self._service.submit(metered.request, metered))
-            return
+    def _begin_unless_full(self, metered: _Metered) -> None:
+        """Let a sequence begin that does not wait. Raises `QueueFull`."""
+        if self._queue:
+            raise QueueFull(_FULL_SECONDS)
+        metered.begin(self._service.submit(metered.request, metered))
+
+    def _admit(self, metered: _Metered) -> None:
+        """Let a sequence begin, after those that wait. Raises `QueueFull` if too many do."""
         if self._queue:
             self._wait(metered)
             self._look_soon()
@@ -187,26 +257,26 @@ class Admission:
 
     def _wait(self, metered: _Metered) -> None:
         """Let a sequence wait for its turn. Raises `QueueFull` if too many do."""
-        if len(self._queue) >= _MOST_WAITING or not self._queue.push(metered.key, metered):
+        if self._waits_enough() or not self._queue.push(metered.key, metered):
             self._metrics.refused(metered.name, WAITING)
             raise QueueFull(_FULL_SECONDS)
         metered.alarm = asyncio.get_running_loop().call_later(
             self._max_wait_seconds, self._too_late, metered
         )
 
+    def _waits_enough(self) -> bool:
+        return len(self._queue) + len(self._places) >= _MOST_WAITING
+
     def _too_late(self, metered: _Metered) -> None:
         """It has waited as long as a request may."""
         self._metrics.refused(metered.name, WAITING)
-        self._turn_away(metered, QueueFull(_FULL_SECONDS))
-
-    def _turn_away(self, metered: _Metered, error: Exception) -> None:
-        """Report to a waiting sequence that it will not begin."""
-        self._queue.remove(metered.key, metered)
-        metered.never_begins(error)
+        self.leave(metered)
+        metered.never_begins(QueueFull(_FULL_SECONDS))
 
     def _next(self) -> None:
         """There may be room: let those begin whose turn it is."""
         self._soon = False
+        self._begin_placed()
         while (first := self._queue.peek()) is not None:
             key, metered = first
             try:
@@ -214,10 +284,8 @@ class Admission:
             except QueueFull:
                 self._try_again_later()
                 return
-            except ModelNotFound as error:  # there was one when it came
-                begun = removed(error.model)
             except Exception as error:
-                begun = error
+                begun = _after_a_wait(error)
             self._queue.pop(key, len(metered.request.prompt))
             if isinstance(begun, Exception):
                 metered.never_begins(begun)
@@ -226,7 +294,7 @@ class Admission:
 
     def _look_soon(self) -> None:
         """Not at once: the end of a request comes in the midst of what the service does."""
-        if self._queue and not self._soon:
+        if (self._queue or self._places) and not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._next)
 
@@ -239,22 +307,38 @@ class Admission:
         self._retry = None
         self._next()
 
+    def started(self, metered: _Metered) -> None:
+        """A sequence has its first token."""
+        if metered.placed:
+            self._places.started(metered.key, metered.request.model)
+            self._look_soon()
+
     def charge(self, key: str, tokens: int) -> None:
         """A key was served so many tokens."""
         self._queue.charge(key, tokens)
 
     def leave(self, metered: _Metered) -> None:
         """A sequence does not want to wait any more."""
-        self._queue.remove(metered.key, metered)
+        if metered.placed:
+            self._queue.remove(metered.key, metered)
+        else:
+            self._places.leave(metered.key, metered.request.model, metered)
 
     def ended(self, metered: _Metered, prompt: int, output: int) -> None:
         """A sequence is over that came to so many tokens of prompt and of output."""
         metered.meter.settle(metered.reserved, prompt + output, self._clock())
+        self._release(metered)
         if metered.bill is None:
             self._metrics.ended(metered.name, prompt, output)
         elif metered.begun:
             metered.bill.append(Used(prompt, output))
         self._look_soon()
+
+    def _release(self, metered: _Metered) -> None:
+        """Give its place back, if it has one."""
+        if metered.placed:
+            metered.placed = False
+            self._places.give_back(metered.key, metered.request.model, started=metered.started)
 
     def now(self) -> float:
         return self._clock()
@@ -277,6 +361,7 @@ class _Metered:
         "key",
         "meter",
         "name",
+        "placed",
         "request",
         "reserved",
     )
@@ -298,7 +383,9 @@ class _Metered:
         self.name = meter.key.name
         self.arrived = admission.now()
         self.alarm: asyncio.TimerHandle | None = None
-        """Ends its wait, if it waits."""
+        """Ends its wait for its turn, if it waits."""
+        self.placed = False
+        """Whether it has one of the places of its key."""
         self._admission = admission
         self._sink = sink
         self._inner: Generation | None = None
@@ -309,6 +396,11 @@ class _Metered:
     @property
     def id(self) -> RequestId:
         return self.request.id
+
+    @property
+    def started(self) -> bool:
+        """Whether it has its first token."""
+        return self._produced > 0
 
     @property
     def begun(self) -> bool:
@@ -345,7 +437,10 @@ class _Metered:
 
     def produced(self, produced: Produced) -> None:
         tokens = produced.tokens
+        started = self.started
         self._produced += tokens
+        if self.started and not started:
+            self._admission.started(self)
         self._admission.charge(self.key, tokens)
         self._sink.produced(produced)
 
@@ -382,6 +477,11 @@ def _as_allowed(
         key=key.name,
         prefix_salt=prefix_salt,
     )
+
+
+def _after_a_wait(error: Exception) -> Exception:
+    """What a client is answered whose sequence cannot begin when it is to."""
+    return removed(error.model) if isinstance(error, ModelNotFound) else error
 
 
 def _prefix_salt(key: Key) -> str:

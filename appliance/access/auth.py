@@ -175,8 +175,11 @@ class Access:
         self._meters: dict[str, Meter] = {}
         self.metrics = KeyMetrics()
         """What keys have had; nothing where there are none."""
+        self.several_keys = False
+        """Whether more than one key may have answers computed."""
         if keys is not None:
             keys.on_change(self._follow)
+            self._count({key.sha256: key for key in keys.all()})
 
     def caller(self, asking: Credentials, needed: KeyScope) -> Caller:
         """Who sent a request. Raises `Unauthorized` and `Forbidden`."""
@@ -276,8 +279,12 @@ class Access:
             meter.change(key, self.clock())
         return meter
 
+    def _count(self, keys: Mapping[str, Key]) -> None:
+        self.several_keys = sum(KeyScope.INFER in key.scopes for key in keys.values()) > 1
+
     def _follow(self, keys: Mapping[str, Key]) -> None:
         """Nothing is counted any more for keys that are gone; for renamed ones it begins anew."""
+        self._count(keys)
         for gone in self._meters.keys() - keys.keys():
             self.metrics.forget(self._meters.pop(gone).key.name)
         renamed = [

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -58,14 +59,16 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 class StoreFull(Exception):
     """No more may be stored before something is deleted."""
 
-    def __init__(self, bound_bytes: int) -> None:
-        super().__init__(f"files take all of the {bound_bytes} bytes that they may have together")
+    def __init__(self, bound_bytes: int, *, of_key: bool) -> None:
+        whose = "files of this API key" if of_key else "files"
+        super().__init__(f"{whose} take all of the {bound_bytes} bytes that they may have together")
 
 
 class Upload:
     """A file on its way in. It is one once it is `kept`; until then it is not listed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, owner: str) -> None:
+        self.owner = owner
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=_UPLOAD)
         self._path = Path(name)
         self._stream = os.fdopen(descriptor, "wb")
@@ -98,15 +101,19 @@ class FileStore:
         *,
         max_bytes: int,
         keep_seconds: float,
-        beside_bytes: Callable[[], int] = int,
+        max_owner_bytes: int | None = None,
+        beside_bytes: Callable[[str | None], int] = lambda _: 0,
     ) -> None:
-        """`beside_bytes` count as well, though they belong to no file: asked in any
-        thread."""
+        """An owner may have `max_owner_bytes` of the `max_bytes`, unless it is a caller without a
+        key. `beside_bytes` of an owner, or of all (None), count as well, though they belong to no
+        file: asked in any thread."""
         self._folder = folder
         self._beside_bytes = beside_bytes
         self._counting = threading.Lock()
-        self._files_bytes = 0
+        self._owners_bytes: Counter[str] = Counter()
+        """Of the files of each owner."""
         self._max_bytes = max_bytes
+        self._max_owner_bytes = max_owner_bytes
         self._keep_seconds = keep_seconds
         self._files: dict[str, StoredFile] = {}
         self._uploads: set[Upload] = set()
@@ -148,12 +155,17 @@ class FileStore:
         else:
             log.error("%s is set aside in %s: %s", id, folder, reason)
 
-    @property
-    def stored_bytes(self) -> int:
-        """All files together, also those being uploaded, and what is stored with them; whatever is
-        small counts as a page."""
-        coming = sum(counted(upload.size_bytes) for upload in list(self._uploads))
-        return self._files_bytes + coming + self._beside_bytes()
+    def stored_bytes(self, owner: str | None = None) -> int:
+        """All files of an owner, or of all, also those being uploaded, and what is stored with
+        them; whatever is small counts as a page."""
+        coming = sum(
+            counted(upload.size_bytes)
+            for upload in list(self._uploads)
+            if owner in (None, upload.owner)
+        )
+        with self._counting:
+            files = self._owners_bytes.total() if owner is None else self._owners_bytes[owner]
+        return files + coming + self._beside_bytes(owner)
 
     def path(self, id: str) -> Path:
         """Where the content of a file is."""
@@ -167,27 +179,25 @@ class FileStore:
         files = list(self._files.values())  # at once: others change it meanwhile
         return sorted(files, key=lambda file: (file.created_at, file.id), reverse=True)
 
-    def begin(self) -> Upload:
-        """A file begins to come in; it is to be `keep`ed or `drop`ped. Takes time; raises
-        `StoreFull`, `OSError`."""
-        self.check_room()
-        upload = Upload(self._folder)
+    def begin(self, owner: str) -> Upload:
+        """A file of an owner begins to come in; it is to be `keep`ed or `drop`ped. Takes time;
+        raises `StoreFull`, `OSError`."""
+        self.check_room(owner)
+        upload = Upload(self._folder, owner)
         self._uploads.add(upload)
         return upload
 
     def extend(self, upload: Upload, data: bytes) -> None:
         """More of it came. Takes time; raises `StoreFull`, `OSError`."""
         upload.write(data)
-        self.check_room()
+        self.check_room(upload.owner)
 
-    def keep(
-        self, upload: Upload, owner: str, filename: str, now: float, purpose: str = "batch"
-    ) -> StoredFile:
+    def keep(self, upload: Upload, filename: str, now: float, purpose: str = "batch") -> StoredFile:
         """The upload as a file. Takes time; raises `OSError`."""
         id = f"file-{uuid.uuid4().hex}"
         try:
             upload.keep(self.path(id))
-            file = self._add(id, owner, filename, purpose, upload.size_bytes, now)
+            file = self._add(id, upload.owner, filename, purpose, upload.size_bytes, now)
         except BaseException:  # no record would name its content
             self.path(id).unlink(missing_ok=True)
             raise
@@ -199,15 +209,23 @@ class FileStore:
         self._uploads.discard(upload)
         upload.drop()
 
-    @property
-    def full(self) -> bool:
-        """Whether there is more than may be."""
-        return self.stored_bytes > self._max_bytes
+    def is_full(self, owner: str | None = None) -> bool:
+        """Whether there is more than may be, of all files or of an owner's."""
+        if owner is None:
+            return self.stored_bytes() > self._max_bytes
+        return bool(
+            owner
+            and self._max_owner_bytes is not None
+            and self.stored_bytes(owner) > self._max_owner_bytes
+        )
 
-    def check_room(self) -> None:
+    def check_room(self, owner: str) -> None:
         """Raises `StoreFull` if there is more than may be."""
-        if self.full:
-            raise StoreFull(self._max_bytes)
+        if self.is_full():
+            raise StoreFull(self._max_bytes, of_key=False)
+        if self.is_full(owner):
+            assert self._max_owner_bytes is not None
+            raise StoreFull(self._max_owner_bytes, of_key=True)
 
     def write(
         self,
@@ -229,7 +247,7 @@ class FileStore:
         (self._folder / f"{id}{_ABOUT}").unlink(missing_ok=True)
         with self._counting:
             if (file := self._files.pop(id, None)) is not None:
-                self._files_bytes -= counted(file.size_bytes)
+                self._count(file, -1)
         sync(self._folder)
 
     def _add(
@@ -251,9 +269,14 @@ class FileStore:
     def _know(self, file: StoredFile) -> None:
         with self._counting:
             if (before := self._files.get(file.id)) is not None:
-                self._files_bytes -= counted(before.size_bytes)
+                self._count(before, -1)
             self._files[file.id] = file
-            self._files_bytes += counted(file.size_bytes)
+            self._count(file, 1)
+
+    def _count(self, file: StoredFile, sign: int) -> None:
+        self._owners_bytes[file.owner] += sign * counted(file.size_bytes)
+        if not self._owners_bytes[file.owner]:
+            del self._owners_bytes[file.owner]
 
 
 def _description(file: StoredFile) -> list[bytes]:

@@ -66,6 +66,16 @@ class Api(Section, kw_only=True):
             "times then tell a key what others have sent lately. A change waits for a restart."
         ),
     ] = False
+    key_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of the sequences that a model runs at once (`max_batch` on each "
+            "instance) that one key may have, where there are several: requests of others then "
+            "begin at once. More of the key's wait. A change waits for a restart.",
+        ),
+    ] = 0.75
     max_waiting: Annotated[
         int,
         Meta(
@@ -356,6 +366,9 @@ class Batches(Section, kw_only=True):
             "What is done is always written to files."
         ),
     ] = msgspec.field(default=Bytes(10 << 30), name="max_stored")
+    max_owner_bytes: Annotated[
+        Bytes, Meta(description="The same of one API key, so that no key takes it all.")
+    ] = msgspec.field(default=Bytes(5 << 30), name="max_stored_per_key")
     keep_days: Annotated[
         int,
         Meta(ge=1, description="Files, and batches that are over, are deleted after so long."),

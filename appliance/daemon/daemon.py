@@ -311,6 +311,9 @@ class Daemon:
     def front_models(self) -> tuple[FrontModel, ...]:
         return self.catalogue.front()
 
+    def places(self, name: ModelName) -> int:
+        return self.catalogue.find(name).spec.max_batch * len(self.machine.instances)
+
     def refuse_model(self, name: ModelName, reason: str) -> None:
         self.catalogue.refuse(name, reason)
 

@@ -524,6 +524,10 @@ class Inference(Protocol):
     def front_models(self) -> tuple[FrontModel, ...]:
         """The models that may be asked for, as front ends need them."""
 
+    def places(self, name: ModelName) -> int:
+        """How many sequences of a model run at once, on all instances together. Raises
+        `ModelNotFound`."""
+
     def refuse_model(self, name: ModelName, reason: str) -> None:
         """A front end cannot build the model's front half: its requests fail with this reason."""
 

@@ -22,6 +22,7 @@ from appliance.access.keys import Key, KeyFile, Scope, digest
 from appliance.client import event_lines_async
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
+from tests.hostile.bodies import many_sequences
 from tests.patience import PATIENCE_SECONDS, until
 
 MODEL = "llama-a"
@@ -396,3 +397,26 @@ async def test_others_are_served_during_hostile_requests(
 
     assert daemon.front_ends() == front_ends
     assert daemon.live() == []
+
+
+async def test_one_key_leaves_places_to_others(daemon: Daemon) -> None:
+    """It asks for 128 sequences in one request. Others are answered while most of them wait, which
+    operators see."""
+    headers = _key(USERS[0]) | {"content-type": "application/json"}
+    content = next(many_sequences(MODEL, 128, 64))
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=PATIENCE_SECONDS) as client:
+        attack = asyncio.create_task(client.post(CHAT, content=content, headers=headers))
+        await asyncio.to_thread(until, lambda: "key" in _reasons(daemon))
+        for _ in range(3):
+            assert len((await answered(daemon, USERS[1], 4)).tokens) == 4
+        assert "key" in _reasons(daemon)
+        answer = await attack
+
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == 128
+
+
+def _reasons(daemon: Daemon) -> list[str]:
+    """Why requests without a token wait, those that do."""
+    requests = daemon.get("/api/requests").raise_for_status().json()["requests"]
+    return [one["reason"]["code"] for one in requests if one["phase"] == "waiting"]

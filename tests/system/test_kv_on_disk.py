@@ -22,8 +22,8 @@ from tests.system.conftest import copy_with_context
 MODEL = "llama-a"
 CONTEXT = 1024
 PROMPT = "Tell me about bridges. " * 24
-"""Some 600 tokens: a client has much KV as soon as it is found to be slow, however large the buffers
-of the kernel are, and long before its connection is closed, as it does not read for a minute."""
+"""Some 600 tokens: a client has much KV as soon as it is found to be slow, however large the
+buffers of the kernel are, and long before its connection is closed for not reading for a minute."""
 TOKENS = 150
 MOST_CLIENTS = 6
 """Slow clients at once: the KV of so many prompts does not fit the host cache."""

@@ -107,13 +107,13 @@ class BatchRequests:
         disk: Disk,
         at_once: int,
         *,
-        full: Callable[[], bool],
+        is_full: Callable[[str | None], bool],
         wall_clock: Callable[[], float],
         retry_seconds: float,
     ) -> None:
-        """What could not be done is tried again after `retry_seconds` at the latest. `full` says
-        whether there is no room."""
-        self._full = full
+        """What could not be done is tried again after `retry_seconds` at the latest. `is_full`
+        says whether there is no room for files of an owner, or (None) for any."""
+        self._is_full = is_full
         self._waits_for_room = False
         self.halted = True
         self._fronts = fronts
@@ -149,10 +149,13 @@ class BatchRequests:
         if self.halted:
             return
         loop = asyncio.get_running_loop()
-        if self._is_full():
+        if self._has_no_room():
             self._alarm = loop.call_later(self._retry_seconds, self._pump)
             return
         while (turn := self._turns.next(loop.time())) is not None:
+            if self._is_full(self._runs[turn.batch].batch.created.owner):
+                self._turns.put_back(turn, loop.time() + self._retry_seconds)
+                continue
             run = self._runs[turn.batch]
             task = loop.create_task(self._carry_out(run, turn))
             run.requests.add(task)
@@ -160,9 +163,9 @@ class BatchRequests:
         if (time := self._turns.next_time(loop.time())) is not None:
             self._alarm = loop.call_at(time, self._pump)
 
-    def _is_full(self) -> bool:
-        """Whether there is no room, which is said once."""
-        full = self._full()
+    def _has_no_room(self) -> bool:
+        """Whether there is none for any, which is said once."""
+        full = self._is_full(None)
         if full and self._runs and not self._waits_for_room:
             log.warning("batches are paused: files and logs take more than batches.max_stored")
         self._waits_for_room = full

@@ -80,12 +80,12 @@ async def _receive(here: BatchRunner, request: Request[Any, Any, Any]) -> Stored
     """The file of a form, kept for its owner."""
     form = UploadForm()
     try:
-        await read_form(request, form, "file", here.files, here.disk)
+        await read_form(request, form, "file", here.files, here.disk, owner())
         _check(form, here.settings.max_file_bytes)
         assert form.upload is not None
         filename = form.filename[:_MAX_FILENAME]
         now = here.wall_clock()
-        return await here.disk(here.files.keep, form.upload, owner(), filename, now)
+        return await here.disk(here.files.keep, form.upload, filename, now)
     except StoreFull as error:
         raise ApiError(413, f"{error}; delete some", code="storage_full") from error
     except OSError as error:

@@ -156,10 +156,10 @@ def _lines(body: bytes, max_requests: int) -> tuple[bytes, int]:
 
 def _store(files: FileStore, lines: bytes, owner: str, now: float) -> str:
     """The id of a file that no client sees. Takes time; raises `StoreFull`, `OSError`."""
-    upload = files.begin()
+    upload = files.begin(owner)
     try:
         files.extend(upload, lines)
-        return files.keep(upload, owner, "requests.jsonl", now, MESSAGES_INPUT).id
+        return files.keep(upload, "requests.jsonl", now, MESSAGES_INPUT).id
     finally:
         files.drop(upload)
 

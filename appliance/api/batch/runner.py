@@ -68,6 +68,8 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_stored_bytes: int
     """All files and logs together; an upload is refused that would take more, and a batch once they
     take more, while those that run stand still. What is done is written to files nevertheless."""
+    max_owner_bytes: int
+    """The same of one key: its uploads and batches are refused, its batches stand still."""
     keep_seconds: float
     """For how long files, and batches that are over, are kept."""
 
@@ -101,6 +103,7 @@ class BatchRunner:
         self.files = FileStore(
             settings.folder / "files",
             max_bytes=settings.max_stored_bytes,
+            max_owner_bytes=settings.max_owner_bytes,
             keep_seconds=settings.keep_seconds,
             beside_bytes=self._logs_bytes,
         )
@@ -120,7 +123,7 @@ class BatchRunner:
             metrics,
             self.disk,
             settings.at_once,
-            full=lambda: self.files.full,
+            is_full=self.files.is_full,
             wall_clock=wall_clock,
             retry_seconds=retry_seconds,
         )
@@ -242,7 +245,7 @@ class BatchRunner:
             raise TooManyBatches(f"{MAX_UNFINISHED} batches are not over yet")
         if self._requests.halted:
             raise Unavailable("the appliance is shutting down")
-        self.files.check_room()
+        self.files.check_room(owner)
         now = self.wall_clock()
         created = Created(
             at=now,
@@ -309,10 +312,16 @@ class BatchRunner:
     def _path(self, id: str) -> Path:
         return self._logs / f"{id}.jsonl"
 
-    def _logs_bytes(self) -> int:
-        """The logs of all batches; that of one which is over is short."""
-        running = [counted(run.log.size_bytes) for run in list(self._runs.values())]
-        return sum(running) + counted(0) * (len(self._batches) - len(running))
+    def _logs_bytes(self, owner: str | None = None) -> int:
+        """The logs of all batches of an owner, or of all; that of one which is over is short."""
+        batches = [
+            batch.id
+            for batch in list(self._batches.values())
+            if owner in (None, batch.created.owner)
+        ]
+        runs = [run for run in map(self._runs.get, batches) if run is not None]
+        sizes = sum(counted(run.log.size_bytes) for run in runs)
+        return sizes + counted(0) * (len(batches) - len(runs))
 
     def _begin(self, batch: Batch, written: BatchLog) -> None:
         writer = BatchWriter(batch, written, self.disk, retry_seconds=self._retry_seconds)

@@ -34,9 +34,14 @@ class UploadForm:
 
 
 async def read_form(
-    request: Request[Any, Any, Any], form: UploadForm, field: str, files: FileStore, disk: Disk
+    request: Request[Any, Any, Any],
+    form: UploadForm,
+    field: str,
+    files: FileStore,
+    disk: Disk,
+    owner: str,
 ) -> None:
-    """Read the body of `request` into `form`. Its file is the part `field`.
+    """Read the body of `request` into `form`. Its file is the part `field`, and `owner`'s.
 
     Raises `BadRequest`, `StoreFull`, `OSError`, and `HungUp`; `form` then has what came before.
     """
@@ -44,7 +49,7 @@ async def read_form(
     boundary = options.get("boundary", "")
     if kind != "multipart/form-data" or not boundary:
         raise BadRequest("a body of the type multipart/form-data is needed")
-    reader = _Reader(form, field, files, disk)
+    reader = _Reader(form, field, files, disk, owner)
     try:
         with PushMultipartParser(boundary, max_segment_count=_MAX_PARTS) as parser:
             async with aclosing(_body(request)) as body:
@@ -67,11 +72,14 @@ async def _body(request: Request[Any, Any, Any]) -> AsyncGenerator[bytes, None]:
 class _Reader:
     """Puts the parts of a form where they belong."""
 
-    def __init__(self, form: UploadForm, field: str, files: FileStore, disk: Disk) -> None:
+    def __init__(
+        self, form: UploadForm, field: str, files: FileStore, disk: Disk, owner: str
+    ) -> None:
         self._form = form
         self._field = field
         self._files = files
         self._disk = disk
+        self._owner = owner
         self._name = ""
         self._data = bytearray()
 
@@ -94,7 +102,7 @@ class _Reader:
             raise BadRequest(f"{part.name}: there twice", part.name)
         if part.name == self._field:
             self._form.filename = part.filename or ""
-            self._form.upload = await self._disk(self._files.begin)
+            self._form.upload = await self._disk(self._files.begin, self._owner)
 
     async def _have(self) -> None:
         if self._name != self._field:

@@ -77,6 +77,7 @@ class House:
             "max_requests": 50,
             "max_line_bytes": 10_000,
             "max_stored_bytes": 1_000_000,
+            "max_owner_bytes": 1_000_000,
             "keep_seconds": 30 * 24 * 3600.0,
         }
         return BatchSettings(folder=self.folder, **(bounds | self.bounds))

@@ -289,3 +289,36 @@ def counted(house: House) -> dict[str, int]:
             if name.startswith("appliance_key_tokens_total{") and kind in name:
                 found[kind] = int(float(value))
     return found
+
+
+async def test_a_key_has_a_share_of_what_may_be_stored(house: House, file: KeyFile) -> None:
+    """Its uploads and its new batches are refused, and what it runs waits, beyond it. Those of
+    another key go on."""
+    house.bounds = {"max_owner_bytes": 20_000, "at_once": 1}
+    house.service.script = lambda generation: generation.say("hello " * 150)
+    secrets = [add(file, name) for name in ("alice", "bob")]
+    async with house.client() as client:
+        alice, bob = (client.with_options(api_key=secret) for secret in secrets)
+        ballast = await bob.files.create(file=("a", b"x" * 8000), purpose="batch")
+        batch = await begin(bob, [chat(str(number), max_tokens=150) for number in range(8)])
+
+        async def refused() -> bool | None:
+            try:
+                await bob.files.create(file=("a", b""), purpose="batch")
+            except openai.APIStatusError as error:
+                full = "files of this API key take all of the 20000 bytes" in str(error)
+                return True if error.status_code == 413 and full else None
+            return None
+
+        await polled(refused)
+        done = await over(alice, await begin(alice, [chat("a")]))
+        assert done.status == "completed"
+        seen = await bob.batches.retrieve(batch)
+        assert seen.status == "in_progress"
+        with pytest.raises(openai.APIStatusError, match="delete some"):
+            await begin(bob, [chat("a")])
+
+        await bob.files.delete(ballast.id)
+        done = await over(bob, batch)
+        assert done.request_counts is not None
+        assert done.request_counts.completed == 8

@@ -16,6 +16,7 @@ from anthropic.types.messages.batch_create_params import Request
 from appliance.access.keys import KeyFile
 from appliance.api.app import create_app
 from appliance.api.batch import runner
+from appliance.batches.files import FileStore
 from appliance.batches.log import BatchLog
 from appliance.vocabulary import FinishReason, RequestClass
 from tests.unit.api.test_batches import CHATS, House, begin, chat, house, over, polled
@@ -355,7 +356,7 @@ async def test_bounds(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
                 await batches.create(requests=[message("a")])
         assert full.value.status_code == 507
         large = message("b", system="x" * 9000)
-        monkeypatch.setattr(house.runner().files.__class__, "full", True)
+        monkeypatch.setattr(FileStore, "is_full", lambda *_: True)
         with pytest.raises(anthropic.APIStatusError, match="delete some") as no_room:
             await batches.create(requests=[large])
         assert no_room.value.status_code == 413

@@ -27,9 +27,9 @@ def opened(folder: Path) -> FileStore:
 
 def stored(folder: Path) -> StoredFile:
     store = opened(folder)
-    upload = store.begin()
+    upload = store.begin("owner")
     store.extend(upload, CONTENT)
-    return store.keep(upload, "owner", "batch.jsonl", NOW)
+    return store.keep(upload, "batch.jsonl", NOW)
 
 
 def contents(folder: Path) -> list[bytes]:
@@ -100,7 +100,7 @@ def test_a_description_of_an_earlier_version(folder: Path) -> None:
 def test_an_upload_that_was_never_kept_is_deleted(folder: Path) -> None:
     """No client was told that it is stored."""
     store = opened(folder)
-    store.extend(store.begin(), CONTENT)
+    store.extend(store.begin("owner"), CONTENT)
 
     assert opened(folder).all() == []
     assert [path for path in folder.iterdir() if path.is_file()] == []

@@ -1,0 +1,260 @@
+"""How many sequences of a key run at once: none beyond its bounds, none left without need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.access.admission import Admission
+from appliance.access.auth import Access, Caller
+from appliance.access.keys import Key, KeyFile, KeyRing, Scope
+from appliance.access.places import Bounds, Places
+from appliance.access.rate_limits import Meter
+from appliance.service.interface import QueueFull, Sink, SubmitRequest
+from appliance.vocabulary import FinishReason, WaitCode
+from tests.unit.access.test_admission_properties import Client, Room, Sequence, happen
+
+MODELS = ("a", "b")
+MOST_WAITING = 5
+
+# --- the places ----------------------------------------------------------------------------------
+
+
+@given(
+    bounds=st.builds(
+        Bounds,
+        of_key=st.none() | st.integers(1, 4),
+        of_model=st.none() | st.integers(1, 3),
+        starting=st.none() | st.integers(1, 2),
+    ),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["come", "come", "start", "end", "leave"]),
+            st.sampled_from(["alice", "bob"]),
+            st.sampled_from(MODELS),
+            st.integers(0, 9),
+        ),
+        max_size=60,
+    ),
+)
+def test_places_are_taken_in_order_and_never_left(
+    bounds: Bounds, steps: list[tuple[str, str, str, int]]
+) -> None:
+    """No bound is passed; an item waits only where a bound says so; items of one key and model run
+    in the order in which they came; and each that came runs, waits, left or was refused."""
+    places: Places[int] = Places(MOST_WAITING)
+    running: dict[int, tuple[str, str, bool]] = {}
+    waiting: dict[tuple[str, str], list[int]] = {
+        (key, model): [] for key in ("alice", "bob") for model in MODELS
+    }
+
+    def may_run(key: str, model: str) -> bool:
+        mine = [one for one in running.values() if one[0] == key]
+        same = [one for one in mine if one[1] == model]
+        counts = len(mine), len(same), sum(not started for *_, started in same)
+        return all(b is None or n < b for n, b in zip(counts, bounds, strict=True))
+
+    for number, (what, key, model, which) in enumerate(steps):
+        line = waiting[key, model]
+        if what == "come":
+            if places.take(key, model, bounds):
+                assert not line
+                assert may_run(key, model)
+                running[number] = key, model, False
+            else:
+                assert line or not may_run(key, model)
+                full = sum(len(waiting[key, each]) for each in MODELS) == MOST_WAITING
+                assert places.wait(key, model, number) is not full
+                if not full:
+                    line.append(number)
+        elif what == "leave" and line:
+            places.leave(key, model, line.pop(which % len(line)))
+        elif what in ("start", "end") and running:
+            ended = sorted(running)[which % len(running)]
+            key, model, started = running[ended]
+            if what == "end":
+                del running[ended]
+                places.give_back(key, model, started=started)
+            elif not started:
+                running[ended] = key, model, True
+                places.started(key, model)
+        for key in ("alice", "bob"):
+            while (item := places.next(key, lambda _: bounds)) is not None:
+                model = next(m for m in MODELS if waiting[key, m][:1] == [item])
+                assert may_run(key, model)
+                waiting[key, model].pop(0)
+                running[item] = key, model, False
+            assert not any(waiting[key, m] and may_run(key, m) for m in MODELS)
+            assert places.running(key) == sum(one[0] == key for one in running.values())
+        assert sorted(places) == sorted(item for items in waiting.values() for item in items)
+        assert len(places) == sum(map(len, waiting.values()))
+
+
+# --- in front of an appliance --------------------------------------------------------------------
+
+
+class Shared(Room):
+    """An appliance that runs so many sequences of each model at once."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(room=1000)
+        self._places = places
+
+    def places(self, model: str) -> int:
+        return self._places
+
+
+class House:
+    """An appliance in front of which keys have three quarters of the places of a model each."""
+
+    def __init__(self, path: Path, keys: list[Key], places: int) -> None:
+        file = KeyFile(path)
+        for key in keys:
+            file.add(key)
+        self.service = Shared(places)
+        access = Access(KeyRing(path), clock=lambda: 0.0)
+        self.admission = Admission(self.service, access, key_share=0.75)  # type: ignore[arg-type]
+        self._callers = {key.name: Caller(Meter(key, 0.0)) for key in keys}
+        self._asked = 0
+
+    def ask(self, name: str, times: int = 1, **fields: int) -> list[Client]:
+        clients = []
+        for _ in range(times):
+            self._asked += 1
+            wanted = {"prompt": (1, 2), "max_tokens": 5, **fields}
+            request = SubmitRequest(id=f"{name}-{self._asked}", model="m", body=b"", **wanted)
+            client = Client()
+            client.generation = self.admission.submit(request, self._callers[name], client)
+            clients.append(client)
+        return clients
+
+    def live(self, name: str) -> list[str]:
+        return [one for one in self.service.live if one.startswith(name)]
+
+    async def start(self) -> None:
+        """All that were given to the appliance, and what follows them, get a token."""
+        before: list[str] = []
+        while (live := list(self.service.live)) != before:
+            for one in set(live) - set(before):
+                self.service.live[one].produce(None)
+            before = live
+            await happen()
+
+    async def end(self, name: str) -> None:
+        self.service.live[self.live(name)[0]].produce(FinishReason.STOP)
+        await happen()
+
+
+def key(name: str, digit: str, **fields: object) -> Key:
+    return Key(name=name, sha256=digit * 64, created_seconds=0.0, **fields)  # type: ignore[arg-type]
+
+
+async def test_one_key_leaves_places_to_others(tmp_path: Path) -> None:
+    """However many sequences it asks for, and two of its prompts at most are before another's."""
+    house = House(tmp_path / "keys.json", [key("bob", "b"), key("alice", "a")], places=8)
+    house.ask("bob", 20)
+    await happen()
+    assert len(house.live("bob")) == 2  # their prompts
+
+    house.ask("alice")
+    assert len(house.live("alice")) == 1
+
+    await house.start()
+    assert len(house.live("bob")) == 6  # of 8
+    assert [one.phase for one in house.admission.waiting()] == ["waiting"] * 14
+    reason = house.admission.waiting()[0].reason
+    assert reason is not None
+    assert reason.code is WaitCode.KEY
+    assert "as many sequences at once as it may (6 of all models)" in reason.message
+
+    await house.end("bob")
+    await house.start()
+    assert len(house.live("bob")) == 6
+    assert len(list(house.admission.keys_waiting())) == 13
+
+
+async def test_a_key_that_is_alone_has_all_places(tmp_path: Path) -> None:
+    """An operator's key that may ask for no answers is none of the others."""
+    operator = key("operator", "c", scopes=(Scope.ADMIN,))
+    house = House(tmp_path / "keys.json", [key("bob", "b"), operator], places=8)
+    house.ask("bob", 20)
+    assert len(house.live("bob")) == 20
+
+
+async def test_a_key_has_so_many_sequences_at_once(tmp_path: Path) -> None:
+    """`concurrency` bounds what runs, not only what is asked over HTTP; more of a request waits."""
+    house = House(tmp_path / "keys.json", [key("bob", "b", concurrency=3)], places=8)
+    clients = house.ask("bob", 5)
+    assert len(house.live("bob")) == 3
+
+    clients[3].leave()  # while it waits
+    await house.end("bob")
+    assert len(house.live("bob")) == 3
+    assert not house.admission.waiting()
+    assert clients[3].over
+
+
+async def test_prompts_that_are_pooled_are_computed_together(tmp_path: Path) -> None:
+    """So more of them are given to the appliance at once."""
+    house = House(tmp_path / "keys.json", [key("bob", "b"), key("alice", "a")], places=8)
+    house.ask("bob", 200, max_tokens=0)
+    assert len(house.live("bob")) == 128
+    await house.end("bob")
+    assert len(house.live("bob")) == 128
+
+
+async def test_so_many_of_a_key_wait_for_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more is refused, and costs others of the key nothing."""
+    monkeypatch.setattr("appliance.access.admission._MOST_WITHOUT_PLACE", 3)
+    house = House(tmp_path / "keys.json", [key("bob", "b", concurrency=1)], places=8)
+    clients = house.ask("bob", 4)
+    with pytest.raises(QueueFull):
+        house.ask("bob")
+    clients[2].leave()
+    house.ask("bob")
+    for _ in range(4):
+        await house.end("bob")
+    assert not house.service.live
+    assert not house.admission.waiting()
+
+
+def failures_of(client: Client) -> list[str]:
+    """What the client is told, in a list that grows."""
+    failures: list[str] = []
+    client.ended = lambda _, failure: failures.append(str(failure))  # type: ignore[method-assign]
+    return failures
+
+
+async def test_an_operator_ends_one_that_waits_for_a_place(tmp_path: Path) -> None:
+    """Its client gets an error, and those behind it go on."""
+    house = House(tmp_path / "keys.json", [key("bob", "b", concurrency=1)], places=8)
+    _, second, third = house.ask("bob", 3)
+    failures = failures_of(second)
+    assert house.admission.waiting_one(second.generation.id) is not None
+    assert house.admission.turn_away(second.generation.id) is True
+    assert failures == ["an operator cancelled the request"]
+    await house.end("bob")
+    assert house.live("bob") == [third.generation.id]
+
+
+async def test_one_that_cannot_begin_when_it_has_its_place(tmp_path: Path) -> None:
+    """It ends with the error, and those behind it go on."""
+    house = House(tmp_path / "keys.json", [key("bob", "b", concurrency=1)], places=8)
+    _, second, third = house.ask("bob", 3)
+    failures = failures_of(second)
+    submit = house.service.submit
+
+    def gone(request: SubmitRequest, sink: Sink) -> Sequence:
+        if request.id == second.generation.id:
+            raise RuntimeError("it is gone")
+        return submit(request, sink)
+
+    house.service.submit = gone  # type: ignore[method-assign]
+    await house.end("bob")
+    assert failures == ["it is gone"]
+    assert house.live("bob") == [third.generation.id]
