@@ -205,6 +205,7 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     settings = FrontSettings(
         keep_alive_seconds=float(api.keep_alive_seconds),
         max_body_bytes=int(api.max_body_bytes),
+        max_bodies_bytes=_most_of_bodies(config),
         strict=api.strict,
         origins=api.origins,
         root_path=api.root_path,
@@ -221,6 +222,11 @@ def _most_of_front_end(config: Config, processes: int) -> int | None:
     if not config.api.tls_certificate:
         return None
     return max(LEAST_OF_FRONT_END, most_descriptors() // (4 * processes))
+
+
+def _most_of_bodies(config: Config) -> int:
+    """Of one process. A client may have three quarters: one body of each size is always read."""
+    return int(max(config.api.max_bodies_bytes, 2 * config.api.max_body_bytes))
 
 
 def make_server(
@@ -244,6 +250,8 @@ def make_server(
         admission=gateway.admission,
         batches=_batches(daemon, config, gateway),
         responses=gateway.sessions.responses,
+        max_bodies_bytes=_most_of_bodies(config),
+        bodies=gateway.sessions.bodies,
     )
     return Server(
         uvicorn.Config(

@@ -43,6 +43,7 @@ from appliance.demo.run import free_port
 from benchmarks.provenance import made_on_cpu
 from tests.hostile import bodies
 from tests.hostile.bodies import CHAT
+from tests.hostile.connections import half_sent_body
 
 ATTACKED, ASKED = "llama-a", "qwen3-a"
 AT_ONCE = 6
@@ -111,12 +112,7 @@ async def hold_connections(url: str, kind: str) -> None:
     """Keep so many connections with half a request; one that is closed is opened again."""
     many, begun = 1500, b"POST /v1/completions HTTP/1.1\r\nHost: x"
     if kind == HALF_SENT_BODIES:
-        size = bodies.MOST_BODY_BYTES
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"authorization: Bearer {secret(MALLORY)}\r\ncontent-length: {size}\r\n\r\n"
-        )
-        many, begun = 60, head.encode() + b" " * (size - 1)
+        many, begun = 60, half_sent_body(secret(MALLORY))
     told = asyncio.create_task(_until_told())
     again = 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from litestar import Litestar
 
 from appliance.access.admission import Admission
@@ -19,6 +21,7 @@ from appliance.api.batch.files import file_routes
 from appliance.api.batch.message_routes import message_batch_routes
 from appliance.api.batch.routes import batch_routes
 from appliance.api.batch.runner import BatchRunner
+from appliance.api.held_bodies import HeldBodies
 from appliance.api.key_view import gated
 from appliance.api.model_list import model_routes
 from appliance.api.ollama.catalog import ollama_catalogue_routes
@@ -27,13 +30,16 @@ from appliance.api.openapi.options import Options
 from appliance.api.probes import operator_routes
 from appliance.api.responses import response_routes
 from appliance.gateway.responses import StoredResponses
+from appliance.http.body_budget import BodyBudget
 from appliance.http.error_formats import EXCEPTION_HANDLERS
 from appliance.http.request_ids import name_answer
+from appliance.service.front_frames import BodyActivity
 from appliance.service.interface import Service
 from appliance.service.settings import Settings
 
 KEEP_ALIVE_SECONDS = 5.0
 MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_BODIES_BYTES = 128 * 1024 * 1024
 
 
 def create_app(
@@ -46,6 +52,8 @@ def create_app(
     admission: Admission | None = None,
     batches: BatchRunner | None = None,
     responses: StoredResponses | None = None,
+    max_bodies_bytes: int = MAX_BODIES_BYTES,
+    bodies: Callable[[], list[BodyActivity]] = list,
 ) -> Litestar:
     """What the core itself answers, for any ASGI server: all but what front ends do.
 
@@ -53,8 +61,10 @@ def create_app(
     While an open stream has nothing to say, it is kept alive every `keep_alive_seconds`. Without
     `access` no key is needed. `admission` knows the requests that wait for their turn. `batches`
     run as long as the application lives (ASGI's lifespan); without them there are no files either.
-    `responses` are those that front ends stored.
+    `responses` are those that front ends stored. Bodies of requests that are held at once have
+    `max_bodies_bytes` at most; `bodies` are those that front ends hold.
     """
+    budget = BodyBudget(max_bodies_bytes)
     access = Access() if access is None else access
     admission = Admission(service, access) if admission is None else admission
     responses = StoredResponses() if responses is None else responses
@@ -69,7 +79,7 @@ def create_app(
             *ollama_catalogue_routes(service, settings),
             *operator_routes(service),
             *policy_routes(service),
-            *request_routes(service),
+            *request_routes(service, lambda: [*budget.coming(), *bodies()]),
             *instance_routes(service),
             *key_routes(service, access),
             *model_admin_routes(service, settings),
@@ -82,7 +92,7 @@ def create_app(
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         before_send=[name_answer],
-        middleware=[Authentication(access), Options()],
+        middleware=[Authentication(access), HeldBodies(budget), Options()],
         request_max_body_size=max_body_bytes,
         logging_config=None,
         lifespan=[] if batches is None else [batches.running],

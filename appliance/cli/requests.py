@@ -18,11 +18,16 @@ PATH = "/api/requests"
 @json_option
 def requests(url: str, as_json: bool) -> None:
     """List the live requests, the oldest first."""
-    found = get(url, PATH)["requests"]
+    answer = get(url, PATH)
+    found, bodies = answer["requests"], answer["bodies"]
     if as_json:
         print_json(found)
-    else:
-        print_requests(found)
+        return
+    print_requests(found)
+    if bodies:
+        size = sum(body["received_bytes"] for body in bodies)
+        keys = ", ".join(sorted({body["key"] or "no key" for body in bodies}))
+        click.echo(f"{len(bodies)} bodies are still coming in ({keys}): {size} bytes so far")
 
 
 @click.command()

@@ -146,6 +146,14 @@ class Api(Section, kw_only=True):
     max_body_bytes: Annotated[Bytes, Meta(description="Largest request body that is accepted.")] = (
         msgspec.field(default=Bytes(8 << 20), name="max_body")
     )
+    max_bodies_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="All request bodies that a process holds in memory at once (each front "
+            "end, and the daemon itself); at least twice `max_body`. When more come, requests of "
+            "the client that has most are answered 429. A change waits for a restart."
+        ),
+    ] = msgspec.field(default=Bytes(128 << 20), name="max_bodies")
     max_queue: Annotated[
         int,
         Meta(

@@ -37,6 +37,7 @@ from appliance.frontend.serving.input_tokens import router as input_tokens_route
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.serving.stored import recall
 from appliance.frontend.serving.vllm_errors import VllmErrors
+from appliance.http.body_budget import BodiesFull, BodyBudget
 from appliance.http.errors import ApiError
 from appliance.http.request_ids import request_id
 from appliance.service.front_frames import (
@@ -128,6 +129,7 @@ class FrontEnd:
         self._welcome = welcome
         self._fronts = fronts
         self._ollama = ollama
+        self.bodies = BodyBudget(welcome.max_bodies_bytes)
         self.draining = False
         """Whether every answer closes its connection."""
         self.calls = 0
@@ -183,7 +185,8 @@ class FrontEnd:
             await _refuse(scope, send, common, _CORE_GONE)
             return
         try:
-            await self._answer(call, scope, receive, send, common)
+            with self.bodies.hold(call.key, scope) as held:
+                await self._answer(call, scope, held.receiving(receive), send, common)
         finally:
             self._core.leave(call)
 
@@ -218,6 +221,8 @@ class FrontEnd:
                 await asyncio.wait(call.background)
         except Refuse as error:
             await answer.refuse(error.refused)
+        except BodiesFull as error:
+            await answer.refuse(as_refused(call, error))
         finally:
             answer.close()
             current.reset(token)
@@ -312,9 +317,7 @@ class FrontEnd:
         try:
             checked = check(path, raw, strict=self._welcome.strict, reasons=reasons)
         except ApiError as error:
-            detail = error.body.error
-            code = detail.code or "invalid_request"
-            raise Refuse(refused(call, error.status, code, str(error), detail.param)) from error
+            raise Refuse(as_refused(call, error)) from error
         if checked.header:
             call.headers.append((IGNORED_HEADER, checked.header))
         if checked.flex:
@@ -398,6 +401,19 @@ class Refuse(Exception):
 
 def refused(call: Call, status: int, code: str, message: str, param: str | None = None) -> Refused:
     return Refused(call=call.number, status=status, code=code, message=message, param=param)
+
+
+def as_refused(call: Call, error: ApiError) -> Refused:
+    """An error as the refusal of a call."""
+    detail = error.body.error
+    return Refused(
+        call=call.number,
+        status=error.status,
+        code=detail.code or "invalid_request",
+        message=detail.message,
+        param=detail.param,
+        headers=tuple(error.headers.items()),
+    )
 
 
 _MISDIRECTED: Final = Refused(

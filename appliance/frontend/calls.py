@@ -21,10 +21,12 @@ class Call:
         number: int,
         models: tuple[ModelName, ...] | None = None,
         headers: tuple[tuple[str, str], ...] = (),
+        key: str | None = None,
     ) -> None:
-        """`models` are those that its key allows; None: all of them. `headers` go into its
+        """`models` are those that its `key` allows; None: all of them. `headers` go into its
         answer."""
         self.number = number
+        self.key = key
         self.models = None if models is None else frozenset(models)
         self.headers = list(headers)
         self.request_class = RequestClass.INTERACTIVE

@@ -145,7 +145,7 @@ class Core(asyncio.Protocol):
             raise
         finally:
             del self._entering[number]
-        return Call(number, entered.models, entered.headers)
+        return Call(number, entered.models, entered.headers, entered.key)
 
     def leave(self, call: Call) -> None:
         """The call is over; the core aborts what it still has."""

@@ -88,6 +88,7 @@ async def _until_over(
             connections=len(connections),
             calls=calls,
             large=front_end.large,
+            bodies=tuple(front_end.bodies.coming()),
         )
         core.send(pong)
 

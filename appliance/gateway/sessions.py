@@ -29,6 +29,7 @@ from appliance.service.front_frames import (
     VERSION,
     Abort,
     Admitted,
+    BodyActivity,
     Catalogue,
     Down,
     Enter,
@@ -43,6 +44,7 @@ from appliance.service.front_frames import (
     ModelRefused,
     Output,
     Outputs,
+    Pong,
     Ran,
     Reading,
     Ready,
@@ -78,6 +80,7 @@ class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     keep_alive_seconds: float
     max_body_bytes: int
+    max_bodies_bytes: int = 128 << 20
     strict: bool = False
     origins: tuple[str, ...] = ()
     root_path: str = ""
@@ -150,6 +153,7 @@ class Sessions:
         return Welcome(
             keep_alive_seconds=settings.keep_alive_seconds,
             max_body_bytes=settings.max_body_bytes,
+            max_bodies_bytes=settings.max_bodies_bytes,
             strict=settings.strict,
             origins=settings.origins,
             root_path=settings.root_path,
@@ -162,6 +166,10 @@ class Sessions:
         catalogue = Catalogue(self.service.front_models())
         for session in self._open:
             session.tell_catalogue(catalogue)
+
+    def bodies(self) -> list[BodyActivity]:
+        """The bodies of requests that are still coming in, as front ends said last."""
+        return [body for session in self._open for body in session.bodies]
 
     def front_model(self, name: ModelName) -> FrontModel:
         """Raises `ModelNotFound`."""
@@ -198,6 +206,8 @@ class Session:
         self._access = sessions.access
         self._send = send
         self._is_operator = is_operator
+        self.bodies: tuple[BodyActivity, ...] = ()
+        """Those that are still coming in, as it said last."""
         self._calls: dict[int, _Call] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._outputs: list[Output] = []
@@ -251,6 +261,8 @@ class Session:
                 self._send(self._sessions.welcome())
             case Ready():
                 self.ready = not self._drained
+            case Pong():
+                self.bodies = frame.bodies
 
     def drained(self) -> None:
         """It drains: it gets no more lines of batches."""
@@ -293,7 +305,8 @@ class Session:
         trace = Trace(path=frame.path, parent=parent if len(parent) <= LONGEST_PARENT else "")
         self._calls[frame.call] = _Call(caller, counted=counted, trace=trace)
         headers = tuple(self._access.rate_headers(caller)) if counted else ()
-        self._send(Entered(call=frame.call, models=_models(caller), headers=headers))
+        key = None if caller.key is None else caller.key.name
+        self._send(Entered(call=frame.call, key=key, models=_models(caller), headers=headers))
 
     def _leave(self, number: int) -> None:
         self._end_call(number, FrontEndLost("the front end gave the line up"))

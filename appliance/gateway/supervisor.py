@@ -226,6 +226,7 @@ class FrontEndProcess(asyncio.Protocol):
                 self.connections = frame.connections
                 self.large = frame.large
                 self.worked = self.ready
+                self._session.received(frame)
                 self._has_room()
             case Ready():
                 self.ready = True

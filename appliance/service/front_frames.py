@@ -33,7 +33,7 @@ from appliance import framing
 from appliance.checkpoints.task import PoolerValue, pools_tokens
 from appliance.vocabulary import FinishReason, ModelName, RequestClass, RequestId, Task
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 # --- from the core to a front end ----------------------------------------------------------------
@@ -80,6 +80,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`api.root_path`: requests below it are meant as those without it."""
     most_in_use: int | None = None
     """Descriptors, when connections without a request are closed; None: what the system allows."""
+    max_bodies_bytes: int
+    """Bodies of requests that the front end holds at once, together."""
     models: tuple[FrontModel, ...]
 
 
@@ -94,6 +96,8 @@ class Entered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     into its answer."""
 
     call: int
+    key: str | None = None
+    """The name of its key."""
     models: tuple[ModelName, ...] | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
@@ -288,14 +292,26 @@ class Ran(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     headers: tuple[tuple[str, str], ...] = ()
 
 
+class BodyActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """A body of a request that is still coming in."""
+
+    path: str
+    key: str | None
+    """The name of its key."""
+    received_bytes: int
+    age_seconds: float
+    """Since its request began."""
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The event loop turns. `connections` are open ones, `calls` those that are not answered;
-    `large` of them have a body of `LARGE_BYTES` or more."""
+    `large` of them have a body of `LARGE_BYTES` or more; `bodies` are some that still come in."""
 
     number: int
     connections: int
     calls: int
     large: int = 0
+    bodies: tuple[BodyActivity, ...] = ()
 
 
 class ModelRefused(msgspec.Struct, frozen=True, tag=True):

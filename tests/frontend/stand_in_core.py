@@ -103,6 +103,7 @@ class StandInCore:
             version=version,
             keep_alive_seconds=keep_alive_seconds,
             max_body_bytes=max_body_bytes,
+            max_bodies_bytes=2 * max_body_bytes,
             strict=strict,
             origins=origins,
             root_path=root_path,

@@ -141,6 +141,51 @@ async def test_a_body_that_is_too_large_is_refused(
     assert (await http.post(CHAT, content=parts())).status_code == 413
 
 
+async def test_bodies_of_one_key_leave_room_to_others(
+    core: StandInCore, http: httpx.AsyncClient
+) -> None:
+    """All together have 2 MiB here, a key three quarters of it. What a key sends beyond it is
+    refused at once, also what stalls; operators see what still comes in."""
+    core.entering = lambda enter: Entered(
+        call=enter.call, key=dict(enter.headers)["authorization"].removeprefix("Bearer ")
+    )
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer mallory\r\n"
+        f"content-length: {1 << 20}\r\n\r\n"
+    )
+    writers = []
+    for number in range(4):
+        reader, writer = await asyncio.open_connection("127.0.0.1", core.port)
+        writers.append(writer)
+        writer.write(head.encode() + b" " * (900 << 10))
+        await writer.drain()
+        if number == 0:
+            while not (shown := (await pinged(core)).bodies):
+                pass
+            while shown[0].received_bytes < 900 << 10:
+                shown = (await pinged(core)).bodies
+            assert [(one.path, one.key) for one in shown] == [(CHAT, "mallory")]
+        else:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 429")
+            while b"too_many_bodies" not in await reader.readline():
+                pass
+
+    padded = ASKED | {"messages": [{"role": "user", "content": "hello" + " " * (300 << 10)}]}
+    answer = await http.post(CHAT, json=padded, headers={"authorization": "Bearer alice"})
+    assert answer.status_code == 400  # too long for the model, so it was read
+    answer = await http.post(CHAT, json=ASKED, headers={"authorization": "Bearer alice"})
+    assert answer.status_code == 200
+    for writer in writers:
+        writer.close()
+
+
+async def pinged(core: StandInCore) -> Pong:
+    """What the front end says of itself now."""
+    core.frames.clear()
+    core.send(Ping(1))
+    return await core.seen(Pong)
+
+
 @pytest.mark.parametrize(
     ("path", "more", "told"),
     [

@@ -26,6 +26,7 @@ class SessionDouble:
                 Welcome(
                     keep_alive_seconds=5,
                     max_body_bytes=1 << 20,
+                    max_bodies_bytes=1 << 27,
                     strict=False,
                     origins=(),
                     models=(),

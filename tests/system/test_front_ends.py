@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ from appliance.client import event_lines_async
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
 from tests.hostile.bodies import many_sequences
+from tests.hostile.connections import half_sent_body
 from tests.patience import PATIENCE_SECONDS, until
 
 MODEL = "llama-a"
@@ -420,3 +422,39 @@ def _reasons(daemon: Daemon) -> list[str]:
     """Why requests without a token wait, those that do."""
     requests = daemon.get("/api/requests").raise_for_status().json()["requests"]
     return [one["reason"]["code"] for one in requests if one["phase"] == "waiting"]
+
+
+async def test_bodies_that_never_end_leave_room_to_others(daemon: Daemon) -> None:
+    """One key sends 60 of 8 MiB, but for their last bytes. What is held of them is bounded, and
+    shown; the others are refused, and requests of another key are served."""
+    held = 12  # in each front end: three quarters of 128 MiB
+    refusals: list[bytes] = []
+    place = urlsplit(daemon.url)
+    content = half_sent_body(_secret(USERS[0]))
+
+    async def hold() -> None:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        try:
+            writer.write(content)
+            refusals.append(await reader.readline())
+            await reader.read()
+        finally:
+            writer.transport.abort()
+
+    def coming() -> int:
+        bodies = daemon.get("/api/requests").raise_for_status().json()["bodies"]
+        assert {body["key"] for body in bodies} <= {USERS[0]}
+        return sum(body["received_bytes"] for body in bodies)
+
+    attack = [asyncio.create_task(hold()) for _ in range(60)]
+    try:
+        while len(refusals) < 60 - 2 * held:
+            assert await asyncio.to_thread(coming) <= 2 * held * BODY_BYTES
+        assert len((await answered(daemon, USERS[1], 4)).tokens) == 4
+        assert await asyncio.to_thread(coming) <= 2 * held * BODY_BYTES
+        assert all(line.startswith(b"HTTP/1.1 429") for line in refusals)
+    finally:
+        for task in attack:
+            task.cancel()
+        await asyncio.gather(*attack, return_exceptions=True)
+    await asyncio.to_thread(until, lambda: coming() == 0)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from litestar import delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from appliance.http.json import json_answer
+from appliance.service.front_frames import BodyActivity
 from appliance.service.interface import Service
 
 
-def request_routes(service: Service) -> list[HTTPRouteHandler]:
-    """Requests are known by the id that their clients are given."""
+def request_routes(
+    service: Service, bodies: Callable[[], list[BodyActivity]]
+) -> list[HTTPRouteHandler]:
+    """Requests are known by the id that their clients are given. `bodies` are those that are still
+    coming in: what they ask is not known yet."""
 
     @get("/api/requests", operation_id="requests")
     async def requests() -> ASGIResponse:
-        return json_answer({"requests": service.requests()})
+        return json_answer({"requests": service.requests(), "bodies": bodies()})
 
     @get("/api/requests/{name:str}", operation_id="request")
     async def request(name: FromPath[str]) -> ASGIResponse:

@@ -26,6 +26,7 @@ from appliance.api.openapi import endpoints as inference
 from appliance.api.openapi.examples import EXAMPLES
 from appliance.http.errors import ErrorBody
 from appliance.http.json import json_answer
+from appliance.service.front_frames import BodyActivity
 from appliance.service.interface import (
     Activity,
     InstanceActivity,
@@ -64,6 +65,7 @@ class Requests(msgspec.Struct, kw_only=True):
     """All live requests, the oldest first."""
 
     requests: list[RequestActivity]
+    bodies: list[BodyActivity]
 
 
 class Cancelled(msgspec.Struct, kw_only=True):

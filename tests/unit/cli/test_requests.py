@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from appliance.api.app import create_app
+from appliance.service.front_frames import BodyActivity
 from appliance.service.interface import GenerationFailed, RequestNotFound
 from appliance.vocabulary import RequestClass
 from tests.unit.doubles.daemon import Box, setup_of, small
@@ -108,6 +109,18 @@ async def test_requests_on_the_command_line(call: Call) -> None:
     assert words[1][:4] == ["chat-1", "a", "interactive", "running"]
     assert words[2][-1] == "other_model"
     assert [row["id"] for row in json.loads(whole.stdout)] == ["chat-1", "chat-2"]
+
+
+async def test_bodies_on_the_command_line(box: Box) -> None:
+    """Those that still come in are summed up, as what they ask is not known yet."""
+    coming = [
+        BodyActivity(path="/v1/embeddings", key=key, received_bytes=700, age_seconds=1.0)
+        for key in ("bob", "alice", None)
+    ]
+    async with commanded(create_app(box.daemon, bodies=lambda: coming)) as call:
+        told = await call("requests")
+    last = "3 bodies are still coming in (alice, bob, no key): 2100 bytes so far"
+    assert told.stdout.splitlines()[-1] == last
 
 
 async def test_why_a_request_waits(call: Call) -> None:

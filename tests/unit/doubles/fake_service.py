@@ -159,6 +159,9 @@ class FakeService:
             raise ModelNotFound(name)
         return self._cards[name]
 
+    def places(self, name: str) -> int:
+        return 32
+
     def front_models(self) -> tuple[FrontModel, ...]:
         return tuple(
             FrontModel(

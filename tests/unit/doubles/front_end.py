@@ -44,7 +44,14 @@ ENDING = b"!"
 EVENTS = b'data: {"choices": [{"index": 0, "delta": {"content": "!"}}]}\n\ndata: [DONE]\n\n'
 """The answer to a chat that is to be streamed."""
 
-WELCOME = Welcome(keep_alive_seconds=5, max_body_bytes=1 << 20, strict=False, origins=(), models=())
+WELCOME = Welcome(
+    keep_alive_seconds=5,
+    max_body_bytes=1 << 20,
+    max_bodies_bytes=1 << 27,
+    strict=False,
+    origins=(),
+    models=(),
+)
 
 
 class Double:
