@@ -6,6 +6,9 @@ commands; where it does not, policy, time or randomness leaked into the decision
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +23,8 @@ from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.service.policy_report import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
+
+log = logging.getLogger(__name__)
 
 
 class Setup(Word, frozen=True, kw_only=True):
@@ -73,14 +78,19 @@ class Difference(Word, frozen=True):
 class Journal:
     """Writes a run to a file, buffered; a context manager that closes it.
 
-    The file of an earlier run is kept next to it, with ``.previous`` after its name.
+    The file of an earlier run is kept next to it, with ``.previous`` after its name. A journal that
+    has its largest size, or that the disk does not take, ends there, and the run goes on: what was
+    written can be replayed, and what follows cannot without it.
     """
 
-    def __init__(self, path: Path, setup: Setup) -> None:
+    def __init__(self, path: Path, setup: Setup, *, max_bytes: int | None = None) -> None:
         if path.exists():
             path.replace(path.with_name(f"{path.name}.previous"))
         self._encoder = msgspec.json.Encoder()
+        self._path = path
+        self._room = math.inf if max_bytes is None else max_bytes
         self._file: BinaryIO = path.open("wb")
+        self._over = False
         self._write(setup)
 
     def record(
@@ -90,7 +100,10 @@ class Journal:
         self._write(line | {"missed": missed} if missed else line)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._end(str(error))
 
     def __enter__(self) -> Journal:
         return self
@@ -104,7 +117,23 @@ class Journal:
         self.close()
 
     def _write(self, line: object) -> None:
-        self._file.write(self._encoder.encode(line) + b"\n")
+        if self._over:
+            return
+        data = self._encoder.encode(line) + b"\n"
+        self._room -= len(data)
+        if self._room < 0:
+            self._end("it is as large as journal.max_size allows")
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._end(str(error))
+
+    def _end(self, reason: str) -> None:
+        self._over = True
+        log.error("nothing more is written to the journal %s: %s", self._path, reason)
+        with contextlib.suppress(OSError):
+            self._file.flush()
 
 
 def read(path: Path) -> tuple[Setup, Iterator[Entry]]:

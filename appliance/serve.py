@@ -45,6 +45,7 @@ from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, 
 from appliance.platform.cpus import deal_cpus, show_cpus
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
 from appliance.platform.tls import LiveTls
+from appliance.platform.wall_clock import WallClock, newest_change
 from appliance.service.front_frames import Handover
 from appliance.service.settings import Settings
 
@@ -95,6 +96,8 @@ async def _serve(config: Config, path: Path) -> int:
     guides = gateway.sessions.guides = GuideTrials(front_ends.forks)
     server = make_server(daemon, config, settings, tls, gateway, front_ends)
     admin = make_admin_server(server, config, front_ends)
+    if admin is not None and not config.api.local_operators:
+        gateway.access.keep_operators_at(admin.path)
     front_ends.on_given_back = partial(take_back, server, admin)
     lifetime = Lifetime(
         daemon,
@@ -162,10 +165,18 @@ def make_daemon(config: Config) -> Daemon:
             progress_seconds=float(config.api.progress_deadline_seconds),
             policy_seconds=float(config.policy.budget_seconds),
         ),
-        Journal(Path(config.journal.path), setup) if config.journal.path else None,
+        _journal(config, setup),
         traces=_traces(config),
         kv_folder=Path(devices.kv_spill.directory) if devices.kv_spill_bytes else None,
     )
+
+
+def _journal(config: Config, setup: Setup) -> Journal | None:
+    """The record of the run, if that is configured."""
+    written = config.journal
+    if not written.path:
+        return None
+    return Journal(Path(written.path), setup, max_bytes=written.max_bytes)
 
 
 def _traces(config: Config) -> Traces | None:
@@ -182,18 +193,26 @@ def _traces(config: Config) -> Traces | None:
 
 
 class Gateway(NamedTuple):
-    """Who may ask, which requests begin, and the calls of front ends."""
+    """Who may ask, which requests begin, the calls of front ends, and the time."""
 
     access: Access
     admission: Admission
     sessions: Sessions
+    clock: WallClock
 
 
 def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     """The gateway in front of a daemon; it tells `processes` front ends of the daemon's models."""
     api = config.api
     keys = KeyRing(Path(api.keys)) if api.keys else None
-    access = Access(keys, local=True, origins=api.origins, open_metrics=api.open_metrics)
+    clock = WallClock(not_before=newest_change([Path(api.keys)]) if api.keys else 0.0)
+    access = Access(
+        keys,
+        local=True,
+        origins=api.origins,
+        open_metrics=api.open_metrics,
+        wall_clock=clock.latest,
+    )
     admission = Admission(
         daemon,
         access,
@@ -213,7 +232,7 @@ def make_gateway(daemon: Daemon, config: Config, processes: int = 1) -> Gateway:
     )
     sessions = Sessions(daemon, access, admission, settings)
     daemon.catalogue.on_change = sessions.catalogue_changed
-    return Gateway(access, admission, sessions)
+    return Gateway(access, admission, sessions, clock)
 
 
 def _most_of_front_end(config: Config, processes: int) -> int | None:
@@ -291,6 +310,7 @@ def _batches(daemon: Daemon, config: Config, gateway: Gateway) -> BatchRunner | 
         gateway.sessions,
         settings=settings,
         metrics=daemon.metrics_of_run.batches,
+        wall_clock=gateway.clock.now,
     )
 
 

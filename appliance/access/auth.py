@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -172,6 +173,7 @@ class Access:
         self._local = local
         self._origins = tuple(origins)
         self._open_metrics = open_metrics
+        self._operators_at: Path | None = None
         self._meters: dict[str, Meter] = {}
         self.metrics = KeyMetrics()
         """What keys have had; nothing where there are none."""
@@ -189,6 +191,11 @@ class Access:
         if keys is None:
             if self._local:
                 self._check_local(asking)
+            if needed is KeyScope.ADMIN and self._operators_at is not None:
+                raise Forbidden(
+                    f"operators use the admin socket, {self._operators_at}; without API keys "
+                    "api.local_operators lets every local client do what they do"
+                )
             return _with_slo(asking, None)
         secret = _secret(asking.headers)
         if secret is None:
@@ -199,6 +206,10 @@ class Access:
         if needed not in key.scopes:
             raise Forbidden(f"the API key has not the scope {needed.value!r}")
         return _with_slo(asking, self._meter(key))
+
+    def keep_operators_at(self, path: Path) -> None:
+        """Operators have an admin socket. Without keys, others may only have answers computed."""
+        self._operators_at = path
 
     def begin(self, caller: Caller) -> None:
         """Count another HTTP request of a caller, whose `end` is due later. Raises `LimitMet`."""

@@ -109,6 +109,13 @@ class Api(Section, kw_only=True):
         str,
         Meta(description="Group whose members are operators, as root and the daemon's user are."),
     ] = ""
+    local_operators: Annotated[
+        bool,
+        Meta(
+            description="Without `keys`: let every client on this machine do on `bind` what "
+            "operators do, although there is an admin socket. A change waits for a restart."
+        ),
+    ] = False
     processes: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | Literal["auto"],
         Meta(
@@ -343,6 +350,13 @@ class JournalFile(Section, kw_only=True):
     path: Annotated[
         str, Meta(description='File to write, relative to this one; "" for no journal.')
     ] = ""
+    max_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Its largest size. It ends there, with an error in the log; a restart "
+            "begins a new one, and keeps the last one as `PATH.previous`."
+        ),
+    ] = msgspec.field(default=Bytes(4 << 30), name="max_size")
 
 
 class Batches(Section, kw_only=True):

@@ -35,6 +35,7 @@ from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
 from appliance.demo.session import recorded
 from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
+from appliance.platform.admin_socket import AUTO
 from appliance.platform.children import module_command
 from appliance.units import human
 
@@ -194,7 +195,8 @@ def running_daemon(file: Path, config: Config, *, keep: bool = False) -> Iterato
             start_new_session=keep,
         )
     try:
-        _wait_until_ready(url, daemon, log)
+        with _operator(config) as operator:
+            _wait_until_ready(operator, daemon, log)
         yield url, daemon.pid
     except BaseException:
         keep = False
@@ -213,7 +215,17 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
         daemon.wait()
 
 
-def _wait_until_ready(url: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
+def _operator(config: Config) -> httpx.Client:
+    """A client that may ask everything: on the admin socket, if there is one."""
+    path = config.api.admin_socket
+    if path in ("", AUTO):
+        return httpx.Client(base_url=f"http://{config.api.bind}", timeout=5)
+    return httpx.Client(
+        base_url="http://appliance", transport=httpx.HTTPTransport(uds=path), timeout=5
+    )
+
+
+def _wait_until_ready(operator: httpx.Client, daemon: subprocess.Popen[bytes], log: Path) -> None:
     """Until every instance is up (with fewer, the roles would not be the ones to show), and a front
     end is ready."""
     deadline = time.monotonic() + START_SECONDS
@@ -221,9 +233,9 @@ def _wait_until_ready(url: str, daemon: subprocess.Popen[bytes], log: Path) -> N
         if daemon.poll() is not None:
             break
         try:
-            status = httpx.get(f"{url}/api/status", timeout=5).raise_for_status().json()
+            status = operator.get("/api/status").raise_for_status().json()
             up = all(instance["state"] == "up" for instance in status["instances"])
-            if up and httpx.get(f"{url}/readyz", timeout=5).is_success:
+            if up and operator.get("/readyz").is_success:
                 return
         except httpx.TransportError:
             pass  # not listening yet

@@ -18,6 +18,7 @@ from appliance.vocabulary import (
     InstanceUp,
     ModelSpec,
     PrefillDone,
+    RequestCancelled,
     RequestClass,
     RunTurn,
 )
@@ -236,3 +237,28 @@ def test_a_run_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(LedgerError, match="need 8 slabs"):
         replay(path)
+
+
+@pytest.mark.parametrize("how", ["size", "disk"])
+def test_a_journal_that_is_full_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Once, with a line in the log; what it has can be read, and the run goes on."""
+    path = tmp_path / "journal"
+    setup = setup_of(["appliance"], {})
+    event = RequestCancelled(request="r")
+    with Journal(path, setup, max_bytes=None if how == "disk" else 4000) as journal:
+        for number in range(5):
+            journal.record(number, event, [])
+        if how == "disk":
+            journal._file.flush()
+            journal._file.close()
+            journal._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        for number in range(5, 500):
+            journal.record(number, event, [])
+
+    _, entries = read(path)
+    times = [entry.now for entry in entries]
+    assert times == list(range(len(times)))
+    assert 5 <= len(times) < 500
+    assert caplog.text.count("nothing more is written to the journal") == 1

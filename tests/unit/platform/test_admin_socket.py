@@ -36,7 +36,14 @@ from appliance.platform.admin_socket import (
     peer_of,
     running_socket,
 )
-from appliance.serve import AdminServer, Server, make_admin_server, make_server, running
+from appliance.serve import (
+    AdminServer,
+    Server,
+    make_admin_server,
+    make_gateway,
+    make_server,
+    running,
+)
 from tests.unit.doubles.fake_service import FakeService
 
 STATUS = "/api/status"
@@ -173,6 +180,30 @@ async def _operate(tmp_path: Path, path: Path) -> None:
         outside = await client.get(STATUS)
 
     assert (status.status_code, models.status_code, outside.status_code) == (200, 200, 401)
+
+
+async def test_without_keys_only_operators_may_do_what_they_do(tmp_path: Path, path: Path) -> None:
+    """On a machine that several people use, not each of them; all may have answers computed."""
+    config = config_of(tmp_path, admin_socket=str(path))
+    gateway = make_gateway(FakeService(), config)  # type: ignore[arg-type]
+    server = make_server(FakeService(), config, gateway=gateway)  # type: ignore[arg-type]
+    admin = make_admin_server(server, config)
+    assert admin is not None
+    gateway.access.keep_operators_at(admin.path)
+    transport = httpx.ASGITransport(server.config.app)  # type: ignore[arg-type]
+    local = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+    async with running(admin), local, asked(path) as operator:
+        refused = await local.get(STATUS)
+        statuses = [
+            (await operator.get(STATUS)).status_code,
+            (await local.get("/v1/models")).status_code,
+            (await local.get("/livez")).status_code,
+        ]
+
+    assert refused.status_code == 403
+    assert f"operators use the admin socket, {path}" in refused.json()["error"]["message"]
+    assert "api.local_operators" in refused.json()["error"]["message"]
+    assert statuses == [200, 200, 200]
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
