@@ -3,7 +3,8 @@
 A guide comes from a client, and native code compiles it: some guides overflow its stack, others
 take minutes. The process (`appliance.frontend.guide_compiler`) gets one at a time, so that it is
 known which one ended it; guides of different owners take turns. A guide that was compiled is not
-sent again, and one that was not survived is refused for an hour.
+sent again, and one that was not survived is refused for an hour. A key with several such guides
+gets none compiled for a while: each costs others time, and the next one is easily made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 import os
 import socket
 import time
@@ -45,6 +47,10 @@ HARMFUL: Final = 4096
 """Guides of which it is remembered that they ended the compiler, the latest ones."""
 HARMFUL_SECONDS: Final = 3600.0
 """For how long."""
+MOST_HARMFUL: Final = 4
+SUSPENDED_SECONDS: Final = 600.0
+"""After so many harmful guides of a key in this time, guides of it are refused; not without keys,
+where all clients would be."""
 DEATHS: Final = 2
 """In a row, after which a guide is refused: the first one may have had another cause."""
 READ_BYTES: Final = 1 << 16
@@ -72,6 +78,7 @@ class _Trial:
     """A guide that is compiled, or waits for that."""
 
     key: Key
+    owner: str
     model: FrontModel
     guide: bytes
     outcome: asyncio.Future[None] = field(default_factory=asyncio.Future)
@@ -104,6 +111,8 @@ class GuideTrials:
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._harmful: OrderedDict[Key, tuple[float, str]] = OrderedDict()
         """Until when each is refused, and why."""
+        self._harms: dict[str, deque[float]] = {}
+        """When guides of an owner did harm lately."""
         self._open: dict[Key, _Trial] = {}
         self._waiting: OrderedDict[str, deque[_Trial]] = OrderedDict()
         """By owner; the first one is next."""
@@ -130,8 +139,9 @@ class GuideTrials:
         """Return when the guide was compiled for the model, now or before.
 
         Raises `GuideRefused` if it cannot be, and `ApiError` if `owner` has too many waiting, or
-        the compiler could not say.
+        had too many that did harm, or the compiler could not say.
         """
+        self._refuse_suspended(owner)
         key = _key(model, guide)
         if key in self._known:
             self._known.move_to_end(key)
@@ -147,16 +157,36 @@ class GuideTrials:
                     code="too_many_guides",
                     headers={"Retry-After": "1"},
                 )
-            trial = self._open[key] = _Trial(key, model, guide)
+            trial = self._open[key] = _Trial(key, owner, model, guide)
             waiting.append(trial)
             self._news.set()
         await asyncio.shield(trial.outcome)
 
-    def refuse(self, model: FrontModel, guide: bytes, reason: str) -> None:
+    def refuse(self, owner: str, model: FrontModel, guide: bytes, reason: str) -> None:
         """The guide could be compiled, but did harm afterwards: refuse it from now on."""
         key = _key(model, guide)
         self._known.pop(key, None)
-        self._remember_harm(key, model, reason)
+        self._remember_harm(owner, key, model, reason)
+
+    def _refuse_suspended(self, owner: str) -> None:
+        """Raises `ApiError` for an owner of too many guides that did harm."""
+        harms = self._harms.get(owner)
+        if harms is None:
+            return
+        now = self._clock()
+        while harms and harms[0] <= now - SUSPENDED_SECONDS:
+            harms.popleft()
+        if not harms:
+            del self._harms[owner]
+        elif len(harms) >= MOST_HARMFUL:
+            wait = math.ceil(harms[0] + SUSPENDED_SECONDS - now)
+            raise ApiError(
+                429,
+                f"{len(harms)} guides of this API key took too long lately, or ended what compiles "
+                f"them: it may use guides again in {wait} s",
+                code="guides_suspended",
+                headers={"Retry-After": str(wait)},
+            )
 
     def _refuse_harmful(self, key: Key) -> None:
         if key in self._harmful:
@@ -218,10 +248,13 @@ class GuideTrials:
         return None
 
     def _harm(self, trial: _Trial, what: str) -> GuideRefused:
-        return self._remember_harm(trial.key, trial.model, f"the guide {what}: use a simpler one")
+        reason = f"the guide {what}: use a simpler one"
+        return self._remember_harm(trial.owner, trial.key, trial.model, reason)
 
-    def _remember_harm(self, key: Key, model: FrontModel, reason: str) -> GuideRefused:
+    def _remember_harm(self, owner: str, key: Key, model: FrontModel, reason: str) -> GuideRefused:
         log.warning("a guide for %s is refused from now on: %s", model.name, reason)
+        if owner and key not in self._harmful:
+            self._harms.setdefault(owner, deque(maxlen=MOST_HARMFUL)).append(self._clock())
         self._harmful[key] = (self._clock() + HARMFUL_SECONDS, reason)
         if len(self._harmful) > HARMFUL:
             self._harmful.popitem(last=False)

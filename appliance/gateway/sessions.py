@@ -111,7 +111,7 @@ class GuideChecker(Protocol):
     async def check(self, owner: str, model: FrontModel, guide: bytes) -> None:
         """Raises `GuideRefused`, and `ApiError` if nothing can be said of the guide now."""
 
-    def refuse(self, model: FrontModel, guide: bytes, reason: str) -> None:
+    def refuse(self, owner: str, model: FrontModel, guide: bytes, reason: str) -> None:
         """The guide did harm: refuse it from now on."""
 
 
@@ -439,7 +439,7 @@ class Session:
                 await self._sessions.guides.check(call.caller.owner, model, guide)
             await self._service.check_guide(asked.model, asked.body)
             request.guiding = None
-            request.guide = (model, guide)
+            request.owner, request.guide = call.caller.owner, (model, guide)
             request.begin(self._sessions.admission.submit(asked, call.caller, request))
         except Exception as error:
             request.guiding = None
@@ -453,7 +453,7 @@ class Session:
         reason = "the guide takes too long to follow: use a less ambiguous one"
         assert request.guide is not None
         if self._sessions.guides is not None:
-            self._sessions.guides.refuse(*request.guide, reason)
+            self._sessions.guides.refuse(request.owner, *request.guide, reason)
         return GuideRefused(reason)
 
     def _abort(self, name: RequestId, reason: FinishReason) -> None:
@@ -576,6 +576,7 @@ class _Request:
         "guide",
         "guiding",
         "id",
+        "owner",
     )
 
     def __init__(self, session: Session, name: RequestId, call: int) -> None:
@@ -585,6 +586,8 @@ class _Request:
         """Has its guide compiled; it is submitted afterwards."""
         self.guide: tuple[FrontModel, bytes] | None = None
         """What its output follows, of which model."""
+        self.owner = ""
+        """Of the guide."""
         self._session = session
         self._generation: Generation | None = None
         self._wanted = True

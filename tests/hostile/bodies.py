@@ -50,6 +50,7 @@ def chains_of_rules(model: str, rules: int) -> Iterator[bytes]:
 
 def ambiguous_grammars(model: str, tokens: int) -> Iterator[bytes]:
     """Grammars that take longer with each token, each another one."""
+    length = {"min_tokens": tokens, "max_tokens": tokens}
     for number in itertools.count():
-        grammar = AMBIGUOUS.replace('"x"', f'"x" | "y{number}"')
-        yield chat(model, "seas", max_tokens=tokens, structured_outputs={"grammar": grammar})
+        grammar = AMBIGUOUS + "\n" * number
+        yield chat(model, "seas", **length, structured_outputs={"grammar": grammar})

@@ -253,7 +253,7 @@ def test_a_journal_that_is_full_ends(
         if how == "disk":
             journal._file.flush()
             journal._file.close()
-            journal._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+            journal._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
         for number in range(5, 500):
             journal.record(number, event, [])
 

@@ -110,7 +110,7 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         call = current.get()
         try:
             self._check_pooled(call, request)
-            _check_listed(call, request)
+            _check_listed(call, request, self._siblings(request.request_id))
             submit = self._submit_of(call, request)
             if request.sampling_params is not None:
                 self._stops[request.request_id] = _stop_tokens(request.sampling_params)
@@ -286,18 +286,20 @@ def replace_engine() -> None:
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: _making.get())
 
 
-def _check_listed(call: Call, request: EngineCoreRequest) -> None:
-    """Raise `TooManyListed` if the sequences of the call so far list too many tokens."""
+def _check_listed(call: Call, request: EngineCoreRequest, siblings: int) -> None:
+    """Raise `TooManyListed` if the sequences of the call list too many tokens: those so far, or all
+    of those that are asked for at once."""
     sampling = request.sampling_params
     if sampling is None:
         return
-    call.listed_tokens += (
+    listed = (
         len(sampling.stop_token_ids or ())
         + len(sampling.logit_bias or ())
         + len(sampling.allowed_token_ids or ())
         + sum(map(len, sampling.bad_words_token_ids or ()))
     )
-    if call.listed_tokens > MAX_LISTED_TOKENS:
+    call.listed_tokens += listed
+    if max(call.listed_tokens, listed * siblings) > MAX_LISTED_TOKENS:
         raise TooManyListed(
             "stop_token_ids, logit_bias, allowed_token_ids and bad_words have more than "
             f"{MAX_LISTED_TOKENS} tokens for all choices of the request: list fewer, or ask for "

@@ -13,7 +13,14 @@ import pytest
 from appliance.engines.protocol import GuideRefused
 from appliance.gateway import guide_trials
 from appliance.gateway.fork_server import ForkServer
-from appliance.gateway.guide_trials import HARMFUL_SECONDS, MAX_WAITING, GuideTrials, Patience
+from appliance.gateway.guide_trials import (
+    HARMFUL_SECONDS,
+    MAX_WAITING,
+    MOST_HARMFUL,
+    SUSPENDED_SECONDS,
+    GuideTrials,
+    Patience,
+)
 from appliance.http.errors import ApiError
 from appliance.service.front_frames import FrontModel
 from appliance.vocabulary import Task
@@ -158,7 +165,7 @@ async def test_what_did_harm_later_is_refused() -> None:
     """Though it was compiled."""
     async with trying() as trials:
         await trials.check("alice", MODEL, GOOD)
-        trials.refuse(MODEL, GOOD, "it took too long")
+        trials.refuse("alice", MODEL, GOOD, "it took too long")
         assert await reason(trials, GOOD) == "it took too long"
 
 
@@ -170,8 +177,8 @@ async def test_only_so_much_is_remembered(monkeypatch: pytest.MonkeyPatch) -> No
         for guide in (GOOD, GOOD + b"2", GOOD + b"3", GOOD):
             await trials.check("alice", MODEL, guide)
         assert await reason(trials, COUNT) == "5"
-        trials.refuse(MODEL, GOOD, "it took too long")
-        trials.refuse(MODEL, GOOD + b"2", "it took too long")
+        trials.refuse("alice", MODEL, GOOD, "it took too long")
+        trials.refuse("alice", MODEL, GOOD + b"2", "it took too long")
         await trials.check("alice", MODEL, GOOD)
 
 
@@ -196,3 +203,36 @@ async def test_the_end_of_the_appliance_answers_who_waits() -> None:
         await asyncio.create_task(trials.aclose())  # begins after the guide
         with pytest.raises(ApiError, match="shuts down"):
             await waiting
+
+
+async def test_a_key_with_many_harmful_guides_gets_none_for_a_while() -> None:
+    """Each of them costs others time. Other keys are not refused, and neither are clients without
+    keys, which cannot be told apart."""
+    clock = Clock()
+    async with trying(clock=clock) as trials:
+        for number in range(2 * MOST_HARMFUL):
+            for owner in ("mallory", ""):
+                guide = GOOD + b"%d %s" % (number, owner.encode())
+                if number >= MOST_HARMFUL and owner == "mallory":
+                    with pytest.raises(ApiError) as caught:
+                        await trials.check(owner, MODEL, guide)
+                    assert (caught.value.status, caught.value.headers["Retry-After"]) == (
+                        429,
+                        "600",
+                    )
+                    assert "it may use guides again in 600 s" in str(caught.value)
+                else:
+                    await trials.check(owner, MODEL, guide)
+                    trials.refuse(owner, MODEL, guide, "it took too long")
+        await trials.check("alice", MODEL, GOOD)
+
+        clock.now += SUSPENDED_SECONDS
+        await trials.check("mallory", MODEL, GOOD)
+
+
+async def test_the_same_harmful_guide_counts_once() -> None:
+    """A program that sends it again and again keeps its other guides."""
+    async with trying() as trials:
+        for _ in range(2 * MOST_HARMFUL):
+            assert "too large or nested too deeply" in await reason(trials, DEADLY)
+        await trials.check("alice", MODEL, GOOD)

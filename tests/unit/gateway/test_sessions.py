@@ -518,14 +518,17 @@ class TrialsDouble:
     def __init__(self) -> None:
         self.checked: list[tuple[str, str, bytes]] = []
         self.refused: list[bytes] = []
+        self.owners: list[str] = []
+        """Of those that did harm."""
 
     async def check(self, owner: str, model: FrontModel, guide: bytes) -> None:
         self.checked.append((owner, model.name, guide))
         if guide in self.refused:
             raise GuideRefused("it did harm")
 
-    def refuse(self, model: FrontModel, guide: bytes, reason: str) -> None:
+    def refuse(self, owner: str, model: FrontModel, guide: bytes, reason: str) -> None:
         self.refused.append(guide)
+        self.owners.append(owner)
 
 
 async def test_a_guide_is_tried_before_workers_compile_it(house: House) -> None:
@@ -542,19 +545,21 @@ async def test_a_guide_is_tried_before_workers_compile_it(house: House) -> None:
 
 
 async def test_a_guide_that_takes_too_long_to_follow(house: House) -> None:
-    """Its request ends with the guide's fault, and the next one with it is refused."""
+    """Its request ends with the guide's fault, which counts for its key, and the next one with it
+    is refused."""
+    secret = house.add("alice")
     sessions = house.sessions()
     sessions.guides = trials = TrialsDouble()
     front = FrontDouble(sessions)
-    front.submit(front.call(), "r", guide=b"slow")
+    front.submit(front.call(secret), "r", guide=b"slow")
     await settled()
     house.service.submitted[0].feed([1], FinishReason.INVALID_GUIDE)
     await front.until_over("r")
     assert (front.refused["r"].status, front.refused["r"].code) == (400, "invalid_guide")
     assert "too long to follow" in front.refused["r"].message
 
-    assert trials.refused == [b"slow"]
-    front.submit(front.call(), "again", guide=b"slow")
+    assert (trials.refused, trials.owners) == ([b"slow"], [digest(secret)])
+    front.submit(front.call(secret), "again", guide=b"slow")
     await front.until_over("again")
     assert front.refused["again"].code == "invalid_guide"
 
