@@ -2,7 +2,7 @@
 
 A record counts once it is on the disk. What was cut off in the middle of a line, by a kill or a
 full disk, is taken away again. Each line begins with the CRC-32 of its record, so that a damaged
-one is noticed, and costs no other.
+one is noticed, and costs no other: what others depend on is there twice.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ SET_ASIDE = "set-aside"
 """The folder, below that of the logs, for those that were damaged, as they were."""
 
 _MODE = 0o600
+_BEGINNING = re.compile(rb'(?<![0-9a-f])[0-9a-f]{8} \{"record":|^')
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
@@ -62,7 +64,7 @@ class BatchLog:
     def append(self, records: Sequence[Record]) -> None:
         """Write all of them, or none; they are on the disk afterwards."""
         self._mend()
-        data = b"".join(map(_line, records))
+        data = b"".join(map(_lines, records))
         self._torn = True
         rest = memoryview(data)
         while rest:
@@ -78,9 +80,13 @@ class BatchLog:
 
     def records(self) -> Iterator[Record]:
         """All of them, from the first on. Raises `msgspec.DecodeError` for what is none."""
+        before = b""
         with self.path.open("rb") as file:
             while file.tell() < self._size:
-                yield _record(file.readline())
+                line = file.readline()
+                if line != before:
+                    yield _record(line)
+                before = line
 
     def outcomes(self) -> list[OutcomePlace]:
         """The outcomes of requests, in the order of the input."""
@@ -110,9 +116,11 @@ class BatchLog:
             self._torn = False
 
 
-def _line(record: Record) -> bytes:
+def _lines(record: Record) -> bytes:
+    """One line for an outcome, which no other record depends on; two for any other."""
     encoded = _encoder.encode(record)
-    return b"%08x %b\n" % (zlib.crc32(encoded), encoded)
+    line = b"%08x %b\n" % (zlib.crc32(encoded), encoded)
+    return line if isinstance(record, LineDone) else 2 * line
 
 
 def _record(line: bytes) -> Record:
@@ -132,7 +140,7 @@ def shorten(path: Path, ended: Ended) -> None:
         first = next(whole.records())
     finally:
         whole.close()
-    replace(path, map(_line, (first, ended)))
+    replace(path, map(_lines, (first, ended)))
 
 
 def load(path: Path) -> Batch | None:
@@ -154,10 +162,15 @@ def _recover(path: Path) -> Batch:
     `IllegalTransition` if they do not say whether it is over: it is not begun anew then."""
     batch: Batch | None = None
     kept: list[Record] = []
-    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    lines = [*_split(path.read_bytes())]
+    seen: set[bytes] = set()
+    damaged: list[bytes] = []
     for line in lines:
         try:
             record = _record(line)
+            if line in seen:
+                continue
+            seen.add(line)
             if batch is not None:
                 batch.apply(record)
             elif isinstance(record, Created):
@@ -166,23 +179,40 @@ def _recover(path: Path) -> Batch:
                 raise IllegalTransition("a batch begins with its creation")
             kept.append(record)
         except (ValueError, msgspec.DecodeError, IllegalTransition):
-            continue
+            damaged.append(line)
     # The log of a batch that is over has its creation and its end alone.
-    unclear = len(kept) == 1 and not any(b'"begun"' in line for line in lines)
+    remains = all(_is_of(line, copy) for line in damaged for copy in seen)
+    unclear = len(kept) == 1 and not remains and not any(b'"begun"' in line for line in lines)
     aside = path.parent / SET_ASIDE / path.name
     aside.parent.mkdir(mode=0o700, exist_ok=True)
     if batch is None or unclear:
         path.rename(aside)
         raise IllegalTransition(f"too little of it can be read; it is set aside in {aside.parent}")
     replace(aside, [path.read_bytes()])
-    replace(path, map(_line, kept))
+    replace(path, map(_lines, kept))
     log.error(
-        "%s had %d damaged records, and what they said is done again; the log as it was is in %s",
+        "%s had %d damaged lines; what only they said is done again. The log as it was is in %s",
         path.name,
-        len(lines) - len(kept),
+        len(damaged),
         aside.parent,
     )
     return batch
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    """The lines of a damaged log, also where the end of one was damaged: a line that goes on after
+    its record has another one in it."""
+    for line in data.removesuffix(b"\n").split(b"\n"):
+        starts = [found.start() for found in _BEGINNING.finditer(line)]
+        ends = [*(start - 1 for start in starts[1:]), len(line)]
+        yield from (line[start:end] for start, end in zip([0, *starts[1:]], ends, strict=True))
+
+
+def _is_of(damaged: bytes, line: bytes) -> bool:
+    """Whether a damaged line was a copy of another one, or a piece of one."""
+    if len(damaged) == len(line):
+        return sum(one != other for one, other in zip(damaged, line, strict=True)) <= len(line) // 8
+    return damaged in line
 
 
 def replace(path: Path, chunks: Iterable[bytes]) -> int:

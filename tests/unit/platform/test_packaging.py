@@ -89,7 +89,7 @@ def test_systemd_agrees() -> None:
         pytest.skip("systemd is not installed")
     done = subprocess.run(
         [
-            *("systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager"),
+            *("systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager"),
             str(UNITS / "appliance.service"),
         ],
         capture_output=True,
