@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from appliance.platform.children import module_command
+from appliance.platform.children import module_command, without_secrets
 from appliance.service.front_frames import Fork, Forked, Role
 from appliance.worker.process import FIRST_PAUSE_SECONDS, pause_after
 
@@ -167,7 +167,7 @@ def kill(process: int) -> None:
 def _environment(scratch: str) -> dict[str, str]:
     """No device, no threads that a fork would leave behind."""
     return {
-        **os.environ,
+        **without_secrets(os.environ),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

@@ -1,9 +1,13 @@
-"""Child processes that run our modules: how they are started, and which go when memory runs out."""
+"""Child processes that run our modules: how they are started, what they may and what they see, and
+which go when memory runs out."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +16,10 @@ WORKER_OOM_SCORE: Final = 500
 FRONT_END_OOM_SCORE: Final = 300
 """A front end takes its streams along; the daemon would take everything."""
 
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_SECRET: Final = re.compile(
+    r"(^|_)(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.I
+)
 _OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 
 
@@ -22,6 +30,19 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
     `msgspec.py` that lies there would run with the daemon's rights.
     """
     return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a child is given: those whose names say that they are secrets (`HF_TOKEN`,
+    `AWS_SECRET_ACCESS_KEY`, …) are the daemon's alone. What a child reads comes from clients, and
+    vLLM is more code than ours."""
+    return {name: value for name, value in environment.items() if not _SECRET.search(name)}
+
+
+def forbid_new_privileges() -> None:
+    """No program that this process starts has more rights than it, nor has any process that is
+    forked from it. Not for workers: CUDA's driver may start one to make its devices."""
+    ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def go_before_the_daemon(score: int) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from appliance import framing
 from appliance.memory import mapping
-from appliance.platform.children import module_command
+from appliance.platform.children import module_command, without_secrets
 from appliance.vocabulary import InstanceId
 from appliance.worker import frames
 
@@ -178,7 +178,7 @@ class WorkerProcess:
                 *module_command("appliance.worker", str(theirs.fileno()), str(self._host_fd)),
                 pass_fds=(theirs.fileno(), self._host_fd),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**mapping.environment(os.environ), "TMPDIR": scratch},
+                env={**mapping.environment(without_secrets(os.environ)), "TMPDIR": scratch},
             )
         except OSError:
             ours.close()

@@ -37,6 +37,8 @@ UNDER_WAY = 8
 BODY_BYTES = 8 << 20
 """`api.max_body`, by default."""
 OPERATOR = "operator"
+SECRET = "hf_of_the_daemon"
+"""In the daemon's environment."""
 USERS = tuple(f"user-{number}" for number in range(8))
 
 
@@ -130,6 +132,7 @@ def daemon(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             [sys.executable, "-m", "appliance", "serve", "--config", str(file)],
             stdout=stream,
             stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_TOKEN": SECRET},
         )
     daemon = Daemon(f"http://{bind}", process.pid)
     try:
@@ -458,3 +461,14 @@ async def test_bodies_that_never_end_leave_room_to_others(daemon: Daemon) -> Non
             task.cancel()
         await asyncio.gather(*attack, return_exceptions=True)
     await asyncio.to_thread(until, lambda: coming() == 0)
+
+
+def test_what_children_may_and_see(daemon: Daemon) -> None:
+    """Front ends read what clients send: they gain no rights, and no child has the daemon's
+    secrets."""
+    children = _children(daemon.pid)
+    assert SECRET in Path(f"/proc/{daemon.pid}/environ").read_text()
+    for child in [*children, *daemon.front_ends()]:
+        assert SECRET not in Path(f"/proc/{child}/environ").read_text()
+    for front_end in daemon.front_ends():
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{front_end}/status").read_text()

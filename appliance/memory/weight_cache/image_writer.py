@@ -35,7 +35,7 @@ from appliance.memory.weight_cache.image_file import (
     unwhole,
 )
 from appliance.memory.weight_cache.pipeline import process_cpus
-from appliance.platform.children import module_command
+from appliance.platform.children import module_command, without_secrets
 from appliance.platform.durable import sync
 
 SYNCED_BYTES: Final = 64 << 20
@@ -94,6 +94,7 @@ class ImageWriter:
             pass_fds=(self._host_fd,),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            env=without_secrets(os.environ),
             check=False,
         )
         if ended.returncode:

@@ -15,6 +15,7 @@ from appliance.platform.children import (
     FRONT_END_OOM_SCORE,
     WORKER_OOM_SCORE,
     module_command,
+    without_secrets,
 )
 
 STARTED = (
@@ -76,3 +77,35 @@ def test_every_child_is_started_so() -> None:
     }
 
     assert naming == {"platform/children.py", *ELSEWHERE}
+
+
+def test_secrets_are_the_daemons_alone() -> None:
+    """By their names; what children need is passed on."""
+    secrets = {
+        *(
+            "HF_TOKEN",
+            "AWS_SECRET_ACCESS_KEY",
+            "OPENAI_API_KEY",
+            "APPLIANCE_API_KEY",
+            "DB_PASSWORD",
+        ),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "token", "SSH_PRIVATE_KEY", "HUGGING_FACE_HUB_TOKEN"),
+    }
+    needed = {
+        *("PATH", "HOME", "LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "TOKENIZERS_PARALLELISM"),
+        *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "KEYBOARD", "PYTHONPATH", "XDG_CACHE_HOME"),
+    }
+    assert without_secrets(dict.fromkeys(secrets | needed, "x")).keys() == needed
+
+
+def test_no_privileges_are_gained() -> None:
+    """Nor by what is forked later."""
+    program = (
+        "import os; from pathlib import Path; from appliance.platform.children import *;"
+        "status = Path('/proc/self/status'); print('NoNewPrivs:\\t1' in status.read_text());"
+        "forbid_new_privileges(); os.fork();"
+        "print('NoNewPrivs:\\t1' in status.read_text(), flush=True)"
+    )
+    done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True)
+    assert sorted(set(done.stdout.split()) - {"False"}) == ["True"], done.stderr
+    assert done.stdout.split().count("True") >= 2
