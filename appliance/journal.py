@@ -132,7 +132,7 @@ class Journal:
     def _end(self, reason: str) -> None:
         self._over = True
         log.error("nothing more is written to the journal %s: %s", self._path, reason)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
             self._file.flush()
 
 

@@ -310,7 +310,8 @@ def _batches(daemon: Daemon, config: Config, gateway: Gateway) -> BatchRunner | 
         gateway.sessions,
         settings=settings,
         metrics=daemon.metrics_of_run.batches,
-        wall_clock=gateway.clock.now,
+        wall_clock=gateway.clock.latest,
+        expiry_clock=gateway.clock.now,
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from appliance.access.auth import Access, Caller, Forbidden, LimitMet, Used
 from appliance.access.fair_queue import FairQueue
 from appliance.access.keys import Key
-from appliance.access.places import Bounds, Places
+from appliance.access.places import Bounds, Line, Places
 from appliance.access.rate_limits import LimitRefusal, Meter
 from appliance.engines.protocol import Produced
 from appliance.http.errors import BadRequest
@@ -39,12 +39,12 @@ MAX_WAIT_SECONDS: Final = 300.0
 _MOST_WAITING: Final = 4096
 """Sequences that wait at most, of all keys together: each holds its prompt and a connection."""
 
-_MOST_WITHOUT_PLACE: Final = 1024
-"""Sequences of a key that wait for others of it to end."""
+_MOST_WITHOUT_PLACE: Final = 4096
+"""Sequences that wait for others of their key, of all keys together."""
 
 _STARTING: Final = 2
-"""Prompts of a key that a model is given at once: it computes one after the other, so the next one
-is there when the first is done, and one of another key has two before it at most."""
+"""Prompts of a key that an instance is given of a model: it computes one after the other, so the
+next one is there when the first is done, and one of another key has two before it at most."""
 
 _LEAST_POOLED: Final = 128
 """Prompts of a key that may be pooled at once, at least: short ones are computed together."""
@@ -168,7 +168,7 @@ class Admission:
             return WaitReason(
                 code=WaitCode.KEY,
                 message=f"its API key has as many sequences at once as it may ({running} of all "
-                "models): it begins when one of them ends",
+                "models): it begins after others of the key",
             )
         before = len(self._queue) - 1
         others = f", and {before} others wait with it" if before else ""
@@ -205,32 +205,38 @@ class Admission:
     def _place(self, metered: _Metered) -> None:
         """Give a sequence a place, or let it wait for one. Raises `QueueFull` if too many do."""
         bounds = self._bounds(metered.meter.key, metered.request)
-        if self._places.take(metered.key, metered.request.model, bounds):
+        if self._places.take(metered.key, metered.line, bounds):
             metered.placed = True
             self._admit(metered)
-        elif self._waits_enough() or not self._places.wait(
-            metered.key, metered.request.model, metered
-        ):
+        elif not self._places.wait(metered.key, metered.line, metered):
             self._metrics.refused(metered.name, WAITING)
             raise QueueFull(_FULL_SECONDS)
 
     def _bounds(self, key: Key, request: SubmitRequest) -> Bounds:
         if self._key_share >= 1 or not self._access.several_keys:
             return Bounds(key.concurrency)
-        most = int(self._key_share * self._service.places(request.model))
+        try:
+            places = self._service.places(request.model)
+        except ModelNotFound:  # it is removed: whether it may begin is then said by name
+            return Bounds()
+        most = int(self._key_share * places.instances * places.each)
         if request.pooled:
             return Bounds(key.concurrency, max(most, _LEAST_POOLED))
-        return Bounds(key.concurrency, max(most, 1), _STARTING)
+        return Bounds(key.concurrency, max(most, 1), _STARTING * places.instances)
 
     def _begin_placed(self) -> None:
-        """Let those go on that have a place now."""
+        """Let those go on that have a place now, and may wait for their turn then."""
         for key in self._places.waiting_keys():
-            while (metered := self._next_placed(key)) is not None:
+            while self._has_room(key) and (metered := self._next_placed(key)) is not None:
                 metered.placed = True
                 try:
                     self._admit(metered)
                 except Exception as error:
                     metered.never_begins(_after_a_wait(error))
+
+    def _has_room(self, key: Hashable) -> bool:
+        """Whether another sequence of the key may wait for its turn."""
+        return len(self._queue) < _MOST_WAITING and self._queue.has_room(key)
 
     def _next_placed(self, key: Hashable) -> _Metered | None:
         return self._places.next(key, lambda first: self._bounds(first.meter.key, first.request))
@@ -257,15 +263,12 @@ class Admission:
 
     def _wait(self, metered: _Metered) -> None:
         """Let a sequence wait for its turn. Raises `QueueFull` if too many do."""
-        if self._waits_enough() or not self._queue.push(metered.key, metered):
+        if len(self._queue) >= _MOST_WAITING or not self._queue.push(metered.key, metered):
             self._metrics.refused(metered.name, WAITING)
             raise QueueFull(_FULL_SECONDS)
         metered.alarm = asyncio.get_running_loop().call_later(
             self._max_wait_seconds, self._too_late, metered
         )
-
-    def _waits_enough(self) -> bool:
-        return len(self._queue) + len(self._places) >= _MOST_WAITING
 
     def _too_late(self, metered: _Metered) -> None:
         """It has waited as long as a request may."""
@@ -274,9 +277,12 @@ class Admission:
         metered.never_begins(QueueFull(_FULL_SECONDS))
 
     def _next(self) -> None:
-        """There may be room: let those begin whose turn it is."""
+        """There may be room: let those begin whose turn it is, then others that have a place."""
         self._soon = False
+        self._begin_in_turn()
         self._begin_placed()
+
+    def _begin_in_turn(self) -> None:
         while (first := self._queue.peek()) is not None:
             key, metered = first
             try:
@@ -310,7 +316,7 @@ class Admission:
     def started(self, metered: _Metered) -> None:
         """A sequence has its first token."""
         if metered.placed:
-            self._places.started(metered.key, metered.request.model)
+            self._places.started(metered.key, metered.line)
             self._look_soon()
 
     def charge(self, key: str, tokens: int) -> None:
@@ -322,7 +328,7 @@ class Admission:
         if metered.placed:
             self._queue.remove(metered.key, metered)
         else:
-            self._places.leave(metered.key, metered.request.model, metered)
+            self._places.leave(metered.key, metered.line, metered)
 
     def ended(self, metered: _Metered, prompt: int, output: int) -> None:
         """A sequence is over that came to so many tokens of prompt and of output."""
@@ -338,7 +344,7 @@ class Admission:
         """Give its place back, if it has one."""
         if metered.placed:
             metered.placed = False
-            self._places.give_back(metered.key, metered.request.model, started=metered.started)
+            self._places.give_back(metered.key, metered.line, started=metered.started)
 
     def now(self) -> float:
         return self._clock()
@@ -396,6 +402,11 @@ class _Metered:
     @property
     def id(self) -> RequestId:
         return self.request.id
+
+    @property
+    def line(self) -> Line:
+        """With which sequences of its key it waits for a place."""
+        return self.request.model, self.request.request_class
 
     @property
     def started(self) -> bool:

@@ -53,6 +53,10 @@ class FairQueue(Generic[_Item]):
         queue.append(item)
         return True
 
+    def has_room(self, key: Hashable) -> bool:
+        """Whether another item of the key may wait."""
+        return len(self._waiting.get(key, ())) < self._per_key
+
     def peek(self) -> tuple[Hashable, _Item] | None:
         """The key and the item that go next; None if no item waits."""
         if not self._waiting:

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from itertools import count
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from appliance.vocabulary import ModelName
+from appliance.vocabulary import ModelName, RequestClass
 
 _Item = TypeVar("_Item")
+
+Line: TypeAlias = tuple[ModelName, RequestClass]
+"""Items of one line wait for each other. Those of another class may run on other instances."""
 
 
 class Bounds(NamedTuple):
@@ -23,7 +26,7 @@ class Bounds(NamedTuple):
     of_model: int | None = None
     """Of the key, of one model."""
     starting: int | None = None
-    """Of the key, of one model, without their first tokens yet."""
+    """Of the key, of one model and class, without their first tokens yet."""
 
 
 class _Waiting(NamedTuple, Generic[_Item]):
@@ -37,35 +40,39 @@ class _OfKey(Generic[_Item]):
 
     def __init__(self) -> None:
         self.running: Counter[ModelName] = Counter()
-        self.starting: Counter[ModelName] = Counter()
+        self.starting: Counter[Line] = Counter()
         """Those of `running` without their first tokens."""
-        self.waiting: dict[ModelName, deque[_Waiting[_Item]]] = {}
-        """Only models with waiting items."""
+        self.waiting: dict[Line, deque[_Waiting[_Item]]] = {}
+        """Only lines with waiting items."""
 
-    def may_run(self, model: ModelName, bounds: Bounds) -> bool:
-        counts = self.running.total(), self.running[model], self.starting[model]
+    def may_run(self, line: Line, bounds: Bounds) -> bool:
+        counts = self.running.total(), self.running[line[0]], self.starting[line]
         return all(bound is None or has < bound for has, bound in zip(counts, bounds, strict=True))
 
-    def run(self, model: ModelName) -> None:
-        self.running[model] += 1
-        self.starting[model] += 1
+    def run(self, line: Line) -> None:
+        self.running[line[0]] += 1
+        self.starting[line] += 1
+
+    def waits(self) -> int:
+        return sum(map(len, self.waiting.values()))
 
 
 class Places(Generic[_Item]):
     """The places that sequences of keys have, and the items that wait for one.
 
-    Items of one key and one model are served in the order in which they came. A call costs time in
-    proportion to the models that the key asks.
+    Items of one key and one line are served in the order in which they came. A call costs time in
+    proportion to the lines of the key; to let an item wait, to the keys, too.
     """
 
     def __init__(self, most_waiting: int) -> None:
-        """`most_waiting` items of a key wait at most."""
+        """`most_waiting` items wait, more or less: a key may add one as long as it has less than an
+        equal part."""
         self._most_waiting = most_waiting
         self._keys: dict[Hashable, _OfKey[_Item]] = {}
         self._numbers = count()
 
     def __len__(self) -> int:
-        return sum(len(line) for key in self._keys.values() for line in key.waiting.values())
+        return sum(key.waits() for key in self._keys.values())
 
     def __iter__(self) -> Iterator[_Item]:
         """All that wait, by key."""
@@ -81,45 +88,46 @@ class Places(Generic[_Item]):
         """How many places a key has taken."""
         return self._keys[key].running.total() if key in self._keys else 0
 
-    def take(self, key: Hashable, model: ModelName, bounds: Bounds) -> bool:
-        """Take a place, which is to be given back, if there is one that no earlier item waits
-        for."""
+    def take(self, key: Hashable, line: Line, bounds: Bounds) -> bool:
+        """Take a place, which is to be given back, if there is one that no earlier item of the line
+        waits for."""
         has = self._keys.get(key)
         if has is None:
             has = self._keys[key] = _OfKey()
-        if model in has.waiting or not has.may_run(model, bounds):
+        if line in has.waiting or not has.may_run(line, bounds):
             self._tidy(key)
             return False
-        has.run(model)
+        has.run(line)
         return True
 
-    def started(self, key: Hashable, model: ModelName) -> None:
+    def started(self, key: Hashable, line: Line) -> None:
         """A sequence that has a place has its first token."""
-        self._keys[key].starting[model] -= 1
+        self._keys[key].starting[line] -= 1
 
-    def give_back(self, key: Hashable, model: ModelName, *, started: bool) -> None:
+    def give_back(self, key: Hashable, line: Line, *, started: bool) -> None:
         """A sequence that had a place is over; whether it had `started`."""
         has = self._keys[key]
-        has.running[model] -= 1
-        has.starting[model] -= not started
+        has.running[line[0]] -= 1
+        has.starting[line] -= not started
         self._tidy(key)
 
-    def wait(self, key: Hashable, model: ModelName, item: _Item) -> bool:
+    def wait(self, key: Hashable, line: Line, item: _Item) -> bool:
         """Let an item wait for a place; False if too many of its key do."""
         has = self._keys.setdefault(key, _OfKey())
-        if sum(map(len, has.waiting.values())) >= self._most_waiting:
+        others = sum(bool(other.waiting) for other in self._keys.values() if other is not has)
+        if has.waits() >= self._most_waiting // (others + 1):
             self._tidy(key)
             return False
-        has.waiting.setdefault(model, deque()).append(_Waiting(next(self._numbers), item))
+        has.waiting.setdefault(line, deque()).append(_Waiting(next(self._numbers), item))
         return True
 
-    def leave(self, key: Hashable, model: ModelName, item: _Item) -> None:
+    def leave(self, key: Hashable, line: Line, item: _Item) -> None:
         """An item does not want to wait any more."""
         has = self._keys[key]
-        rest = deque(waiting for waiting in has.waiting[model] if waiting.item is not item)
-        has.waiting[model] = rest
+        rest = deque(waiting for waiting in has.waiting[line] if waiting.item is not item)
+        has.waiting[line] = rest
         if not rest:
-            del has.waiting[model]
+            del has.waiting[line]
         self._tidy(key)
 
     def next(self, key: Hashable, bounds: Callable[[_Item], Bounds]) -> _Item | None:
@@ -129,15 +137,15 @@ class Places(Generic[_Item]):
         if has is None:
             return None
         lines = has.waiting.items()
-        able = [model for model, line in lines if has.may_run(model, bounds(line[0].item))]
-        model = min(able, key=lambda model: has.waiting[model][0].number, default=None)
-        if model is None:
+        able = [line for line, items in lines if has.may_run(line, bounds(items[0].item))]
+        line = min(able, key=lambda line: has.waiting[line][0].number, default=None)
+        if line is None:
             return None
-        line = has.waiting[model]
-        item = line.popleft().item
-        if not line:
-            del has.waiting[model]
-        has.run(model)
+        items = has.waiting[line]
+        item = items.popleft().item
+        if not items:
+            del has.waiting[line]
+        has.run(line)
         return item
 
     def _tidy(self, key: Hashable) -> None:

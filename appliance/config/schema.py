@@ -156,9 +156,10 @@ class Api(Section, kw_only=True):
     max_bodies_bytes: Annotated[
         Bytes,
         Meta(
-            description="All request bodies that a process holds in memory at once (each front "
-            "end, and the daemon itself); at least twice `max_body`. When more come, requests of "
-            "the client that has most are answered 429. A change waits for a restart."
+            description="All request bodies of more than 64 KiB that a process holds in memory at "
+            "once (each front end, and the daemon itself); at least twice `max_body`. When more "
+            "come, some are answered 429, first those of the client that has most. A change waits "
+            "for a restart."
         ),
     ] = msgspec.field(default=Bytes(128 << 20), name="max_bodies")
     max_queue: Annotated[

@@ -58,6 +58,7 @@ from appliance.service.interface import (
     InstanceVerification,
     ModelActivity,
     ModelCard,
+    ModelPlaces,
     Readiness,
     RequestActivity,
     Sink,
@@ -311,8 +312,11 @@ class Daemon:
     def front_models(self) -> tuple[FrontModel, ...]:
         return self.catalogue.front()
 
-    def places(self, name: ModelName) -> int:
-        return self.catalogue.find(name).spec.max_batch * len(self.machine.instances)
+    def places(self, name: ModelName) -> ModelPlaces:
+        spec = self.catalogue.find(name).spec
+        instances = self.machine.instances.values()
+        able = sum(instance.serves and instance.may_serve(name) for instance in instances)
+        return ModelPlaces(max(able, 1), spec.max_batch)
 
     def refuse_model(self, name: ModelName, reason: str) -> None:
         self.catalogue.refuse(name, reason)

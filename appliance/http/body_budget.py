@@ -1,7 +1,8 @@
-"""Bodies of requests that are in memory: no more than may be, and no client has them all.
+"""Large bodies of requests that are in memory: no more than may be, and no client has them all.
 
-A body counts from its first byte until its request is answered. When there are too many, the client
-that has most loses the newest of those that are still coming in, so that others are served.
+A body counts from when it is large until its request is answered. When there are too many, the
+client that has most loses the newest of those that are still coming in. If none of its bodies are,
+the one that grows gives way.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from appliance.service.front_frames import BodyActivity
 
 CLIENT_SHARE: Final = 0.75
 """Of all that may be, what one client may have."""
+FREE_BYTES: Final = 64 * 1024
+"""Of a body that is not counted: so much the server reads of each connection anyway."""
 MOST_SHOWN: Final = 32
 """Bodies that operators are shown, the largest ones."""
 
@@ -39,8 +42,8 @@ class BodiesFull(ApiError):
     def __init__(self, most_bytes: int) -> None:
         super().__init__(
             429,
-            f"bodies of requests that are under way take all of {most_bytes} bytes "
-            "(api.max_bodies), most of them those of this client; try again later",
+            f"bodies of requests that are under way take all of the {most_bytes} bytes that they "
+            "may have (api.max_bodies); try again later",
             code="too_many_bodies",
             headers={"Retry-After": "1"},
         )
@@ -54,6 +57,7 @@ class HeldBody:
         self.path = path
         self.began = began
         self.size_bytes = 0
+        self.counted_bytes = 0
         self.whole = False
         """Whether all of it has come."""
         self._budget = budget
@@ -93,11 +97,19 @@ class HeldBody:
 
 
 class BodyBudget:
-    """All bodies that a process holds. A piece of a body costs time in proportion to the clients
-    with bodies, and to the bodies if there are too many."""
+    """All bodies that a process holds. A piece of a large body costs time in proportion to the
+    clients with bodies, and to the bodies if there are too many."""
 
-    def __init__(self, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        *,
+        free_bytes: int = FREE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bodies of at most `free_bytes` do not count."""
         self.most_bytes = most_bytes
+        self._free_bytes = free_bytes
         self._clock = clock
         self._held: dict[HeldBody, None] = {}
         """Oldest first."""
@@ -105,6 +117,7 @@ class BodyBudget:
 
     @property
     def held_bytes(self) -> int:
+        """Of all bodies that count."""
         return self._of_client.total()
 
     @contextmanager
@@ -116,12 +129,15 @@ class BodyBudget:
             yield body
         finally:
             del self._held[body]
-            self._count(body, -body.size_bytes)
+            self._count(body, 0)
 
     def grow(self, body: HeldBody, size_bytes: int) -> None:
         """More of a body came. Bodies are cut, perhaps this one, until all that are left are no
         more than may be."""
-        self._count(body, size_bytes)
+        body.size_bytes += size_bytes
+        if body.size_bytes <= self._free_bytes:
+            return
+        self._count(body, body.size_bytes)
         most_of_client = CLIENT_SHARE * self.most_bytes
         while self._of_client[body.client] > most_of_client:
             self._cut_newest(body.client, body)
@@ -132,22 +148,22 @@ class BodyBudget:
     def _cut_newest(self, client: Hashable, otherwise: HeldBody) -> None:
         """Cut the newest body of a client that is still coming in; without one, the other body."""
         for body in reversed(self._held):
-            if body.client == client and not body.whole and body.size_bytes:
+            if body.client == client and not body.whole and body.counted_bytes:
                 break
         else:
             body = otherwise
-        self._count(body, -body.size_bytes)
+        self._count(body, 0)
         body.cut()
 
-    def _count(self, body: HeldBody, size_bytes: int) -> None:
-        body.size_bytes += size_bytes
-        self._of_client[body.client] += size_bytes
+    def _count(self, body: HeldBody, counted_bytes: int) -> None:
+        self._of_client[body.client] += counted_bytes - body.counted_bytes
+        body.counted_bytes = counted_bytes
         if not self._of_client[body.client]:
             del self._of_client[body.client]
 
     def coming(self) -> list[BodyActivity]:
         """Those still coming in that have come in part, the largest first."""
-        bodies = [body for body in self._held if body.size_bytes and not body.whole]
+        bodies = [body for body in self._held if body.counted_bytes and not body.whole]
         bodies.sort(key=lambda body: -body.size_bytes)
         now = self._clock()
         return [

@@ -25,8 +25,8 @@ def _boot_time() -> float:
 
 
 class WallClock:
-    """Two times: `now` for what cannot be undone, `latest` for what may be refused too soon, but
-    never allowed too long. O(1)."""
+    """Two times: `now` for what cannot be undone, as deleting what has expired; `latest` for what
+    is written down, and for what may be refused too soon but not allowed too long. O(1)."""
 
     def __init__(
         self,
@@ -55,8 +55,9 @@ class WallClock:
         return self._read()[0]
 
     def latest(self) -> float:
-        """The later one of `now` and what the system clock says: what is over at this time stays
-        over when the clock is set back, and is over at once when it is set forward."""
+        """The later one of `now` and what the system clock says. What is over as time has passed
+        stays over when the clock is set back; what is written down does not expire too soon if it
+        is `now` that is wrong."""
         return max(*self._read(), self._earliest)
 
     def _read(self) -> tuple[float, float]:

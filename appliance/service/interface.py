@@ -512,6 +512,14 @@ class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[ModelName, Verdict] = {}
 
 
+class ModelPlaces(NamedTuple):
+    """How many sequences of a model run at once: on so many instances, and on each."""
+
+    instances: int
+    """Those that are up and may have the model; at least 1."""
+    each: int
+
+
 class Inference(Protocol):
     """What takes requests in, and the models that may be asked for."""
 
@@ -524,9 +532,8 @@ class Inference(Protocol):
     def front_models(self) -> tuple[FrontModel, ...]:
         """The models that may be asked for, as front ends need them."""
 
-    def places(self, name: ModelName) -> int:
-        """How many sequences of a model run at once, on all instances together. Raises
-        `ModelNotFound`."""
+    def places(self, name: ModelName) -> ModelPlaces:
+        """How many sequences of a model run at once. Raises `ModelNotFound`."""
 
     def refuse_model(self, name: ModelName, reason: str) -> None:
         """A front end cannot build the model's front half: its requests fail with this reason."""

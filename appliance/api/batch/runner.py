@@ -94,12 +94,15 @@ class BatchRunner:
         settings: BatchSettings,
         metrics: BatchMetrics,
         wall_clock: Callable[[], float] = time.time,
+        expiry_clock: Callable[[], float] | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """`fronts` answer the requests. What could not be done is tried again after
-        `retry_seconds` at the latest."""
+        `retry_seconds` at the latest. What is written has the time of `wall_clock`; what expires,
+        and is deleted for it, does so by `expiry_clock`, if that is another one."""
         self.settings = settings
         self.wall_clock = wall_clock
+        self._expiry_clock = wall_clock if expiry_clock is None else expiry_clock
         self.files = FileStore(
             settings.folder / "files",
             max_bytes=settings.max_stored_bytes,
@@ -191,7 +194,7 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         """Delete what was kept long enough. What cannot be deleted is tried again next time."""
-        now = self.wall_clock()
+        now = self._expiry_clock()
         for file in self.files.all():
             old = file.expires_at <= now and not self.needed(file.id)
             if old or self._is_left_over(file, now):
@@ -349,7 +352,7 @@ class BatchRunner:
 
     async def _go_on(self, run: BatchRun) -> None:
         batch = run.batch
-        if (closing := batch.closing(self.wall_clock())) is not None:
+        if (closing := batch.closing(self._expiry_clock())) is not None:
             await self._requests.end(run)
             await self._write(run, Closing(at=self.wall_clock(), status=closing))
         elif (status := batch.ending) is not None:
@@ -409,9 +412,9 @@ class BatchRunner:
             await self._fail(run, _lost(error))
             return
         self._requests.begin(run)
-        while batch.status is Status.IN_PROGRESS and batch.closing(self.wall_clock()) is None:
+        while batch.status is Status.IN_PROGRESS and batch.closing(self._expiry_clock()) is None:
             run.news.clear()
-            left = batch.expires_at - self.wall_clock()
+            left = batch.expires_at - self._expiry_clock()
             with suppress(TimeoutError):
                 await asyncio.wait_for(run.news.wait(), max(0.0, min(left, _LOOK_SECONDS)))
 

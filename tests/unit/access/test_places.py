@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,13 +12,23 @@ from hypothesis import strategies as st
 from appliance.access.admission import Admission
 from appliance.access.auth import Access, Caller
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope
-from appliance.access.places import Bounds, Places
+from appliance.access.places import Bounds, Line, Places
 from appliance.access.rate_limits import Meter
-from appliance.service.interface import QueueFull, Sink, SubmitRequest
-from appliance.vocabulary import FinishReason, WaitCode
+from appliance.service.interface import (
+    ModelNotFound,
+    ModelPlaces,
+    QueueFull,
+    Sink,
+    SubmitRequest,
+)
+from appliance.vocabulary import FinishReason, RequestClass, WaitCode
 from tests.unit.access.test_admission_properties import Client, Room, Sequence, happen
 
-MODELS = ("a", "b")
+LINES: tuple[Line, ...] = (
+    ("a", RequestClass.INTERACTIVE),
+    ("a", RequestClass.BATCH),
+    ("b", RequestClass.INTERACTIVE),
+)
 MOST_WAITING = 5
 
 # --- the places ----------------------------------------------------------------------------------
@@ -34,60 +45,65 @@ MOST_WAITING = 5
         st.tuples(
             st.sampled_from(["come", "come", "start", "end", "leave"]),
             st.sampled_from(["alice", "bob"]),
-            st.sampled_from(MODELS),
+            st.sampled_from(LINES),
             st.integers(0, 9),
         ),
         max_size=60,
     ),
 )
 def test_places_are_taken_in_order_and_never_left(
-    bounds: Bounds, steps: list[tuple[str, str, str, int]]
+    bounds: Bounds, steps: list[tuple[str, str, Line, int]]
 ) -> None:
-    """No bound is passed; an item waits only where a bound says so; items of one key and model run
+    """No bound is passed; an item waits only where a bound says so; items of one key and line run
     in the order in which they came; and each that came runs, waits, left or was refused."""
     places: Places[int] = Places(MOST_WAITING)
-    running: dict[int, tuple[str, str, bool]] = {}
-    waiting: dict[tuple[str, str], list[int]] = {
-        (key, model): [] for key in ("alice", "bob") for model in MODELS
+    running: dict[int, tuple[str, Line, bool]] = {}
+    waiting: dict[tuple[str, Line], list[int]] = {
+        (key, line): [] for key in ("alice", "bob") for line in LINES
     }
 
-    def may_run(key: str, model: str) -> bool:
+    def of(key: str) -> int:
+        return sum(len(waiting[key, each]) for each in LINES)
+
+    def may_run(key: str, line: Line) -> bool:
         mine = [one for one in running.values() if one[0] == key]
-        same = [one for one in mine if one[1] == model]
-        counts = len(mine), len(same), sum(not started for *_, started in same)
+        same = [one for one in mine if one[1][0] == line[0]]
+        starting = [one for one in mine if one[1] == line and not one[2]]
+        counts = len(mine), len(same), len(starting)
         return all(b is None or n < b for n, b in zip(counts, bounds, strict=True))
 
-    for number, (what, key, model, which) in enumerate(steps):
-        line = waiting[key, model]
+    for number, (what, key, line, which) in enumerate(steps):
+        items = waiting[key, line]
         if what == "come":
-            if places.take(key, model, bounds):
-                assert not line
-                assert may_run(key, model)
-                running[number] = key, model, False
+            if places.take(key, line, bounds):
+                assert not items
+                assert may_run(key, line)
+                running[number] = key, line, False
             else:
-                assert line or not may_run(key, model)
-                full = sum(len(waiting[key, each]) for each in MODELS) == MOST_WAITING
-                assert places.wait(key, model, number) is not full
+                assert items or not may_run(key, line)
+                other = "bob" if key == "alice" else "alice"
+                full = of(key) >= MOST_WAITING // (2 if of(other) else 1)
+                assert places.wait(key, line, number) is not full
                 if not full:
-                    line.append(number)
-        elif what == "leave" and line:
-            places.leave(key, model, line.pop(which % len(line)))
+                    items.append(number)
+        elif what == "leave" and items:
+            places.leave(key, line, items.pop(which % len(items)))
         elif what in ("start", "end") and running:
             ended = sorted(running)[which % len(running)]
-            key, model, started = running[ended]
+            key, line, started = running[ended]
             if what == "end":
                 del running[ended]
-                places.give_back(key, model, started=started)
+                places.give_back(key, line, started=started)
             elif not started:
-                running[ended] = key, model, True
-                places.started(key, model)
+                running[ended] = key, line, True
+                places.started(key, line)
         for key in ("alice", "bob"):
             while (item := places.next(key, lambda _: bounds)) is not None:
-                model = next(m for m in MODELS if waiting[key, m][:1] == [item])
-                assert may_run(key, model)
-                waiting[key, model].pop(0)
-                running[item] = key, model, False
-            assert not any(waiting[key, m] and may_run(key, m) for m in MODELS)
+                line = next(each for each in LINES if waiting[key, each][:1] == [item])
+                assert may_run(key, line)
+                waiting[key, line].pop(0)
+                running[item] = key, line, False
+            assert not any(waiting[key, each] and may_run(key, each) for each in LINES)
             assert places.running(key) == sum(one[0] == key for one in running.values())
         assert sorted(places) == sorted(item for items in waiting.values() for item in items)
         assert len(places) == sum(map(len, waiting.values()))
@@ -102,30 +118,45 @@ class Shared(Room):
     def __init__(self, places: int) -> None:
         super().__init__(room=1000)
         self._places = places
+        self.removed: set[str] = set()
 
-    def places(self, model: str) -> int:
-        return self._places
+    def places(self, model: str) -> ModelPlaces:
+        if model in self.removed:
+            raise ModelNotFound(model)
+        return ModelPlaces(instances=1, each=self._places)
+
+    def submit(self, request: SubmitRequest, sink: Sink) -> Sequence:
+        if request.model in self.removed:
+            raise ModelNotFound(request.model)
+        return super().submit(request, sink)
+
+
+ASKED = SubmitRequest(id="", model="m", prompt=(1, 2), max_tokens=5, body=b"")
 
 
 class House:
     """An appliance in front of which keys have three quarters of the places of a model each."""
 
-    def __init__(self, path: Path, keys: list[Key], places: int) -> None:
+    def __init__(self, path: Path, keys: list[Key], places: int, max_waiting: int = 64) -> None:
         file = KeyFile(path)
         for key in keys:
             file.add(key)
         self.service = Shared(places)
         access = Access(KeyRing(path), clock=lambda: 0.0)
-        self.admission = Admission(self.service, access, key_share=0.75)  # type: ignore[arg-type]
+        self.admission = Admission(
+            self.service,  # type: ignore[arg-type]
+            access,
+            key_share=0.75,
+            max_waiting=max_waiting,
+        )
         self._callers = {key.name: Caller(Meter(key, 0.0)) for key in keys}
         self._asked = 0
 
-    def ask(self, name: str, times: int = 1, **fields: int) -> list[Client]:
+    def ask(self, name: str, times: int = 1, **fields: object) -> list[Client]:
         clients = []
         for _ in range(times):
             self._asked += 1
-            wanted = {"prompt": (1, 2), "max_tokens": 5, **fields}
-            request = SubmitRequest(id=f"{name}-{self._asked}", model="m", body=b"", **wanted)
+            request = msgspec.structs.replace(ASKED, id=f"{name}-{self._asked}", **fields)
             client = Client()
             client.generation = self.admission.submit(request, self._callers[name], client)
             clients.append(client)
@@ -258,3 +289,56 @@ async def test_one_that_cannot_begin_when_it_has_its_place(tmp_path: Path) -> No
     await house.end("bob")
     assert failures == ["it is gone"]
     assert house.live("bob") == [third.generation.id]
+
+
+async def test_a_model_is_removed_while_sequences_wait_for_a_place(tmp_path: Path) -> None:
+    """They are answered that it was, and those of other models and keys go on."""
+    house = House(tmp_path / "keys.json", [key("bob", "b"), key("alice", "a")], places=8)
+    first, *others = house.ask("bob", 5)
+    failures = [failures_of(one) for one in others[1:]]
+    other = house.ask("bob", 3, model="other")[-1]
+    house.service.removed.add("m")
+    first.leave()
+    await happen()
+    assert failures == [["m was removed"]] * 3
+    assert other.generation.id not in house.service.live
+    await house.start()
+    assert other.generation.id in house.service.live
+    assert len(house.ask("alice", model="other")) == 1
+
+
+async def test_no_sequence_is_refused_for_its_turn_that_waits_for_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its place when it may also wait for its turn: eight run here, four wait for their turn
+    and eight for a place."""
+    monkeypatch.setattr("appliance.access.admission._LEAST_POOLED", 12)
+    house = House(tmp_path / "keys.json", [key("bob", "b"), key("alice", "a")], 8, max_waiting=4)
+    house.service.room = 8
+    clients = house.ask("bob", 20, max_tokens=0)
+    for ended in range(20):
+        assert sum(client.over for client in clients) == ended
+        assert len(house.live("bob")) == min(8, 20 - ended)
+        await house.end("bob")
+
+
+async def test_other_classes_of_a_key_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """They may run on other instances."""
+    house = House(tmp_path / "keys.json", [key("bob", "b"), key("alice", "a")], places=8)
+    house.ask("bob", 3, request_class=RequestClass.BATCH)
+    (interactive,) = house.ask("bob")
+    assert interactive.generation.id in house.service.live
+
+
+async def test_keys_share_the_room_to_wait_for_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has taken all of it takes nothing of it from the next one."""
+    monkeypatch.setattr("appliance.access.admission._MOST_WITHOUT_PLACE", 10)
+    keys = [key(name, name[0], concurrency=1) for name in ("alice", "bob")]
+    house = House(tmp_path / "keys.json", keys, places=8)
+    house.ask("bob", 11)
+    house.ask("alice", 6)
+    for name in ("alice", "bob"):
+        with pytest.raises(QueueFull):
+            house.ask(name)

@@ -34,6 +34,7 @@ WALL_CLOCK = {
     "frontend/ollama/replies.py": "`created_at`",
     "frontend/serving/published.py": "`completed_at`",
     "observability/tracing.py": "when spans were",
+    "platform/wall_clock.py": "when files, batches and keys expire",
     "service/event_log.py": "when something happened",
 }
 """Where the time of day is asked for, and what it is told for: never to measure, nor to decide."""

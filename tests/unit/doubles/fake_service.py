@@ -21,6 +21,7 @@ from appliance.service.interface import (
     ModelActivity,
     ModelCard,
     ModelNotFound,
+    ModelPlaces,
     QueueFull,
     Readiness,
     RequestTimes,
@@ -159,8 +160,8 @@ class FakeService:
             raise ModelNotFound(name)
         return self._cards[name]
 
-    def places(self, name: str) -> int:
-        return 32
+    def places(self, name: str) -> ModelPlaces:
+        return ModelPlaces(instances=1, each=32)
 
     def front_models(self) -> tuple[FrontModel, ...]:
         return tuple(

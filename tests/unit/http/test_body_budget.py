@@ -75,11 +75,11 @@ def test_no_more_is_held_than_may_be(steps: list[tuple[str, str, int, int]]) -> 
     client that has little is never cut for one that has much."""
 
     async def scene() -> None:
-        budget = BodyBudget(MOST)
+        budget = BodyBudget(MOST, free_bytes=0)
         senders: list[Sender] = []
 
         def of(key: str) -> int:
-            return sum(one.held.size_bytes for one in senders if one.held.client[0] == key)
+            return sum(one.held.counted_bytes for one in senders if one.held.client[0] == key)
 
         for what, key, which, size in steps:
             mine = [one for one in senders if one.held.client[0] == key]
@@ -93,20 +93,20 @@ def test_no_more_is_held_than_may_be(steps: list[tuple[str, str, int, int]]) -> 
                 one = mine[which % len(mine)]
                 if one.held.whole:
                     continue
-                before = {other: other.held.size_bytes for other in senders}
+                before = {other: other.held.counted_bytes for other in senders}
                 had = {name: of(name) for name in ("alice", "bob", "carol")}
                 one.send(size, more=what == "piece")
                 try:
                     await one.read()
                 except BodiesFull:
-                    assert one.held.size_bytes == 0
+                    assert one.held.counted_bytes == 0
                 had[key] += size
                 for other, bytes_before in before.items():
-                    if other.held.size_bytes < bytes_before and other is not one:
+                    if other.held.counted_bytes < bytes_before and other is not one:
                         cut_from = str(other.held.client[0])
                         assert not other.held.whole
                         assert had[cut_from] == max(had.values()) or cut_from == key
-            assert budget.held_bytes == sum(one.held.size_bytes for one in senders) <= MOST
+            assert budget.held_bytes == sum(one.held.counted_bytes for one in senders) <= MOST
             assert all(of(name) <= CLIENT_SHARE * MOST for name in ("alice", "bob", "carol"))
         for one in senders:
             one.answered()
@@ -118,7 +118,7 @@ def test_no_more_is_held_than_may_be(steps: list[tuple[str, str, int, int]]) -> 
 
 async def test_a_body_that_stalls_makes_room_at_once() -> None:
     """Nothing more has to come of it."""
-    budget = BodyBudget(MOST)
+    budget = BodyBudget(MOST, free_bytes=0)
     slow = [Sender(budget, "mallory") for _ in range(2)]
     for one in slow:
         one.send(35)
@@ -127,7 +127,7 @@ async def test_a_body_that_stalls_makes_room_at_once() -> None:
     alice = Sender(budget, "alice")
     alice.send(60, more=False)
     await alice.read()
-    with pytest.raises(BodiesFull, match="all of 100 bytes"):
+    with pytest.raises(BodiesFull, match="all of the 100 bytes"):
         await waiting
     assert not await slow[0].refused()
     assert budget.held_bytes == 95
@@ -136,7 +136,7 @@ async def test_a_body_that_stalls_makes_room_at_once() -> None:
 async def test_one_client_leaves_room_to_others() -> None:
     """Also with bodies that are whole, which are not cut any more. Without keys clients are told
     apart by their addresses."""
-    budget = BodyBudget(MOST)
+    budget = BodyBudget(MOST, free_bytes=0)
     whole = [Sender(budget, None, "127.0.0.1") for _ in range(3)]
     for one in whole:
         one.send(25, more=False)
@@ -151,10 +151,28 @@ async def test_one_client_leaves_room_to_others() -> None:
     assert budget.held_bytes == MOST
 
 
+async def test_small_bodies_are_always_read() -> None:
+    """However much others have, and though none of that gives way any more."""
+    budget = BodyBudget(MOST, free_bytes=10)
+    held = []
+    for name, size in (("alice", 75), ("bob", 25)):
+        one = Sender(budget, name)
+        held.append(one)
+        one.send(size, more=False)
+        await one.read()
+    carol = Sender(budget, "carol")
+    carol.send(10)
+    await carol.read()
+    assert budget.held_bytes == MOST
+    carol.send(1)
+    with pytest.raises(BodiesFull):
+        await carol.read()
+
+
 async def test_operators_see_what_comes_in() -> None:
     """The largest first; not what is whole, or has not begun to come."""
     now = 10.0
-    budget = BodyBudget(MOST, clock=lambda: now)
+    budget = BodyBudget(MOST, free_bytes=0, clock=lambda: now)
     small, large, whole, _ = (Sender(budget, "alice") for _ in range(4))
     small.send(3)
     large.send(9)
@@ -179,12 +197,12 @@ async def test_the_core_bounds_the_bodies_of_its_requests(tmp_path: Any) -> None
         file.add(Key(name=name, sha256=sha256, created_seconds=0.0, scopes=scopes))
     service: Any = FakeService()
     service.requests = list
-    app = create_app(service, access=Access(KeyRing(file.path)), max_bodies_bytes=1000)
+    app = create_app(service, access=Access(KeyRing(file.path)), max_bodies_bytes=1_000_000)
     came = asyncio.Event()
     go_on = asyncio.Event()
 
     async def slowly() -> Any:
-        yield b"{" + b" " * 500
+        yield b"{" + b" " * 500_000
         came.set()
         await go_on.wait()
         yield b"}"
@@ -194,15 +212,15 @@ async def test_the_core_bounds_the_bodies_of_its_requests(tmp_path: Any) -> None
         alice, root = ({"authorization": f"Bearer sk-{name}"} for name in ("alice", "root"))
         first = asyncio.create_task(client.post("/api/keys", content=slowly(), headers=alice))
         await came.wait()
-        second = await client.post("/api/keys", content=b" " * 300, headers=alice)
+        second = await client.post("/api/keys", content=b" " * 300_000, headers=alice)
         assert second.status_code == 429
         assert second.json()["error"]["code"] == "too_many_bodies"
         assert second.headers["retry-after"] == "1"
         shown = (await client.get("/api/requests", headers=root)).json()["bodies"]
         assert [(one["path"], one["key"], one["received_bytes"]) for one in shown] == [
-            ("/api/keys", "alice", 501)
+            ("/api/keys", "alice", 500_001)
         ]
         go_on.set()
         assert (await first).status_code == 400  # it names no key
-        upload = await client.post("/v1/files", content=b" " * 3000, headers=alice)
+        upload = await client.post("/v1/files", content=b" " * 3_000_000, headers=alice)
         assert upload.status_code == 404  # there is no folder for files
