@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final, TypeAlias, TypeGuard, cast
 from urllib.parse import parse_qs
@@ -33,6 +33,7 @@ from appliance.frontend.calls import Call, current
 from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
 from appliance.frontend.fields import IGNORED_HEADER, check
+from appliance.frontend.serving.engine_client import MAX_LISTED_TOKENS, TooManyListed
 from appliance.frontend.serving.input_tokens import router as input_tokens_router
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.serving.stored import recall
@@ -275,6 +276,7 @@ class FrontEnd:
                 path = meant(path, fields, model.task, pools_tokens=model.pools_tokens)
                 check_task(call, path, model)
                 check_messages(call, path, fields, model)
+                check_listed(call, fields)
                 reasons = model.reasoning_parser is not None
                 body = self._check(call, path, fields, body, reasons=reasons)
                 if asked is None:
@@ -373,6 +375,25 @@ def check_messages(call: Call, path: str, fields: Fields, model: FrontModel) -> 
             " messages. Please reduce the number of messages."
         )
         raise Refuse(refused(call, 400, "context_length_exceeded", message, "messages"))
+
+
+def check_listed(call: Call, fields: Fields) -> None:
+    """Raise `Refuse` for lists of tokens that are too many for all choices of the call together,
+    before each is made to a number, and copied for each choice. What is not as it should be here
+    vLLM refuses, or `EngineClient` does."""
+    try:
+        choices = msgspec.json.decode(fields.get("n", b"1"), type=int | None) or 1
+    except msgspec.ValidationError:
+        return
+    listed = sum(memoryview(raw).tobytes().count(b",") for raw in _lists_of_tokens(fields))
+    if listed * choices > MAX_LISTED_TOKENS:
+        raise Refuse(refused(call, 400, "invalid_request", str(TooManyListed()), "n"))
+
+
+def _lists_of_tokens(fields: Fields) -> Iterator[msgspec.Raw]:
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if isinstance(raw := fields.get(name), msgspec.Raw):
+            yield raw
 
 
 def meant(path: str, fields: Fields, task: Task, *, pools_tokens: bool = False) -> str:

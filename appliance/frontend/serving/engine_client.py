@@ -57,6 +57,13 @@ lists of its own here, in the core and in the worker, some 100 bytes for a token
 class TooManyListed(ValueError):
     """The sequences of a call list too many tokens; the message says which fields do."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "stop_token_ids, logit_bias, allowed_token_ids and bad_words have more than "
+            f"{MAX_LISTED_TOKENS} tokens for all choices of the request: list fewer, or ask for "
+            "fewer choices (n)"
+        )
+
 
 class NotAvailable(NotImplementedError):
     """An engine's method that has no meaning where the core schedules."""
@@ -300,11 +307,7 @@ def _check_listed(call: Call, request: EngineCoreRequest, siblings: int) -> None
     )
     call.listed_tokens += listed
     if max(call.listed_tokens, listed * siblings) > MAX_LISTED_TOKENS:
-        raise TooManyListed(
-            "stop_token_ids, logit_bias, allowed_token_ids and bad_words have more than "
-            f"{MAX_LISTED_TOKENS} tokens for all choices of the request: list fewer, or ask for "
-            "fewer choices (n)"
-        )
+        raise TooManyListed
 
 
 def _guide(sampling: SamplingParams | None) -> bytes:
