@@ -6,8 +6,7 @@ commands; where it does not, policy, time or randomness leaked into the decision
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import errno
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,8 +22,6 @@ from appliance.policies.stack import PolicyStack
 from appliance.scheduling.machine import Machine
 from appliance.service.policy_report import Missed, PolicyChoice, PolicyChosen, PolicyEnabled
 from appliance.vocabulary import AnyCommand, AnyEvent, Command, Event, ModelSpec, Word
-
-log = logging.getLogger(__name__)
 
 
 class Setup(Word, frozen=True, kw_only=True):
@@ -78,32 +75,27 @@ class Difference(Word, frozen=True):
 class Journal:
     """Writes a run to a file, buffered; a context manager that closes it.
 
-    The file of an earlier run is kept next to it, with ``.previous`` after its name. A journal that
-    has its largest size, or that the disk does not take, ends there, and the run goes on: what was
-    written can be replayed, and what follows cannot without it.
+    The file of an earlier run is kept next to it, with ``.previous`` after its name.
     """
 
     def __init__(self, path: Path, setup: Setup, *, max_bytes: int | None = None) -> None:
         if path.exists():
             path.replace(path.with_name(f"{path.name}.previous"))
         self._encoder = msgspec.json.Encoder()
-        self._path = path
         self._room = math.inf if max_bytes is None else max_bytes
         self._file: BinaryIO = path.open("wb")
-        self._over = False
         self._write(setup)
 
     def record(
         self, now: float, event: Event, commands: list[Command], missed: Sequence[Missed] = ()
     ) -> None:
+        """Raises `OSError` if the journal has `max_bytes`, or the disk does not take more: it ends
+        there. What was written can be replayed."""
         line: dict[str, object] = {"now": now, "event": event, "commands": commands}
         self._write(line | {"missed": missed} if missed else line)
 
     def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            self._end(str(error))
+        self._file.close()
 
     def __enter__(self) -> Journal:
         return self
@@ -117,23 +109,11 @@ class Journal:
         self.close()
 
     def _write(self, line: object) -> None:
-        if self._over:
-            return
         data = self._encoder.encode(line) + b"\n"
         self._room -= len(data)
         if self._room < 0:
-            self._end("it is as large as journal.max_size allows")
-            return
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._end(str(error))
-
-    def _end(self, reason: str) -> None:
-        self._over = True
-        log.error("nothing more is written to the journal %s: %s", self._path, reason)
-        with contextlib.suppress(OSError, ValueError):  # it may be closed
-            self._file.flush()
+            raise OSError(errno.EFBIG, "it is as large as journal.max_size allows")
+        self._file.write(data)
 
 
 def read(path: Path) -> tuple[Setup, Iterator[Entry]]:
