@@ -39,7 +39,7 @@ from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, 
 from appliance.frontend.serving.stored import recall
 from appliance.frontend.serving.vllm_errors import VllmErrors
 from appliance.http.body_budget import BodiesFull, BodyBudget
-from appliance.http.errors import ApiError
+from appliance.http.errors import ApiError, as_refused
 from appliance.http.request_ids import request_id
 from appliance.service.front_frames import (
     DECIDING_HEADERS,
@@ -223,7 +223,7 @@ class FrontEnd:
         except Refuse as error:
             await answer.refuse(error.refused)
         except BodiesFull as error:
-            await answer.refuse(as_refused(call, error))
+            await answer.refuse(as_refused(error, call.number))
         finally:
             answer.close()
             current.reset(token)
@@ -319,7 +319,7 @@ class FrontEnd:
         try:
             checked = check(path, raw, strict=self._welcome.strict, reasons=reasons)
         except ApiError as error:
-            raise Refuse(as_refused(call, error)) from error
+            raise Refuse(as_refused(error, call.number)) from error
         if checked.header:
             call.headers.append((IGNORED_HEADER, checked.header))
         if checked.flex:
@@ -422,19 +422,6 @@ class Refuse(Exception):
 
 def refused(call: Call, status: int, code: str, message: str, param: str | None = None) -> Refused:
     return Refused(call=call.number, status=status, code=code, message=message, param=param)
-
-
-def as_refused(call: Call, error: ApiError) -> Refused:
-    """An error as the refusal of a call."""
-    detail = error.body.error
-    return Refused(
-        call=call.number,
-        status=error.status,
-        code=detail.code or "invalid_request",
-        message=detail.message,
-        param=detail.param,
-        headers=tuple(error.headers.items()),
-    )
 
 
 _MISDIRECTED: Final = Refused(

@@ -21,7 +21,7 @@ from appliance.access.auth import Access, Caller, Credentials
 from appliance.access.keys import Scope
 from appliance.engines.protocol import GuideRefused, Produced
 from appliance.gateway.responses import StoredResponse, StoredResponses
-from appliance.http.errors import ApiError, as_api_error
+from appliance.http.errors import as_api_error, as_refused
 from appliance.http.server_timing import server_timing
 from appliance.service.front_frames import (
     MAX_STORED_BYTES,
@@ -691,14 +691,4 @@ def _cancelled() -> GenerationFailed:
 
 
 def _refusal(error: Exception, call: int, request: RequestId | None = None) -> Refused:
-    answer: ApiError = as_api_error(error)
-    detail = answer.body.error
-    return Refused(
-        call=call,
-        request=request,
-        status=answer.status,
-        code=detail.code or "invalid_request",
-        message=detail.message,
-        param=detail.param,
-        headers=tuple(answer.headers.items()),
-    )
+    return as_refused(as_api_error(error), call, request)

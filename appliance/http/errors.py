@@ -22,6 +22,7 @@ from appliance.errors import (
     PolicyChoiceError,
     PullError,
 )
+from appliance.service.front_frames import Refused
 from appliance.service.interface import (
     GenerationFailed,
     InstanceNotFound,
@@ -34,6 +35,7 @@ from appliance.service.interface import (
     RequestNotFound,
     SlabsUnanswered,
 )
+from appliance.vocabulary import RequestId
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,20 @@ _AS_THEY_ARE: Final[tuple[tuple[type[BaseException], int, str, str | None], ...]
     (NothingPrevious, 409, "nothing_previous", None),
 )
 """Errors whose messages are answered as they are: status, code, and the field that is wrong."""
+
+
+def as_refused(error: ApiError, call: int, request: RequestId | None = None) -> Refused:
+    """The error as the core and front ends say it to each other, of a call or a request of it."""
+    detail = error.body.error
+    return Refused(
+        call=call,
+        request=request,
+        status=error.status,
+        code=detail.code or "invalid_request",
+        message=detail.message,
+        param=detail.param,
+        headers=tuple(error.headers.items()),
+    )
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -7,8 +7,9 @@ import socket
 from collections.abc import Callable
 
 from appliance.gateway.supervisor import Supervisor
-from appliance.service.front_frames import Down, Hello, Up, Welcome
+from appliance.service.front_frames import Down, Hello, Up
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.doubles.front_end import WELCOME
 
 
 class SessionDouble:
@@ -22,16 +23,7 @@ class SessionDouble:
     def received(self, frame: Up, /) -> None:
         if isinstance(frame, Hello):
             SessionDouble.pids += (frame.pid,)
-            self._send(
-                Welcome(
-                    keep_alive_seconds=5,
-                    max_body_bytes=1 << 20,
-                    max_bodies_bytes=1 << 27,
-                    strict=False,
-                    origins=(),
-                    models=(),
-                )
-            )
+            self._send(WELCOME)
 
     def stream_begun(self, call: int, connection: socket.socket, ending: bytes, /) -> None: ...
 

@@ -317,12 +317,10 @@ class BatchRunner:
 
     def _logs_bytes(self, owner: str | None = None) -> int:
         """The logs of all batches of an owner, or of all; that of one which is over is short."""
-        batches = [
-            batch.id
-            for batch in list(self._batches.values())
-            if owner in (None, batch.created.owner)
-        ]
-        runs = [run for run in map(self._runs.get, batches) if run is not None]
+        runs, batches = list(self._runs.values()), list(self._batches.values())
+        if owner is not None:
+            runs = [run for run in runs if run.batch.created.owner == owner]
+            batches = [batch for batch in batches if batch.created.owner == owner]
         sizes = sum(counted(run.log.size_bytes) for run in runs)
         return sizes + counted(0) * (len(batches) - len(runs))
 
