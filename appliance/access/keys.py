@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.errors import KeyExists, KeyFieldError, KeyNotFound, KeysError
-from appliance.platform.durable import sync_replaced
+from appliance.platform.durable import replace, sync_replaced
 from appliance.vocabulary import ModelName, RequestClass
 
 PREFIX: Final = "sk-"
@@ -244,20 +243,10 @@ class KeyFile:
                 f"{self.path}: would be larger than {MAX_FILE_BYTES} bytes: "
                 "name fewer models, or revoke keys that are not needed"
             )
-        temporary = None
+        owned = self.path if self.path.exists() else self.path.parent
         try:
-            # A new file of mode 0600, never one that another user put there.
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-            temporary = Path(name)
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(data)
-                _hand_over(stream.fileno(), self.path if self.path.exists() else self.path.parent)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(self.path)
+            replace(self.path, [data], lambda descriptor: _hand_over(descriptor, owned))
         except OSError as error:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
         sync_replaced(self.path)
 

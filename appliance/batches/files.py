@@ -8,7 +8,6 @@ import os
 import tempfile
 import threading
 import uuid
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,15 +15,14 @@ from typing import Final
 
 import msgspec
 
-from appliance.batches.log import replace
-from appliance.platform.durable import sync
+from appliance.platform.database import Database, Delete, Put
+from appliance.platform.durable import NEW, replace, sync
 
 MESSAGES_INPUT: Final = "message_batch"
 MESSAGES_OUTPUT: Final = "message_batch_output"
 """Purposes of the files of Anthropic's batches."""
 
 _UPLOAD: Final = ".upload-"
-_ABOUT: Final = ".json"
 _CONTENT: Final = ".jsonl"
 _PAGE_BYTES: Final = 4096
 SET_ASIDE: Final = "set-aside"
@@ -97,6 +95,7 @@ class FileStore:
 
     def __init__(
         self,
+        store: Database,
         folder: Path,
         *,
         max_bytes: int,
@@ -104,9 +103,12 @@ class FileStore:
         max_owner_bytes: int | None = None,
         beside_bytes: Callable[[str | None], int] = lambda _: 0,
     ) -> None:
-        """An owner may have `max_owner_bytes` of the `max_bytes`, unless it is a caller without a
+        """What is known of the files is in `store`, their contents are in `folder`.
+
+        An owner may have `max_owner_bytes` of the `max_bytes`, unless it is a caller without a
         key. `beside_bytes` of an owner, or of all (None), count as well, though they belong to no
         file: asked in any thread."""
+        self._store = store
         self._folder = folder
         self._beside_bytes = beside_bytes
         self._counting = threading.Lock()
@@ -119,41 +121,24 @@ class FileStore:
         self._uploads: set[Upload] = set()
 
     def open(self) -> None:
-        """Find what is there. An upload that never became a file is deleted. A file whose
-        description is damaged or lost is set aside, so that no damage deletes what a client has
-        stored. Takes time."""
+        """Find what is there. An upload that never became a file is deleted, and so is what was to
+        be deleted when the daemon stopped. A content that no row names is set aside, so that no
+        damage deletes what a client has stored. Takes time; raises `OSError`."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        for pattern in (f"{_UPLOAD}*", ".new-*"):
+        for pattern in (f"{_UPLOAD}*", f"{NEW}*"):
             for path in self._folder.glob(pattern):
                 path.unlink()
-        for path in sorted(self._folder.glob(f"*{_ABOUT}")):
-            id = path.name.removesuffix(_ABOUT)
-            try:
-                about = _read_description(path)
-            except (OSError, ValueError, msgspec.DecodeError) as error:
-                self._set_aside(id, f"its description cannot be read ({error})")
-                continue
-            if about.id == id and self.path(id).is_file():
-                self._know(about)
+        for id, about, leaving in self._store.rows("files"):
+            file = _decode(about)
+            if leaving:
+                self._erase(file.id)
+            elif self.path(file.id).is_file():
+                self._know(file)
             else:
-                self._set_aside(id, "its description is of another file, or without content")
+                log.error("%s is ignored, as its content is lost", id)
         for path in sorted(self._folder.glob(f"*{_CONTENT}")):
-            id = path.name.removesuffix(_CONTENT)
-            if id not in self._files:
-                self._set_aside(id, "no description names it")
-
-    def _set_aside(self, id: str, reason: str) -> None:
-        """Move a file to where it is neither served nor deleted."""
-        folder = self._folder / SET_ASIDE
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            for path in (self._folder / f"{id}{_ABOUT}", self.path(id)):
-                if path.exists():
-                    path.rename(folder / path.name)
-        except OSError as error:
-            log.error("%s is ignored: %s; it cannot be moved: %s", id, reason, error)
-        else:
-            log.error("%s is set aside in %s: %s", id, folder, reason)
+            if path.name.removesuffix(_CONTENT) not in self._files:
+                set_aside(path, "it is no file that is known")
 
     def stored_bytes(self, owner: str | None = None) -> int:
         """All files of an owner, or of all, also those being uploaded, and what is stored with
@@ -241,14 +226,26 @@ class FileStore:
         return self._add(id, owner, filename, purpose, size, now)
 
     def delete(self, id: str) -> None:
-        """Takes time; raises `OSError`. The content goes first: a stop in between leaves nothing of
-        it behind."""
-        self.path(id).unlink(missing_ok=True)
-        (self._folder / f"{id}{_ABOUT}").unlink(missing_ok=True)
+        """Takes time; raises `OSError`. Only what a row says is to go is deleted, also after a stop
+        in between."""
+        file = self._files.get(id)
+        if file is None:
+            return
+        self._store.write([row_of(file, leaving=True)])
+        try:
+            self._erase(id)
+        except OSError:
+            with contextlib.suppress(OSError):  # else it is deleted at the next start
+                self._store.write([row_of(file)])
+            raise
         with self._counting:
-            if (file := self._files.pop(id, None)) is not None:
+            if self._files.pop(id, None) is not None:
                 self._count(file, -1)
+
+    def _erase(self, id: str) -> None:
+        self.path(id).unlink(missing_ok=True)
         sync(self._folder)
+        self._store.write([Delete("files", (id,))])
 
     def _add(
         self, id: str, owner: str, filename: str, purpose: str, size_bytes: int, now: float
@@ -262,7 +259,8 @@ class FileStore:
             created_at=now,
             expires_at=now + self._keep_seconds,
         )
-        replace(self._folder / f"{id}{_ABOUT}", _description(file))
+        sync(self._folder)  # its content is there
+        self._store.write([row_of(file)])
         self._know(file)
         return file
 
@@ -279,17 +277,23 @@ class FileStore:
             del self._owners_bytes[file.owner]
 
 
-def _description(file: StoredFile) -> list[bytes]:
-    """What is written of a file: a line of JSON, and one with its CRC-32, as a changed digit of a
-    time or a size is JSON, too."""
-    encoded = msgspec.json.encode(file)
-    return [encoded, b"\n%08x\n" % zlib.crc32(encoded)]
+def set_aside(path: Path, reason: str) -> None:
+    """Move a file to where it is neither served nor deleted, with a line in the log."""
+    folder = path.parent / SET_ASIDE
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        path.rename(folder / path.name)
+    except OSError as error:
+        log.error("%s is ignored: %s; it cannot be moved: %s", path, reason, error)
+    else:
+        log.error("%s is set aside in %s: %s", path, folder, reason)
 
 
-def _read_description(path: Path) -> StoredFile:
-    """What `_description` wrote; earlier versions wrote no checksum. Raises `OSError`, `ValueError`
-    and `msgspec.DecodeError`."""
-    encoded, _, checksum = path.read_bytes().partition(b"\n")
-    if checksum and checksum != b"%08x\n" % zlib.crc32(encoded):
-        raise ValueError("its checksum differs")
-    return msgspec.json.decode(encoded, type=StoredFile)
+def row_of(file: StoredFile, *, leaving: bool = False) -> Put:
+    """What the store has of a file. Its content may be deleted once it is `leaving`."""
+    return Put("files", (file.id, msgspec.json.encode(file), int(leaving)))
+
+
+def _decode(about: object) -> StoredFile:
+    assert isinstance(about, bytes)
+    return msgspec.json.decode(about, type=StoredFile)

@@ -1,33 +1,33 @@
-"""The records of one batch on disk: a file that grows a line at a time, and ends whole.
+"""The records of one batch on disk: in the database, and what its requests came to in a file.
 
-A record counts once it is on the disk. What was cut off in the middle of a line, by a kill or a
-full disk, is taken away again. Each line begins with the CRC-32 of its record, so that a damaged
-one is noticed, and costs no other: what others depend on is there twice.
+A record counts once the database has it. The answers of requests (the entries of outcomes) are
+appended to the file first. A damaged entry costs its outcome, which is computed again.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
-import re
-import tempfile
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from threading import Lock
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from appliance.batches.records import Batch, Created, Ended, LineDone, Record
 from appliance.errors import IllegalTransition
+from appliance.platform.database import Change, Database, Delete, Put, Row
 from appliance.platform.durable import sync
 
-SET_ASIDE = "set-aside"
-"""The folder, below that of the logs, for those that were damaged, as they were."""
+ENTRIES: Final = ".entries"
+"""How the name of a batch's file of entries ends."""
 
-_MODE = 0o600
-_BEGINNING = re.compile(rb'(?<![0-9a-f])[0-9a-f]{8} \{"record":|^')
+_MODE: Final = 0o600
+_NO_ENTRY: Final = msgspec.Raw(b"null")
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
@@ -35,12 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class OutcomePlace(NamedTuple):
-    """Where the record of a request's outcome is in a log."""
+    """Where the entry of a request's outcome is in the file of a batch."""
 
     request: int
     ok: bool
     offset: int
     size: int
+    crc: int
 
 
 class BatchLog:
@@ -49,186 +50,173 @@ class BatchLog:
     After an `OSError` the log is as it was before; the same may be tried again.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open it, or make it; a line that was cut off is taken away."""
-        self.path = path
-        flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, _MODE)
-        self._size = 0
-        with path.open("rb") as file:
-            for line in file:
-                self._size += len(line) if line.endswith(b"\n") else 0
-        self._torn = self._size != os.fstat(self._descriptor).st_size
-        self._mend()
+    def __init__(self, store: Database, folder: Path, id: str) -> None:
+        """Open the log of a batch, whose file of entries is in `folder`. Raises `OSError`."""
+        self._store = store
+        self._id = id
+        self._path = entries_path(folder, id)
+        self._records = len(store.rows("records", id))
+        places = [_place(row) for row in store.rows("outcomes", id)]
+        self._end = max((place.offset + place.size for place in places), default=0)
+        self._descriptor: int | None = None
+        self._lock = Lock()  # an entry may be read in another thread while it is closed
 
     def append(self, records: Sequence[Record]) -> None:
-        """Write all of them, or none; they are on the disk afterwards."""
-        self._mend()
-        data = b"".join(map(_lines, records))
-        self._torn = True
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
-        os.fsync(self._descriptor)
-        self._torn = False
-        self._size += len(data)
+        """Write all of them, or none; they are on the disk afterwards. O(bytes)."""
+        changes: list[Change] = []
+        entries: list[bytes] = []
+        end, number = self._end, self._records
+        for record in records:
+            if isinstance(record, LineDone):
+                entry = bytes(record.entry)
+                about = _encoder.encode(msgspec.structs.replace(record, entry=_NO_ENTRY))
+                values = (self._id, record.request, about, end, len(entry), zlib.crc32(entry))
+                changes.append(Put("outcomes", values))
+                entries.append(entry)
+                end += len(entry)
+            else:
+                changes.append(Put("records", (self._id, number, _encoder.encode(record))))
+                number += 1
+        if entries:
+            self._append_entries(b"".join(entries))
+        self._store.write(changes)
+        self._end, self._records = end, number
 
     @property
     def size_bytes(self) -> int:
-        """What is whole of it."""
-        return self._size
-
-    def records(self) -> Iterator[Record]:
-        """All of them, from the first on. Raises `msgspec.DecodeError` for what is none."""
-        before = b""
-        with self.path.open("rb") as file:
-            while file.tell() < self._size:
-                line = file.readline()
-                if line != before:
-                    yield _record(line)
-                before = line
+        """What its entries take."""
+        return self._end
 
     def outcomes(self) -> list[OutcomePlace]:
         """The outcomes of requests, in the order of the input."""
-        found = []
-        offset = 0
-        with self.path.open("rb") as file:
-            while offset < self._size:
-                line = file.readline()
-                record = _record(line)
-                if isinstance(record, LineDone):
-                    found.append(OutcomePlace(record.request, record.ok, offset, len(line)))
-                offset += len(line)
-        return sorted(found)
+        return [_place(row) for row in self._store.rows("outcomes", self._id)]
 
     def entry(self, outcome: OutcomePlace) -> bytes:
-        """What the files of a batch say of a request."""
-        record = _record(os.pread(self._descriptor, outcome.size, outcome.offset))
-        assert isinstance(record, LineDone)
-        return bytes(record.entry)
+        """What the files of a batch say of a request. Raises `OSError` if that is damaged."""
+        with self._lock:
+            data = os.pread(self._file(), outcome.size, outcome.offset)
+        if len(data) != outcome.size or zlib.crc32(data) != outcome.crc:
+            raise OSError(errno.EIO, f"the outcome of request {outcome.request} is damaged")
+        return data
+
+    def finish(self, ended: Ended) -> None:
+        """The batch is over: its log says no more than needed from now on, and has no entries."""
+        first = self._store.rows("records", self._id, 0)
+        changes: list[Change] = [Delete("outcomes", (self._id,)), Delete("records", (self._id,))]
+        changes += [Put("records", row) for row in first]
+        changes.append(Put("records", (self._id, 1, _encoder.encode(ended))))
+        self._store.write(changes)
+        self._end, self._records = 0, 2
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+            self._descriptor = None
 
-    def _mend(self) -> None:
-        if self._torn:
-            os.ftruncate(self._descriptor, self._size)
-            self._torn = False
+    def _append_entries(self, data: bytes) -> None:
+        """Behind what counts; what an earlier attempt left there is written over."""
+        with self._lock:
+            descriptor = self._file()
+            offset, rest = self._end, memoryview(data)
+            while rest:
+                written = os.pwrite(descriptor, rest, offset)
+                offset, rest = offset + written, rest[written:]
+            os.fsync(descriptor)
 
-
-def _lines(record: Record) -> bytes:
-    """One line for an outcome, which no other record depends on; two for any other."""
-    encoded = _encoder.encode(record)
-    line = b"%08x %b\n" % (zlib.crc32(encoded), encoded)
-    return line if isinstance(record, LineDone) else 2 * line
-
-
-def _record(line: bytes) -> Record:
-    """What a line says; earlier versions wrote no checksums. Raises `msgspec.DecodeError` if it is
-    damaged."""
-    checksum, _, encoded = (b"", b"", line) if line.startswith(b"{") else line.partition(b" ")
-    encoded = encoded.removesuffix(b"\n")
-    if checksum and checksum != b"%08x" % zlib.crc32(encoded):
-        raise msgspec.DecodeError("its checksum differs")
-    return _decoder.decode(encoded)
+    def _file(self) -> int:
+        if self._descriptor is None:
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, _MODE)
+            sync(self._path.parent)
+        return self._descriptor
 
 
-def shorten(path: Path, ended: Ended) -> None:
-    """Replace the log of a batch that is over by one that says no more than needed."""
-    whole = BatchLog(path)
-    try:
-        first = next(whole.records())
-    finally:
-        whole.close()
-    replace(path, map(_lines, (first, ended)))
+def entries_path(folder: Path, id: str) -> Path:
+    """Where the entries of a batch are."""
+    return folder / f"{id}{ENTRIES}"
 
 
-def load(path: Path) -> Batch | None:
-    """The batch whose log this is; None if it never came to be. A log with damaged records is set
-    aside, and replaced by one without them: what they said is done again. Raises `OSError`, and
-    `IllegalTransition` for what is no log of a batch, or says too little of one."""
-    found = BatchLog(path)
-    try:
-        return Batch.of(found.records())
-    except (ValueError, msgspec.DecodeError, IllegalTransition):
-        pass
-    finally:
-        found.close()
-    return _recover(path)
-
-
-def _recover(path: Path) -> Batch:
-    """What the whole records of a damaged log say of its batch. Raises `OSError`, and
-    `IllegalTransition` if they do not say whether it is over: it is not begun anew then."""
-    batch: Batch | None = None
-    kept: list[Record] = []
-    lines = [*_split(path.read_bytes())]
-    seen: set[bytes] = set()
-    damaged: list[bytes] = []
-    for line in lines:
+def load_all(store: Database, folder: Path) -> list[Batch]:
+    """All batches. An outcome whose entry is damaged is taken back, with a line in the log: it is
+    computed again. A batch whose records make none is left where it is. O(bytes of entries).
+    Raises `OSError`."""
+    batches = []
+    outcomes = _by_batch(store.rows("outcomes"))
+    for id, rows in _by_batch(store.rows("records")).items():
         try:
-            record = _record(line)
-            if line in seen:
-                continue
-            seen.add(line)
-            if batch is not None:
-                batch.apply(record)
-            elif isinstance(record, Created):
-                batch = Batch(record)
-            else:
-                raise IllegalTransition("a batch begins with its creation")
-            kept.append(record)
-        except (ValueError, msgspec.DecodeError, IllegalTransition):
-            damaged.append(line)
-    # The log of a batch that is over has its creation and its end alone.
-    remains = all(_is_of(line, copy) for line in damaged for copy in seen)
-    unclear = len(kept) == 1 and not remains and not any(b'"begun"' in line for line in lines)
-    aside = path.parent / SET_ASIDE / path.name
-    aside.parent.mkdir(mode=0o700, exist_ok=True)
-    if batch is None or unclear:
-        path.rename(aside)
-        raise IllegalTransition(f"too little of it can be read; it is set aside in {aside.parent}")
-    replace(aside, [path.read_bytes()])
-    replace(path, map(_lines, kept))
-    log.error(
-        "%s had %d damaged lines; what only they said is done again. The log as it was is in %s",
-        path.name,
-        len(damaged),
-        aside.parent,
-    )
+            batches.append(_load(store, folder, id, rows, outcomes[id]))
+        except (msgspec.DecodeError, IllegalTransition) as error:
+            log.error("%s is ignored, as its records make no batch: %s", id, error)
+    return batches
+
+
+def _load(store: Database, folder: Path, id: str, rows: list[Row], outcomes: list[Row]) -> Batch:
+    """One of them. Raises `IllegalTransition`, `msgspec.DecodeError` and `OSError`."""
+    records = [_decode(row[2]) for row in rows]
+    if not isinstance(records[0], Created):
+        raise IllegalTransition("a batch begins with its creation")
+    batch = Batch(records[0])
+    if isinstance(records[-1], Ended):
+        batch.apply(records[-1])
+        return batch
+    for record in records[1:2]:
+        batch.apply(record)
+    taken_back: list[Change] = []
+    for row, outcome in zip(outcomes, _readable(store, folder, id, outcomes), strict=True):
+        if outcome is None:
+            taken_back.append(Delete("outcomes", row[:2]))
+        else:
+            batch.apply(outcome)
+    for row, record in zip(rows[2:], records[2:], strict=True):
+        if taken_back and not batch.allows(record):  # it was complete, and is not any more
+            taken_back.append(Delete("records", row[:2]))
+        else:
+            batch.apply(record)
+    if taken_back:
+        store.write(taken_back)
+        log.error("%s: %d damaged records are taken back, to be done again", id, len(taken_back))
     return batch
 
 
-def _split(data: bytes) -> Iterator[bytes]:
-    """The lines of a damaged log, also where the end of one was damaged: a line that goes on after
-    its record has another one in it."""
-    for line in data.removesuffix(b"\n").split(b"\n"):
-        starts = [found.start() for found in _BEGINNING.finditer(line)]
-        ends = [*(start - 1 for start in starts[1:]), len(line)]
-        yield from (line[start:end] for start, end in zip([0, *starts[1:]], ends, strict=True))
+def delete_log(store: Database, folder: Path, id: str) -> None:
+    """Nothing is left of a batch that is over. Raises `OSError`."""
+    entries_path(folder, id).unlink(missing_ok=True)
+    store.write([Delete("outcomes", (id,)), Delete("records", (id,))])
 
 
-def _is_of(damaged: bytes, line: bytes) -> bool:
-    """Whether a damaged line was a copy of another one, or a piece of one."""
-    if len(damaged) == len(line):
-        return sum(one != other for one, other in zip(damaged, line, strict=True)) <= len(line) // 8
-    return damaged in line
-
-
-def replace(path: Path, chunks: Iterable[bytes]) -> int:
-    """Put a file there, whole or not at all, and on the disk. Answers its size."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+def _readable(
+    store: Database, folder: Path, id: str, outcomes: Iterable[Row]
+) -> Iterator[Record | None]:
+    """The outcomes of a batch, without their entries; None for one with a damaged entry."""
+    entries = BatchLog(store, folder, id)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
-            for chunk in chunks:
-                stream.write(chunk)
-            stream.flush()
-            os.fsync(stream.fileno())
-            size = stream.tell()
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
-    sync(path.parent)
-    return size
+        for row in outcomes:
+            try:
+                entries.entry(_place(row))
+            except OSError:
+                yield None
+            else:
+                yield _decode(row[2])
+    finally:
+        entries.close()
+
+
+def _by_batch(rows: Iterable[Row]) -> defaultdict[Any, list[Row]]:
+    found: defaultdict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row[0]].append(row)
+    return found
+
+
+def _place(row: Row) -> OutcomePlace:
+    _, request, about, offset, size, crc = row
+    record = _decode(about)
+    assert isinstance(record, LineDone)
+    return msgspec.convert((request, record.ok, offset, size, crc), OutcomePlace)
+
+
+def _decode(record: object) -> Record:
+    assert isinstance(record, bytes)
+    return _decoder.decode(record)

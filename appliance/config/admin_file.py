@@ -6,7 +6,6 @@ An edit leaves the tables of other models as they are, comments included.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -18,7 +17,7 @@ from tomlkit.items import AoT, InlineTable, Item, Table
 from appliance.config.layers import directory
 from appliance.config.schema import Model, fields
 from appliance.errors import NotSaved
-from appliance.platform.durable import sync_replaced
+from appliance.platform.durable import replace, sync_replaced
 from appliance.vocabulary import ModelName
 
 ADMIN_FILE: Final = "50-admin.toml"
@@ -125,15 +124,5 @@ def _item(value: object) -> Item:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(number, "w", encoding="utf-8") as file:  # noqa: PTH123
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:  # whatever it is, the unfinished file goes
-        Path(name).unlink(missing_ok=True)
-        raise
+    replace(path, [text.encode()], lambda descriptor: os.fchmod(descriptor, 0o644))
     sync_replaced(path)

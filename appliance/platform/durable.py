@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+NEW = ".new-"
+"""How the name of a file begins that is not whole yet: a kill may leave it behind."""
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +23,32 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace(
+    path: Path, chunks: Iterable[bytes], prepare: Callable[[int], None] = lambda _: None
+) -> int:
+    """Put a file there, whole or not at all. Answers its size in bytes.
+
+    It is a new file of mode 0600, never one that another user put there; `prepare` may give its
+    descriptor another mode or owner. It is on the disk, but its folder is still to be synced.
+    Raises `OSError`, and what `chunks` raise.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{NEW}{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            for chunk in chunks:
+                stream.write(chunk)
+            prepare(stream.fileno())
+            stream.flush()
+            os.fsync(stream.fileno())
+            size = stream.tell()
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+    return size
 
 
 def sync_replaced(path: Path) -> None:

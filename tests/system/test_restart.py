@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,8 +23,9 @@ import openai
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.batches.log import load as load_batch
+from appliance.batches.log import load_all
 from appliance.batches.records import Batch
+from appliance.batches.store import store_in
 from appliance.cli.main import cli
 from appliance.demo.checkpoints import write_config
 from tests.activation import start_activated
@@ -61,27 +64,20 @@ def test_restarts_under_load(checkpoints: Path, tmp_path: Path) -> None:
             first = start("first.log")
             until(lambda: any("READY" in message for message in told.heard()))
             batch = begin_batch(nightly, models[0])
-            record = folder / "batches" / f"{batch}.jsonl"
-            until(lambda: recorded(record).completed > 0)
+            until(lambda: completed(nightly, batch) > 0)
 
             async def restarts() -> Batch:
                 """What was recorded of the batch when the second daemon was killed."""
                 await load.whole(BEFORE)
                 first.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(first.wait, PATIENCE_SECONDS) == 0
-                at_first = recorded(record)
+                at_first = recorded(folder, batch)
                 second = start("second.log")
-                more = load.outcomes["whole"] + AFTER
-                await load.true(
-                    lambda: (
-                        recorded(record).completed > at_first.completed
-                        or load.outcomes["whole"] >= more
-                    )
-                )
+                await load.whole(load.outcomes["whole"] + AFTER)
                 assert set(load.outcomes) <= {"whole", "shutting_down"}, load.outcomes
                 second.kill()
                 second.wait()
-                at_second = recorded(record)
+                at_second = recorded(folder, batch)
                 assert 0 < at_first.completed <= at_second.completed < LINES
                 start("third.log")
                 await load.whole(load.outcomes["whole"] + AFTER)
@@ -144,11 +140,22 @@ def begin_batch(client: openai.OpenAI, model: str) -> str:
     return made.id
 
 
-def recorded(record: Path) -> Batch:
-    """A batch as its records have it: what a daemon finds that starts now."""
-    batch = load_batch(record)
-    assert batch is not None
-    return batch
+def completed(client: openai.OpenAI, batch: str) -> int:
+    """How many lines have an outcome."""
+    counts = client.batches.retrieve(batch).request_counts
+    return 0 if counts is None else counts.completed
+
+
+def recorded(folder: Path, batch: str) -> Batch:
+    """A batch as its records have it: what a daemon finds that starts now. None runs meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name) / "batches"
+        shutil.copytree(folder, copy)
+        store = store_in(copy)
+        store.open()
+        (found,) = (one for one in load_all(store, copy / "batches") if one.id == batch)
+        store.close()
+    return found
 
 
 def finished(client: openai.OpenAI, batch: str) -> tuple[Any, list[Any]]:

@@ -23,8 +23,15 @@ from litestar import Litestar
 from appliance.access.auth import Access, Caller
 from appliance.api.batch.executor import KEY_GONE, BatchRequests, BatchRun, Fronts
 from appliance.batches.disk import Disk
-from appliance.batches.files import MESSAGES_INPUT, FileStore, StoredFile, counted
-from appliance.batches.log import BatchLog, load, shorten
+from appliance.batches.earlier import take_in
+from appliance.batches.files import (
+    MESSAGES_INPUT,
+    FileStore,
+    StoredFile,
+    counted,
+    set_aside,
+)
+from appliance.batches.log import ENTRIES, BatchLog, delete_log, load_all
 from appliance.batches.records import (
     MESSAGES,
     Batch,
@@ -38,10 +45,10 @@ from appliance.batches.records import (
 )
 from appliance.batches.requestlines import InputLost, InputRefused, RequestLines, check_input
 from appliance.batches.results import write_results
+from appliance.batches.store import store_in
 from appliance.batches.writer import RETRY_SECONDS, BatchWriter
 from appliance.errors import ApplianceError, IllegalTransition
 from appliance.observability.batch_metrics import BatchMetrics
-from appliance.platform.durable import sync
 from appliance.service.interface import Inference
 
 WINDOW_SECONDS: Final = 24 * 3600.0
@@ -103,7 +110,9 @@ class BatchRunner:
         self.settings = settings
         self.wall_clock = wall_clock
         self._expiry_clock = wall_clock if expiry_clock is None else expiry_clock
+        self._store = store_in(settings.folder)
         self.files = FileStore(
+            self._store,
             settings.folder / "files",
             max_bytes=settings.max_stored_bytes,
             max_owner_bytes=settings.max_owner_bytes,
@@ -143,7 +152,7 @@ class BatchRunner:
             self._requests.halted = False
             for batch in sorted(self._batches.values(), key=lambda batch: batch.created.at):
                 if not batch.over:
-                    self._begin(batch, await self.disk(BatchLog, self._path(batch.id)))
+                    self._begin(batch, await self.disk(self._log, batch.id))
             sweeping = asyncio.create_task(self._sweep_now_and_then())
             yield
         finally:
@@ -152,6 +161,7 @@ class BatchRunner:
                 sweeping.cancel()
             await self._stop()
             await self.disk.close()
+            self._store.close()
             os.close(lock)
 
     def _open(self) -> int:
@@ -166,18 +176,39 @@ class BatchRunner:
             os.close(lock)
             folder = self.settings.folder
             raise ApplianceError(f"{folder}: another daemon has its batches there") from error
-        self.files.open()
-        for path in sorted(self._logs.glob("*batch_*.jsonl")):
-            try:
-                batch = load(path)
-            except (msgspec.DecodeError, IllegalTransition, OSError) as error:
-                log.error("%s is ignored, as it cannot be read: %s", path, error)
-                continue
-            if batch is None:  # no client had its confirmation
-                path.unlink()
-            else:
-                self._batches[batch.id] = batch
+        try:
+            self._store.open()
+            take_in(self._store, self.settings.folder / "files", self._logs)
+            self.files.open()
+            self._find_batches()
+        except BaseException:
+            os.close(lock)
+            raise
         return lock
+
+    def _find_batches(self) -> None:
+        for batch in load_all(self._store, self._logs):
+            self._batches[batch.id] = batch
+        for path in sorted(self._logs.glob(f"*{ENTRIES}")):
+            found = self._batches.get(path.name.removesuffix(ENTRIES))
+            if found is None:
+                set_aside(path, "it belongs to no batch that is known")
+            elif found.over:  # the daemon stopped just then
+                self._shorten(found, self._log(found.id))
+
+    def _shorten(self, batch: Batch, written: BatchLog) -> None:
+        """The log of a batch that is over need not be long any more."""
+        ended = batch.ended(
+            batch.since[batch.status],
+            batch.status,
+            batch.output_file_id,
+            batch.error_file_id,
+            batch.problems,
+        )
+        try:
+            written.finish(ended)
+        except OSError as error:  # it says the same at length
+            log.warning("the log of %s could not be compacted: %s", batch.id, error)
 
     async def _stop(self) -> None:
         """What is done is written; what is not is done again after the next start."""
@@ -205,7 +236,7 @@ class BatchRunner:
         for batch in list(self._batches.values()):
             if batch.over and batch.created.at + self.settings.keep_seconds <= now:
                 try:
-                    await self.disk(self._path(batch.id).unlink, missing_ok=True)
+                    await self.disk(delete_log, self._store, self._logs, batch.id)
                 except OSError as error:
                     log.error("%s has expired and cannot be deleted: %s", batch.id, error)
                 else:
@@ -262,8 +293,7 @@ class BatchRunner:
         )
         begun = [] if checked is None else [Begun(at=now, total=checked)]
         self._creating.append(created)
-        path = self._path(created.id)
-        creating = asyncio.ensure_future(self.disk(_create_log, path, [created, *begun]))
+        creating = asyncio.ensure_future(self.disk(self._create_log, created.id, [created, *begun]))
         try:
             written = await asyncio.shield(creating)
         except OSError as error:
@@ -271,7 +301,7 @@ class BatchRunner:
         except asyncio.CancelledError:  # no client gets its id, so it is removed
             with suppress(OSError):
                 (await creating).close()
-                await self.disk(path.unlink)
+                await self.disk(delete_log, self._store, self._logs, created.id)
             raise
         finally:
             self._creating.remove(created)
@@ -303,7 +333,7 @@ class BatchRunner:
             await asyncio.wait([run.task])  # it shortens the log, which would be there again
         files = (batch.output_file_id, batch.error_file_id, batch.created.input_file_id)
         try:
-            await self.disk(self._path(batch.id).unlink, missing_ok=True)
+            await self.disk(delete_log, self._store, self._logs, batch.id)
             for file in filter(None, files):
                 await self.disk(self.files.delete, file)
         except OSError as error:
@@ -312,8 +342,14 @@ class BatchRunner:
 
     # --- one batch -------------------------------------------------------------------------------
 
-    def _path(self, id: str) -> Path:
-        return self._logs / f"{id}.jsonl"
+    def _log(self, id: str) -> BatchLog:
+        return BatchLog(self._store, self._logs, id)
+
+    def _create_log(self, id: str, records: list[Record]) -> BatchLog:
+        """The log of a new batch, on the disk; none if that fails with an `OSError`."""
+        written = self._log(id)
+        written.append(records)
+        return written
 
     def _logs_bytes(self, owner: str | None = None) -> int:
         """The logs of all batches of an owner, or of all; that of one which is over is short."""
@@ -441,17 +477,7 @@ class BatchRunner:
         """It is over: its log need not be long any more, and of messages it needs no input."""
         batch = run.batch
         log.info("%s is %s: %d of %d", batch.id, batch.status, batch.completed, batch.total)
-        ended = batch.ended(
-            batch.since[batch.status],
-            batch.status,
-            batch.output_file_id,
-            batch.error_file_id,
-            batch.problems,
-        )
-        try:
-            await self.disk(shorten, self._path(batch.id), ended)
-        except OSError as error:  # it says the same at length
-            log.warning("the log of %s could not be compacted: %s", batch.id, error)
+        await self.disk(self._shorten, batch, run.log)
         if batch.of_messages:
             try:
                 await self.disk(self.files.delete, batch.created.input_file_id)
@@ -461,16 +487,3 @@ class BatchRunner:
 
 def _lost(error: InputLost) -> Problem:
     return Problem(code="input_file_unreadable", message=str(error), param="input_file_id")
-
-
-def _create_log(path: Path, records: list[Record]) -> BatchLog:
-    """The log of a new batch, on the disk; none if that fails with an `OSError`."""
-    written = BatchLog(path)
-    try:
-        written.append(records)
-        sync(path.parent)
-    except BaseException:
-        written.close()
-        path.unlink(missing_ok=True)
-        raise
-    return written

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,14 +22,15 @@ from appliance.api.app import create_app
 from appliance.api.batch import executor
 from appliance.api.batch import runner as batchrunner
 from appliance.api.batch.runner import BatchRunner, BatchSettings
-from appliance.batches import files
-from appliance.batches.log import BatchLog
-from appliance.batches.records import CancelAsked, Created, LineDone, Record
+from appliance.batches.log import BatchLog, load_all
+from appliance.batches.records import Batch, CancelAsked, Created, LineDone, Record
 from appliance.batches.results import Results, answered
+from appliance.batches.store import store_in
 from appliance.batches.writer import BatchWriter
 from appliance.gateway.sessions import FrontSettings, Sessions
 from appliance.observability.batch_metrics import BatchMetrics
 from appliance.observability.registry import Registry
+from appliance.platform.database import Database
 from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import FinishReason, RequestClass, Task
 from tests.patience import PATIENCE_SECONDS
@@ -68,6 +69,7 @@ class House:
         self.sessions: Sessions
         """Of the latest life."""
         self.front: FrontDouble
+        self.batches: BatchRunner
 
     @property
     def settings(self) -> BatchSettings:
@@ -88,7 +90,7 @@ class House:
         settings = FrontSettings(keep_alive_seconds=5.0, max_body_bytes=10_000)
         self.sessions = Sessions(self.service, self.access, admission, settings)  # type: ignore[arg-type]
         self.front = FrontDouble(self.sessions)
-        return BatchRunner(
+        self.batches = BatchRunner(
             self.service,  # type: ignore[arg-type]
             self.access,
             self.sessions,
@@ -97,6 +99,22 @@ class House:
             wall_clock=self.clock,
             retry_seconds=0.01,
         )
+        return self.batches
+
+    @contextmanager
+    def store(self) -> Iterator[Database]:
+        """What is written down, while no life has it open."""
+        store = store_in(self.folder)
+        store.open()
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def recorded(self) -> list[Batch]:
+        """The batches that the next life finds."""
+        with self.store() as store:
+            return load_all(store, self.folder / "batches")
 
     def app(self) -> Litestar:
         return create_app(self.service, access=self.access, batches=self.runner())  # type: ignore[arg-type]
@@ -389,10 +407,10 @@ async def test_an_upload_that_cannot_be_described(
 ) -> None:
     """As the disk is full just then: nothing of it stays."""
 
-    def full(*_: Any) -> int:
+    def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "replace", full)
+    monkeypatch.setattr(Database, "write", full)
     async with house.client() as client:
         with pytest.raises(openai.InternalServerError) as caught:
             await upload(client, [chat("a")])
@@ -437,7 +455,7 @@ async def test_old_files_that_cannot_be_deleted(
     unlink = Path.unlink
 
     def refused(path: Path, missing_ok: bool = False) -> None:
-        if path.name in (f"{bad}.json", f"{old}.jsonl"):
+        if path.name in (f"{bad}.jsonl", f"{old}.entries"):
             raise PermissionError(13, "Permission denied")
         unlink(path, missing_ok=missing_ok)
 

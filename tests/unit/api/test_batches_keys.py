@@ -48,8 +48,8 @@ async def ended(house: House, batch: str) -> None:
     """Returns when a batch is over that nobody may ask for."""
 
     async def look() -> bool | None:
-        log = (house.folder / f"batches/{batch}.jsonl").read_bytes()
-        return True if b'"record":"ended"' in log else None
+        found = house.batches.find(batch)
+        return True if found is not None and found.over else None
 
     await polled(look)
 

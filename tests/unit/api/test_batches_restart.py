@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.batches import log as batch_log
-from appliance.batches.files import FileStore
-from appliance.batches.log import SET_ASIDE
+from appliance.batches.files import SET_ASIDE, FileStore
+from appliance.batches.log import BatchLog
 from appliance.batches.records import Batch, Begun, CancelAsked, Created, LineDone, Record
 from appliance.batches.results import answered
 from appliance.errors import ApplianceError
+from appliance.platform.database import Change, Database
 from appliance.service.interface import GenerationFailed
 from appliance.vocabulary import FinishReason
 from tests.patience import PATIENCE_SECONDS
@@ -90,15 +91,16 @@ async def finish(house: House) -> Batch | None:
             return listed if done else None
 
         await polled(ended)
-    path = house.folder / "batches/batch_1.jsonl"
-    return batch_log.load(path) if path.exists() else None
+    batches = house.recorded()
+    return batches[0] if batches else None
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_daemon_that_was_killed_anywhere(data: st.DataObject) -> None:
-    """Whatever of the log is there, whole lines and the torn one at its end: what has an outcome
-    keeps it, byte by byte, and is not asked again; all the rest is asked once; tokens count once.
+    """Whatever of its records is there: what has an outcome keeps it, byte by byte, and is not
+    asked again; all the rest is asked once; tokens count once. Also of the log of an earlier
+    version, whose last line was cut off.
     """
     total = data.draw(st.integers(1, 5))
     order = data.draw(st.permutations(range(total)))
@@ -107,18 +109,24 @@ def test_a_daemon_that_was_killed_anywhere(data: st.DataObject) -> None:
     ]
     cancelled = data.draw(st.booleans())
     records = life(total, done, cancelled)
-    content = [msgspec.json.encode(record) + b"\n" for record in records]
-    whole = b"".join(content)
-    cut = data.draw(st.integers(0, len(whole)))
-    kept = records[: whole[:cut].count(b"\n")]
+    earlier = data.draw(st.booleans(), "earlier")
     with tempfile.TemporaryDirectory() as folder:
         house = House(Path(folder))
-        (house.folder / "batches").mkdir(parents=True)
-        store = FileStore(house.folder / "files", max_bytes=10**6, keep_seconds=1000.0)
-        store.open()
+        logs = house.folder / "batches"
+        logs.mkdir(parents=True)
         lines = jsonl(chat(str(number)) for number in range(total))
-        store.write("file-1", "", "in.jsonl", [lines], house.clock.now)
-        (house.folder / "batches/batch_1.jsonl").write_bytes(whole[:cut])
+        with house.store() as store:
+            files = FileStore(store, house.folder / "files", max_bytes=10**6, keep_seconds=1000.0)
+            files.open()
+            files.write("file-1", "", "in.jsonl", [lines], house.clock.now)
+            if not earlier:
+                kept = records[: data.draw(st.integers(0, len(records)))]
+                BatchLog(store, logs, "batch_1").append(kept)
+        if earlier:
+            whole = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+            cut = data.draw(st.integers(0, len(whole)))
+            kept = records[: whole[:cut].count(b"\n")]
+            (logs / "batch_1.jsonl").write_bytes(whole[:cut])
 
         batch = asyncio.run(finish(house))
 
@@ -275,7 +283,7 @@ async def test_an_input_that_is_another(house: House) -> None:
 
 
 async def test_a_log_that_is_none(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    """Is set aside and named; the others go on."""
+    """Of an earlier version: it is set aside and named; the others go on."""
     async with house.client() as client:
         batch = await begin(client, [chat("a")])
         await over(client, batch)
@@ -286,7 +294,7 @@ async def test_a_log_that_is_none(house: House, caplog: pytest.LogCaptureFixture
 
     assert listed == [batch]
     assert (strange.parent / SET_ASIDE / strange.name).read_bytes() == b'{"record":"what"}\n'
-    assert "batch_0.jsonl is ignored" in caplog.text
+    assert "batch_0.jsonl is set aside" in caplog.text
 
 
 async def test_one_daemon_at_a_time(house: House) -> None:
@@ -307,15 +315,21 @@ async def test_a_full_disk(
     """The batch pauses, everything else is answered; when there is room it goes on, and its
     log is whole."""
     full = False
-    write = os.write
+    pwrite, write = os.pwrite, Database.write
 
-    def maybe(descriptor: int, data: Any) -> int:
-        if full and b'{"record":' in bytes(data[:20]):
-            write(descriptor, bytes(data)[: len(data) // 2])
+    def no_entries(descriptor: int, data: Any, offset: int) -> int:
+        if full:
+            pwrite(descriptor, bytes(data)[: len(data) // 2], offset)
             raise OSError(28, "No space left on device")
-        return write(descriptor, data)
+        return pwrite(descriptor, data, offset)
 
-    monkeypatch.setattr(os, "write", maybe)
+    def no_records(store: Database, changes: Iterable[Change]) -> None:
+        if full:
+            raise OSError(28, "No space left on device")
+        write(store, changes)
+
+    monkeypatch.setattr(os, "pwrite", no_entries)
+    monkeypatch.setattr(Database, "write", no_records)
     house.service.script = None
     async with house.client() as client:
         batch = await begin(client, [chat(str(number)) for number in range(4)])
@@ -328,7 +342,6 @@ async def test_a_full_disk(
             return True if f"{batch} is paused" in caplog.text else None
 
         await polled(told)
-        assert not (house.folder / f"batches/{batch}.jsonl").read_bytes().endswith(b"\n")
         counts = (await client.batches.retrieve(batch)).request_counts
         assert counts is not None
         assert counts.completed == 0

@@ -16,7 +16,7 @@ from anthropic.types.messages.batch_create_params import Request
 from appliance.access.keys import KeyFile
 from appliance.api.app import create_app
 from appliance.api.batch import runner
-from appliance.batches.files import FileStore
+from appliance.batches.files import MESSAGES_INPUT, FileStore
 from appliance.batches.log import BatchLog
 from appliance.vocabulary import FinishReason, RequestClass
 from tests.unit.api.test_batches import CHATS, House, begin, chat, house, over, polled
@@ -242,7 +242,12 @@ async def test_cancel_and_delete(house: House) -> None:
     assert (done.request_counts.succeeded, done.request_counts.canceled) == (1, 2)
     assert [one.result.type for one in results] == ["succeeded", "canceled", "canceled"]
     assert (deleted.id, deleted.type) == (id, "message_batch_deleted")
-    assert [path for path in house.folder.rglob("*") if path.is_file()] == [house.folder / "lock"]
+    assert house.recorded() == []
+    assert {path.name for path in house.folder.rglob("*") if path.is_file()} == {
+        "lock",
+        "store.sqlite",
+        "store-copy.sqlite",
+    }
 
 
 async def test_a_restart_and_the_end_of_the_window(house: House) -> None:
@@ -257,8 +262,8 @@ async def test_a_restart_and_the_end_of_the_window(house: House) -> None:
         id = (await claude.messages.batches.create(requests=[message(n) for n in "ab"])).id
 
         async def written() -> bool | None:
-            (log,) = (house.folder / "batches").glob("msgbatch_*.jsonl")
-            return b"succeeded" in log.read_bytes() or None
+            found = house.batches.find(id)
+            return (found is not None and found.completed == 1) or None
 
         await polled(written)
     async with anthropic_client(house.app()) as claude:
@@ -368,16 +373,16 @@ async def test_what_was_left_over_is_swept_up(house: House) -> None:
     async with anthropic_client(house.app()) as claude:
         id = (await claude.messages.batches.create(requests=[message("a")])).id
         await ended(claude, id)
-    files = house.folder / "files"
-    (about,) = files.glob("file-output-*.json")
-    left = about.read_text().replace(about.stem, "file-1").replace("_batch_output", "_batch")
-    (files / "file-1.json").write_text(left)
-    (files / "file-1.jsonl").write_text("{}\n")
+    (output,) = files_of(house)
+    with house.store() as store:
+        files = FileStore(store, house.folder / "files", max_bytes=10**6, keep_seconds=3600.0)
+        files.open()
+        files.write("file-1", "", "in.jsonl", [b"{}\n"], house.clock.now, MESSAGES_INPUT)
     house.clock.now += 3601
     async with anthropic_client(house.app()) as claude:
 
         async def swept() -> bool | None:
-            return files_of(house) == [f"{about.stem}.jsonl"] or None
+            return files_of(house) == [output] or None
 
         await polled(swept)
         assert len(await results_of(claude, id)) == 1

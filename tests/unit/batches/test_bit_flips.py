@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.hostile.bit_flips import flip_descriptions, flip_logs
+from tests.hostile.bit_flips import kinds
 
 
-def test_flipped_bits_of_logs(tmp_path: Path) -> None:
-    flip_logs(tmp_path, 300, random.Random(1))
-
-
-def test_flipped_bits_of_descriptions(tmp_path: Path) -> None:
-    """A description that says something else than what was written is never believed."""
-    found = flip_descriptions(tmp_path, 300, random.Random(1))
-    assert found == {"set aside": 300}
+def test_flipped_bits(tmp_path: Path) -> None:
+    """Of each kind of file; each kind checks what became of it."""
+    draw = random.Random(1)
+    rare, often = kinds(tmp_path)
+    for flip in rare * 50 + often * 200:
+        flip(draw)

@@ -1,14 +1,20 @@
-"""Stored files over the starts of daemons: no damage to a description deletes a client's file."""
+"""Stored files over the starts of daemons: no damage deletes a client's file."""
 
 from __future__ import annotations
 
 import logging
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from appliance.batches.earlier import take_in
 from appliance.batches.files import SET_ASIDE, FileStore, StoredFile
+from appliance.batches.store import store_in
+from appliance.platform.database import Delete
 
 CONTENT = b'{"custom_id": "1"}\n' * 50
 NOW = 1_764_000_000.0
@@ -19,17 +25,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "files"
 
 
-def opened(folder: Path) -> FileStore:
-    store = FileStore(folder, max_bytes=1 << 20, keep_seconds=3600.0)
+@contextmanager
+def opened(folder: Path) -> Iterator[FileStore]:
+    """The files that a daemon has that starts now."""
+    store = store_in(folder.parent)
     store.open()
-    return store
+    try:
+        take_in(store, folder, folder.parent / "batches")
+        files = FileStore(store, folder, max_bytes=1 << 20, keep_seconds=3600.0)
+        files.open()
+        yield files
+    finally:
+        store.close()
+
+
+def all_of(folder: Path) -> list[StoredFile]:
+    with opened(folder) as store:
+        return store.all()
 
 
 def stored(folder: Path) -> StoredFile:
-    store = opened(folder)
-    upload = store.begin("owner")
-    store.extend(upload, CONTENT)
-    return store.keep(upload, "batch.jsonl", NOW)
+    with opened(folder) as store:
+        upload = store.begin("owner")
+        store.extend(upload, CONTENT)
+        return store.keep(upload, "batch.jsonl", NOW)
 
 
 def contents(folder: Path) -> list[bytes]:
@@ -40,97 +59,116 @@ def contents(folder: Path) -> list[bytes]:
 def test_a_file_is_there_after_a_start(folder: Path) -> None:
     file = stored(folder)
 
-    assert opened(folder).find(file.id) == file
+    assert all_of(folder) == [file]
     assert contents(folder) == [CONTENT]
 
 
-def test_every_flipped_bit_of_a_description_is_noticed(
+def test_a_content_that_nothing_names(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is kept for the operator: nothing says whose it is."""
+    other, file = stored(folder), stored(folder)
+    store = store_in(folder.parent)
+    store.open()
+    store.write([Delete("files", (file.id,))])
+    store.close()
+
+    assert all_of(folder) == [other]
+    assert (folder / SET_ASIDE / f"{file.id}.jsonl").read_bytes() == CONTENT
+    assert f"{file.id}.jsonl is set aside" in caplog.text
+
+
+def test_a_content_that_is_lost(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file is not listed, and is there again once its content is."""
+    file = stored(folder)
+    content = folder / f"{file.id}.jsonl"
+    moved = content.rename(folder.with_name("moved"))
+
+    assert all_of(folder) == []
+    assert f"{file.id} is ignored" in caplog.text
+
+    moved.rename(content)
+    assert all_of(folder) == [file]
+
+
+def earlier(folder: Path, *, checksum: bool = True) -> StoredFile:
+    """A file as earlier versions stored it."""
+    file = StoredFile(
+        id="file-1",
+        owner="owner",
+        filename="batch.jsonl",
+        purpose="batch",
+        size_bytes=len(CONTENT),
+        created_at=NOW,
+        expires_at=NOW + 60,
+    )
+    folder.mkdir()
+    encoded = msgspec.json.encode(file)
+    ends = b"\n%08x\n" % zlib.crc32(encoded) if checksum else b""
+    (folder / "file-1.json").write_bytes(encoded + ends)
+    (folder / "file-1.jsonl").write_bytes(CONTENT)
+    return file
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_description_of_an_earlier_version(folder: Path, checksum: bool) -> None:
+    """It is taken in."""
+    file = earlier(folder, checksum=checksum)
+
+    for _ in range(2):
+        assert all_of(folder) == [file]
+        assert [path.name for path in folder.iterdir()] == ["file-1.jsonl"]
+
+
+def test_a_damaged_description_of_an_earlier_version(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file is set aside, with a line in the log, and its content is kept. Another file is
-    served as before. A digit of a time that changed would delete it as expired."""
+    """The file is set aside. A digit of a time that changed would delete it as expired."""
     caplog.set_level(logging.ERROR)
-    other, file = stored(folder), stored(folder)
-    about = folder / f"{file.id}.json"
-    aside = folder / SET_ASIDE
-    whole = about.read_bytes()
-    for place in range(8 * len(whole)):
-        damaged = bytearray(whole)
-        damaged[place // 8] ^= 1 << place % 8
-        about.write_bytes(damaged)
-        caplog.clear()
+    earlier(folder)
+    about = folder / "file-1.json"
+    damaged = about.read_bytes().replace(b"1764", b"1264")
+    about.write_bytes(damaged)
 
-        store = opened(folder)
-
-        assert store.all() == [other], damaged
-        assert [file.id in record.getMessage() for record in caplog.records] == [True]
-        assert (aside / about.name).read_bytes() == damaged
-        assert (aside / f"{file.id}.jsonl").read_bytes() == CONTENT
-        (aside / about.name).rename(about)
-        (aside / f"{file.id}.jsonl").rename(folder / f"{file.id}.jsonl")
-
-
-@pytest.mark.parametrize("size", [0, 1, 40, -1, -5])
-def test_a_description_that_is_cut_off(folder: Path, size: int) -> None:
-    file = stored(folder)
-    about = folder / f"{file.id}.json"
-    about.write_bytes(about.read_bytes()[:size])
-
-    assert opened(folder).all() == []
-    assert contents(folder) == [CONTENT]
-
-
-def test_a_description_that_is_lost(folder: Path) -> None:
-    """Nothing says whose the content is, so it is kept for the operator."""
-    file = stored(folder)
-    (folder / f"{file.id}.json").unlink()
-
-    assert opened(folder).all() == []
-    assert contents(folder) == [CONTENT]
-
-
-def test_a_description_of_an_earlier_version(folder: Path) -> None:
-    """It has no checksum, and is read as it was."""
-    file = stored(folder)
-    (folder / f"{file.id}.json").write_bytes(msgspec.json.encode(file))
-
-    assert opened(folder).all() == [file]
+    assert all_of(folder) == []
+    assert (folder / SET_ASIDE / "file-1.json").read_bytes() == damaged
+    assert (folder / SET_ASIDE / "file-1.jsonl").read_bytes() == CONTENT
+    assert "file-1.json is set aside" in caplog.text
 
 
 def test_an_upload_that_was_never_kept_is_deleted(folder: Path) -> None:
-    """No client was told that it is stored."""
-    store = opened(folder)
-    store.extend(store.begin("owner"), CONTENT)
+    """No client has an id of it."""
+    with opened(folder) as store:
+        store.extend(store.begin("owner"), CONTENT)
 
-    assert opened(folder).all() == []
+    assert all_of(folder) == []
     assert [path for path in folder.iterdir() if path.is_file()] == []
 
 
 def test_a_stop_in_the_middle_of_a_deletion(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The content that a client wants deleted is not kept as damaged."""
     file = stored(folder)
-    store = opened(folder)
     really = Path.unlink
 
     def stop(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".jsonl":
+            raise KeyboardInterrupt
         really(path, missing_ok)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "unlink", stop)
-    with pytest.raises(KeyboardInterrupt):
-        store.delete(file.id)
-    monkeypatch.undo()
+    with opened(folder) as store:
+        monkeypatch.setattr(Path, "unlink", stop)
+        with pytest.raises(KeyboardInterrupt):
+            store.delete(file.id)
+        monkeypatch.undo()
 
-    assert opened(folder).all() == []
+    assert all_of(folder) == []
     assert contents(folder) == []
 
 
 def test_what_cannot_be_moved_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The daemon starts nevertheless."""
-    file = stored(folder)
-    (folder / f"{file.id}.json").write_bytes(b"\xff")
+    folder.mkdir()
+    (folder / "file-1.jsonl").write_bytes(CONTENT)
     (folder / SET_ASIDE).write_bytes(b"in the way")
 
-    assert opened(folder).all() == []
+    assert all_of(folder) == []
     assert contents(folder) == [CONTENT]
     assert "it cannot be moved" in caplog.text

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.batches.disk import Disk
-from appliance.batches.log import SET_ASIDE, BatchLog, load, replace, shorten
+from appliance.batches.earlier import take_in
+from appliance.batches.files import SET_ASIDE
+from appliance.batches.log import BatchLog, entries_path, load_all
 from appliance.batches.records import (
     OVER,
     Batch,
@@ -27,8 +32,10 @@ from appliance.batches.records import (
     Record,
     Status,
 )
+from appliance.batches.store import store_in
 from appliance.batches.writer import BatchWriter
 from appliance.errors import IllegalTransition
+from appliance.platform.database import Database
 from tests.patience import PATIENCE_SECONDS
 
 CREATED = Created(
@@ -135,181 +142,208 @@ def whole_life() -> list[Record]:
     return [*LIFE, ended]
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.data())
-def test_a_log_survives_every_cut(data: st.DataObject) -> None:
-    """What is whole stays, what is torn goes, and what is written next is read back behind it."""
-    life = whole_life()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "batch_1.jsonl"
-        log = BatchLog(path)
-        log.append(life)
-        log.close()
-        content = path.read_bytes()
-        cut = data.draw(st.integers(0, len(content)))
-        path.write_bytes(content[:cut])
-        lines = lines_of(life)[: content[:cut].count(b"\n")]
-        whole = sum(record in lines for record in life)
+@contextmanager
+def opened(folder: Path) -> Iterator[Database]:
+    """The store that a daemon has that starts now."""
+    store = store_in(folder)
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
 
-        batch = load(path)
-        expected = Batch.of(life[:whole])
-        assert (batch is None) == (expected is None) == (whole == 0)
-        if batch is not None and expected is not None:
-            assert facts(batch) == facts(expected)
-        again = BatchLog(path)
-        again.append(life[whole : whole + 1])
-        again.append(life[whole + 1 :])
-        assert list(again.records()) == life
-        entries = {outcome.request: again.entry(outcome) for outcome in again.outcomes()}
+
+def write(folder: Path, records: list[Record]) -> None:
+    """Append to the log of batch_1."""
+    with opened(folder) as store:
+        log = BatchLog(store, folder, "batch_1")
+        log.append(records)
+        log.close()
+
+
+def found(folder: Path) -> Batch | None:
+    """The batch that a daemon finds that starts now."""
+    with opened(folder) as store:
+        batches = load_all(store, folder)
+    assert len(batches) <= 1
+    return batches[0] if batches else None
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_a_log_goes_on_after_every_stop(data: st.DataObject) -> None:
+    """Whatever was being appended to its entries then. What is written next is read back."""
+    life = whole_life()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        stop = data.draw(st.integers(1, len(life)), "records")
+        write(folder, life[:stop])
+        with entries_path(folder, "batch_1").open("ab") as file:
+            file.write(data.draw(st.binary(max_size=30), "torn"))
+
+        batch, expected = found(folder), Batch.of(life[:stop])
+        assert batch is not None
+        assert expected is not None
+        assert facts(batch) == facts(expected)
+        if stop == len(life):
+            return
+        with opened(folder) as store:
+            log = BatchLog(store, folder, "batch_1")
+            for record in life[stop:]:
+                log.append([record])
+            entries = {outcome.request: log.entry(outcome) for outcome in log.outcomes()}
+            log.close()
         assert list(entries) == [0, 1, 2]
         assert entries[2] == '{"text":"ä\\n"}'.encode()
-        again.close()
 
 
-def lines_of(records: list[Record]) -> list[Record]:
-    """The record that each line of their log has: only outcomes are there once."""
-    return [record for one in records for record in [one] * (1 if isinstance(one, LineDone) else 2)]
-
-
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_a_flipped_bit_costs_one_outcome(data: st.DataObject) -> None:
-    """At most, and that one is computed again: what other records need is there twice. The log goes
-    on from there; as it was it is set aside."""
-    life = whole_life()
-    if data.draw(st.booleans(), "short"):
-        life = [life[0], life[-1]]
-    life = life[: data.draw(st.integers(1, len(life)), "records")]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "batch_1.jsonl"
-        log = BatchLog(path)
-        log.append(life)
-        log.close()
-        content = path.read_bytes()
-        place = data.draw(st.integers(0, 8 * len(content) - 1), "bit")
-        check_flip(path, life, content, place)
+def test_a_flipped_bit_of_an_entry_costs_its_outcome(data: st.DataObject) -> None:
+    """It is computed again, and nothing else is."""
+    life = LIFE[: data.draw(st.integers(3, len(LIFE)), "records")]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, life)
+        path = entries_path(folder, "batch_1")
+        flipped = bytearray(path.read_bytes())
+        place = data.draw(st.integers(0, 8 * len(flipped) - 1), "bit")
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with opened(folder) as store:
+            log = BatchLog(store, folder, "batch_1")
+            (hit,) = [
+                outcome.request
+                for outcome in log.outcomes()
+                if outcome.offset <= place // 8 < outcome.offset + outcome.size
+            ]
+            log.close()
+        rest = [one for one in life if not (isinstance(one, LineDone) and one.request == hit)]
+        expected = Batch.of(one for one in rest if not isinstance(one, Closing))
+        assert expected is not None
+
+        for _ in range(2):  # once it is mended, it is as any other
+            batch = found(folder)
+            assert batch is not None
+            assert facts(batch) == facts(expected)
 
 
-def check_flip(path: Path, life: list[Record], content: bytes, place: int) -> None:
-    """Flip a bit of the log of these records, and load it."""
-    flipped = bytearray(content)
-    flipped[place // 8] ^= 1 << place % 8
-    path.write_bytes(flipped)
-    is_end = content[place // 8] == ord("\n")
-    is_last = place // 8 == len(content) - 1
-    hit = lines_of(life)[content[: place // 8].count(b"\n")]
-    lost = isinstance(hit, LineDone) and (is_last or not is_end)
-    expected = leniently([record for record in life if not (lost and record is hit)])
-    assert expected is not None
-    aside = path.parent / SET_ASIDE / path.name
-    aside.unlink(missing_ok=True)
+def test_a_log_whose_entries_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of its requests are computed again."""
+    write(tmp_path, LIFE)
+    entries_path(tmp_path, "batch_1").unlink()
 
-    for _ in range(2):  # once it is mended, it is as any other
-        found = load(path)
-        assert found is not None
-        assert facts(found) == facts(expected)
-    if not is_last:  # else it is as if the last line had not been written whole
-        assert aside.read_bytes() == bytes(flipped)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.data())
-def test_two_damaged_places_may_cost_the_batch(data: st.DataObject) -> None:
-    """If both copies of what it began with, or of what its end depends on, are damaged: all of it
-    is set aside then, and nothing is begun anew."""
-    life = whole_life()
-    life = [life[0], life[-1]]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "batch_1.jsonl"
-        log = BatchLog(path)
-        log.append(life)
-        log.close()
-        lines = path.read_bytes().splitlines(keepends=True)
-        which = data.draw(st.sampled_from([0, 2]), "record")
-        for number in (which, which + 1):
-            damaged = bytearray(lines[number])
-            place = data.draw(st.integers(0, 8 * len(damaged) - 9), "bit")
-            damaged[place // 8] ^= 1 << place % 8
-            lines[number] = bytes(damaged)
-        path.write_bytes(b"".join(lines))
-
-        with pytest.raises(IllegalTransition, match="set aside"):
-            load(path)
-        assert not path.exists()
-        assert (path.parent / SET_ASIDE / path.name).read_bytes() == b"".join(lines)
-
-
-def leniently(records: list[Record]) -> Batch | None:
-    """The batch of some of its records: those that cannot follow are left out."""
-    if not records or not isinstance(records[0], Created):
-        return None
-    batch = Batch(records[0])
-    for record in records[1:]:
-        if batch.allows(record):
-            batch.apply(record)
-    return batch
-
-
-def test_logs_of_earlier_versions(tmp_path: Path) -> None:
-    """Their lines have no checksums; what is appended has."""
-    life = whole_life()
-    path = tmp_path / "batch_1.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in life[:4]))
-    log = BatchLog(path)
-    log.append(life[4:])
-    log.close()
-
-    batch = load(path)
+    batch = found(tmp_path)
 
     assert batch is not None
-    expected = Batch.of(life)
+    assert batch.pending == [0, 1, 2]
+    assert "batch_1: 4 damaged records are taken back" in caplog.text
+
+
+@pytest.mark.parametrize("records", [range(1, 5), (0, 2, 3)])
+def test_records_that_make_no_batch(
+    records: Iterable[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They stay where they are, and the others are found."""
+    write(tmp_path, [LIFE[number] for number in records])
+    other = msgspec.structs.replace(CREATED, id="batch_2")
+    with opened(tmp_path) as store:
+        BatchLog(store, tmp_path, "batch_2").append([other])
+        before = store.rows("records")
+
+        assert [batch.id for batch in load_all(store, tmp_path)] == ["batch_2"]
+        assert store.rows("records") == before
+    assert "batch_1 is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_logs_of_earlier_versions(tmp_path: Path, checksums: bool) -> None:
+    """They are taken in: what was cut off goes, what comes next is appended."""
+    life = whole_life()
+    earlier_log(tmp_path, life[:4], checksums=checksums, more=b'1234 {"record":"cl')
+
+    for _ in range(2):
+        with opened(tmp_path) as store:
+            take_in(store, tmp_path / "files", tmp_path)
+    assert not (tmp_path / SET_ASIDE).exists()
+    assert not list(tmp_path.glob("*.jsonl"))
+    write(tmp_path, life[4:])
+
+    batch, expected = found(tmp_path), Batch.of(life)
+    assert batch is not None
     assert expected is not None
     assert facts(batch) == facts(expected)
-    assert not (tmp_path / SET_ASIDE).exists()
+
+
+def test_a_damaged_log_of_an_earlier_version(tmp_path: Path) -> None:
+    """Its whole lines are taken in, and it is set aside as it was; nothing is begun anew of one
+    that does not say whether it began."""
+    log = earlier_log(tmp_path, LIFE)
+    content = log.read_bytes().replace(b'"request":2', b'"request":1')
+    log.write_bytes(content)
+    less = earlier_log(tmp_path, [CREATED, Begun(at=1.0, total=3)], name="batch_2")
+    less.write_bytes(less.read_bytes().replace(b'"total":3', b'"total":4'))
+    none = earlier_log(tmp_path, [], name="batch_3")
+
+    with opened(tmp_path) as store:
+        take_in(store, tmp_path / "files", tmp_path)
+
+    batch, expected = found(tmp_path), Batch.of([*LIFE[:2], *LIFE[3:5]])
+    assert batch is not None
+    assert expected is not None
+    assert facts(batch) == facts(expected)
+    assert (tmp_path / SET_ASIDE / log.name).read_bytes() == content
+    assert (tmp_path / SET_ASIDE / less.name).exists()
+    assert not none.exists()
+
+
+def earlier_log(
+    folder: Path,
+    records: list[Record],
+    *,
+    checksums: bool = True,
+    more: bytes = b"",
+    name: str = "batch_1",
+) -> Path:
+    """A log as earlier versions wrote it: with checksums, all but outcomes were there twice."""
+    path = folder / f"{name}.jsonl"
+    lines = []
+    for record in records:
+        encoded = msgspec.json.encode(record)
+        line = (b"%08x " % zlib.crc32(encoded) if checksums else b"") + encoded + b"\n"
+        lines += [line] * (1 if isinstance(record, LineDone) or not checksums else 2)
+    path.write_bytes(b"".join(lines) + more)
+    return path
 
 
 def test_a_short_log_says_the_same(tmp_path: Path) -> None:
     """Everything that a client sees of a batch that is over."""
     life = whole_life()
-    path = tmp_path / "batch_1.jsonl"
-    log = BatchLog(path)
-    log.append(life)
-    log.close()
-    long, long_bytes = load(path), path.stat().st_size
+    write(tmp_path, life)
+    long = found(tmp_path)
     ended = life[-1]
     assert isinstance(ended, Ended)
 
-    shorten(path, ended)
+    with opened(tmp_path) as store:
+        log = BatchLog(store, tmp_path, "batch_1")
+        log.finish(ended)
+        log.close()
+        assert store.rows("outcomes") == []
+        assert len(store.rows("records")) == 2
 
-    short = load(path)
+    short = found(tmp_path)
     assert long is not None
     assert short is not None
     assert facts(short) == facts(long)
-    assert path.stat().st_size < long_bytes
-    assert path.read_bytes().count(b"\n") == 4  # the creation and the end, each twice
-
-
-def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
-    """What fails on the way leaves the old one, and nothing else."""
-    path = tmp_path / "a"
-    path.write_bytes(b"old")
-
-    def failing() -> Any:
-        yield b"new"
-        raise OSError(28, "full")
-
-    with pytest.raises(OSError, match="full"):
-        replace(path, failing())
-    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("a", b"old")]
-
-    assert replace(path, [b"ne", b"w"]) == 3
-    assert path.read_bytes() == b"new"
+    assert not entries_path(tmp_path, "batch_1").exists()
 
 
 async def test_the_writer_takes_nothing_after_the_end(tmp_path: Path) -> None:
     """The caller gets an error even if the runner has not removed the batch yet."""
     disk = Disk()
-    log = BatchLog(tmp_path / "batch_1.jsonl")
+    store = store_in(tmp_path)
+    store.open()
+    log = BatchLog(store, tmp_path, "batch_1")
     log.append([CREATED])
     writer = BatchWriter(Batch(CREATED), log, disk)
     await writer.write(CancelAsked(at=2.0))
@@ -319,13 +353,16 @@ async def test_the_writer_takes_nothing_after_the_end(tmp_path: Path) -> None:
         await asyncio.wait_for(writer.write(CancelAsked(at=3.0)), PATIENCE_SECONDS)
     log.close()
     await disk.close()
+    store.close()
 
 
 async def test_a_record_counts_though_its_caller_leaves(tmp_path: Path) -> None:
     """The caller is cancelled before the record is on the disk, and when it is applied: the record
     stays written, and `on_written` is called once, with the batch in its new state."""
     disk = Disk()
-    log = BatchLog(tmp_path / "batch_1.jsonl")
+    store = store_in(tmp_path)
+    store.open()
+    log = BatchLog(store, tmp_path, "batch_1")
     log.append([CREATED])
     batch = Batch(CREATED)
     batch.apply(Begun(at=1.0, total=2))
@@ -347,7 +384,8 @@ async def test_a_record_counts_though_its_caller_leaves(tmp_path: Path) -> None:
     await asyncio.wait(callers)
 
     assert counted == [1, 2]
-    assert sum(isinstance(record, LineDone) for record in log.records()) == 2
+    assert len(log.outcomes()) == 2
     await writer.stop()
     log.close()
     await disk.close()
+    store.close()

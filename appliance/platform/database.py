@@ -1,0 +1,424 @@
+"""A small database that survives kills, power cuts and damage on the disk: SQLite, written twice.
+
+Both copies get every transaction, and it counts when both have it (WAL, ``synchronous=FULL``). Each
+row has a checksum. At a start, a copy that is damaged, or behind, is replaced by the other one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from appliance.errors import ApplianceError
+from appliance.platform.durable import sync
+
+SET_ASIDE: Final = "set-aside"
+"""The folder, in that of the database, for copies that were damaged. Nothing is deleted there."""
+
+Value: TypeAlias = str | bytes | int | float | None
+Row: TypeAlias = tuple[Value, ...]
+
+_COMMITS: Final = (
+    "CREATE TABLE commits (id INTEGER PRIMARY KEY, number INTEGER NOT NULL, "
+    "checksum INTEGER NOT NULL)"
+)
+_WAL_VERSIONS: Final = b"\x02\x02"
+"""In the header of a database with a write-ahead log: what it takes to write and to read it."""
+_DAMAGE: Final = frozenset(
+    {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_FORMAT}
+)
+"""What SQLite says of a file that is none of its own any more; all else may pass."""
+
+log = logging.getLogger(__name__)
+
+
+class Put(NamedTuple):
+    """A row that is there from now on, in place of one with the same key. `values` are those of
+    all columns but the last, which is its checksum."""
+
+    table: str
+    values: Row
+
+
+class Delete(NamedTuple):
+    """No row of `table` has these first columns any more."""
+
+    table: str
+    key: Row
+
+
+Change: TypeAlias = Put | Delete
+
+
+class _Damaged(Exception):
+    """A copy cannot be trusted."""
+
+
+class _Later(Exception):
+    """A copy was made by a later version."""
+
+
+class Database:
+    """Tables whose columns end with a `checksum`. Everything may wait for the disk; threads may
+    share it. A transaction costs two syncs; a start reads all rows of both copies."""
+
+    def __init__(self, path: Path, migrations: Sequence[str]) -> None:
+        """The database at `path`, once it is opened. `migrations` are SQL scripts: the n-th makes
+        version n of the tables out of the one before."""
+        self._path = path
+        self._twin = path.with_name(f"{path.stem}-copy{path.suffix}")
+        self._migrations = migrations
+        self._lock = threading.Lock()
+        self._main: sqlite3.Connection
+        self._copy: sqlite3.Connection | None
+        self._commits: int
+        self._keys: dict[str, list[str]]
+
+    def open(self) -> None:
+        """Open it, or make it; only one process may have it open. Raises `ApplianceError` if a
+        later version made it, or if it cannot be opened."""
+        try:
+            self._main, self._copy = self._open()
+            self._commits = _commits(self._main)
+            self._keys = _columns(self._main)
+            if self._copy is None:
+                self._copy = self._renew_copy()
+        except (sqlite3.Error, OSError) as error:
+            raise ApplianceError(f"{self._path}: cannot be opened: {error}") from error
+
+    def rows(self, table: str, *key: Value) -> list[Row]:
+        """The rows whose first columns are `key`, in the order of their keys, without their
+        checksums. Raises `OSError` if both copies were damaged since the start."""
+        condition = self._condition(table, key)
+        with self._lock:
+            for connection in filter(None, (self._main, self._copy)):
+                try:
+                    found = connection.execute(f"SELECT * FROM {table}{condition}", key).fetchall()
+                    return [_checked(table, row) for row in found]
+                except (sqlite3.Error, _Damaged) as error:
+                    log.error("%s: %s cannot be read: %s", self._path, table, error)
+        raise OSError(errno.EIO, f"{table} cannot be read from {self._path} or its copy")
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """Make all of these changes, or none; they are on the disk afterwards. Raises `OSError`."""
+        with self._lock:
+            statements = [self._statement(change) for change in changes]
+            commits = (0, self._commits + 1)
+            statements.append(self._statement(Put("commits", commits)))
+            self._commit(self._main, statements)
+            self._commits += 1
+            if self._copy is None:
+                self._copy = self._renew_copy()
+                return
+            try:
+                self._commit(self._copy, statements)
+            except OSError as error:
+                # The change counts: one copy has it. This one is made anew with the next change.
+                log.error("%s: %s; without a copy, damage may cost data", self._twin, error)
+                self._copy.close()
+                self._copy = None
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in filter(None, (self._main, self._copy)):
+                connection.close()
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def _condition(self, table: str, key: Row) -> str:
+        names = self._keys[table][: len(key)]
+        return " WHERE " + " AND ".join(f"{name} = ?" for name in names) if names else ""
+
+    def _statement(self, change: Change) -> tuple[str, Row]:
+        if isinstance(change, Delete):
+            condition = self._condition(change.table, change.key)
+            return f"DELETE FROM {change.table}{condition}", change.key
+        values = (*change.values, _checksum(change.table, change.values))
+        places = ", ".join("?" * len(values))
+        return f"INSERT OR REPLACE INTO {change.table} VALUES ({places})", values
+
+    def _commit(self, connection: sqlite3.Connection, statements: list[tuple[str, Row]]) -> None:
+        try:
+            with _transaction(connection):
+                for sql, values in statements:
+                    connection.execute(sql, values)
+        except sqlite3.Error as error:
+            code = errno.ENOSPC if _code(error) == sqlite3.SQLITE_FULL else errno.EIO
+            reason = "No space left on device" if code == errno.ENOSPC else str(error)
+            raise OSError(code, reason, str(self._path)) from error
+
+    # --- opening ---------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection | None]:
+        """The database with the tables of today, from the copy that is whole and has the most
+        transactions; and the other one, if it is the same."""
+        found: dict[Path, sqlite3.Connection] = {}
+        damaged: dict[Path, Exception] = {}
+        with contextlib.ExitStack() as connections:
+            for path in (self._path, self._twin):
+                if path.exists():
+                    try:
+                        whole = contextlib.closing(self._whole(path))
+                        found[path] = connections.enter_context(whole)
+                    except (_Damaged, _Later, sqlite3.Error) as error:
+                        damaged[path] = error
+            if not found:
+                self._refuse_unless_damaged(damaged)
+            for path, problem in damaged.items():
+                log.error("%s is damaged (%s); it is set aside in %s", path, problem, SET_ASIDE)
+            states = {path: _state(connection) for path, connection in found.items()}
+            if not found:
+                self._save_rows(list(damaged))
+            else:
+                for path in damaged:
+                    self._set_aside(path)
+                if max(states, key=lambda path: states[path]) == self._twin:  # the first if equal
+                    if self._path in found:
+                        found.pop(self._path).close()
+                    _remove(self._path)
+                    _write_whole(found[self._twin], self._path)
+            if self._path not in found:
+                found[self._path] = connections.enter_context(
+                    contextlib.closing(_connected(self._path))
+                )
+            main, twin = found[self._path], found.get(self._twin)
+            if self._migrate(main) or states.get(self._path) != states.get(self._twin):
+                if twin is not None:
+                    twin.close()
+                twin = None
+            connections.pop_all()
+        return main, twin
+
+    def _refuse_unless_damaged(self, problems: dict[Path, Exception]) -> None:
+        for path, problem in problems.items():
+            if isinstance(problem, _Later):
+                raise ApplianceError(f"{path}: {problem}") from problem
+            if isinstance(problem, sqlite3.Error) and _code(problem) not in _DAMAGE:
+                raise ApplianceError(f"{path}: cannot be opened: {problem}") from problem
+
+    def _whole(self, path: Path) -> sqlite3.Connection:
+        """A copy of which every page and every row is as it was written. Raises `sqlite3.Error`,
+        `_Damaged` and `_Later`."""
+        connection = _connected(path)
+        try:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > len(self._migrations):
+                raise _Later("a later version of the appliance made it; install that one")
+            (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if said != "ok":
+                raise _Damaged(said)
+            expected = self._in_memory(version)
+            if _schema(connection) != _schema(expected):
+                raise _Damaged("its tables are not those of its version")
+            for table in _columns(expected):
+                for row in connection.execute(f"SELECT * FROM {table}"):
+                    _checked(table, row)
+            _commits(connection)
+            with path.open("rb") as file:
+                if file.read(100)[18:20] != _WAL_VERSIONS:
+                    raise _Damaged("its header does not let it be written")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _in_memory(self, version: int) -> sqlite3.Connection:
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        connection.execute(_COMMITS)
+        for script in self._migrations[:version]:
+            connection.executescript(script)
+        return connection
+
+    def _make(self, rows: Iterable[Put]) -> None:
+        """A new database with these rows."""
+        connection = self._in_memory(len(self._migrations))
+        self._keys = _columns(connection)
+        for put in (Put("commits", (0, 0)), *rows):
+            connection.execute(*self._statement(put))
+        connection.execute(f"PRAGMA user_version = {len(self._migrations)}")
+        _write_whole(connection, self._path)
+
+    def _migrate(self, main: sqlite3.Connection) -> bool:
+        """Whether it was of an earlier version."""
+        (version,) = main.execute("PRAGMA user_version").fetchone()
+        if version == len(self._migrations):
+            return False
+        with _transaction(main):
+            for script in self._migrations[version:]:
+                for statement in filter(str.strip, script.split(";")):
+                    main.execute(statement)
+            main.execute(f"PRAGMA user_version = {len(self._migrations)}")
+        return True
+
+    def _renew_copy(self) -> sqlite3.Connection | None:
+        """The copy as the database is now. None, with a line in the log, if it cannot be made."""
+        try:
+            _remove(self._twin)
+            _write_whole(self._main, self._twin)
+            return _connected(self._twin)
+        except (OSError, sqlite3.Error) as error:
+            log.error("%s cannot be made: %s; without it, damage may cost data", self._twin, error)
+            return None
+
+    # --- damage ----------------------------------------------------------------------------------
+
+    def _save_rows(self, paths: list[Path]) -> None:
+        """No copy is whole, or there is none: every row that can be read in one of them is kept."""
+        expected = self._in_memory(len(self._migrations))
+        saved: dict[tuple[str, Row], Put] = {}
+        tables = _columns(expected)
+        del tables["commits"]
+        for path in paths:
+            for table, names in tables.items():
+                size = _key_size(expected, table)
+                for row in _readable(path, table):
+                    if len(row) == len(names) - 1:
+                        saved.setdefault((table, row[:size]), Put(table, row))
+        for path in paths:
+            self._set_aside(path)
+        self._make(saved.values())
+        if paths:
+            log.error("%s: no copy is whole; %d rows could be read", self._path, len(saved))
+
+    def _set_aside(self, path: Path) -> None:
+        folder = path.parent / SET_ASIDE
+        folder.mkdir(mode=0o700, exist_ok=True)
+        number = next(n for n in count(1) if not (folder / f"{path.name}.{n}").exists())
+        for part in _parts(path):
+            if part.exists():
+                suffix = part.name.removeprefix(path.name)
+                part.rename(folder / f"{path.name}.{number}{suffix}")
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    """Raises `sqlite3.Error` and `_Damaged`."""
+    connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    try:
+        connection.text_factory = _text
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise _Damaged(f"its journal mode is {mode}")
+        connection.execute("PRAGMA synchronous = FULL")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _Damaged("a text in it is not UTF-8") from error
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _write_whole(source: sqlite3.Connection, path: Path) -> None:
+    """A copy of a database at `path`, whole or not at all, and on the disk."""
+    new = path.with_name(f".new-{path.name}")
+    _remove(new)
+    target = sqlite3.connect(new)
+    try:
+        source.backup(target)
+    finally:
+        target.close()
+    new.chmod(0o600)
+    sync(new)
+    new.rename(path)
+    sync(path.parent)
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    return path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-journal")
+
+
+def _remove(path: Path) -> None:
+    """What was written to a log goes with its database: another one must not get it."""
+    for part in reversed(_parts(path)):
+        part.unlink(missing_ok=True)
+
+
+def _checksum(table: str, values: Row) -> int:
+    return zlib.crc32(msgspec.msgpack.encode((table, *values)))
+
+
+def _checked(table: str, row: Row) -> Row:
+    """A row without its checksum. Raises `_Damaged` if that is another one."""
+    if _checksum(table, row[:-1]) != row[-1]:
+        raise _Damaged(f"a row of {table} is not as it was written")
+    return row[:-1]
+
+
+def _commits(connection: sqlite3.Connection) -> int:
+    """How many transactions it has. Raises `_Damaged`."""
+    row = connection.execute("SELECT * FROM commits WHERE id = 0").fetchone()
+    if row is None:
+        raise _Damaged("it has no count of its transactions")
+    _, number = _checked("commits", row)
+    assert isinstance(number, int)
+    return number
+
+
+def _state(connection: sqlite3.Connection) -> tuple[int, int]:
+    """What tells two whole copies apart: their transactions, and the version of their tables."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return _commits(connection), version
+
+
+def _columns(connection: sqlite3.Connection) -> dict[str, list[str]]:
+    """The names of the columns of each table."""
+    tables = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+    return {
+        table: [name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")]
+        for (table,) in tables
+        if not table.startswith("sqlite_")
+    }
+
+
+def _key_size(connection: sqlite3.Connection, table: str) -> int:
+    return sum(row[5] > 0 for row in connection.execute(f"PRAGMA table_info({table})"))
+
+
+def _schema(connection: sqlite3.Connection) -> list[Row]:
+    return connection.execute(
+        "SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY name"
+    ).fetchall()
+
+
+def _readable(path: Path, table: str) -> Iterator[Row]:
+    """The rows of a damaged copy that are as they were written, from both ends of the table."""
+    for order in ("ASC", "DESC"):
+        with contextlib.suppress(sqlite3.Error, _Damaged, OverflowError):
+            connection = _connected(path)
+            with contextlib.closing(connection):
+                cursor = connection.execute(f"SELECT * FROM {table} ORDER BY 1 {order}")
+                for row in cursor:
+                    with contextlib.suppress(_Damaged):
+                        yield _checked(table, row)
+
+
+def _code(error: sqlite3.Error) -> int:
+    """The primary code of an error of SQLite's."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
