@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from appliance.platform.database import Database, Delete, Put
-from appliance.platform.durable import NEW, replace, sync
+from appliance.platform.durable import NEW, make_folder, replace, sync
 
 MESSAGES_INPUT: Final = "message_batch"
 MESSAGES_OUTPUT: Final = "message_batch_output"
@@ -124,7 +124,7 @@ class FileStore:
         """Find what is there. An upload that never became a file is deleted, and so is what was to
         be deleted when the daemon stopped. A content that no row names is set aside, so that no
         damage deletes what a client has stored. Takes time; raises `OSError`."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        make_folder(self._folder, 0o700)
         for pattern in (f"{_UPLOAD}*", f"{NEW}*"):
             for path in self._folder.glob(pattern):
                 path.unlink()

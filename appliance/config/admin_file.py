@@ -17,7 +17,7 @@ from tomlkit.items import AoT, InlineTable, Item, Table
 from appliance.config.layers import directory
 from appliance.config.schema import Model, fields
 from appliance.errors import NotSaved
-from appliance.platform.durable import replace, sync_replaced
+from appliance.platform.durable import make_folder, replace, sync_replaced
 from appliance.vocabulary import ModelName
 
 ADMIN_FILE: Final = "50-admin.toml"
@@ -123,6 +123,6 @@ def _item(value: object) -> Item:
 
 
 def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     replace(path, [text.encode()], lambda descriptor: os.fchmod(descriptor, 0o644))
     sync_replaced(path)

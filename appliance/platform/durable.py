@@ -25,6 +25,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder, if it is not there, so that it survives a power cut. Raises `OSError`."""
+    if not path.is_dir():
+        path.mkdir(mode, exist_ok=True)
+        sync(path.parent)
+
+
 def replace(
     path: Path, chunks: Iterable[bytes], prepare: Callable[[int], None] = lambda _: None
 ) -> int:

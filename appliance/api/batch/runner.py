@@ -49,6 +49,7 @@ from appliance.batches.store import store_in
 from appliance.batches.writer import RETRY_SECONDS, BatchWriter
 from appliance.errors import ApplianceError, IllegalTransition
 from appliance.observability.batch_metrics import BatchMetrics
+from appliance.platform.durable import make_folder
 from appliance.service.interface import Inference
 
 WINDOW_SECONDS: Final = 24 * 3600.0
@@ -166,8 +167,8 @@ class BatchRunner:
 
     def _open(self) -> int:
         """Find files and batches; the descriptor that keeps others out of the folder."""
-        self.settings.folder.mkdir(mode=0o700, exist_ok=True)
-        self._logs.mkdir(mode=0o700, exist_ok=True)
+        make_folder(self.settings.folder, 0o700)
+        make_folder(self._logs, 0o700)
         flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(self.settings.folder / "lock", flags, 0o600)
         try:

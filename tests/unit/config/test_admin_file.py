@@ -18,7 +18,7 @@ def file(tmp_path: Path) -> AdminFile:
 def test_what_was_written_survives_a_power_cut(
     file: AdminFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is on the disk before it gets its name, and its folder once it has it."""
+    """The folder it is in, if that is new, the file before it has its name, the folder after it."""
     synced: list[tuple[bool, bool]] = []
     really = os.fsync
 
@@ -31,7 +31,7 @@ def test_what_was_written_survives_a_power_cut(
 
     file.write("[[model]]\n")
 
-    assert synced == [(False, False), (True, True)]
+    assert synced == [(False, False), (False, False), (True, True)]
     assert file.path.read_text() == "[[model]]\n"
 
 
