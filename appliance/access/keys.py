@@ -15,6 +15,7 @@ import re
 import secrets
 import stat
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -25,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.errors import KeyExists, KeyFieldError, KeyNotFound, KeysError
-from appliance.platform.durable import replace, sync_replaced
+from appliance.platform.checked_file import Damaged, read_checked, write_checked
 from appliance.vocabulary import ModelName, RequestClass
 
 PREFIX: Final = "sk-"
@@ -133,7 +134,14 @@ def make_key(wanted: NewKey, now: float) -> tuple[Key, str]:
 
 class _Keys(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     version: int = _VERSION
+    checksum: str | None = None
+    """Of all else; None in a file that was written by hand, or by an earlier version."""
     keys: list[Key] = []
+
+    def with_checksum(self) -> _Keys:
+        plain = msgspec.structs.replace(self, checksum=None)
+        checksum = f"{zlib.crc32(msgspec.json.encode(plain)):08x}"
+        return msgspec.structs.replace(self, checksum=checksum)
 
 
 def new_secret() -> str:
@@ -163,17 +171,13 @@ class KeyFile:
     def read(self) -> tuple[Key, ...]:
         """All keys, also expired ones; none if there is no file. Raises `KeysError`."""
         try:
-            with self.path.open("rb") as stream:
-                data = stream.read(MAX_FILE_BYTES + 1)
-            if len(data) > MAX_FILE_BYTES:
-                raise KeysError(f"{self.path}: is larger than {MAX_FILE_BYTES} bytes")
-            found = msgspec.json.decode(data, type=_Keys)
+            found = read_checked(self.path, _parsed)
         except FileNotFoundError:
             return ()
         except OSError as error:
             raise KeysError(f"{self.path}: cannot be read: {error.strerror}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise KeysError(f"{self.path}: is no file of keys: {error}") from error
+        except Damaged as error:
+            raise KeysError(f"{self.path}: {error}") from error
         if found.version != _VERSION:
             raise KeysError(f"{self.path}: is of version {found.version}, not {_VERSION}")
         self._check(found.keys)
@@ -237,7 +241,8 @@ class KeyFile:
 
     def _write(self, keys: list[Key]) -> None:
         self._check(keys)
-        data = msgspec.json.format(msgspec.json.encode(_Keys(keys=keys)), indent=2)
+        encoded = msgspec.json.encode(_Keys(keys=keys).with_checksum())
+        data = msgspec.json.format(encoded, indent=2)
         if len(data) > MAX_FILE_BYTES:  # it could not be read back
             raise KeysError(
                 f"{self.path}: would be larger than {MAX_FILE_BYTES} bytes: "
@@ -245,10 +250,22 @@ class KeyFile:
             )
         owned = self.path if self.path.exists() else self.path.parent
         try:
-            replace(self.path, [data], lambda descriptor: _hand_over(descriptor, owned))
+            write_checked(self.path, data, lambda descriptor: _hand_over(descriptor, owned))
         except OSError as error:
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
-        sync_replaced(self.path)
+
+
+def _parsed(data: bytes) -> _Keys:
+    """What a file says. Raises `Damaged`."""
+    if len(data) > MAX_FILE_BYTES:
+        raise Damaged(f"is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        found = msgspec.json.decode(data, type=_Keys)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Damaged(f"is no file of keys: {error}") from error
+    if found.checksum not in (None, found.with_checksum().checksum):
+        raise Damaged("its checksum differs (if you edited it, delete `checksum` in it)")
+    return found
 
 
 def _open_lock(lock: Path) -> int:

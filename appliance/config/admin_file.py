@@ -5,7 +5,6 @@ An edit leaves the tables of other models as they are, comments included.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -14,10 +13,11 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT, InlineTable, Item, Table
 
+from appliance.config.checked_text import read_text, without_checksum, write_text
 from appliance.config.layers import directory
 from appliance.config.schema import Model, fields
 from appliance.errors import NotSaved
-from appliance.platform.durable import make_folder, replace, sync_replaced
+from appliance.platform.durable import make_folder
 from appliance.vocabulary import ModelName
 
 ADMIN_FILE: Final = "50-admin.toml"
@@ -84,7 +84,7 @@ class AdminFile:
         """What operators changed so far. Raises `NotSaved` if it cannot be read, or has keys that
         the appliance does not write: the operator wrote the file then."""
         try:
-            document = tomlkit.parse(self.path.read_text(encoding="utf-8"))
+            document = tomlkit.parse(without_checksum(read_text(self.path)))
         except FileNotFoundError:
             document = tomlkit.parse(HEADER)
         except (OSError, UnicodeDecodeError, TOMLKitError) as error:
@@ -100,7 +100,8 @@ class AdminFile:
     def write(self, text: str) -> None:
         """Replace the file, whole or not at all. Raises `NotSaved`."""
         try:
-            _replace(self.path, text)
+            make_folder(self.path.parent)
+            write_text(self.path, text, 0o644)
         except OSError as error:
             raise NotSaved(f"{self.path} cannot be written ({error})") from error
 
@@ -120,9 +121,3 @@ def _item(value: object) -> Item:
         _merge(table, value)
         return table
     return tomlkit.item(list(value) if isinstance(value, tuple) else value)
-
-
-def _replace(path: Path, text: str) -> None:
-    make_folder(path.parent)
-    replace(path, [text.encode()], lambda descriptor: os.fchmod(descriptor, 0o644))
-    sync_replaced(path)

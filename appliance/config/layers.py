@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance.config.checked_text import read_text
 from appliance.config.toml_lines import KeyPath, LineMap
 from appliance.errors import ConfigError, Problem
 
@@ -82,7 +83,7 @@ def read_layers(path: Path, pending: Mapping[Path, str] | None = None) -> Layers
     found = {*directory(path).glob("*.toml"), *pending}
     for file in [path, *sorted(found, key=lambda found: found.name)]:
         try:
-            text = pending[file] if file in pending else file.read_text(encoding="utf-8")
+            text = pending[file] if file in pending else read_text(file)
             document = tomllib.loads(text)
         except (OSError, UnicodeDecodeError) as error:
             wrong = f"cannot be read ({error})"

@@ -102,8 +102,9 @@ def disturbed(plan: Plan, place: Path) -> Result:
         watch = Watch(pid, url, place / "journal.jsonl")
         life = asyncio.run(endure(plan, watch, truths=truths, checkpoints=place, log=log))
         ending = time.monotonic()
+    stop_seconds = time.monotonic() - ending
     result = judge(life, watch, log)
-    if time.monotonic() - ending >= STOP_SECONDS:
+    if stop_seconds >= STOP_SECONDS:
         result.complaints.append("the daemon did not end by itself")
     result.complaints += [
         f"{name} is not flat: {said}" for name, said in result.flatness.items() if not said["flat"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,8 @@ import pytest
 from appliance.access import keys as keys_module
 from appliance.access.keys import Key, KeyFile, KeyRing, Scope, digest, new_secret
 from appliance.errors import KeysError
+from appliance.platform import checked_file
+from appliance.platform.checked_file import copy_of
 from appliance.vocabulary import RequestClass
 
 
@@ -58,7 +62,11 @@ def test_the_file_is_private_and_holds_no_secret(path: Path) -> None:
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "sk-alice" not in path.read_text()
-    assert sorted(p.name for p in path.parent.iterdir()) == ["keys.json", "keys.json.lock"]
+    assert {p.name: stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()} == {
+        "keys.json": 0o600,
+        "keys.json.copy": 0o600,
+        "keys.json.lock": 0o600,
+    }
 
 
 @pytest.fixture
@@ -81,7 +89,8 @@ def test_what_root_makes_is_its_directorys_owners(
     owner = path.parent.stat()
     for name in ("alice", "bob"):
         KeyFile(path).add(key(name, f"sk-{name}"))
-        assert given == {one.stat().st_ino: (owner.st_uid, owner.st_gid) for one in (path, lock)}
+        files = (path, copy_of(path), lock)
+        assert given == {one.stat().st_ino: (owner.st_uid, owner.st_gid) for one in files}
         given.clear()
 
 
@@ -95,7 +104,7 @@ def test_a_lock_that_is_another_file_too_is_refused(
 
     KeyFile(path).add(key())
 
-    assert set(given) == {path.stat().st_ino}
+    assert set(given) == {path.stat().st_ino, copy_of(path).stat().st_ino}
 
 
 def test_a_lock_that_cannot_be_handed_over(
@@ -275,12 +284,57 @@ def test_a_broken_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixt
     """The keys stay as they were, which is logged once."""
     KeyFile(path).add(key())
     ring = KeyRing(path)
+    copy_of(path).unlink()
     path.write_text("{")
 
     assert ring.find("sk-alice", 1.0) == key()
     assert ring.find("sk-alice", 1.0) == key()
     assert caplog.text.count("the keys were not reloaded") == 1
     assert "sk-alice" not in caplog.text
+
+
+def test_a_damaged_file_has_a_copy(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A flipped bit that still is JSON would have another key fail, or last longer."""
+    KeyFile(path).add(key())
+    path.write_bytes(path.read_bytes().replace(b"alice", b"alicd"))
+
+    assert KeyFile(path).read() == (key(),)
+    assert "its checksum differs" in caplog.text
+    KeyFile(path).add(key("bob"))
+    assert [one.name for one in KeyFile(path).read()] == ["alice", "bob"]
+    assert caplog.text.count("its checksum differs") == 2  # it was whole again
+
+
+def test_a_copy_does_not_bring_back_what_was_removed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it could not be written just then."""
+    KeyFile(path).add(key())
+    KeyFile(path).add(key("bob"))
+    really = checked_file.replace
+
+    def full(target: Path, *rest: Any) -> int:
+        if target == copy_of(path):
+            raise OSError(28, "No space left on device")
+        return really(target, *rest)
+
+    monkeypatch.setattr(checked_file, "replace", full)
+    KeyFile(path).remove("alice")
+    path.write_text("{")
+
+    with pytest.raises(KeysError, match="is no file of keys"):
+        KeyFile(path).read()
+
+
+def test_a_file_that_is_written_by_hand(path: Path) -> None:
+    """It needs no checksum, and its copy does not replace it."""
+    KeyFile(path).add(key())
+    found = json.loads(path.read_text())
+    del found["checksum"]
+    found["keys"][0]["name"] = "carol"
+    path.write_text(json.dumps(found))
+
+    assert [one.name for one in KeyFile(path).read()] == ["carol"]
 
 
 def test_a_file_that_is_mended_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

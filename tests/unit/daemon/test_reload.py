@@ -14,6 +14,7 @@ import pytest
 
 from appliance.api.app import create_app
 from appliance.config.admin_file import ADMIN_FILE
+from appliance.config.checked_text import read_text, without_checksum
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
 from appliance.daemon.reload import LiveConfig
@@ -110,7 +111,7 @@ def write(path: Path, text: str) -> None:
 
 def written(path: Path) -> str:
     """What is in a file; nothing if there is none."""
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return without_checksum(read_text(path)) if path.exists() else ""
 
 
 async def checked(client: httpx.AsyncClient) -> dict[str, Any]:
