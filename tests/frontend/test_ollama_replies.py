@@ -117,6 +117,27 @@ def test_templates(template: str, prompt: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (" " * (1 << 20) + "{{ .Prompt }}", " " * (1 << 20) + "hello"),
+        ("{{ if .Prompt }}" * 50_000 + "P" + "{{ end }}" * 50_000, "P"),
+        ("{{ if .System }}" * 50_000 + "{{ else }}" + "{{ end }}" * 50_000, ""),
+        ("{" * (1 << 20), "{" * (1 << 20)),
+    ],
+    ids=["space", "conditions", "false conditions", "braces"],
+)
+def test_a_long_template_takes_time_with_its_length(template: str, prompt: str) -> None:
+    """With the square of it, these would take hours, and hold up all streams of the front end."""
+    assert render(template, VALUES) == prompt
+
+
+def test_a_template_that_repeats_a_long_prompt() -> None:
+    """Little text would come to a terabyte."""
+    with pytest.raises(OllamaError, match="more than 8388608 characters"):
+        render("{{ .Prompt }}" * 300_000, {"Prompt": "x" * (4 << 20)})
+
+
+@pytest.mark.parametrize(
     "template",
     ["{{ range .Messages }}", "{{ .Messages }}", "{{ end }}", "{{ if .Prompt }}", "{{ toJson . }}"],
 )
