@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, TypeAlias, TypeGuard, cast
 from urllib.parse import parse_qs
@@ -32,8 +32,8 @@ from appliance.frontend.answers import AnswerGuard, Headers
 from appliance.frontend.calls import Call, current
 from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
+from appliance.frontend.counts import check_messages, check_texts, check_tokens
 from appliance.frontend.fields import IGNORED_HEADER, check
-from appliance.frontend.serving.engine_client import MAX_LISTED_TOKENS, TooManyListed
 from appliance.frontend.serving.input_tokens import router as input_tokens_router
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
 from appliance.frontend.serving.stored import recall
@@ -90,9 +90,6 @@ _TASKS: Final[dict[str, tuple[str, frozenset[Task]]]] = {
     for path in paths
 }
 """What an endpoint is called, and the tasks of the models that it can ask; others ask any."""
-
-_CONVERSING: Final = frozenset({"/v1/chat/completions", "/v1/messages"})
-"""Those that answer a conversation, which has to fit into the model's context."""
 
 _PAIRS: Final = frozenset({"text_1", "data_1", "queries"})
 """One of them is in every body that asks how well texts match."""
@@ -275,8 +272,7 @@ class FrontEnd:
                 model = self._model(call, asked)
                 path = meant(path, fields, model.task, pools_tokens=model.pools_tokens)
                 check_task(call, path, model)
-                check_messages(call, path, fields, model)
-                check_listed(call, fields)
+                check_counts(call, path, fields, model)
                 reasons = model.reasoning_parser is not None
                 body = self._check(call, path, fields, body, reasons=reasons)
                 if asked is None:
@@ -356,44 +352,15 @@ def check_task(call: Call, path: str, model: FrontModel) -> None:
         raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
 
 
-def check_messages(call: Call, path: str, fields: Fields, model: FrontModel) -> None:
-    """Raise `Refuse` for a conversation of more messages than the context has tokens, before time
-    is spent on them: every message is rendered as one at least."""
-    raw = fields.get("messages")
-    most = model.max_context
-    if path not in _CONVERSING or "truncate_prompt_tokens" in fields:
-        return
-    if not isinstance(raw, msgspec.Raw) or len(memoryview(raw)) < len(b"{},") * most:
-        return
+def check_counts(call: Call, path: str, fields: Fields, model: FrontModel) -> None:
+    """Raise `Refuse` for more of anything than a body may list, before time is spent on it."""
     try:
-        count = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
-    except msgspec.DecodeError:  # vLLM says what is wrong
-        return
-    if count > most:
-        message = (
-            f"This model's maximum context length is {most} tokens. However, there are {count}"
-            " messages. Please reduce the number of messages."
-        )
-        raise Refuse(refused(call, 400, "context_length_exceeded", message, "messages"))
-
-
-def check_listed(call: Call, fields: Fields) -> None:
-    """Raise `Refuse` for lists of tokens that are too many for all choices of the call together,
-    before each is made to a number, and copied for each choice. What is not as it should be here
-    vLLM refuses, or `EngineClient` does."""
-    try:
-        choices = msgspec.json.decode(fields.get("n", b"1"), type=int | None) or 1
-    except msgspec.ValidationError:
-        return
-    listed = sum(memoryview(raw).tobytes().count(b",") for raw in _lists_of_tokens(fields))
-    if listed * choices > MAX_LISTED_TOKENS:
-        raise Refuse(refused(call, 400, "invalid_request", str(TooManyListed()), "n"))
-
-
-def _lists_of_tokens(fields: Fields) -> Iterator[msgspec.Raw]:
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        if isinstance(raw := fields.get(name), msgspec.Raw):
-            yield raw
+        check_messages(path, fields, model)
+        check_tokens(path, fields, model)
+        if Task.GENERATE not in _TASKS.get(path, ("", frozenset(Task)))[1]:
+            check_texts(fields)
+    except ApiError as error:
+        raise Refuse(as_refused(error, call.number)) from error
 
 
 def meant(path: str, fields: Fields, task: Task, *, pools_tokens: bool = False) -> str:

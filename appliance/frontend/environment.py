@@ -37,6 +37,7 @@ def prepare_environment() -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # the core's: appliance.frontend.serving.stored
+        "VLLM_MEDIA_CONNECTOR": "refusing",  # appliance.frontend.serving.media
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # what the workers run
         "HF_HUB_OFFLINE": "1",
@@ -52,11 +53,13 @@ def import_vllm() -> None:
     platforms._current_platform = CpuPlatform()
 
     from appliance.frontend.app import vllm_application
+    from appliance.frontend.serving import media
     from appliance.frontend.serving.engine_client import replace_engine
     from appliance.frontend.serving.published import publish_responses
     from appliance.frontend.serving.seams import check_seams
 
     check_seams()
+    assert os.environ["VLLM_MEDIA_CONNECTOR"] == media.CONNECTOR
     replace_engine()
     publish_responses()
     vllm_application()

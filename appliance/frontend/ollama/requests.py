@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
 from vllm.renderers import TokenizeParams
 
+from appliance.frontend.counts import MAX_MESSAGES, MAX_TEXTS
 from appliance.frontend.ollama import templates
 from appliance.frontend.ollama.errors import OllamaError
 from appliance.service.front_frames import FrontModel
@@ -33,8 +34,12 @@ _HOTTEST: Final = 2.0
 
 _LEVELS: Final = ("low", "medium", "high", "max")
 
-_DURATION: Final = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
-"""A duration as Go reads it: ``5m``, ``1h30m``, ``-1s``."""
+_DURATION: Final = re.compile(r"[-+]?(0|((\d+(\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
+"""A duration as Go reads it: ``5m``, ``1h30m``, ``-1s``. Digits can be read in one way only: a
+client may send megabytes of them."""
+
+_SHOWN: Final = 64
+"""So many characters of what a client sent are repeated in an error."""
 
 _LOADING: Final = frozenset(
     {
@@ -118,7 +123,8 @@ class _Body(msgspec.Struct, kw_only=True):
     def check(self) -> None:
         """Raise `OllamaError` for what no model could do."""
         if isinstance(self.keep_alive, str) and not _DURATION.fullmatch(self.keep_alive):
-            raise OllamaError(400, f'keep_alive: {self.keep_alive!r} is no duration, such as "5m"')
+            shown = self.keep_alive[:_SHOWN]
+            raise OllamaError(400, f'keep_alive: {shown!r} is no duration, such as "5m"')
 
 
 class _Generating(_Body, kw_only=True):
@@ -154,10 +160,11 @@ class _Generating(_Body, kw_only=True):
     def check(self) -> None:
         super().check()
         if isinstance(self.format, str) and self.format not in ("", "json"):
-            raise OllamaError(400, f'format: {self.format!r} is neither "json" nor a JSON schema')
+            shown = self.format[:_SHOWN]
+            raise OllamaError(400, f'format: {shown!r} is neither "json" nor a JSON schema')
         if isinstance(self.think, str) and self.think not in _LEVELS:
-            levels = ", ".join(_LEVELS)
-            raise OllamaError(400, f"think: {self.think!r} is none of {levels}, true and false")
+            levels, shown = ", ".join(_LEVELS), self.think[:_SHOWN]
+            raise OllamaError(400, f"think: {shown!r} is none of {levels}, true and false")
 
     def _common(self, model_defaults: Mapping[str, Any]) -> dict[str, Any]:
         options = self.options or OllamaOptions()
@@ -224,6 +231,11 @@ class ChatBody(_Generating, kw_only=True):
 
     messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (count := len(self.messages or ())) > MAX_MESSAGES:
+            raise OllamaError(400, f"messages: at most {MAX_MESSAGES}, this has {count}")
 
     @property
     def loads(self) -> bool:
@@ -312,6 +324,11 @@ class EmbedBody(_Body, kw_only=True):
     input: str | list[str] | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Meta(ge=0)] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (count := len(self.texts)) > MAX_TEXTS:
+            raise OllamaError(400, f"input: at most {MAX_TEXTS} texts, this has {count}")
 
     @property
     def texts(self) -> list[str]:
