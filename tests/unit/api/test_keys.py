@@ -198,6 +198,10 @@ async def test_with_keys_names_do_not_matter(house: House) -> None:
         {"x-api-key": "sk-nobody"},
         {"authorization": "Bearer sk-nobody", "x-api-key": "sk-alice"},
         {"authorization": b"Bearer \xff"},
+        bearer("sk-alic"),
+        bearer("sk-alice2"),
+        bearer("sk-nobody' OR name = 'alice' --"),
+        bearer("{{ 7 * 7 }}"),
     ],
 )
 async def test_no_valid_key_is_401(house: House, headers: Any) -> None:
@@ -261,6 +265,30 @@ async def test_odd_paths_open_nothing(house: House, path: str) -> None:
     secret = house.add("alice")
     async with house.client(secret) as client:
         assert (await client.get(path)).status_code in (403, 404)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "appliance/livez?"},
+        {"host": "appliance/livez#"},
+        {"host": "appliance\\@livez"},
+        {"x-original-url": "/livez"},
+        {"x-rewrite-url": "/livez"},
+        {"x-forwarded-prefix": "/livez"},
+        {"x-forwarded-for": "127.0.0.1"},
+    ],
+    ids=str,
+)
+async def test_no_header_decides_what_a_path_needs(house: House, headers: dict[str, str]) -> None:
+    """Nor makes anyone an operator; a host that is none is refused as such."""
+    secret = house.add("alice")
+    async with house.client() as client:
+        without = await client.get("/api/status", headers=headers)
+        inferring = await client.get("/api/status", headers=headers | bearer(secret))
+
+    assert without.status_code in (400, 401)
+    assert inferring.status_code in (400, 403)
 
 
 async def test_keys_come_and_go_while_it_runs(house: House) -> None:

@@ -242,3 +242,20 @@ async def test_errors_are_ollamas(client: ollama.AsyncClient) -> None:
     assert deleting.value.error.startswith("/api/delete is not supported: ")
     assert copying.value.error.startswith("/api/copy is not supported: ")
     assert {error.value.status_code for error in (pulling, deleting, copying)} == {404}
+
+
+@pytest.mark.parametrize("path", ["/api/push", "/api/create", "/api/copy", "/api/show"])
+async def test_no_answer_tells_which_files_there_are(url: str, tmp_path: Path, path: str) -> None:
+    """What names a file in place of a model gets the same answer, whether or not it exists."""
+    there = tmp_path / "there"
+    there.write_text("secret")
+    async with httpx.AsyncClient(base_url=url) as client:
+        said = set()
+        for file in (str(there), f"{tmp_path}/gone", "../../../etc/passwd", "/dev/random"):
+            asked = {"model": file, "name": file, "path": file, "source": file, "from": file}
+            answer = await client.post(path, json=asked)
+            said.add((answer.status_code, answer.text.replace(file, "FILE")))
+
+    ((status, text),) = said
+    assert status == 404
+    assert "secret" not in text

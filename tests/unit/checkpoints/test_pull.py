@@ -450,9 +450,16 @@ def test_what_does_not_fit_is_not_begun(
         pull(str(packed(source, ".zip")), folder, tell=told.append)
 
 
-@pytest.mark.parametrize("text", ["a/" * 5000, "a\0b", "a" * 5000 + ".zip"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a/" * 5000, "a\0b", "a" * 5000 + ".zip"),
+        *("http://192.0.2.1/latest", "https://evil.example/model.zip", "file:///etc", "oci://a/b"),
+    ],
+)
 def test_what_is_no_path_is_no_source(text: str) -> None:
-    """What the system would not even look for is told like what is not there."""
+    """What the system would not even look for is told like what is not there; so are URLs, which
+    would lead the daemon elsewhere than its hub."""
     with pytest.raises(PullError, match="neither a directory, nor an archive"):
         find_source(text)
 
