@@ -2,9 +2,10 @@
 
     python -m tests.fuzz.by_bytes --seconds 600
 
-Nothing may be answered with a server's error (but for 503 where an operator drained a model or
-ended a request), nothing may stay behind, and the target has to go on answering, without an error
-in its log. A case is made from its number and the seed alone, but for the ids of files and batches.
+Nothing may be answered with a server's error but for those that docs/api.md lists, nothing may stay
+behind, and the target has to go on answering, without an error in its log. Half of the time it has
+API keys, and with them the endpoints that administer keys. A case is made from its number and the
+seed alone, but for the ids of files and batches.
 
 What was not answered in time is asked again, alone and with more patience: only if that is of no
 use either it is the target's fault, not that of a busy box.
@@ -16,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import re
 import socket
 import struct
 import sys
@@ -27,12 +27,12 @@ from typing import Final, NamedTuple
 
 import httpx
 
-from appliance.access.keys import Scope
 from appliance.api.app import create_app
 from tests.fuzz import mutations
-from tests.fuzz.corpus import BATCH, FILE, FORM, UPLOAD, Seed, seeds
+from tests.fuzz.corpus import BATCH, FILE, FORM, MESSAGE_BATCH, UPLOAD, Seed, message_batch, seeds
+from tests.fuzz.documented import answers, is_undocumented
 from tests.fuzz.running import Target, running
-from tests.fuzz.target import MODELS, SECRETS, Held
+from tests.fuzz.target import ANYTHING, MODELS, SECRETS, Held
 from tests.unit.doubles.fake_service import FakeService
 
 _AT_ONCE: Final = 24
@@ -52,11 +52,6 @@ _ANOTHER_BATCH_EVERY: Final = 1000
 """Cases after which another batch is begun."""
 _REST_SECONDS: Final = 30.0
 """How long the target may take until nothing lives any more."""
-
-_STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n")
-_BY_NAME: Final = re.compile(
-    rb"is being drained|shutting down|was cancelled|model_draining|is quarantined"
-)
 
 
 class Finding(NamedTuple):
@@ -114,10 +109,10 @@ class _Run:
         self._target = target
         self._seed = seed
         self._seeds = seeds(create_app(FakeService(), settings=object()))  # type: ignore[arg-type]
-        self._ids = {FILE: FILE, BATCH: BATCH}
-        """What is written for the ids of a file and of a batch, until there is one."""
-        self._secrets = list(SECRETS.values()) if keys else []
-        headers = {"Authorization": f"Bearer {SECRETS[Scope.ADMIN]}"} if keys else {}
+        self._ids = {FILE: FILE, BATCH: BATCH, MESSAGE_BATCH: MESSAGE_BATCH}
+        """What is written for the ids of a file and of batches, until there is one."""
+        self._secrets = [*SECRETS.values(), ANYTHING] if keys else []
+        headers = {"Authorization": f"Bearer {ANYTHING}"} if keys else {}
         self._operator = httpx.AsyncClient(
             base_url=target.url, headers=headers, timeout=_PATIENCE * _STATUS_SECONDS
         )
@@ -176,7 +171,8 @@ class _Run:
             self.findings.append(Finding("it does not live", self.cases, got=answer.content))
 
     async def _begin_batch(self) -> None:
-        """Another file, and a batch of it, take the place of those that there are."""
+        """Another file, a batch of it, and a message batch take the place of those that there
+        are."""
         headers = {"Content-Type": FORM}
         kept = await self._operator.post("/v1/files", content=UPLOAD, headers=headers)
         if kept.status_code != 200:  # the store is full
@@ -185,6 +181,8 @@ class _Run:
         asked = {"input_file_id": self._ids[FILE], "endpoint": "/v1/chat/completions"}
         batch = await self._operator.post("/v1/batches", json={**asked, "completion_window": "24h"})
         self._ids[BATCH] = batch.json().get("id", BATCH)
+        batch = await self._operator.post("/v1/messages/batches", json=message_batch())
+        self._ids[MESSAGE_BATCH] = batch.json().get("id", MESSAGE_BATCH)
 
     async def _case(self, number: int) -> None:
         rng = random.Random(f"{self._seed}-{number}")
@@ -193,41 +191,39 @@ class _Run:
             return
         sent = self.made(rng)
         try:
-            got, whole = await _exchange(self._target.port, sent, rng)
+            got = await _exchange(self._target.port, sent, rng)
         except OSError as error:
             self.findings.append(Finding(f"no connection: {error}", number, sent))
             return
-        statuses = [int(status) for status in _STATUS.findall(got)]
+        found = list(answers(got))
+        statuses = [answer.status for answer in found]
         self.statuses.update(statuses or [0])
-        wrong = [status for status in statuses if status >= 500 and status != 503]
-        told = not got.endswith(b"\r\n\r\n")  # else only its head came while it was listened to
-        nameless = whole and told and 503 in statuses and not _BY_NAME.search(got)
-        if wrong or nameless or b"internal_error" in got:
+        if any(map(is_undocumented, found)) or b"internal_error" in got:
             self.findings.append(Finding(f"status {statuses}", number, sent, got))
 
     async def _whole_case(self, number: int, rng: random.Random) -> None:
         """Nothing but its JSON is spoilt, and somebody listens: its answer begins."""
         sent = mutations.framed(rng, self._chosen(rng), self._keyed(rng))
         try:
-            line = await self._begun(sent)
+            got = await self._begun(sent)
         except (OSError, TimeoutError) as error:
             self.findings.append(Finding(f"no answer begins: {error!r}", number, sent))
             return
-        found = _STATUS.match(line)
-        status = int(found[1]) if found else 0
-        self.statuses[status] += 1
-        if not found or (status >= 500 and status != 503):
-            self.findings.append(Finding(f"status {status}", number, sent, line))
+        answer = next(answers(got), None)
+        self.statuses[0 if answer is None else answer.status] += 1
+        if answer is None or is_undocumented(answer):
+            what = "no answer" if answer is None else f"status {answer.status}"
+            self.findings.append(Finding(what, number, sent, got))
 
     async def _begun(self, sent: bytes) -> bytes:
-        """The first line of an answer."""
+        """The beginning of an answer; all of an error."""
         try:
-            return await status_line(self._target.port, sent, _STATUS_SECONDS)
+            return await beginning(self._target.port, sent, _STATUS_SECONDS)
         except TimeoutError:
             async with self._alone:
-                line = await status_line(self._target.port, sent, _PATIENCE * _STATUS_SECONDS)
+                got = await beginning(self._target.port, sent, _PATIENCE * _STATUS_SECONDS)
             self.slow += 1
-            return line
+            return got
 
     def made(self, rng: random.Random) -> bytes:
         """The bytes of a case; sometimes several requests behind each other."""
@@ -261,12 +257,11 @@ def _rests(before: Held | None, held: Held) -> bool:
     return (before.tasks, before.descriptors) == (held.tasks, held.descriptors)
 
 
-async def _exchange(port: int, data: bytes, rng: random.Random) -> tuple[bytes, bool]:
-    """Send `data` over a connection of its own, in one way or another; what came back, and whether
-    that is all there is: a busy box may need longer for it."""
+async def _exchange(port: int, data: bytes, rng: random.Random) -> bytes:
+    """Send `data` over a connection of its own, in one way or another; what came back in time."""
     manner = rng.random()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    got, whole = b"", False
+    got = b""
     try:
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
@@ -282,7 +277,6 @@ async def _exchange(port: int, data: bytes, rng: random.Random) -> tuple[bytes, 
                 elif manner >= 0.4 or manner < 0.25:
                     while chunk := await reader.read(1 << 16):
                         got += chunk
-                    whole = True
     finally:
         if 0.25 <= manner < 0.45:  # a reset
             connection = writer.get_extra_info("socket")
@@ -291,16 +285,18 @@ async def _exchange(port: int, data: bytes, rng: random.Random) -> tuple[bytes, 
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-    return got, whole
+    return got
 
 
-async def status_line(port: int, data: bytes, seconds: float) -> bytes:
-    """The first line of the answer to `data`; raises `TimeoutError` if it does not come."""
+async def beginning(port: int, data: bytes, seconds: float) -> bytes:
+    """The first line of the answer to `data`, and all of it if it is an error: an error has no
+    stream. Raises `TimeoutError` if it does not come."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(seconds):
             writer.write(data)
-            return await reader.readline()
+            line = await reader.readline()
+            return line + await reader.read() if line.startswith(b"HTTP/1.1 5") else line
     finally:
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -321,31 +317,34 @@ def _parts(rng: random.Random, data: bytes) -> Sequence[bytes]:
     return [data[i:j] for i, j in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
-def main() -> int:
-    """Fuzz a target of our own, and print what came of it; the exit status says how."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keys", action="store_true", help="an appliance that has keys")
-    asked = parser.parse_args()
-    with running(keys=asked.keys) as target:
-        outcome = asyncio.run(
-            fuzz(target, seed=asked.seed, seconds=asked.seconds, keys=asked.keys, warm_cases=3000)
-        )
+def _run(*, keys: bool, seconds: float, seed: int) -> bool:
+    """Fuzz a target of our own, and print what came of it; whether all was well."""
+    with running(keys=keys) as target:
+        outcome = asyncio.run(fuzz(target, seed=seed, seconds=seconds, keys=keys, warm_cases=3000))
         complaints = target.complaints()
     for finding in outcome.findings[:20]:
         print(finding)
     print(complaints, end="")
     for held in outcome.samples:
         print(held)
-    answers = ", ".join(f"{status}: {n}" for status, n in sorted(outcome.statuses.items()))
+    statuses = ", ".join(f"{status}: {n}" for status, n in sorted(outcome.statuses.items()))
     growth = grown(outcome.samples)
     print(growth)
     print(
-        f"{outcome.cases} cases, {len(outcome.findings)} findings, {outcome.slow} slow answers; "
-        f"statuses {answers}"
+        f"{'with' if keys else 'without'} keys: {outcome.cases} cases, "
+        f"{len(outcome.findings)} findings, {outcome.slow} slow answers; statuses {statuses}"
     )
-    return 1 if outcome.findings or complaints or growth else 0
+    return not (outcome.findings or complaints or growth)
+
+
+def main() -> int:
+    """Fuzz targets without and with keys; the exit status says whether all was well."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    well = [_run(keys=keys, seconds=asked.seconds / 2, seed=asked.seed) for keys in (False, True)]
+    return 0 if all(well) else 1
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any, Final, NamedTuple
 from litestar import Litestar
 
 from appliance.service.front_paths import FRONT_PATHS
-from tests.fuzz.target import ADDED, MODELS, PULLED
+from tests.fuzz.target import ADDED, MODELS, PULLED, RESPONSE
 from tests.unit.doubles.front_end import ENDLESS
 
 _CHAT: Final = [{"role": "user", "content": "hello"}]
 
-FILE, BATCH = "file-0", "batch_0"
-"""Stand for the ids of a file and of a batch that there are."""
+FILE, BATCH, MESSAGE_BATCH = "file-0", "batch_0", "msgbatch_1"
+"""Stand for the ids of a file, a batch and a message batch that there are."""
 
 JSON, FORM = "application/json", "multipart/form-data; boundary=b"
 LINE: Final = json.dumps(
@@ -39,12 +39,17 @@ _BATCH: Final = {
     "completion_window": "24h",
 }
 
+
+def message_batch() -> dict[str, Any]:
+    """A message batch of one request."""
+    params = {"model": MODELS[0], "max_tokens": 4, "messages": _CHAT}
+    return {"requests": [{"custom_id": "1", "params": params}]}
+
+
 BODIES: Final[dict[tuple[str, str], list[Any]]] = {
     ("POST", "/api/show"): [{}],
     ("POST", "/v1/batches"): [_BATCH, {**_BATCH, "metadata": {"a": "b"}}],
-    ("POST", "/v1/messages/batches"): [
-        {"requests": [{"custom_id": "1", "params": {"model": MODELS[0], "messages": _CHAT}}]}
-    ],
+    ("POST", "/v1/messages/batches"): [message_batch()],
     ("POST", "/api/models"): [
         {"name": ADDED, "path": "tiny", "max_context": 64, "slo": {"ttft": "2s"}, "pin": True}
     ],
@@ -84,7 +89,8 @@ _NAMES: Final = {
     "/api/blobs": "sha256:00",
     "/v1/files": FILE,
     "/v1/batches": BATCH,
-    "/v1/messages/batches": "msgbatch_1",
+    "/v1/messages/batches": MESSAGE_BATCH,
+    "/v1/responses": RESPONSE,
 }
 _NO_MODEL: Final = (
     *("/api/policies", "/api/log-level", "/api/models", "/api/config", "/api/verify"),

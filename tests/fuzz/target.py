@@ -22,10 +22,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, chdir, suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import msgspec
 import pytest
@@ -37,6 +37,7 @@ from appliance.daemon.daemon import Daemon, Limits
 from appliance.daemon.lifecycle import Server
 from appliance.daemon.reload import LiveConfig
 from appliance.errors import KeysError, NotSaved
+from appliance.gateway.responses import StoredResponses
 from appliance.gateway.supervisor import Supervisor
 from appliance.serve import make_gateway, make_server
 from appliance.service.event_log import Notice
@@ -63,6 +64,8 @@ EMBEDDER = "embedder"
 ADDED = "new"
 PULLED = f"downloads/{ADDED}"
 """A model that can be fetched, and what it is called then."""
+RESPONSE = "resp_0"
+"""A stored response that everybody has; another one takes its place when it is deleted or ended."""
 SECRETS = {Scope.INFER: "sk-fuzz-of-somebody", Scope.ADMIN: "sk-fuzz-of-an-operator"}
 ANYTHING = "sk-fuzz-of-whoever-may-do-anything"
 """The key of who asks for all that there is."""
@@ -167,7 +170,7 @@ class Whole:
     async def verify(self) -> list[InstanceVerification]:
         return await self._fake.verify()
 
-    async def work(self, front: _Front) -> None:
+    async def work(self, front: _Front, stored: _Stored) -> None:
         """Do what there is to do, for ever."""
         box = self._box
         while True:
@@ -178,6 +181,7 @@ class Whole:
                     box.daemon.release_instance(number)
                     worker.greet()
             box.settle()
+            stored.fill()
             if not box.daemon.requests():
                 box.world.lives.clear()
                 for worker in box.workers.values():
@@ -246,8 +250,23 @@ class _Worker(WorkerDouble):
         super().send(message)
 
 
+class _Line(msgspec.Struct):
+    """What a front end checks of a line before it submits anything."""
+
+    model: str
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] = 8
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
+
+
 class _Front(FrontDouble):
     """Answers lines of batches, also those that are no chat."""
+
+    async def compute(self, call: int, path: str, body: dict[str, Any]) -> tuple[int, object]:
+        try:
+            msgspec.convert(body, type=_Line)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+        return await super().compute(call, path, body)
 
     async def _answer(self, line: Run) -> None:
         try:
@@ -261,6 +280,32 @@ class _Front(FrontDouble):
             self.sent.clear()
             for told in (self.tokens, self.details, self.ends, self.timings, self.refused):
                 told.clear()
+
+
+class _Stored:
+    """Keeps a response for every owner that there is from the beginning, as a front end would."""
+
+    def __init__(self, responses: StoredResponses, owners: Sequence[str], *, ending: bool) -> None:
+        """When it is `ending`, the response is made already: a stream of it ends."""
+        self._responses = responses
+        self._owners = owners
+        self._ending = ending
+
+    def fill(self) -> None:
+        """Those that are missing, and those that were ended."""
+        for owner in self._owners:
+            response = self._responses.find(owner, RESPONSE)
+            if response is None or (response.is_finished and not self._ending):
+                self._keep(owner)
+
+    def _keep(self, owner: str) -> None:
+        status = "completed" if self._ending else "in_progress"
+        told = {"id": RESPONSE, "object": "response", "status": status, "output": []}
+        response = self._responses.keep(owner, RESPONSE, msgspec.json.encode(told), b"[]")
+        if not response.has_events:
+            self._responses.add(response, b'event: response.created\ndata: {"type": "a"}\n\n')
+        if not self._ending:
+            response.cancel = lambda: self._responses.end(response, "cancelled")
 
 
 class _Welcoming:
@@ -348,7 +393,10 @@ async def _serve(folder: Path, *, keys: bool, ending: bool) -> None:
         whole.daemon.front_ends_missing = front_ends.not_ready
         settings = _Lasting(whole.daemon, config, folder / "appliance.toml")
         server = make_server(core, config, settings, gateway=gateway, front_ends=front_ends)
-        working = asyncio.create_task(whole.work(_Front(gateway.sessions)))
+        holders = (ANYTHING, *SECRETS.values()) if keys else ()
+        owners = [digest(secret) for secret in holders] or [""]
+        stored = _Stored(gateway.sessions.responses, owners, ending=ending)
+        working = asyncio.create_task(whole.work(_Front(gateway.sessions), stored))
         working.add_done_callback(_check)
         lines = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
