@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Nothing but the very files that requirements/ has the digests of, and nothing built from sources.
+PINNED := --no-deps --require-hashes --only-binary :all:
 CONFIG ?= etc/appliance.toml
 COVERED := tests/unit/scheduling
 
@@ -11,7 +13,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,14 +27,14 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The newest build of torch's version that pip finds: that for the CPU where there is one, else the
-# plain one, which is for CUDA and does not start without its libraries.
-$(VENV)/.cpu: requirements/cpu.txt requirements/torch-cuda.txt $(VENV)/.created
-	$(PIP) install -qq --no-deps -r requirements/cpu.txt
-	@if $(PIP) freeze | grep -x 'torch==[0-9.]*' > /dev/null; then \
-		echo "pip finds no CPU build of torch: fetching 2 GB of libraries that the CUDA build needs"; \
-		$(PIP) install -qq --no-deps -r requirements/torch-cuda.txt; \
-	fi
+# The CPU build of torch if pip finds it, else the plain one, which is for CUDA and does not start without its
+# libraries.
+$(VENV)/.cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements/torch-cuda.txt $(VENV)/.created
+	$(PIP) install -qq $(PINNED) -r requirements/cpu.txt
+	@$(PIP) install -qq $(PINNED) -r requirements/torch-cpu.txt || { \
+		echo "pip finds no CPU build of torch: fetching the CUDA build and its libraries, 3 GB more"; \
+		$(PIP) install -qq $(PINNED) -r requirements/torch-cuda.txt; \
+	}
 	@touch $@
 
 $(VENV)/.appliance: pyproject.toml $(VENV)/.cpu
@@ -40,7 +42,7 @@ $(VENV)/.appliance: pyproject.toml $(VENV)/.cpu
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.appliance
-	$(PIP) install -qq --no-deps -r requirements/dev.txt
+	$(PIP) install -qq $(PINNED) -r requirements/dev.txt
 	@touch $@
 
 demo: $(VENV)/.appliance ## Six models served from memory for two, outputs checked token by token
@@ -92,10 +94,11 @@ test-clients: $(VENV)/.appliance build/clients/.made build/aider/.made build/ope
 	build/clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir . \
 		--confcutdir tests/clients tests/clients
 
-# Environments of their own: what clients need is not what the appliance needs.
+# Environments of their own: what clients need is not what the appliance needs. One package of theirs
+# is there as a source alone.
 build/%/.made: requirements/%.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r $<
+	$(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --require-hashes -r $<
 	@touch $@
 
 build/clients-js/.made: tests/clients/package.json tests/clients/package-lock.json
@@ -107,6 +110,9 @@ build/clients-js/.made: tests/clients/package.json tests/clients/package-lock.js
 fuzz: $(VENV)/.dev ## Requests made from the OpenAPI document, then spoilt ones, 10 minutes of each
 	$(BIN)/python -m tests.fuzz.by_document --seconds 600
 	$(BIN)/python -m tests.fuzz.by_bytes --seconds 600
+
+pins: build/pins/.made ## Write the hashes of requirements/, after a change of a version in it
+	$(PYTHON) packaging/pins.py build/pins/bin/uv
 
 lint: $(VENV)/.dev ## Style, types, architecture
 	$(BIN)/ruff check .

@@ -11,19 +11,17 @@ import argparse
 import compileall
 import gzip
 import importlib.metadata as metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from sbom import LISTS, bill, needed
 
 ROOT = Path(__file__).parents[1]
 HOME = Path("/opt/appliance")
@@ -87,7 +85,8 @@ def _stage_environment(tree: Path, work: Path) -> str:
         f"version = {'.'.join(map(str, sys.version_info[:3]))}\n"
     )
     version = _unpack_ourselves(site, work)
-    for distribution in _needed("appliance", "pip"):
+    packaged = list(needed("appliance", "pip"))
+    for distribution in packaged:
         _copy(distribution, site)
     # Behind the packages of this environment, and ignored while it does not exist.
     (site / "appliance-engine.pth").write_text("../../../engine\n")
@@ -103,19 +102,12 @@ def _stage_environment(tree: Path, work: Path) -> str:
     script.chmod(0o755)
     share = home / "share"
     share.mkdir()
-    _install(ROOT / "requirements" / "cpu.txt", share / "engine-cpu.txt")
-    _install(ROOT / "requirements" / "torch-cuda.txt", share / "torch-cuda.txt")
-    (share / "engine-gpu.txt").write_text(engine_for_gpu())
+    for list_, name in LISTS.items():
+        _install(ROOT / "requirements" / list_, share / f"{name}.txt")
+    documents = tree / "usr" / "share" / "doc" / "appliance"
+    documents.mkdir(parents=True)
+    (documents / "sbom.cdx.json").write_text(json.dumps(bill(version, packaged), indent=1) + "\n")
     return version
-
-
-def engine_for_gpu() -> str:
-    """What pip is asked for on a GPU's machine, a line each: vLLM, and, as the list for the CPU has
-    them, too, what the dashboard needs in a terminal and in browsers."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    lines = [f"{line}\n" for extra in ("gpu", "tui", "web") for line in extras[extra]]
-    return "".join(dict.fromkeys(lines))
 
 
 def _unpack_ourselves(site: Path, work: Path) -> str:
@@ -135,27 +127,6 @@ def _unpack_ourselves(site: Path, work: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     return wheel.name.split("-")[1]
-
-
-def _needed(*roots: str) -> Iterator[metadata.Distribution]:
-    """The installed distributions that these need, the appliance itself left out."""
-    waiting, seen = [canonicalize_name(root) for root in roots], set()
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if name != "appliance":
-            yield metadata.distribution(name)
-        waiting += [
-            canonicalize_name(requirement.name)
-            for requirement in _requirements(name)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        ]
-
-
-def _requirements(name: str) -> list[Requirement]:
-    return [Requirement(line) for line in metadata.requires(name) or ()]
 
 
 def _copy(distribution: metadata.Distribution, site: Path) -> None:

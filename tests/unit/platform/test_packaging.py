@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
-import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -168,45 +167,18 @@ def test_the_manual_is_well_formed(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_dashboard_comes_with_either_engine() -> None:
-    """The package has no Textual: what `appliance-engine` installs has it, once."""
-    spec = importlib.util.spec_from_file_location("build_deb", UNITS.parent / "build_deb.py")
-    assert spec is not None
-    assert spec.loader is not None
-    build_deb = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build_deb)
-    lists = {
-        "cpu": (UNITS.parents[1] / "requirements" / "cpu.txt").read_text(),
-        "gpu": build_deb.engine_for_gpu(),
-    }
-    for kind, text in lists.items():
-        names = [re.split("[<=>]", line)[0] for line in text.splitlines() if line[0] != "#"]
-        for name in ("aiohttp", "textual", "textual-serve"):
-            assert names.count(name) == 1, (kind, name)
-    assert "vllm==" in lists["gpu"]
-
-
-REQUIREMENTS = UNITS.parents[1] / "requirements"
-
-
-def test_no_two_lists_pin_different_versions() -> None:
-    """What one list installs is not replaced by the next; clients have their own environments."""
-    pins: dict[str, str] = {}
-    for path in sorted(REQUIREMENTS / f"{name}.txt" for name in ("cpu", "dev", "torch-cuda")):
-        for line in path.read_text().splitlines():
-            if not line.startswith("#"):
-                name, version = line.partition(";")[0].split("==")
-                assert pins.setdefault(name, version) == version, (path.name, name)
-
-
 PLAIN, CPU = "2.13.0", "2.13.0+cpu"
 LIBRARIES = pytest.mark.parametrize(
     ("builds", "expected"),
     [
-        ([PLAIN], {f"torch=={PLAIN}", "nvidia-x==1"}),
-        ([PLAIN, CPU], {f"torch=={CPU}"}),
+        ([PLAIN], {"engine==1", f"torch=={PLAIN}", "nvidia-x==1"}),
+        ([PLAIN, CPU], {"engine==1", f"torch=={CPU}"}),
     ],
 )
+REFUSALS = [
+    (b"!", True, "DO NOT MATCH THE HASHES"),
+    (b"", False, "Hashes are required"),
+]
 
 
 @LIBRARIES
@@ -214,25 +186,16 @@ def test_make_installs_the_libraries_of_a_torch_that_needs_them(
     tmp_path: Path, builds: list[str], expected: set[str]
 ) -> None:
     """The CPU build is taken where pip finds one; the plain build comes with CUDA's libraries."""
+    environment = only_wheels(tmp_path / "wheels", builds)
     (tmp_path / "requirements").mkdir()
-    engine_lists(tmp_path / "requirements", "cpu.txt")
-    venv.create(tmp_path / "venv", with_pip=False)
-    (tmp_path / "venv" / ".created").touch()
-    pip = f"PIP={sys.executable} -m pip --python venv/bin/python"
-    makefile = UNITS.parents[1] / "Makefile"
-    done = subprocess.run(
-        ["make", "-f", str(makefile), "VENV=venv", pip, "venv/.cpu"],
-        cwd=tmp_path,
-        env=only_wheels(tmp_path / "wheels", builds),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    engine_lists(tmp_path / "requirements", "cpu.txt", tmp_path / "wheels")
+
+    done = made(tmp_path, environment)
 
     assert done.returncode == 0, done.stderr
     (site,) = (tmp_path / "venv" / "lib").glob("python3.*/site-packages")
     assert installed(site) == expected
-    assert ("fetching 2 GB" in done.stdout) == (builds == [PLAIN])
+    assert ("fetching the CUDA build" in done.stdout) == (builds == [PLAIN])
 
 
 @LIBRARIES
@@ -240,36 +203,115 @@ def test_the_package_installs_the_libraries_of_a_torch_that_needs_them(
     tmp_path: Path, builds: list[str], expected: set[str]
 ) -> None:
     """`appliance-engine install cpu` does as `make` does."""
-    for name in ("bin", "share"):
-        (tmp_path / name).mkdir()
-    engine_lists(tmp_path / "share", "engine-cpu.txt")
-    python = tmp_path / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    script = shutil.copy(UNITS.parent / "deb" / "appliance-engine", tmp_path / "bin")
+    environment = only_wheels(tmp_path / "wheels", builds)
+    (tmp_path / "share").mkdir()
+    engine_lists(tmp_path / "share", "engine-cpu.txt", tmp_path / "wheels")
 
-    done = subprocess.run(
-        [script, "install", "cpu"],
-        env=only_wheels(tmp_path / "wheels", builds),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = engine_installed(tmp_path, "cpu", environment)
 
     assert done.returncode == 0, done.stderr
     assert installed(tmp_path / "engine") == expected
 
 
-def engine_lists(directory: Path, engine: str) -> None:
-    """An engine of one package, and the libraries that its plain build needs."""
-    (directory / engine).write_text(f"torch=={PLAIN}\n")
-    (directory / "torch-cuda.txt").write_text("nvidia-x==1\n")
+@pytest.mark.parametrize(("added", "digests", "said"), REFUSALS)
+def test_make_refuses_what_is_not_pinned(
+    tmp_path: Path, added: bytes, digests: bool, said: str
+) -> None:
+    """Another file of the same name and version; any file, where the list has no digest."""
+    environment = only_wheels(tmp_path / "wheels", [CPU])
+    (tmp_path / "requirements").mkdir()
+    engine_lists(tmp_path / "requirements", "cpu.txt", tmp_path / "wheels", digests=digests)
+    (wheel,) = (tmp_path / "wheels").glob("engine-*")
+    wheel.write_bytes(wheel.read_bytes() + added)
+
+    done = made(tmp_path, environment)
+
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize(("added", "digests", "said"), REFUSALS)
+def test_the_package_refuses_what_is_not_pinned(
+    tmp_path: Path, kind: str, added: bytes, digests: bool, said: str
+) -> None:
+    """As `make` does; the engine that was there before stays."""
+    environment = only_wheels(tmp_path / "wheels", [CPU])
+    for name in ("share", "engine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "engine" / "before").touch()
+    wheels = tmp_path / "wheels"
+    engine_lists(tmp_path / "share", f"engine-{kind}.txt", wheels, digests=digests)
+    (wheel,) = wheels.glob("engine-*")
+    wheel.write_bytes(wheel.read_bytes() + added)
+
+    done = engine_installed(tmp_path, kind, environment)
+
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert [path.name for path in (tmp_path / "engine").iterdir()] == ["before"]
+
+
+def made(home: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """`make venv/.cpu` with the lists in `home`, into an environment there."""
+    venv.create(home / "venv", with_pip=False)
+    (home / "venv" / ".created").touch()
+    pip = f"PIP={sys.executable} -m pip --python venv/bin/python"
+    makefile = UNITS.parents[1] / "Makefile"
+    return subprocess.run(
+        ["make", "-f", str(makefile), "VENV=venv", pip, "venv/.cpu"],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+def engine_installed(
+    home: Path, kind: str, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """`appliance-engine install` with the lists in `home`, as if the package were there."""
+    (home / "bin").mkdir()
+    python = home / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    script = shutil.copy(UNITS.parent / "deb" / "appliance-engine", home / "bin")
+    return subprocess.run(
+        [script, "install", kind],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+def engine_lists(directory: Path, engine: str, wheels: Path, *, digests: bool = True) -> None:
+    """An engine of one package, and the two builds of torch with one library, with the digests of
+    the wheels that there are, or with none."""
+    none = hashlib.sha256().hexdigest()  # of a wheel that is not there
+    for file, pins in (
+        (engine, ["engine==1"]),
+        ("torch-cpu.txt", [f"torch=={CPU}"]),
+        ("torch-cuda.txt", [f"torch=={PLAIN}", "nvidia-x==1"]),
+    ):
+        lines = []
+        for pin in pins:
+            wheel = wheels / f"{pin.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
+            content = wheel.read_bytes() if wheel.exists() else b""
+            digest = hashlib.sha256(content).hexdigest() if content else none
+            lines.append(f"{pin} --hash=sha256:{digest}" if digests else pin)
+        (directory / file).write_text("".join(f"{line}\n" for line in lines))
 
 
 def only_wheels(directory: Path, builds: list[str]) -> dict[str, str]:
-    """An environment in which pip finds these builds of torch, and one library."""
+    """An environment in which pip finds these builds of torch, one library, and the engine."""
     directory.mkdir()
-    for name, version in [*(("torch", build) for build in builds), ("nvidia_x", "1")]:
+    for name, version in [
+        *(("torch", build) for build in builds),
+        ("nvidia_x", "1"),
+        ("engine", "1"),
+    ]:
         info = f"{name}-{version}.dist-info"
         with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
             metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
