@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,12 @@ def forbid_new_privileges() -> None:
     """No program that this process starts has more rights than it, nor has any process that is
     forked from it. Not for workers: CUDA's driver may start one to make its devices."""
     ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def forbid_core_dumps() -> None:
+    """Neither this process nor what it starts leaves an image of its memory when it crashes: there
+    would be prompts in it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def go_before_the_daemon(score: int) -> None:
