@@ -43,6 +43,7 @@ from appliance.memory.weight_cache.image_file import image_name, prepare_folder
 from appliance.platform import logs
 from appliance.platform.admin_socket import AUTO, AdminSocketError, admin_path, open_socket
 from appliance.platform.cpus import deal_cpus, show_cpus
+from appliance.platform.sandbox import missing
 from appliance.platform.systemd import Notifier, refuse_foreign, take_sockets
 from appliance.platform.tls import LiveTls
 from appliance.platform.wall_clock import WallClock, newest_change
@@ -76,6 +77,8 @@ async def _serve(config: Config, path: Path) -> int:
         extra = "gpu" if config.devices.cuda else "cpu"
         raise ApplianceError(f'vLLM is not installed: install the extra "{extra}" of this package')
     raise_descriptor_limit()
+    if lacking := missing():
+        log.info("this machine has no %s: child processes may do more", ", no ".join(lacking))
     notifier = Notifier.taken_from(os.environ)
     sockets = take_sockets(os.environ)
     if not config.api.keys:
@@ -93,7 +96,7 @@ async def _serve(config: Config, path: Path) -> int:
     gateway = make_gateway(daemon, config, processes)
     front_ends = Supervisor(processes, gateway.sessions.open)
     daemon.front_ends_missing = front_ends.not_ready
-    guides = gateway.sessions.guides = GuideTrials(front_ends.forks)
+    guides = gateway.sessions.guides = GuideTrials(front_ends.forks, models=daemon.front_models)
     server = make_server(daemon, config, settings, tls, gateway, front_ends)
     admin = make_admin_server(server, config, front_ends)
     if admin is not None and not config.api.local_operators:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 from typing import Final
 
 _SILENCED: Final = (
@@ -35,6 +36,8 @@ def prepare_environment() -> None:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # Torch makes this folder when all of it is imported; a front end may make none.
+        "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
         "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # the core's: appliance.frontend.serving.stored
         "VLLM_MEDIA_CONNECTOR": "refusing",  # appliance.frontend.serving.media
@@ -55,6 +58,7 @@ def import_vllm() -> None:
     from appliance.frontend.app import vllm_application
     from appliance.frontend.serving import media
     from appliance.frontend.serving.engine_client import replace_engine
+    from appliance.frontend.serving.inspection import inspect_here
     from appliance.frontend.serving.published import publish_responses
     from appliance.frontend.serving.seams import check_seams
 
@@ -62,6 +66,7 @@ def import_vllm() -> None:
     assert os.environ["VLLM_MEDIA_CONNECTOR"] == media.CONNECTOR
     replace_engine()
     publish_responses()
+    inspect_here()
     vllm_application()
     # Collections of garbage need not look at what was imported, and forks share its memory.
     gc.collect()

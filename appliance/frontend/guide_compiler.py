@@ -3,24 +3,30 @@
 A guide comes from a client, and the parsers of guides are native code that recurses: a chain of a
 few thousand rules overflows the stack. Front ends therefore do not look at guides, and workers get
 only those that were compiled here. The stack is half of a worker's, so that what fits here fits
-there; memory is bounded, too.
+there; memory is bounded, too. A guide that takes the process over finds little: the process is in
+a sandbox, which has no network, no programs, and no files but those of models and libraries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
+
+from vllm import envs
 
 from appliance import framing
 from appliance.engines.protocol import GuideRefused
 from appliance.engines.vllm.guides import GuideCompiler
 from appliance.engines.vllm.messages import BadMessage, decode_guide
 from appliance.frontend.serving.model_fronts import arguments, configuration
+from appliance.platform.sandbox import Sandbox, checkpoint_files, interpreter_files
 from appliance.service.front_frames import FrontModel
 from appliance.service.guide_frames import (
     CompileGuide,
@@ -28,6 +34,8 @@ from appliance.service.guide_frames import (
     FromCompiler,
     GuideCompiled,
     ModelKnown,
+    ReadFolders,
+    ToCompiler,
     decoder_for_compiler,
 )
 
@@ -45,11 +53,34 @@ def main(frames: socket.socket) -> int:
     """Compile what the core sends until it is gone; returns the exit status."""
     os.nice(NICENESS)
     _bound_memory()
+    orders = _orders(frames)
+    first = next(orders, None)
+    if first is None:
+        return 0
+    if not isinstance(first, ReadFolders):
+        raise TypeError(f"expected the folders of models first, got {first!r}")
+    _sandbox(first.folders).enter()
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_Compiler(frames).run, name="guides")
+    thread = threading.Thread(target=_Compiler(frames).run, args=(orders,), name="guides")
     thread.start()
     thread.join()
     return 0
+
+
+def _sandbox(folders: Iterable[str]) -> Sandbox:
+    """To be entered before the first thread begins."""
+    models = [file for folder in folders for file in checkpoint_files(Path(folder))]
+    remembered = Path(envs.VLLM_CACHE_ROOT) / "modelinfos"  # of classes of models
+    reads = (*interpreter_files(), remembered, *models)
+    return Sandbox(reads=reads, writes=(Path(os.devnull),), programs=False, sockets=False)
+
+
+def _orders(frames: socket.socket) -> Iterator[ToCompiler]:
+    """Until the core is gone."""
+    decoder = decoder_for_compiler()
+    with contextlib.suppress(ConnectionError):
+        while data := frames.recv(READ_BYTES):
+            yield from decoder.feed(data)
 
 
 def _bound_memory() -> None:
@@ -69,15 +100,12 @@ class _Compiler:
         self._known: OrderedDict[tuple[str, int], GuideCompiler] = OrderedDict()
         """By path and time of creation: another model may come to lie at a path."""
 
-    def run(self) -> None:
-        decoder = decoder_for_compiler()
-        try:
+    def run(self, orders: Iterable[ToCompiler]) -> None:
+        with contextlib.suppress(ConnectionError):
             self._send(CompilerReady())
-            while data := self._frames.recv(READ_BYTES):
-                for order in decoder.feed(data):
+            for order in orders:
+                if isinstance(order, CompileGuide):
                     self._send(self._compile(order))
-        except ConnectionError:
-            return
 
     def _send(self, frame: FromCompiler) -> None:
         self._frames.sendall(framing.encode(frame))

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from appliance.frontend.core import Core
 from appliance.frontend.environment import import_vllm, prepare_environment
 from appliance.http.cors import Cors
+from appliance.platform.sandbox import Sandbox
 from appliance.service import front_frames
 from appliance.service.front_frames import Ping, Pong, Ready
 
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from appliance.frontend.app import FrontEnd
     from appliance.frontend.batch_runs import BatchRuns
     from appliance.frontend.connections import Connections
+
+SANDBOX: Final = Sandbox(writes=(Path(os.devnull),), programs=False, sockets=False)
+"""It reads any file: models may be added that lie anywhere."""
 
 log = logging.getLogger("appliance.frontend")
 
@@ -32,6 +38,8 @@ def main(frames: socket.socket, handover: socket.socket) -> int:
     prepare_environment()
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the core ends its front ends
+    import_vllm()
+    SANDBOX.enter()  # before there is another thread, or a loop that has queues in the kernel
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(_serve(frames, handover))
 
@@ -51,7 +59,6 @@ async def _serve(frames: socket.socket, handover: socket.socket) -> int:
             front_frames.VERSION,
         )
         return 1
-    import_vllm()  # before Ready pings are not expected: the loop may stand still
     from appliance.frontend.app import FrontEnd
     from appliance.frontend.batch_runs import BatchRuns
     from appliance.frontend.connections import Connections

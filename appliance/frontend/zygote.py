@@ -20,11 +20,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 from appliance.platform import logs
-from appliance.platform.children import (
-    FRONT_END_OOM_SCORE,
-    forbid_new_privileges,
-    go_before_the_daemon,
-)
+from appliance.platform.children import FRONT_END_OOM_SCORE, go_before_the_daemon
+from appliance.platform.sandbox import Sandbox
 from appliance.service.front_frames import Fork, Forked, Role
 
 ORDER_BYTES: Final = 1024
@@ -86,8 +83,8 @@ def main(arguments: list[str]) -> None:
     """Import the front half, and fork what is ordered."""
     orders = socket.socket(fileno=int(arguments[0]))
     go_before_the_daemon(FRONT_END_OOM_SCORE)
-    forbid_new_privileges()
     logs.join("warning", front_end=0)
+    Sandbox().enter()
     from appliance.frontend.environment import import_vllm, prepare_environment
 
     prepare_environment()

@@ -19,7 +19,7 @@ import os
 import socket
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -36,6 +36,7 @@ from appliance.service.guide_frames import (
     FromCompiler,
     GuideCompiled,
     ModelKnown,
+    ReadFolders,
     decoder_for_core,
 )
 
@@ -104,8 +105,11 @@ class GuideTrials:
         forks: ForkServer,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
+        models: Callable[[], Iterable[FrontModel]] = tuple,
     ) -> None:
+        """`models` are those that are served now; the compiler may read their files."""
         self._forks = forks
+        self._models = models
         self._patience = Patience() if patience is None else patience
         self._clock = clock
         self._known: OrderedDict[Key, None] = OrderedDict()
@@ -221,7 +225,7 @@ class GuideTrials:
         """Why the guide cannot be compiled; None if it was."""
         for _ in range(DEATHS):
             try:
-                process = await self._running()
+                process = await self._running(trial.model)
                 answer = await process.compile(next(self._numbers), trial, self._patience)
             except _Ended:
                 self._end_process()
@@ -272,14 +276,15 @@ class GuideTrials:
 
     # --- the process -----------------------------------------------------------------------------
 
-    async def _running(self) -> _Process:
-        """The process, ready. Raises `_Unanswered`."""
-        if self._process is None or self._process.ended:
+    async def _running(self, model: FrontModel) -> _Process:
+        """The process, ready, which may read the model's files. Raises `_Unanswered`."""
+        if self._process is None or self._process.ended or not self._process.reads(model):
             self._end_process()
+            models = [model, *self._models()]
             try:
                 async with asyncio.timeout(self._patience.start_seconds):
                     await self._forks.until_there()
-                    self._process = await _Process.start(self._forks)
+                    self._process = await _Process.start(self._forks, models)
                     await self._process.until_ready()
             except (TimeoutError, _Ended):
                 raise _Unanswered("its compiler could not be started") from None
@@ -302,14 +307,24 @@ class _Process:
         self._frames: deque[FromCompiler] = deque()
         self._handle: int | None = None
         """Its pidfd."""
+        self._readable: frozenset[tuple[str, int]] = frozenset()
+        """Models by path and time of creation: another one may come to lie at a path."""
 
     @classmethod
-    async def start(cls, forks: ForkServer) -> _Process:
+    async def start(cls, forks: ForkServer, models: Iterable[FrontModel]) -> _Process:
+        """Have one forked that may read these models' files."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         process = cls(*await asyncio.open_unix_connection(sock=ours))
         forks.fork(forks.next_number(), Role.GUIDE_COMPILER, [theirs], process._forked)
+        process._readable = frozenset((model.path, model.created) for model in models)
+        folders = tuple(sorted({path for path, _ in process._readable}))
+        process._writer.write(framing.encode(ReadFolders(folders)))
         return process
+
+    def reads(self, model: FrontModel) -> bool:
+        """Whether it may read the model's files."""
+        return (model.path, model.created) in self._readable
 
     def _forked(self, handle: int) -> None:
         self._handle = handle

@@ -1,6 +1,7 @@
 """Frames between the core and the compiler of guides: a length, then one msgpack object. No pickle.
 
     compiler                                       core
+                                   <-  ReadFolders
     CompilerReady                  ->
                                    <-  CompileGuide(number)
     ModelKnown(number)             ->
@@ -17,6 +18,13 @@ import msgspec
 
 from appliance import framing
 from appliance.service.front_frames import FrontModel
+
+
+class ReadFolders(msgspec.Struct, frozen=True, tag=True):
+    """The first frame: the folders of the models whose guides may come. The compiler reads no other
+    files from then on."""
+
+    folders: tuple[str, ...]
 
 
 class CompileGuide(msgspec.Struct, frozen=True, tag=True):
@@ -47,12 +55,13 @@ class GuideCompiled(msgspec.Struct, frozen=True, tag=True):
     """About the model; it says nothing of the guide."""
 
 
+ToCompiler: TypeAlias = ReadFolders | CompileGuide
 FromCompiler: TypeAlias = CompilerReady | ModelKnown | GuideCompiled
 
 
-def decoder_for_compiler() -> framing.Decoder[CompileGuide]:
+def decoder_for_compiler() -> framing.Decoder[ToCompiler]:
     """For the compiler."""
-    return framing.Decoder(msgspec.msgpack.Decoder(CompileGuide))
+    return framing.Decoder(msgspec.msgpack.Decoder(ToCompiler))
 
 
 def decoder_for_core() -> framing.Decoder[FromCompiler]:

@@ -15,7 +15,12 @@ from collections.abc import Sequence
 from appliance import framing
 from appliance.memory.host_tier import HostTier
 from appliance.platform import logs
-from appliance.platform.children import WORKER_OOM_SCORE, go_before_the_daemon
+from appliance.platform.children import (
+    WORKER_OOM_SCORE,
+    forbid_core_dumps,
+    go_before_the_daemon,
+)
+from appliance.platform.sandbox import Sandbox
 from appliance.worker import frames
 from appliance.worker.engines import PR_SET_PDEATHSIG, engines
 from appliance.worker.mailbox import Mailbox
@@ -66,11 +71,16 @@ def main(arguments: list[str]) -> None:
     """Run a worker over inherited descriptors: the socket, then the host tier."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     go_before_the_daemon(WORKER_OOM_SCORE)
+    forbid_core_dumps()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[0]))
     decoder = frames.decoder_of_commands()
     configuration, more = first_frames(connection, decoder)
     logs.join("warning", instance=configuration.instance)
+    if configuration.device == "cpu":
+        # Its followers are in it, too. Not with a GPU: CUDA's driver may start a program that
+        # makes its devices, with more privileges than ours.
+        Sandbox().enter()
     # At every engine vLLM warns of what is chosen here on purpose; its errors are news.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)

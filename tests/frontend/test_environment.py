@@ -1,4 +1,4 @@
-"""What a front end writes to standard error while all is well: nothing."""
+"""What a front end writes while all is well: nothing, to standard error and into any folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.platform.seccomp import has_filters
 from appliance.service.front_frames import FrontModel
 from tests.frontend.small_models import answer, small_models
 from tests.frontend.stand_in_core import StandInCore
@@ -29,16 +30,35 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+def is_sandboxed(pid: int) -> bool:
+    """As far as this kernel can do that."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    status = dict(line.split(":\t") for line in lines)
+    filtered = "2" if has_filters() else "0"
+    return (status["Seccomp"], status["NoNewPrivs"]) == (filtered, "1")
+
+
 async def test_warnings_that_mean_nothing_here_are_not_reported(tmp_path: Path) -> None:
-    """Of no GPU, of templates, of a store without bounds: all of them are as they have to be."""
+    """Of no GPU, of templates, of a store without bounds: all of them are as they have to be. Nor
+    is a file written, or a process started, where vLLM has no caches yet."""
     models: list[FrontModel] = small_models(tmp_path)
     core = StandInCore(models)
     answer(core)
     log = tmp_path / "errors"
+    scratch, caches = tmp_path / "scratch", tmp_path / "caches"
+    scratch.mkdir()
+    caches.mkdir()
+    environment = {
+        "TMPDIR": str(scratch),
+        "VLLM_CACHE_ROOT": str(caches),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "torch"),
+    }
     try:
         with log.open("wb") as errors:
-            await core.begin(errors=errors)
+            await core.begin(environment, errors=errors)
         await core.ready()
+        assert core.process is not None
+        assert is_sandboxed(core.process.pid)
         async with httpx.AsyncClient(base_url=core.url, timeout=None) as http:
             for path, body in ASKED:
                 found = await http.post(path, json=body)
@@ -47,3 +67,4 @@ async def test_warnings_that_mean_nothing_here_are_not_reported(tmp_path: Path) 
     finally:
         await core.close()
     assert log.read_text(encoding="utf-8") == ""
+    assert [*scratch.rglob("*"), *caches.rglob("*")] == []

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,12 +13,20 @@ import pytest
 import pytest_asyncio
 from vllm.sampling_params import StructuredOutputsParams
 
+from appliance import framing
 from appliance.engines.protocol import GuideRefused
 from appliance.engines.vllm.messages import encode_guide
 from appliance.gateway.fork_server import ForkServer
 from appliance.gateway.guide_trials import GuideTrials
 from appliance.http.errors import ApiError
-from appliance.service.front_frames import FrontModel
+from appliance.platform.sandbox import landlock_version
+from appliance.service.front_frames import FrontModel, Role
+from appliance.service.guide_frames import (
+    CompileGuide,
+    GuideCompiled,
+    ReadFolders,
+    decoder_for_core,
+)
 from tests.frontend.conftest import model_at
 from tests.hostile.guides import AMBIGUOUS, chain_of_rules
 
@@ -32,14 +44,19 @@ GUIDES = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def trials() -> AsyncIterator[GuideTrials]:
+async def forks() -> AsyncIterator[ForkServer]:
     forks = ForkServer()
     forks.start()
+    yield forks
+    await forks.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trials(forks: ForkServer) -> AsyncIterator[GuideTrials]:
     trials = GuideTrials(forks)
     trials.start()
     yield trials
     await trials.aclose()
-    await forks.stop()
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +86,51 @@ async def test_a_guide_that_overflows_the_stack(trials: GuideTrials, talker: Fro
     with pytest.raises(GuideRefused, match="too large or nested too deeply"):
         await trials.check("alice", talker, encode_guide(chain))
     await trials.check("bob", talker, encode_guide(StructuredOutputsParams(regex="(cd){3}")))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_whose_files_are_links(
+    trials: GuideTrials, generator: Path, tmp_path: Path
+) -> None:
+    """As in the cache of a hub: the compiler may read what they lead to."""
+    linked = tmp_path / "snapshots" / "main"
+    linked.mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    for number, name in enumerate(("config.json", "tokenizer.json", "tokenizer_config.json")):
+        shutil.copyfile(generator / name, tmp_path / "blobs" / str(number))
+        (linked / name).symlink_to(f"../../blobs/{number}")
+    for guide in GUIDES:
+        await trials.check("alice", model_at(linked, "linked"), encode_guide(guide))
+
+
+async def compiled(forks: ForkServer, folders: tuple[str, ...], model: FrontModel) -> GuideCompiled:
+    """What a compiler that was given these folders answers about the model."""
+    ours, theirs = socket.socketpair()
+    await forks.until_there()
+    forks.fork(forks.next_number(), Role.GUIDE_COMPILER, [theirs], os.close)
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    writer.write(framing.encode(ReadFolders(folders)))
+    writer.write(framing.encode(CompileGuide(1, model, encode_guide(GUIDES[0]))))
+    decoder = decoder_for_core()
+    try:
+        while data := await reader.read(1 << 16):
+            for frame in decoder.feed(data):
+                if isinstance(frame, GuideCompiled):
+                    return frame
+    finally:
+        writer.close()
+    raise AssertionError("the compiler ended")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_files_that_it_was_not_given(forks: ForkServer, talker: FrontModel) -> None:
+    """They cannot be read, where the kernel can forbid it."""
+    given = await compiled(forks, (talker.path,), talker)
+    assert (given.refused, given.failed) == (None, None)
+
+    other = await compiled(forks, (), talker)
+    assert other.refused is None
+    assert (other.failed is not None) == (landlock_version() > 0)
 
 
 @pytest.mark.asyncio(loop_scope="module")

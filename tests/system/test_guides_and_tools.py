@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
 
+from appliance.platform.seccomp import has_filters
 from tests.hostile.guides import AMBIGUOUS, chain_of_rules
 from tests.system.conftest import HERMES, Appliance
 
@@ -40,6 +43,33 @@ def ask(client: openai.OpenAI, model: str, seed: int) -> Stay | None:
         model=model, messages=HELLO, response_format=Stay, max_tokens=LONG, seed=seed
     )
     return answer.choices[0].message.parsed
+
+
+def test_children_are_sandboxed(client: openai.OpenAI, appliance: Appliance) -> None:
+    """Workers, front ends, the compiler of guides, and the process that both are forked from."""
+    assert ask(client, "llama-a", 1) is not None
+    (zygote,) = (
+        child
+        for child in children(appliance.pid)
+        if b"appliance.frontend.zygote" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    forked = children(zygote)
+    assert len(forked) >= 2
+    seccomp = "2" if has_filters() else "0"
+    for pid in (*appliance.worker_pids(), zygote, *forked):
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+        status = dict(line.split(":\t") for line in lines)
+        assert (status["Seccomp"], status["NoNewPrivs"]) == (seccomp, "1")
+        limits = Path(f"/proc/{pid}/limits").read_text(encoding="ascii")
+        assert re.search(r"^Max core file size +0 +0 ", limits, re.M)
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text(encoding="ascii").split()
+    ]
 
 
 def test_models_that_take_turns_follow_their_guides(client: openai.OpenAI) -> None:

@@ -15,6 +15,7 @@ from vllm import platforms
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.model_executor.models import registry
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,6 +35,8 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (RequestOutputCollector.put, ("output",)),
     (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
     (FastAPI.build_middleware_stack, ()),
+    (registry._run_in_subprocess, ("fn",)),
+    (registry._LazyRegisteredModel._save_modelinfo_to_cache, ("mi", "module_hash")),
     (
         DelegatingParser.parse_delta,
         ("delta_text", "delta_token_ids", "request", "prompt_token_ids", "finished"),
@@ -69,6 +72,10 @@ SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (
         DelegatingParser.parse_delta,
         ("state = self._stream_state", "state.tool_call_text_started", "state.commit("),
+    ),
+    (
+        registry._LazyRegisteredModel.inspect_model_cls,
+        ("mi = _run_in_subprocess(", "self._save_modelinfo_to_cache(mi, module_hash)"),
     ),
     (
         OpenAIServingResponses.__init__,

@@ -19,6 +19,7 @@ from appliance.service.guide_frames import (
     FromCompiler,
     GuideCompiled,
     ModelKnown,
+    ReadFolders,
     decoder_for_compiler,
 )
 
@@ -32,6 +33,8 @@ ENDLESS = b"endless"
 NO_TOKENIZER = b"no tokenizer"
 COUNT = b"count"
 """Refused; the reason is how many guides the process has had."""
+FOLDERS = b"folders"
+"""Refused; the reason are the folders that it may read."""
 
 
 def once(file: Path) -> bytes:
@@ -42,14 +45,18 @@ def once(file: Path) -> bytes:
 def run(frames: socket.socket) -> int:
     """Serve until the core is gone."""
     had = 0
+    folders = ""
 
     def send(frame: FromCompiler) -> None:
         frames.sendall(framing.encode(frame))
 
     decoder = decoder_for_compiler()
-    send(CompilerReady())
     while data := frames.recv(1 << 16):
         for order in decoder.feed(data):
+            if isinstance(order, ReadFolders):
+                folders = " ".join(order.folders)
+                send(CompilerReady())
+                continue
             had += 1
             guide = order.guide
             if guide == NO_TOKENIZER:
@@ -65,7 +72,7 @@ def run(frames: socket.socket) -> int:
                 if file.exists():
                     file.unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
-            refused = {BAD: "it is bad", COUNT: str(had)}.get(guide)
+            refused = {BAD: "it is bad", COUNT: str(had), FOLDERS: folders}.get(guide)
             send(GuideCompiled(order.number, refused))
     return 0
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from appliance.engines.protocol import GuideRefused
@@ -30,6 +31,7 @@ from tests.unit.doubles.guide_compiler import (
     COUNT,
     DEADLY,
     ENDLESS,
+    FOLDERS,
     GOOD,
     NO_TOKENIZER,
     once,
@@ -57,11 +59,14 @@ class Clock:
 
 @asynccontextmanager
 async def trying(
-    patience: Patience = LONG, command: Sequence[str] = COMMAND, clock: Clock | None = None
+    patience: Patience = LONG,
+    command: Sequence[str] = COMMAND,
+    clock: Clock | None = None,
+    models: Sequence[FrontModel] = (),
 ) -> AsyncIterator[GuideTrials]:
     forks = ForkServer(command)
     forks.start()
-    trials = GuideTrials(forks, patience, clock or Clock())
+    trials = GuideTrials(forks, patience, clock or Clock(), lambda: models)
     trials.start()
     try:
         yield trials
@@ -70,10 +75,12 @@ async def trying(
         await forks.stop()
 
 
-async def reason(trials: GuideTrials, guide: bytes, owner: str = "alice") -> str:
+async def reason(
+    trials: GuideTrials, guide: bytes, owner: str = "alice", model: FrontModel = MODEL
+) -> str:
     """Why a guide is refused."""
     with pytest.raises(GuideRefused) as caught:
-        await trials.check(owner, MODEL, guide)
+        await trials.check(owner, model, guide)
     return str(caught.value)
 
 
@@ -94,13 +101,26 @@ async def test_the_same_guide_at_the_same_time_is_compiled_once() -> None:
 
 async def test_another_model_of_the_name_compiles_anew() -> None:
     """It may have another tokenizer."""
-    async with trying() as trials:
+    later = msgspec.structs.replace(MODEL, created=2)
+    async with trying(models=[MODEL, later]) as trials:
         await trials.check("alice", MODEL, GOOD)
-        later = FrontModel(
-            **{f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | {"created": 2}
-        )
         await trials.check("alice", later, GOOD)
         assert await reason(trials, COUNT) == "3"
+
+
+async def test_the_compiler_may_read_the_models_that_are_served() -> None:
+    """For one that was added since, or came to lie at a path, there is another process."""
+    models = [MODEL, msgspec.structs.replace(MODEL, name="b", path="/b")]
+    async with trying(models=models) as trials:
+        assert await reason(trials, FOLDERS) == "/a /b"
+        assert await reason(trials, COUNT, model=models[1]) == "2"
+
+        models[1] = added = msgspec.structs.replace(MODEL, name="c", path="/c")
+        assert await reason(trials, COUNT) == "3"
+        assert await reason(trials, FOLDERS, model=added) == "/a /c"
+        assert await reason(trials, COUNT) == "2"
+
+        assert await reason(trials, COUNT, model=msgspec.structs.replace(added, created=2)) == "1"
 
 
 async def test_a_guide_that_ends_its_compiler_is_refused() -> None:
