@@ -68,6 +68,10 @@ class _Later(Exception):
     """A copy was made by a later version."""
 
 
+_TROUBLE: Final = (sqlite3.Error, _Damaged, _Later, UnicodeDecodeError)
+"""What reading a copy raises. SQLite's messages repeat what is damaged, which may be no text."""
+
+
 class Database:
     """Tables whose columns end with a `checksum`. Everything may wait for the disk; threads may
     share it. A transaction costs two syncs; a start reads all rows of both copies."""
@@ -105,7 +109,7 @@ class Database:
                 try:
                     found = connection.execute(f"SELECT * FROM {table}{condition}", key).fetchall()
                     return [_checked(table, row) for row in found]
-                except (sqlite3.Error, _Damaged) as error:
+                except _TROUBLE as error:
                     log.error("%s: %s cannot be read: %s", self._path, table, error)
         raise OSError(errno.EIO, f"{table} cannot be read from {self._path} or its copy")
 
@@ -170,7 +174,7 @@ class Database:
                     try:
                         whole = contextlib.closing(self._whole(path))
                         found[path] = connections.enter_context(whole)
-                    except (_Damaged, _Later, sqlite3.Error) as error:
+                    except _TROUBLE as error:
                         damaged[path] = error
             if not found:
                 self._refuse_unless_damaged(damaged)
@@ -410,7 +414,7 @@ def _schema(connection: sqlite3.Connection) -> list[Row]:
 def _readable(path: Path, table: str) -> Iterator[Row]:
     """The rows of a damaged copy that are as they were written, from both ends of the table."""
     for order in ("ASC", "DESC"):
-        with contextlib.suppress(sqlite3.Error, _Damaged, OverflowError):
+        with contextlib.suppress(*_TROUBLE):
             connection = _connected(path)
             with contextlib.closing(connection):
                 cursor = connection.execute(f"SELECT * FROM {table} ORDER BY 1 {order}")

@@ -170,6 +170,17 @@ def test_a_copy_that_is_lost(name: str, content: bytes | None, tmp_path: Path) -
         assert (tmp_path / SET_ASIDE / f"{name}.1").read_bytes() == content
 
 
+def test_damage_that_is_no_text(tmp_path: Path) -> None:
+    """SQLite's message repeats it, and cannot be decoded."""
+    expected = made(tmp_path)
+    assert notes(tmp_path) == expected
+    path = tmp_path / COPIES[0]
+    path.write_bytes(path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY K\xe3Y"))
+
+    check_goes_on(tmp_path, expected)
+    assert (tmp_path / SET_ASIDE / f"{COPIES[0]}.1").exists()
+
+
 def test_the_newer_copy_counts(tmp_path: Path) -> None:
     """Though both are whole: a log of the other one was lost."""
     expected = made(tmp_path)
