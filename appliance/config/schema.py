@@ -266,7 +266,7 @@ class Devices(Section, kw_only=True):
     @property
     def kv_spill_bytes(self) -> int:
         """Room for KV cache on disk; 0 if there is no folder for it."""
-        return self.kv_spill.size_bytes if self.kv_spill.directory else 0
+        return int(self.kv_spill.size_bytes) if self.kv_spill.directory else 0
 
     @property
     def cuda(self) -> bool:

@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from appliance.config.loader import load_config
 from appliance.daemon.kv_disk import KvDisk
+from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
+from appliance.journal import read
 from appliance.memory.host_tier import HostTier
 from appliance.memory.kv_files import KvFiles
+from appliance.serve import make_daemon
 from appliance.vocabulary import DropSpilledKv, Event, KvRestored, KvSpilled, RestoreKv, SpillKv
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.doubles.daemon import WorkerDouble
 
 PAGE = 4096
 
@@ -108,3 +113,17 @@ def test_what_is_dropped_is_deleted(
 def test_one_that_never_started_stops(tmp_path: Path, host: HostTier) -> None:
     KvDisk(KvFiles(tmp_path / "kv", host)).stop()
     KvFiles(tmp_path / "kv", host).close()
+
+
+async def test_a_daemon_with_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal begins with how much room there is on disk."""
+    make_checkpoints(tmp_path, recipes=[RECIPES[0]])
+    file = write_config(tmp_path, [RECIPES[0].name], host_cache="64MiB")
+    spill = '[devices.kv_spill]\ndirectory = "kv"\nsize = "1MiB"\n[journal]\npath = "journal"\n'
+    file.write_text(f"{file.read_text()}\n{spill}")
+    monkeypatch.setattr("appliance.daemon.daemon.WorkerProcess", WorkerDouble)
+
+    await make_daemon(load_config(file)).stop()
+
+    setup, _ = read(tmp_path / "journal")
+    assert setup.disk_bytes == 1 << 20
