@@ -51,6 +51,8 @@ class Heard:
         self.vectors: list[list[float]] = []
         self.done = False
         self.error: str | None = None
+        self.error_name: str | None = None
+        """What a program tells errors by: OpenAI's code, or the type; Ollama's have a text only."""
         self.pieces = 0
         self._rest = b""
 
@@ -76,6 +78,8 @@ class Heard:
         if "error" in told and told["error"] is not None:
             error = told["error"]
             self.error = error if isinstance(error, str) else error["message"]
+            if not isinstance(error, str):
+                self.error_name = error.get("code") or error.get("type")
         elif kind == "list":
             self.vectors = [item["embedding"] for item in told["data"]]
             self.done = True

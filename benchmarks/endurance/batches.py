@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.endurance.answers import Heard
 from benchmarks.endurance.asks import Ask, Book
@@ -28,11 +30,15 @@ class BatchClient:
     async def run(self, over: asyncio.Event) -> None:
         """Batches until it is over; the last one is waited for, too."""
         while not over.is_set():
-            lines = {f"line-{i}": self._book.batch_line(self._dice) for i in range(LINES)}
-            source = await self._upload(lines)
-            cancels = self._dice.random() < 0.3
-            await self._one(lines, source, cancels=cancels)
+            await self.run_one()
         self._connection.drop()
+
+    async def run_one(self) -> None:
+        """A batch, from its file to the end."""
+        lines = {f"line-{i}": self._book.batch_line(self._dice) for i in range(LINES)}
+        source = await self._upload(lines)
+        cancels = self._dice.random() < 0.3
+        await self._one(lines, source, cancels=cancels)
 
     async def _one(self, lines: dict[str, Ask], source: str, *, cancels: bool) -> None:
         wanted = {
@@ -49,7 +55,8 @@ class BatchClient:
             batch = await self._json("GET", f"/v1/batches/{batch['id']}")
         expected = ("completed", "cancelled") if cancels else ("completed",)
         if batch["status"] not in expected:
-            self._tally.complain(f"batch {batch['id']}: {batch['status']} {batch['errors']}")
+            self.ended_otherwise(batch)
+            return
         files = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
         told: list[str] = []
         for file in files:
@@ -59,7 +66,15 @@ class BatchClient:
                 self._look_at(lines[entry["custom_id"]], entry)
         if sorted(told) != sorted(lines):
             self._tally.complain(f"batch {batch['id']}: its files have the lines {sorted(told)}")
-        for file in (source, *files):
+        await self.done_with([source, *files])
+
+    def ended_otherwise(self, batch: dict[str, Any]) -> None:
+        """A batch failed, or was cancelled by nobody."""
+        self._tally.complain(f"batch {batch['id']}: {batch['status']} {batch['errors']}")
+
+    async def done_with(self, files: Sequence[str]) -> None:
+        """A batch was as it should be; these are its files."""
+        for file in files:
             await self._json("DELETE", f"/v1/files/{file}")
 
     def _look_at(self, ask: Ask, entry: dict[str, object]) -> None:

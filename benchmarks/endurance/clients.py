@@ -68,6 +68,8 @@ class Client:
         nap_seconds: float,
     ) -> None:
         """It does not read for `nap_seconds`, or a tenth of that, now and then."""
+        self.heard = Heard()
+        """What came so far of the answer to the last request."""
         self._nap_seconds = nap_seconds
         self._connection = connection
         self._book = book
@@ -91,12 +93,17 @@ class Client:
                 await asyncio.sleep(pause)
         self._connection.drop()
 
+    def fate(self) -> str:
+        """What is to become of the next request: one of `FATES`."""
+        return self._dice.choices(FATES, FATE_WEIGHTS)[0]
+
     async def _one(self, ask: Ask) -> float:
         """Ask once; seconds to wait before the next time."""
-        fate = self._dice.choices(FATES, FATE_WEIGHTS)[0]
+        fate = self.fate()
         if not ask.stream and fate in ("mid-stream", "nap"):
             fate = "before the first byte" if fate == "mid-stream" else "stay"
         self._tally.fates[fate] += 1
+        self.heard = heard = Heard()
         share = self._dice.random() if fate == "mid-request" else 1.0
         await self._connection.send("POST", ask.path, ask.body, share=share)
         if fate == "mid-request":
@@ -111,7 +118,6 @@ class Client:
         reply = await self._connection.reply()
         if reply.status == 429:
             return self._refused(ask, reply.headers, await reply.body())
-        heard = Heard()
         if reply.status != 200:
             body = await reply.body()
             heard.whole(body)
@@ -185,12 +191,11 @@ class Client:
         self._tally.outcomes.append(Outcome(ask.kind, ask.prefix, end, least, most, id))
 
 
-async def find_out(book: Book, host: str, port: int) -> None:
+async def find_out(book: Book, connection: Connection) -> None:
     """Ask for what only the appliance can tell, one at a time while nothing else happens.
 
     Raises `ValueError` if it does not answer.
     """
-    connection = Connection(host, port)
     for ask in book.untold():
         reply = await connection.ask("POST", ask.path, ask.body)
         heard = Heard()

@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +49,18 @@ class Reply:
 class Connection:
     """Kept open from one request to the next, and opened anew when it was dropped."""
 
-    def __init__(self, host: str, port: int, *, narrow: bool = False) -> None:
-        """`narrow` has little room for what it does not read."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        narrow: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`narrow` has little room for what it does not read. Every request has these `headers`,
+        too: a key, for example."""
         self._address = (host, port)
+        self._headers = dict(headers or {})
         self._narrow = narrow
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._used = 0.0
@@ -76,7 +85,9 @@ class Connection:
         content = body if isinstance(body, bytes) else json.dumps(body).encode() if body else b""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self._address[0]}"]
         named = {"Content-Type": "application/json", "Content-Length": str(len(content))}
-        lines += [f"{name}: {value}" for name, value in (named | (headers or {})).items()]
+        lines += [
+            f"{name}: {value}" for name, value in (named | self._headers | (headers or {})).items()
+        ]
         request = "\r\n".join([*lines, "", ""]).encode() + content
         _, writer = self._streams
         writer.write(request[: max(1, int(len(request) * share))])
@@ -97,7 +108,8 @@ class Connection:
 
     async def reply(self) -> Reply:
         """Wait for what the answer begins with. Raises `Closed`."""
-        assert self._streams is not None
+        if self._streams is None:  # dropped since it was asked
+            raise Closed
         reader, _ = self._streams
         try:
             status = (await reader.readline()).split()
@@ -137,11 +149,17 @@ class Connection:
 
 
 async def ask_json(
-    url_host: str, port: int, method: str, path: str, body: object = None
+    url_host: str,
+    port: int,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, Any]:
     """One request on a connection of its own: status, and the body decoded. Raises `Closed`, and
     `OSError` if nobody listens."""
-    connection = Connection(url_host, port)
+    connection = Connection(url_host, port, headers=headers)
     try:
         reply = await connection.ask(method, path, body)
         content = await reply.body()

@@ -98,7 +98,7 @@ async def endure(
     """Do it to the daemon that `watch` watches; when this returns, nothing runs there any more."""
     host, port = watch.address
     book = Book(truths, checkpoints, unbounded=plan.unbounded)
-    await find_out(book, host, port)
+    await find_out(book, Connection(host, port))
     known = {line["request"] for line in read_books(log, set()).lines}
     disturbances = Disturbances(host, port, random.Random(f"{plan.seed} disturbances"))
     life = Life(PolicyStats(), disturbances, known, [])

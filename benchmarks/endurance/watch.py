@@ -66,9 +66,10 @@ class Watch:
         while True:
             await asyncio.sleep(every_seconds)
             status, _ = await ask_json(*self.address, "GET", "/readyz")
-            self.samples.append(self._look(ready=status == 200))
+            self.samples.append(self.look(ready=status == 200))
 
-    def _look(self, *, ready: bool) -> Sample:
+    def look(self, *, ready: bool = True) -> Sample:
+        """What there is now."""
         tree = self.note()
         rolled = {pid: _rollup(pid) for pid in tree}
         zombies = {pid for pid in tree if _state(pid) == "Z"}
@@ -115,12 +116,17 @@ class Watch:
         samples = [asdict(sample) for sample in self.samples]
         quarter = max(1, len(samples) // 4)
         found = {}
-        for name, slack in SLACK.items():
+        for name in SLACK:
             early = statistics.median(s[name] for s in samples[quarter : 2 * quarter] or samples)
             late = statistics.median(s[name] for s in samples[-quarter:])
-            bound = early * MORE + slack
+            bound = most_of(name, early)
             found[name] = {"second": early, "last": late, "bound": bound, "flat": late <= bound}
         return found
+
+
+def most_of(name: str, early: float) -> float:
+    """The most that a quantity may be later, if it was `early` before."""
+    return early * MORE + SLACK[name]
 
 
 def descendants(pid: int) -> list[int]:

@@ -23,6 +23,7 @@ from appliance.access.keys import Key, KeyFile, Scope, digest
 from appliance.client import event_lines_async
 from appliance.demo.checkpoints import write_config
 from appliance.demo.run import free_port
+from tests import processes
 from tests.hostile.bodies import many_sequences
 from tests.hostile.connections import half_sent_body
 from tests.patience import PATIENCE_SECONDS, until
@@ -65,12 +66,7 @@ class Daemon:
 
     def front_ends(self) -> set[int]:
         """Their process ids: they are forked from a child of the daemon."""
-        (zygote,) = (
-            child
-            for child in _children(self.pid)
-            if b"appliance.frontend.zygote" in Path(f"/proc/{child}/cmdline").read_bytes()
-        )
-        return set(_children(zygote))
+        return set(processes.front_ends(self.pid))
 
     def output_tokens(self, key: str) -> float:
         """What a key was charged."""
@@ -162,14 +158,6 @@ def _key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {_secret(name)}"}
 
 
-def _children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    ]
-
-
 def _holder(daemon: Daemon, client: tuple[str, int]) -> int:
     """The front end that has the connection whose other end is at `client`."""
     ends = [f"{port:04X}" for port in (int(daemon.url.rpartition(":")[2]), client[1])]
@@ -252,7 +240,7 @@ def test_the_daemon_goes_last_when_memory_runs_out(daemon: Daemon) -> None:
     """Its worker goes first, as requests outlive that, then front ends."""
     workers = [
         child
-        for child in _children(daemon.pid)
+        for child in processes.children(daemon.pid)
         if b"appliance.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     front_ends = [_oom_score(pid) for pid in daemon.front_ends()]
@@ -466,7 +454,7 @@ async def test_bodies_that_never_end_leave_room_to_others(daemon: Daemon) -> Non
 def test_what_children_may_and_see(daemon: Daemon) -> None:
     """Front ends read what clients send: they gain no rights, and no child has the daemon's
     secrets."""
-    children = _children(daemon.pid)
+    children = processes.children(daemon.pid)
     assert SECRET in Path(f"/proc/{daemon.pid}/environ").read_text()
     for child in [*children, *daemon.front_ends()]:
         assert SECRET not in Path(f"/proc/{child}/environ").read_text()
