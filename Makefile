@@ -13,7 +13,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz pins lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz chaos pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,9 @@ build/clients-js/.made: tests/clients/package.json tests/clients/package-lock.js
 fuzz: $(VENV)/.dev ## Requests made from the OpenAPI document, then spoilt ones, 10 minutes of each
 	$(BIN)/python -m tests.fuzz.by_document --seconds 600
 	$(BIN)/python -m tests.fuzz.by_bytes --seconds 600
+
+chaos: $(VENV)/.dev ## Everything goes wrong for 20 minutes under load (docs/operations.md)
+	$(BIN)/python -m tests.chaos --minutes 20
 
 pins: build/pins/.made ## Write the hashes of requirements/, after a change of a version in it
 	$(PYTHON) packaging/pins.py build/pins/bin/uv

@@ -42,6 +42,12 @@ class Said:
         return same and (self.ids is None or other.ids is None or self.ids == other.ids)
 
 
+def name_of(error: dict[str, Any]) -> str | None:
+    """What a program tells an error by: its code, or its type where the code is the status."""
+    code = error.get("code")
+    return code if isinstance(code, str) else error.get("type")
+
+
 class Heard:
     """An answer, while it comes."""
 
@@ -52,7 +58,7 @@ class Heard:
         self.done = False
         self.error: str | None = None
         self.error_name: str | None = None
-        """What a program tells errors by: OpenAI's code, or the type; Ollama's have a text only."""
+        """What a program tells it by; Ollama's errors have a text only."""
         self.pieces = 0
         self._rest = b""
 
@@ -79,7 +85,7 @@ class Heard:
             error = told["error"]
             self.error = error if isinstance(error, str) else error["message"]
             if not isinstance(error, str):
-                self.error_name = error.get("code") or error.get("type")
+                self.error_name = name_of(error)
         elif kind == "list":
             self.vectors = [item["embedding"] for item in told["data"]]
             self.done = True

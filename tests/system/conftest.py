@@ -38,6 +38,7 @@ LONGEST = (
     "test_kills",
     "test_ranks",
     "test_demo",
+    "test_chaos",
     "test_endurance",
     "test_restart",
     "test_catalogue",
