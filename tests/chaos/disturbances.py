@@ -78,7 +78,7 @@ Disturb = Callable[[World, random.Random, Hit], Awaitable[str]]
 async def kill_worker(world: World, dice: random.Random, hit: Hit) -> str:
     pid = dice.choice(await _workers(world))
     os.kill(pid, signal.SIGKILL)
-    await _recovered(world, hit)
+    await _recovered(world, hit, pid)
     return f"worker {pid}"
 
 
@@ -90,7 +90,7 @@ async def run_out_of_memory(world: World, dice: random.Random, hit: Hit) -> str:
     pid = dice.choice(await _workers(world))
     if not await asyncio.to_thread(end_for_want_of_memory, world.group, pid):
         raise Missed("the kernel did not end the worker")
-    await _recovered(world, hit)
+    await _recovered(world, hit, pid)
     return f"worker {pid}"
 
 
@@ -206,10 +206,17 @@ async def jump_clock(world: World, dice: random.Random, hit: Hit) -> str:
 
 
 async def flip_kv(world: World, dice: random.Random, hit: Hit) -> str:
-    """In KV that was put on disk, while the daemon runs: it reads that back."""
+    """In KV that was put on disk, while the daemon runs: it reads that back. Slow clients have it
+    put there, if the host cache is short."""
     folder = world.daemon.setting.state / "kv"
-    if (path := flip_somewhere(sorted(folder.glob("*.kv")), dice)) is None:
-        raise Missed("no KV is on disk")
+    slow = asyncio.create_task(slow_clients(world, dice, hit))
+    path = None
+    while path is None and not slow.done():
+        await asyncio.sleep(LOOK_SECONDS)
+        path = flip_somewhere(sorted(folder.glob("*.kv")), dice)
+    await slow
+    if path is None:
+        raise Missed("no KV was put on disk")
     return path.name
 
 
@@ -339,11 +346,18 @@ async def _workers(world: World) -> list[int]:
     return found
 
 
-async def _recovered(world: World, hit: Hit) -> None:
-    """Until all instances are up again; noted, unless the daemon has been restarted meanwhile."""
+async def _recovered(world: World, hit: Hit, worker: int) -> None:
+    """Until another worker is there, and all instances are up; noted, unless the daemon has been
+    restarted meanwhile."""
     pid = world.daemon.pid
-    while not await world.daemon.ready():
+    while not await _replaced(world, worker):
         await asyncio.sleep(LOOK_SECONDS)
         await world.daemon.up.wait()
     if world.daemon.pid == pid:
         world.worker_restarts.append(round(world.record.now() - hit.began, 2))
+
+
+async def _replaced(world: World, worker: int) -> bool:
+    with suppress(Closed, OSError):
+        return worker not in await world.daemon.workers() and await world.daemon.ready()
+    return False

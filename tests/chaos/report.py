@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +20,11 @@ if TYPE_CHECKING:
 TIMES_QUIET = 3.0
 """What the p99 of the innocent key's TTFT may be of that of a quiet time, besides a restart."""
 PERCENTILE = 0.99
-ENDING = "unhandled exception during asyncio.run() shutdown"
+EXPECTED = (
+    "unhandled exception during asyncio.run() shutdown",
+    os.strerror(errno.ENOSPC),
+    os.strerror(errno.EFBIG),
+)
 LINE = 2000
 """Characters that are shown of a line of the log."""
 
@@ -77,8 +83,13 @@ def report(plan: Plan, life: Life) -> dict[str, Any]:
 
 def defects(log: Path) -> list[str]:
     """What the daemon and its processes wrote of exceptions that they did not expect; not of those
-    of tasks that are cancelled as their process ends, which harm nothing any more."""
-    trouble = [line for line in read_books(log, set()).trouble if ENDING not in line]
+    of tasks that are cancelled as their process ends, which harm nothing any more, nor of a full
+    disk, which ends the journal."""
+    trouble = [
+        line
+        for line in read_books(log, set()).trouble
+        if not any(words in line for words in EXPECTED)
+    ]
     return [line[:LINE] for line in trouble if '"exception"' in line or "Traceback" in line]
 
 

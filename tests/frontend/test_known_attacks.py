@@ -39,7 +39,7 @@ from tests.hostile.published import (
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HELLO = [{"role": "user", "content": "hello"}]
-PLAIN = {"model": "talker", "messages": HELLO, "max_tokens": 2}
+PLAIN: dict[str, Any] = {"model": "talker", "messages": HELLO, "max_tokens": 2}
 EVIL = "open('{mark}', 'w').close()\nclass Evil: pass\n"
 """A module that leaves a mark when it is imported."""
 LISTENING = "0A"

@@ -35,7 +35,8 @@ def user(*parts: Any) -> list[dict[str, Any]]:
 
 def fetching(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Requests that would have the server fetch a URL."""
-    generator, embedder = {"model": GENERATOR, "max_tokens": 2}, {"model": EMBEDDER}
+    generator: dict[str, Any] = {"model": GENERATOR, "max_tokens": 2}
+    embedder: dict[str, Any] = {"model": EMBEDDER}
     for kind in ("image_url", "audio_url", "video_url"):
         media = {"type": kind, kind: {"url": url}}
         yield CHAT, generator | {"messages": user(media)}
@@ -56,11 +57,12 @@ def fetching(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def templates() -> Iterator[tuple[str, dict[str, Any]]]:
     """Requests that bring a chat template of their own."""
-    hello = {"messages": [{"role": "user", "content": "hello"}]}
-    for own in (
+    hello: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+    brought: list[dict[str, Any]] = [
         {"chat_template": ENDLESS_TEMPLATE},
         {"chat_template_kwargs": {"chat_template": ENDLESS_TEMPLATE}},
-    ):
+    ]
+    for own in brought:
         yield CHAT, {"model": GENERATOR, **hello, **own}
         yield f"{CHAT}/render", {"model": GENERATOR, **hello, **own}
         yield TOKENIZE, {"model": GENERATOR, **hello, **own}

@@ -31,7 +31,7 @@ from tests.chaos.flips import Files, flip_bit, is_content
 from tests.chaos.load import LastingClient
 from tests.chaos.moved_clock import ClockFile
 from tests.chaos.record import AFTERMATH_SECONDS, CUT_OFF, NO_CONNECTION, End, Hit, Record
-from tests.chaos.report import ENDING, defects, percentile, returned
+from tests.chaos.report import EXPECTED, defects, percentile, returned
 from tests.chaos.schedule import schedule
 from tests.hostile.bodies import CHAT
 from tests.patience import PATIENCE_SECONDS
@@ -382,9 +382,15 @@ def test_exceptions_in_the_log(tmp_path: Path) -> None:
     daemon tells of, are not."""
     log = tmp_path / "daemon.log"
     records = [
-        {"level": "error", "logger": "a", "message": "no space", "time": "t"},
-        {"level": "error", "logger": "b", "message": ENDING, "exception": "Traceback", "time": "t"},
-        {"level": "error", "logger": "c", "message": "m", "exception": "Traceback", "time": "t"},
+        {"level": "error", "logger": "a", "message": "no space"},
+        {
+            "level": "error",
+            "logger": "b",
+            "message": EXPECTED[0],
+            "exception": "Traceback",
+            "time": "t",
+        },
+        {"level": "error", "logger": "c", "message": "m", "exception": "Traceback"},
     ]
     log.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
 
