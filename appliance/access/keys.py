@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.errors import KeyExists, KeyFieldError, KeyNotFound, KeysError
-from appliance.platform.checked_file import Damaged, read_checked, write_checked
+from appliance.platform.checked_file import Damaged, read_checked, read_whole, write_checked
 from appliance.vocabulary import ModelName, RequestClass
 
 PREFIX: Final = "sk-"
@@ -132,16 +132,16 @@ def make_key(wanted: NewKey, now: float) -> tuple[Key, str]:
         raise KeyFieldError("name", rule) from error
 
 
-class _Keys(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     version: int = _VERSION
     checksum: str | None = None
-    """Of all else; None in a file that was written by hand, or by an earlier version."""
-    keys: list[Key] = []
+    """Of `keys` as they are written, without white space; None in a file that was written by hand,
+    or by an earlier version."""
+    keys: msgspec.Raw = msgspec.Raw(b"[]")
 
-    def with_checksum(self) -> _Keys:
-        plain = msgspec.structs.replace(self, checksum=None)
-        checksum = f"{zlib.crc32(msgspec.json.encode(plain)):08x}"
-        return msgspec.structs.replace(self, checksum=checksum)
+    def sum(self) -> str:
+        plain = msgspec.json.format(bytes(self.keys), indent=-1)
+        return f"{zlib.crc32(b'%d %b' % (self.version, plain)):08x}"
 
 
 def new_secret() -> str:
@@ -170,18 +170,39 @@ class KeyFile:
 
     def read(self) -> tuple[Key, ...]:
         """All keys, also expired ones; none if there is no file. Raises `KeysError`."""
+        return self._keys(read_whole)
+
+    def read_or_copy(self) -> tuple[Key, ...]:
+        """The same, or those of the copy if the file is damaged."""
+        return self._keys(read_checked)
+
+    def _keys(
+        self, read: Callable[[Path, Callable[[bytes], list[Key]]], list[Key]]
+    ) -> tuple[Key, ...]:
         try:
-            found = read_checked(self.path, _parsed)
+            found = read(self.path, self._parsed)
         except FileNotFoundError:
             return ()
         except OSError as error:
             raise KeysError(f"{self.path}: cannot be read: {error.strerror}") from error
         except Damaged as error:
             raise KeysError(f"{self.path}: {error}") from error
-        if found.version != _VERSION:
-            raise KeysError(f"{self.path}: is of version {found.version}, not {_VERSION}")
-        self._check(found.keys)
-        return tuple(found.keys)
+        self._check(found)
+        return tuple(found)
+
+    def _parsed(self, data: bytes) -> list[Key]:
+        """The keys in a file. Raises `Damaged`, and `KeysError` for one of another version."""
+        if len(data) > MAX_FILE_BYTES:
+            raise Damaged(f"is larger than {MAX_FILE_BYTES} bytes")
+        try:
+            found = msgspec.json.decode(data, type=_File)
+            if found.checksum not in (None, found.sum()):
+                raise Damaged("its checksum differs (if you edited it, delete `checksum` in it)")
+            if found.version != _VERSION:
+                raise KeysError(f"{self.path}: is of version {found.version}, not {_VERSION}")
+            return msgspec.json.decode(found.keys, type=list[Key])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Damaged(f"is no file of keys: {error}") from error
 
     def add(self, key: Key) -> None:
         """Raises `KeyExists`, or `KeysError` if there are too many or the file cannot be
@@ -241,8 +262,9 @@ class KeyFile:
 
     def _write(self, keys: list[Key]) -> None:
         self._check(keys)
-        encoded = msgspec.json.encode(_Keys(keys=keys).with_checksum())
-        data = msgspec.json.format(encoded, indent=2)
+        file = _File(keys=msgspec.Raw(msgspec.json.encode(keys)))
+        file.checksum = file.sum()
+        data = msgspec.json.format(msgspec.json.encode(file), indent=2)
         if len(data) > MAX_FILE_BYTES:  # it could not be read back
             raise KeysError(
                 f"{self.path}: would be larger than {MAX_FILE_BYTES} bytes: "
@@ -253,19 +275,6 @@ class KeyFile:
             write_checked(self.path, data, lambda descriptor: _hand_over(descriptor, owned))
         except OSError as error:
             raise KeysError(f"{self.path}: cannot be written: {error.strerror}") from error
-
-
-def _parsed(data: bytes) -> _Keys:
-    """What a file says. Raises `Damaged`."""
-    if len(data) > MAX_FILE_BYTES:
-        raise Damaged(f"is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        found = msgspec.json.decode(data, type=_Keys)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damaged(f"is no file of keys: {error}") from error
-    if found.checksum not in (None, found.with_checksum().checksum):
-        raise Damaged("its checksum differs (if you edited it, delete `checksum` in it)")
-    return found
 
 
 def _open_lock(lock: Path) -> int:
@@ -295,12 +304,12 @@ class KeyRing:
     one that cannot be read changes nothing, one that is gone takes all keys with it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `KeysError` if there is a file that cannot be read."""
+        """Raises `KeysError` if there is a file that cannot be read, and has no copy."""
         self.file = KeyFile(path)
         self._seen = self._look()
         self._refused: object = None
         """What the file was when it could not be read, so that it is said once."""
-        self._keys = self._by_digest()
+        self._keys = _by_digest(self.file.read_or_copy())
         self._listeners: list[Callable[[Mapping[str, Key]], None]] = []
 
     def on_change(self, listener: Callable[[Mapping[str, Key]], None]) -> None:
@@ -335,7 +344,7 @@ class KeyRing:
         if seen == self._seen:
             return
         try:
-            self._keys = self._by_digest()
+            self._keys = _by_digest(self.file.read())
         except KeysError as error:  # looked at again with the next request: it may be mended
             if seen != self._refused:
                 log.error("the keys were not reloaded: %s", error)
@@ -353,5 +362,6 @@ class KeyRing:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
-    def _by_digest(self) -> dict[str, Key]:
-        return {key.sha256: key for key in self.file.read()}
+
+def _by_digest(keys: Sequence[Key]) -> dict[str, Key]:
+    return {key.sha256: key for key in keys}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -15,22 +16,29 @@ import msgspec
 
 from appliance.batches.files import StoredFile, row_of, set_aside
 from appliance.batches.log import BatchLog
-from appliance.batches.records import Batch, Begun, Created, Ended, Record
+from appliance.batches.records import Batch, Begun, Created, Ended, LineDone, Record
 from appliance.platform.database import Database
 
 _ABOUT: Final = ".json"
+_GROUP_BYTES: Final = 16 << 20
+"""Of the entries that are written at once."""
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 log = logging.getLogger(__name__)
 
 
 def take_in(store: Database, files: Path, logs: Path) -> None:
-    """Move what is known of the files and batches in these folders into `store`. Takes time; raises
-    `OSError`."""
-    for path in sorted(files.glob(f"*{_ABOUT}")):
-        _take_in_file(store, path)
-    for path in sorted(logs.glob("*batch_*.jsonl")):
-        _take_in_batch(store, path)
+    """Move what is known of the files and batches in these folders into `store`. What cannot be
+    read, or written, stays for the next start, with a line in the log. Takes time."""
+    for folder, pattern, take in (
+        (files, f"*{_ABOUT}", _take_in_file),
+        (logs, "*batch_*.jsonl", _take_in_batch),
+    ):
+        for path in sorted(folder.glob(pattern)):
+            try:
+                take(store, path)
+            except OSError as error:
+                log.error("%s is ignored until the next start: %s", path, error)
 
 
 def _take_in_file(store: Database, path: Path) -> None:
@@ -49,52 +57,63 @@ def _take_in_file(store: Database, path: Path) -> None:
 
 
 def _take_in_batch(store: Database, path: Path) -> None:
-    """A log with damaged lines loses those, and is kept where it is set aside."""
-    records, damaged = _read(path)
-    says_enough = any(isinstance(record, Begun | Ended) for record in records)
-    if not records or (damaged and not says_enough):
-        if damaged:
-            set_aside(path, "too little of it can be read")
-        else:
-            path.unlink()  # no client had its confirmation
-        return
+    """A log with damaged lines loses those, and is kept where it is set aside. Outcomes are written
+    in groups, and the other records last: without them there is no batch yet."""
     id = path.name.removesuffix(".jsonl")
-    if not store.rows("records", id):
-        written = BatchLog(store, path.parent, id)
-        try:
-            written.append(records)
-        finally:
-            written.close()
+    written = BatchLog(store, path.parent, id)
+    others: list[Record] = []
+    outcomes: list[LineDone] = []
+    damaged = nbytes = 0
+    try:
+        for record in _records(path):
+            if record is None:
+                damaged += 1
+            elif isinstance(record, LineDone):
+                outcomes.append(record)
+                nbytes += len(record.entry)
+                if nbytes > _GROUP_BYTES:
+                    written.append(outcomes)
+                    outcomes, nbytes = [], 0
+            else:
+                others.append(record)
+        says_enough = any(isinstance(record, Begun | Ended) for record in others)
+        if others and (says_enough or not damaged):
+            if not store.rows("records", id):
+                written.append([*outcomes, *others])
+        elif damaged:
+            set_aside(path, "too little of it can be read")
+            return
+    finally:
+        written.close()
     if damaged:
         set_aside(path, f"{damaged} damaged lines in it are left out")
     else:
-        path.unlink()
+        path.unlink()  # also if no client had its confirmation
 
 
-def _read(path: Path) -> tuple[list[Record], int]:
-    """The records that a batch can have had, and how many lines are damaged. What was cut off at
-    the end is no line."""
-    records: list[Record] = []
+def _records(path: Path) -> Iterator[Record | None]:
+    """Those that a batch can have had; None for a damaged line. What was cut off at the end is no
+    line, and most records were there twice."""
     batch: Batch | None = None
-    damaged, before = 0, b""
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line == before or not line.endswith(b"\n"):
-            continue
-        before = line
-        try:
-            record = _record(line)
-        except (ValueError, msgspec.DecodeError):
-            damaged += 1
-            continue
-        if batch is None and isinstance(record, Created):
-            batch = Batch(record)
-        elif batch is not None and batch.allows(record):
-            batch.apply(record)
-        else:
-            damaged += 1
-            continue
-        records.append(record)
-    return records, damaged
+    before = b""
+    with path.open("rb") as lines:
+        for line in lines:
+            if line == before or not line.endswith(b"\n"):
+                continue
+            before = line
+            try:
+                record = _record(line)
+            except (ValueError, msgspec.DecodeError):
+                yield None
+                continue
+            if batch is None and isinstance(record, Created):
+                batch = Batch(record)
+            elif batch is not None and batch.allows(record):
+                batch.apply(record)
+            else:
+                yield None
+                continue
+            yield record
 
 
 def _record(line: bytes) -> Record:

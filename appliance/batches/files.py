@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +26,8 @@ MESSAGES_OUTPUT: Final = "message_batch_output"
 
 _UPLOAD: Final = ".upload-"
 _CONTENT: Final = ".jsonl"
+_EARLIER_ABOUT: Final = ".json"
+"""A description of an earlier version, which could not be taken in yet."""
 _PAGE_BYTES: Final = 4096
 SET_ASIDE: Final = "set-aside"
 """The folder, below that of the files, for what cannot be read. Nothing is deleted there."""
@@ -137,7 +141,8 @@ class FileStore:
             else:
                 log.error("%s is ignored, as its content is lost", id)
         for path in sorted(self._folder.glob(f"*{_CONTENT}")):
-            if path.name.removesuffix(_CONTENT) not in self._files:
+            known = path.name.removesuffix(_CONTENT) in self._files
+            if not known and not path.with_suffix(_EARLIER_ABOUT).exists():
                 set_aside(path, "it is no file that is known")
 
     def stored_bytes(self, owner: str | None = None) -> int:
@@ -227,17 +232,23 @@ class FileStore:
 
     def delete(self, id: str) -> None:
         """Takes time; raises `OSError`. Only what a row says is to go is deleted, also after a stop
-        in between."""
+        in between. On a disk that is full the content goes first: no row could be written."""
         file = self._files.get(id)
         if file is None:
             return
-        self._store.write([row_of(file, leaving=True)])
+        try:
+            self._store.write([row_of(file, leaving=True)])
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
         try:
             self._erase(id)
         except OSError:
-            with contextlib.suppress(OSError):  # else it is deleted at the next start
-                self._store.write([row_of(file)])
-            raise
+            if self.path(id).exists():
+                with contextlib.suppress(OSError):  # else it is deleted at the next start
+                    self._store.write([row_of(file)])
+                raise
+            log.warning("%s is deleted; its row goes at the next start", id)
         with self._counting:
             if self._files.pop(id, None) is not None:
                 self._count(file, -1)
@@ -282,11 +293,16 @@ def set_aside(path: Path, reason: str) -> None:
     folder = path.parent / SET_ASIDE
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        path.rename(folder / path.name)
+        number = next(n for n in count() if not _numbered(folder / path.name, n).exists())
+        path.rename(_numbered(folder / path.name, number))
     except OSError as error:
         log.error("%s is ignored: %s; it cannot be moved: %s", path, reason, error)
     else:
         log.error("%s is set aside in %s: %s", path, folder, reason)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}") if number else path
 
 
 def row_of(file: StoredFile, *, leaving: bool = False) -> Put:

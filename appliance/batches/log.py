@@ -34,6 +34,10 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 log = logging.getLogger(__name__)
 
 
+class EntryDamaged(Exception):
+    """What a request came to cannot be read as it was written."""
+
+
 class OutcomePlace(NamedTuple):
     """Where the entry of a request's outcome is in the file of a batch."""
 
@@ -59,6 +63,7 @@ class BatchLog:
         places = [_place(row) for row in store.rows("outcomes", id)]
         self._end = max((place.offset + place.size for place in places), default=0)
         self._descriptor: int | None = None
+        self._closed = False
         self._lock = Lock()  # an entry may be read in another thread while it is closed
 
     def append(self, records: Sequence[Record]) -> None:
@@ -92,11 +97,11 @@ class BatchLog:
         return [_place(row) for row in self._store.rows("outcomes", self._id)]
 
     def entry(self, outcome: OutcomePlace) -> bytes:
-        """What the files of a batch say of a request. Raises `OSError` if that is damaged."""
+        """What the files of a batch say of a request. Raises `EntryDamaged`, and `OSError`."""
         with self._lock:
             data = os.pread(self._file(), outcome.size, outcome.offset)
         if len(data) != outcome.size or zlib.crc32(data) != outcome.crc:
-            raise OSError(errno.EIO, f"the outcome of request {outcome.request} is damaged")
+            raise EntryDamaged(f"the outcome of request {outcome.request} is damaged")
         return data
 
     def finish(self, ended: Ended) -> None:
@@ -114,6 +119,7 @@ class BatchLog:
             if self._descriptor is not None:
                 os.close(self._descriptor)
             self._descriptor = None
+            self._closed = True
 
     def _append_entries(self, data: bytes) -> None:
         """Behind what counts; what an earlier attempt left there is written over."""
@@ -128,8 +134,15 @@ class BatchLog:
     def _file(self) -> int:
         if self._descriptor is None:
             flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(self._path, flags, _MODE)
-            sync(self._path.parent)
+            if self._closed:
+                raise OSError(errno.EBADF, "the log of the batch is closed")
+            descriptor = os.open(self._path, flags, _MODE)
+            try:
+                sync(self._path.parent)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            self._descriptor = descriptor
         return self._descriptor
 
 
@@ -140,8 +153,8 @@ def entries_path(folder: Path, id: str) -> Path:
 
 def load_all(store: Database, folder: Path) -> list[Batch]:
     """All batches. An outcome whose entry is damaged is taken back, with a line in the log: it is
-    computed again. A batch whose records make none is left where it is. O(bytes of entries).
-    Raises `OSError`."""
+    computed again. A batch whose records make none, or whose entries cannot be opened, is left
+    where it is, with a line in the log. O(bytes of entries). Raises `OSError`."""
     batches = []
     outcomes = _by_batch(store.rows("outcomes"))
     for id, rows in _by_batch(store.rows("records")).items():
@@ -149,6 +162,8 @@ def load_all(store: Database, folder: Path) -> list[Batch]:
             batches.append(_load(store, folder, id, rows, outcomes[id]))
         except (msgspec.DecodeError, IllegalTransition) as error:
             log.error("%s is ignored, as its records make no batch: %s", id, error)
+        except OSError as error:  # it may pass, and is no damage
+            log.error("%s is left alone until the next start: %s", id, error)
     return batches
 
 
@@ -195,7 +210,7 @@ def _readable(
         for row in outcomes:
             try:
                 entries.entry(_place(row))
-            except OSError:
+            except EntryDamaged:
                 yield None
             else:
                 yield _decode(row[2])

@@ -13,10 +13,11 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT, InlineTable, Item, Table
 
-from appliance.config.checked_text import read_text, without_checksum, write_text
+from appliance.config.checked_text import read_whole_text, without_checksum, write_text
 from appliance.config.layers import directory
 from appliance.config.schema import Model, fields
 from appliance.errors import NotSaved
+from appliance.platform.checked_file import Damaged
 from appliance.platform.durable import make_folder
 from appliance.vocabulary import ModelName
 
@@ -84,10 +85,10 @@ class AdminFile:
         """What operators changed so far. Raises `NotSaved` if it cannot be read, or has keys that
         the appliance does not write: the operator wrote the file then."""
         try:
-            document = tomlkit.parse(without_checksum(read_text(self.path)))
+            document = tomlkit.parse(without_checksum(read_whole_text(self.path)))
         except FileNotFoundError:
             document = tomlkit.parse(HEADER)
-        except (OSError, UnicodeDecodeError, TOMLKitError) as error:
+        except (OSError, UnicodeDecodeError, TOMLKitError, Damaged) as error:
             raise NotSaved(f"{self.path} cannot be read ({error})") from error
         rows = document.get("model", [])
         if document.keys() - {"model"} or any(row.keys() - fields(Model).keys() for row in rows):

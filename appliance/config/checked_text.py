@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from pathlib import Path
 from typing import Final
 
-from appliance.platform.checked_file import Damaged, copy_of, read_checked, write_checked
+from appliance.platform.checked_file import (
+    Damaged,
+    copy_of,
+    read_checked,
+    read_whole,
+    write_checked,
+)
 
 _BEGINS: Final = b"# checksum: "
 _LINE: Final = _BEGINS + b"%08x of what follows; delete this line if you edit the file by hand"
 """Its words are a part of the format: a damaged one could make the file no TOML any more."""
+
+log = logging.getLogger(__name__)
 
 
 def read_text(path: Path) -> str:
@@ -19,9 +28,16 @@ def read_text(path: Path) -> str:
     file without a checksum is read as it is. Raises `OSError` and `UnicodeDecodeError`."""
     try:
         data = read_checked(path, lambda data: _check(path, data))
-    except Damaged:  # and it has no copy that is whole
+    except Damaged as error:
+        log.error("%s: %s; it has no copy, and is read as it is", path, error)
         data = path.read_bytes()
     return data.decode()
+
+
+def read_whole_text(path: Path) -> str:
+    """The text of a file that is to be changed. Raises `Damaged`, `OSError` and
+    `UnicodeDecodeError`."""
+    return read_whole(path, lambda data: _check(path, data)).decode()
 
 
 def write_text(path: Path, text: str, mode: int) -> None:

@@ -25,6 +25,8 @@ _CONVERSATIONS: Final = {"/v1/responses": "input", "/v1/responses/input_tokens":
 """Fields that hold the messages; elsewhere it is `messages`."""
 _FITTING: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
 """Paths whose conversation has to fit into the model's context."""
+_TRUNCATING: Final = frozenset({"truncate_prompt_tokens", "truncation"})
+"""Fields with which it need not."""
 _TEXTS: Final = (
     *("input", "inputs", "texts", "data", "documents", "queries"),
     *("text_1", "text_2", "data_1", "data_2"),
@@ -38,29 +40,27 @@ class _Message(msgspec.Struct):
 
 
 def check_messages(path: str, fields: Mapping[str, Any], model: FrontModel) -> None:
-    """Raise `BadRequest` for a conversation of more messages, counting the parts of their content,
-    than `MAX_MESSAGES`, or than the context has tokens: each is rendered as one at least."""
+    """Raise `BadRequest` for a conversation of more messages than the context has tokens, as each
+    is rendered as one at least; or of more messages and parts of them than `MAX_MESSAGES`."""
     name = _CONVERSATIONS.get(path, "messages")
-    raw, most = fields.get(name), MAX_MESSAGES
-    fits = path in _FITTING and "truncate_prompt_tokens" not in fields
-    if fits:
-        most = min(most, model.max_context)
+    raw = fields.get(name)
+    fits = path in _FITTING and not _TRUNCATING & fields.keys()
+    most = min(MAX_MESSAGES, model.max_context) if fits else MAX_MESSAGES
     if not isinstance(raw, msgspec.Raw) or memoryview(raw).nbytes < _LEAST_BYTES * most:
         return
-    count = _messages(raw)
-    if count <= most:
-        return
-    if fits and count > model.max_context:
+    if fits and (count := len(_items(raw))) > model.max_context:
         message = (
             f"This model's maximum context length is {model.max_context} tokens. However, there are"
             f" {count} messages. Please reduce the number of messages."
         )
         raise BadRequest(message, name, "context_length_exceeded")
-    raise BadRequest(
-        f"{name}: a request may have {most} messages and parts of messages, this has {count}",
-        name,
-        "too_many_messages",
-    )
+    if (count := _messages(raw)) > MAX_MESSAGES:
+        raise BadRequest(
+            f"{name}: a request may have {MAX_MESSAGES} messages and parts of messages, this has"
+            f" {count}",
+            name,
+            "too_many_messages",
+        )
 
 
 def check_texts(fields: Mapping[str, Any]) -> None:

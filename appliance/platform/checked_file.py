@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,13 +26,30 @@ def copy_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.copy")
 
 
-def read_checked(path: Path, check: Callable[[bytes], T], max_bytes: int = MAX_BYTES) -> T:
-    """What `check` makes of the file, or of its copy if it raises `Damaged` for the file. Raises
-    that if there is no copy that is whole, and `OSError`. A file that is gone has no copy either.
-    Of a file, `check` gets one byte more than `max_bytes` at most.
+def read_whole(path: Path, check: Callable[[bytes], T], max_bytes: int = MAX_BYTES) -> T:
+    """What `check` makes of the file, which gets one byte more than `max_bytes` at most. Raises
+    `OSError`, and `Damaged` if `check` does.
+
+    A copy that is behind the file goes, as it would bring back what was removed from it: also if
+    the file was edited by hand, or is gone.
     """
     try:
-        return check(_read(path, max_bytes))
+        data = _read(path, max_bytes)
+    except FileNotFoundError:
+        _drop_copy(path)
+        raise
+    found = check(data)
+    with suppress(OSError):
+        if _read(copy_of(path), max_bytes) != data:
+            _drop_copy(path)
+    return found
+
+
+def read_checked(path: Path, check: Callable[[bytes], T], max_bytes: int = MAX_BYTES) -> T:
+    """The same, or what `check` makes of the copy if the file is damaged. Raises `Damaged` if there
+    is no copy that is whole."""
+    try:
+        return read_whole(path, check, max_bytes)
     except Damaged as error:
         try:
             found = check(_read(copy_of(path), max_bytes))
@@ -43,8 +61,8 @@ def read_checked(path: Path, check: Callable[[bytes], T], max_bytes: int = MAX_B
 
 def write_checked(path: Path, data: bytes, prepare: Callable[[int], None] = lambda _: None) -> None:
     """Replace the file, and then its copy, each whole or not at all; `prepare` may give a
-    descriptor another mode or owner. Raises `OSError` if the file is as before. A copy that cannot
-    be written is in the log only."""
+    descriptor another mode or owner. Raises `OSError` if the file is as before. That there is no
+    copy is in the log only."""
     replace(path, [data], prepare)
     sync_replaced(path)
     try:
@@ -52,7 +70,12 @@ def write_checked(path: Path, data: bytes, prepare: Callable[[int], None] = lamb
         sync_replaced(copy_of(path))
     except OSError as error:
         log.warning("%s has no copy that is up to date: %s", path, error.strerror)
-        # A copy that is older would bring back what was removed.
+        _drop_copy(path)
+
+
+def _drop_copy(path: Path) -> None:
+    """A process that may not do so leaves that to one that may."""
+    with suppress(OSError):
         copy_of(path).unlink(missing_ok=True)
 
 

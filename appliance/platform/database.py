@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -20,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from appliance.errors import ApplianceError
-from appliance.platform.durable import sync
+from appliance.platform.durable import NEW, sync
 
 SET_ASIDE: Final = "set-aside"
 """The folder, in that of the database, for copies that were damaged. Nothing is deleted there."""
@@ -30,10 +32,14 @@ Row: TypeAlias = tuple[Value, ...]
 
 _COMMITS: Final = (
     "CREATE TABLE commits (id INTEGER PRIMARY KEY, number INTEGER NOT NULL, "
-    "checksum INTEGER NOT NULL)"
+    "version INTEGER NOT NULL, checksum INTEGER NOT NULL)"
 )
-_WAL_VERSIONS: Final = b"\x02\x02"
-"""In the header of a database with a write-ahead log: what it takes to write and to read it."""
+"""One row: how many transactions there were, and the version of the tables."""
+RENEWAL_SECONDS: Final = 60.0
+"""How long after a copy could not be made it is tried again."""
+_HEADER_BYTES: Final = 100
+_VERSIONS: Final = frozenset({b"\x01\x01", b"\x02\x02"})
+"""In the header: what it takes to write and to read it, without and with a write-ahead log."""
 _DAMAGE: Final = frozenset(
     {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_FORMAT}
 )
@@ -84,8 +90,10 @@ class Database:
         self._migrations = migrations
         self._lock = threading.Lock()
         self._main: sqlite3.Connection
-        self._copy: sqlite3.Connection | None
+        """While it is open."""
+        self._copy: sqlite3.Connection | None = None
         self._commits: int
+        self._renew_at = 0.0
         self._keys: dict[str, list[str]]
 
     def open(self) -> None:
@@ -93,11 +101,11 @@ class Database:
         later version made it, or if it cannot be opened."""
         try:
             self._main, self._copy = self._open()
-            self._commits = _commits(self._main)
+            self._commits = _state(self._main).commits
             self._keys = _columns(self._main)
             if self._copy is None:
                 self._copy = self._renew_copy()
-        except (sqlite3.Error, OSError) as error:
+        except (*_TROUBLE, OSError) as error:
             raise ApplianceError(f"{self._path}: cannot be opened: {error}") from error
 
     def rows(self, table: str, *key: Value) -> list[Row]:
@@ -117,12 +125,13 @@ class Database:
         """Make all of these changes, or none; they are on the disk afterwards. Raises `OSError`."""
         with self._lock:
             statements = [self._statement(change) for change in changes]
-            commits = (0, self._commits + 1)
+            commits = (0, self._commits + 1, len(self._migrations))
             statements.append(self._statement(Put("commits", commits)))
             self._commit(self._main, statements)
             self._commits += 1
             if self._copy is None:
-                self._copy = self._renew_copy()
+                if time.monotonic() >= self._renew_at:
+                    self._copy = self._renew_copy()
                 return
             try:
                 self._commit(self._copy, statements)
@@ -131,10 +140,12 @@ class Database:
                 log.error("%s: %s; without a copy, damage may cost data", self._twin, error)
                 self._copy.close()
                 self._copy = None
+                _remove(self._twin)  # it is behind from now on
 
     def close(self) -> None:
+        """Without effect if it is not open."""
         with self._lock:
-            for connection in filter(None, (self._main, self._copy)):
+            for connection in filter(None, (getattr(self, "_main", None), self._copy)):
                 connection.close()
 
     # --- writing ---------------------------------------------------------------------------------
@@ -166,31 +177,31 @@ class Database:
     def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection | None]:
         """The database with the tables of today, from the copy that is whole and has the most
         transactions; and the other one, if it is the same."""
+        new = _new(self._path)
+        if new.exists() and not self._path.exists() and not self._twin.exists():
+            new.rename(self._path)  # the daemon stopped just before, with all rows in it
+        _remove(new)
         found: dict[Path, sqlite3.Connection] = {}
         damaged: dict[Path, Exception] = {}
         with contextlib.ExitStack() as connections:
-            for path in (self._path, self._twin):
-                if path.exists():
-                    try:
-                        whole = contextlib.closing(self._whole(path))
-                        found[path] = connections.enter_context(whole)
-                    except _TROUBLE as error:
-                        damaged[path] = error
-            if not found:
-                self._refuse_unless_damaged(damaged)
-            for path, problem in damaged.items():
-                log.error("%s is damaged (%s); it is set aside in %s", path, problem, SET_ASIDE)
+            for path in filter(Path.exists, (self._path, self._twin)):
+                try:
+                    whole = contextlib.closing(self._whole(path))
+                    found[path] = connections.enter_context(whole)
+                except _TROUBLE as error:
+                    if isinstance(error, sqlite3.Error) and _code(error) not in _DAMAGE:
+                        raise  # it may be locked: that passes, and is no damage
+                    if isinstance(error, _Later):
+                        raise
+                    damaged[path] = error
+                    log.error("%s is damaged (%s); it goes to %s", path, error, SET_ASIDE)
             states = {path: _state(connection) for path, connection in found.items()}
             if not found:
                 self._save_rows(list(damaged))
             else:
                 for path in damaged:
                     self._set_aside(path)
-                if max(states, key=lambda path: states[path]) == self._twin:  # the first if equal
-                    if self._path in found:
-                        found.pop(self._path).close()
-                    _remove(self._path)
-                    _write_whole(found[self._twin], self._path)
+                self._take_the_newer(found, states)
             if self._path not in found:
                 found[self._path] = connections.enter_context(
                     contextlib.closing(_connected(self._path))
@@ -203,19 +214,29 @@ class Database:
             connections.pop_all()
         return main, twin
 
-    def _refuse_unless_damaged(self, problems: dict[Path, Exception]) -> None:
-        for path, problem in problems.items():
-            if isinstance(problem, _Later):
-                raise ApplianceError(f"{path}: {problem}") from problem
-            if isinstance(problem, sqlite3.Error) and _code(problem) not in _DAMAGE:
-                raise ApplianceError(f"{path}: cannot be opened: {problem}") from problem
+    def _take_the_newer(
+        self, found: dict[Path, sqlite3.Connection], states: dict[Path, _State]
+    ) -> None:
+        """If the second of the copies that were `found` is ahead, or alone, it is both."""
+        commits = sorted(state.commits for state in states.values())
+        if (behind := commits[-1] - commits[0]) > 1:  # one, if the daemon was stopped in between
+            log.error("%s: one copy is %d transactions behind", self._path, behind)
+        if max(states, key=lambda path: states[path]) == self._path:  # also if both are equal
+            return
+        if self._path in found:
+            found.pop(self._path).close()
+        _write_whole(found[self._twin], self._path)
 
     def _whole(self, path: Path) -> sqlite3.Connection:
-        """A copy of which every page and every row is as it was written. Raises `sqlite3.Error`,
-        `_Damaged` and `_Later`."""
+        """A copy of which every page and every row is as it was written. Raises one of
+        `_TROUBLE`."""
+        # Before it is connected: closing a file gives up all locks that a process has on it.
+        with path.open("rb") as file:
+            if file.read(_HEADER_BYTES)[18:20] not in {b"", *_VERSIONS}:
+                raise _Damaged("its header does not let it be written")
         connection = _connected(path)
         try:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            version = _state(connection).version
             if version > len(self._migrations):
                 raise _Later("a later version of the appliance made it; install that one")
             (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
@@ -227,10 +248,6 @@ class Database:
             for table in _columns(expected):
                 for row in connection.execute(f"SELECT * FROM {table}"):
                     _checked(table, row)
-            _commits(connection)
-            with path.open("rb") as file:
-                if file.read(100)[18:20] != _WAL_VERSIONS:
-                    raise _Damaged("its header does not let it be written")
         except BaseException:
             connection.close()
             raise
@@ -243,54 +260,52 @@ class Database:
             connection.executescript(script)
         return connection
 
-    def _make(self, rows: Iterable[Put]) -> None:
-        """A new database with these rows."""
-        connection = self._in_memory(len(self._migrations))
-        self._keys = _columns(connection)
-        for put in (Put("commits", (0, 0)), *rows):
-            connection.execute(*self._statement(put))
-        connection.execute(f"PRAGMA user_version = {len(self._migrations)}")
-        _write_whole(connection, self._path)
-
     def _migrate(self, main: sqlite3.Connection) -> bool:
         """Whether it was of an earlier version."""
-        (version,) = main.execute("PRAGMA user_version").fetchone()
+        version = _state(main).version
         if version == len(self._migrations):
             return False
         with _transaction(main):
             for script in self._migrations[version:]:
                 for statement in filter(str.strip, script.split(";")):
                     main.execute(statement)
-            main.execute(f"PRAGMA user_version = {len(self._migrations)}")
+            self._keys = _columns(main)
+            commits = (0, _state(main).commits, len(self._migrations))
+            main.execute(*self._statement(Put("commits", commits)))
         return True
 
     def _renew_copy(self) -> sqlite3.Connection | None:
         """The copy as the database is now. None, with a line in the log, if it cannot be made."""
         try:
-            _remove(self._twin)
             _write_whole(self._main, self._twin)
             return _connected(self._twin)
         except (OSError, sqlite3.Error) as error:
             log.error("%s cannot be made: %s; without it, damage may cost data", self._twin, error)
+            self._renew_at = time.monotonic() + RENEWAL_SECONDS
             return None
 
     # --- damage ----------------------------------------------------------------------------------
 
     def _save_rows(self, paths: list[Path]) -> None:
-        """No copy is whole, or there is none: every row that can be read in one of them is kept."""
-        expected = self._in_memory(len(self._migrations))
+        """No copy is whole, or there is none: every row that can be read in one of them is kept.
+        A stop in between leaves the damaged copies, or the new database."""
+        made = self._in_memory(len(self._migrations))
+        self._keys = tables = _columns(made)
         saved: dict[tuple[str, Row], Put] = {}
-        tables = _columns(expected)
-        del tables["commits"]
         for path in paths:
             for table, names in tables.items():
-                size = _key_size(expected, table)
-                for row in _readable(path, table):
+                size = _key_size(made, table)
+                for row in _readable(path, table) if table != "commits" else ():
                     if len(row) == len(names) - 1:
                         saved.setdefault((table, row[:size]), Put(table, row))
+        for put in (Put("commits", (0, 0, len(self._migrations))), *saved.values()):
+            made.execute(*self._statement(put))
+        new = _written(made, self._path)
         for path in paths:
             self._set_aside(path)
-        self._make(saved.values())
+        _remove(self._path)  # a log without its database
+        new.rename(self._path)
+        sync(self._path.parent)
         if paths:
             log.error("%s: no copy is whole; %d rows could be read", self._path, len(saved))
 
@@ -339,17 +354,25 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _write_whole(source: sqlite3.Connection, path: Path) -> None:
-    """A copy of a database at `path`, whole or not at all, and on the disk."""
-    new = path.with_name(f".new-{path.name}")
+def _new(path: Path) -> Path:
+    return path.with_name(f"{NEW}{path.name}")
+
+
+def _written(source: sqlite3.Connection, path: Path) -> Path:
+    """A database on the disk, whole, which is to get the name `path`."""
+    new = _new(path)
     _remove(new)
-    target = sqlite3.connect(new)
-    try:
+    os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
+    with contextlib.closing(sqlite3.connect(new)) as target:
         source.backup(target)
-    finally:
-        target.close()
-    new.chmod(0o600)
     sync(new)
+    return new
+
+
+def _write_whole(source: sqlite3.Connection, path: Path) -> None:
+    """A copy of a database at `path`, in place of what is there."""
+    new = _written(source, path)
+    _remove(path)
     new.rename(path)
     sync(path.parent)
 
@@ -375,20 +398,22 @@ def _checked(table: str, row: Row) -> Row:
     return row[:-1]
 
 
-def _commits(connection: sqlite3.Connection) -> int:
-    """How many transactions it has. Raises `_Damaged`."""
+class _State(NamedTuple):
+    """What tells two whole copies apart: their transactions, and the version of their tables."""
+
+    commits: int
+    version: int
+
+
+def _state(connection: sqlite3.Connection) -> _State:
+    """Raises `sqlite3.Error` and `_Damaged`."""
     row = connection.execute("SELECT * FROM commits WHERE id = 0").fetchone()
     if row is None:
         raise _Damaged("it has no count of its transactions")
-    _, number = _checked("commits", row)
-    assert isinstance(number, int)
-    return number
-
-
-def _state(connection: sqlite3.Connection) -> tuple[int, int]:
-    """What tells two whole copies apart: their transactions, and the version of their tables."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    return _commits(connection), version
+    _, commits, version = _checked("commits", row)
+    assert isinstance(commits, int)
+    assert isinstance(version, int)
+    return _State(commits, version)
 
 
 def _columns(connection: sqlite3.Connection) -> dict[str, list[str]]:

@@ -153,7 +153,7 @@ class KeyFlips:
 
     def __call__(self, draw: random.Random) -> str:
         self._file.path.write_bytes(flipped(self._content, draw))
-        assert self._file.read() == self._keys
+        assert self._file.read_or_copy() == self._keys
         return "keys repaired"
 
 

@@ -183,6 +183,7 @@ class BatchRunner:
             self.files.open()
             self._find_batches()
         except BaseException:
+            self._store.close()
             os.close(lock)
             raise
         return lock

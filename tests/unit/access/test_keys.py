@@ -284,7 +284,6 @@ def test_a_broken_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixt
     """The keys stay as they were, which is logged once."""
     KeyFile(path).add(key())
     ring = KeyRing(path)
-    copy_of(path).unlink()
     path.write_text("{")
 
     assert ring.find("sk-alice", 1.0) == key()
@@ -294,15 +293,19 @@ def test_a_broken_file_changes_nothing(path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_damaged_file_has_a_copy(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A flipped bit that still is JSON would have another key fail, or last longer."""
+    """A flipped bit that still is JSON would have another key fail, or last longer. A daemon that
+    starts then reads the copy; changes are refused, as the file may have been edited."""
     KeyFile(path).add(key())
     path.write_bytes(path.read_bytes().replace(b"alice", b"alicd"))
 
-    assert KeyFile(path).read() == (key(),)
+    assert KeyRing(path).all() == (key(),)
     assert "its checksum differs" in caplog.text
-    KeyFile(path).add(key("bob"))
-    assert [one.name for one in KeyFile(path).read()] == ["alice", "bob"]
-    assert caplog.text.count("its checksum differs") == 2  # it was whole again
+    for change in (lambda: KeyFile(path).add(key("bob")), lambda: KeyFile(path).remove("alice")):
+        with pytest.raises(KeysError, match="delete `checksum`"):
+            change()
+    path.write_bytes(copy_of(path).read_bytes())
+    KeyFile(path).add(key("bob", "sk-bob"))
+    assert [one.name for one in KeyRing(path).all()] == ["alice", "bob"]
 
 
 def test_a_copy_does_not_bring_back_what_was_removed(
@@ -327,14 +330,38 @@ def test_a_copy_does_not_bring_back_what_was_removed(
 
 
 def test_a_file_that_is_written_by_hand(path: Path) -> None:
-    """It needs no checksum, and its copy does not replace it."""
-    KeyFile(path).add(key())
+    """It needs no checksum. The copy does not bring back a key that was removed so."""
+    for name in ("alice", "bob"):
+        KeyFile(path).add(key(name, f"sk-{name}"))
     found = json.loads(path.read_text())
-    del found["checksum"]
-    found["keys"][0]["name"] = "carol"
+    del found["checksum"], found["keys"][1]
     path.write_text(json.dumps(found))
 
-    assert [one.name for one in KeyFile(path).read()] == ["carol"]
+    assert [one.name for one in KeyFile(path).read()] == ["alice"]
+    path.write_text("")
+    with pytest.raises(KeysError):
+        KeyRing(path)
+
+
+def test_a_file_that_is_gone_takes_its_copy_along(path: Path) -> None:
+    KeyFile(path).add(key())
+    path.unlink()
+    assert KeyFile(path).read() == ()
+    path.write_text("{")
+
+    with pytest.raises(KeysError):
+        KeyRing(path)
+
+
+def test_a_copy_that_cannot_be_written_is_no_failure(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The key was added: its caller has to get the secret."""
+    copy_of(path).mkdir()
+    KeyFile(path).add(key())
+
+    assert KeyFile(path).read() == (key(),)
+    assert "has no copy that is up to date" in caplog.text
 
 
 def test_a_file_that_is_mended_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

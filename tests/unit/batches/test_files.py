@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 from appliance.batches.earlier import take_in
 from appliance.batches.files import SET_ASIDE, FileStore, StoredFile
 from appliance.batches.store import store_in
-from appliance.platform.database import Delete
+from appliance.platform.database import Change, Database, Delete
 
 CONTENT = b'{"custom_id": "1"}\n' * 50
 NOW = 1_764_000_000.0
@@ -161,6 +161,53 @@ def test_a_stop_in_the_middle_of_a_deletion(folder: Path, monkeypatch: pytest.Mo
 
     assert all_of(folder) == []
     assert contents(folder) == []
+
+
+@pytest.mark.parametrize("writes", [0, 1, 9])
+def test_a_file_is_deleted_though_the_disk_is_full(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """It makes room. Its row goes once it can, at the next start at the latest."""
+    file = stored(folder)
+    really, refusals = Database.write, iter(range(2))
+
+    def full(store: Database, changes: Iterable[Change]) -> None:
+        if next(refusals, writes) < writes:
+            raise OSError(28, "No space left on device")
+        really(store, changes)
+
+    with opened(folder) as store:
+        monkeypatch.setattr(Database, "write", full)
+        store.delete(file.id)
+        assert store.all() == []
+        assert store.stored_bytes() == 0
+        monkeypatch.undo()
+    assert all_of(folder) == []
+    assert contents(folder) == []
+
+
+def test_nothing_that_was_set_aside_is_replaced(folder: Path) -> None:
+    """By another content of the same name."""
+    for content in (b"first", b"second"):
+        assert all_of(folder) == []
+        (folder / "file-1.jsonl").write_bytes(content)
+    assert all_of(folder) == []
+    assert {path.read_bytes() for path in (folder / SET_ASIDE).iterdir()} == {b"first", b"second"}
+
+
+def test_a_description_that_cannot_be_opened(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an earlier version: it is taken in at a later start, and its content stays until then."""
+    file = earlier(folder)
+    moved = (folder / "file-1.json").rename(folder.with_name("moved"))
+    (folder / "file-1.json").mkdir()
+    assert all_of(folder) == []
+    assert "file-1.json is ignored until the next start" in caplog.text
+
+    (folder / "file-1.json").rmdir()
+    moved.rename(folder / "file-1.json")
+    assert all_of(folder) == [file]
 
 
 def test_what_cannot_be_moved_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -240,6 +240,23 @@ def test_a_log_whose_entries_are_lost(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "batch_1: 4 damaged records are taken back" in caplog.text
 
 
+def test_entries_that_cannot_be_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That is no damage: nothing is computed again, and the next start finds the batch."""
+    write(tmp_path, LIFE)
+    entries = entries_path(tmp_path, "batch_1")
+    moved = entries.rename(tmp_path / "moved")
+    entries.symlink_to(moved)
+
+    assert found(tmp_path) is None
+    assert "batch_1 is left alone until the next start" in caplog.text
+
+    moved.rename(entries)
+    batch, expected = found(tmp_path), Batch.of(LIFE)
+    assert batch is not None
+    assert expected is not None
+    assert facts(batch) == facts(expected)
+
+
 @pytest.mark.parametrize("records", [range(1, 5), (0, 2, 3)])
 def test_records_that_make_no_batch(
     records: Iterable[int], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -10,6 +10,7 @@ import pytest
 from appliance.config.admin_file import AdminFile
 from appliance.config.checked_text import read_text
 from appliance.config.layers import read_layers
+from appliance.errors import NotSaved
 from appliance.platform.checked_file import copy_of
 
 
@@ -72,8 +73,9 @@ def test_a_damaged_file_has_a_copy(file: AdminFile, caplog: pytest.LogCaptureFix
         document = read_layers(config).document
 
         assert document["model"] == [{"name": "tiny", "path": "/models/tiny"}], damaged
-        assert file.edit().text().endswith('tiny"\n')
         assert "its copy 50-admin.toml.copy is used" in caplog.text
+        with pytest.raises(NotSaved, match=r"checksum differs|first line is damaged"):
+            file.edit()
 
 
 def test_a_file_that_is_edited_by_hand(file: AdminFile) -> None:
@@ -82,16 +84,18 @@ def test_a_file_that_is_edited_by_hand(file: AdminFile) -> None:
     text = file.path.read_text().partition("\n")[2].replace("tiny", "small")
     file.path.write_text(text)
     assert read_text(file.path) == text
+    assert not copy_of(file.path).exists()  # it would bring back what was edited
 
     file.path.unlink()
     with pytest.raises(FileNotFoundError):
         read_text(file.path)
 
 
-def test_a_damaged_file_without_a_copy(file: AdminFile) -> None:
+def test_a_damaged_file_without_a_copy(file: AdminFile, caplog: pytest.LogCaptureFixture) -> None:
     """It is read as it is: its syntax may be right, or the error names its line."""
     file.write('[[model]]\nname = "tiny"\n')
     copy_of(file.path).unlink()
     text = file.path.read_text().replace("tiny", "tinx")
     file.path.write_text(text)
     assert read_text(file.path) == text
+    assert "it has no copy" in caplog.text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import ApplianceError
+from appliance.platform import database as database_module
 from appliance.platform.database import SET_ASIDE, Change, Database, Delete, Put, Row
 
 FIRST = """
@@ -228,8 +231,11 @@ def test_damage_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "notes cannot be read" in caplog.text
 
 
-def test_a_copy_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The database goes on without it, and says so; it is made once it can be."""
+    monkeypatch.setattr(database_module, "RENEWAL_SECONDS", 0.0)
     blocked = tmp_path / f".new-{COPIES[1]}"
     blocked.mkdir()
     with opened(tmp_path) as database:
@@ -271,14 +277,92 @@ def test_a_migration_that_fails(tmp_path: Path) -> None:
     assert notes(tmp_path) == expected
 
 
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    """What another one has open is not taken for damaged."""
-    expected = made(tmp_path)
+READ = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('SELECT * FROM notes')"
+
+
+def read_by_another(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_one_process_at_a_time(starts: int, tmp_path: Path) -> None:
+    """Another one would remove the logs that this one writes to, also after a later start."""
+    for _ in range(starts - 1):
+        assert notes(tmp_path) == []
     with opened(tmp_path) as database:
-        with closing(sqlite3.connect(tmp_path / "store.sqlite", timeout=0)) as other:
-            with pytest.raises(sqlite3.OperationalError, match="locked"):
-                other.execute("SELECT * FROM notes")
+        database.write([note("a", 1)])
+        for name in COPIES:
+            assert "database is locked" in read_by_another(tmp_path / name).stderr
+        database.write([note("a", 2)])
+    assert [row[1] for row in notes(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_another_process_has_open_is_not_damaged(name: str, tmp_path: Path) -> None:
+    """The start is refused by name, and both copies stay."""
+    expected = made(tmp_path)
+    assert notes(tmp_path) == expected
+    with closing(sqlite3.connect(tmp_path / name, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
         with pytest.raises(ApplianceError, match="locked"), opened(tmp_path):
             pass
-        assert database.rows("notes") == expected
+        other.execute("ROLLBACK")
     assert not (tmp_path / SET_ASIDE).exists()
+    assert notes(tmp_path) == expected
+
+
+def damage_both(folder: Path) -> None:
+    """A row of each."""
+    for name in COPIES:
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:-20] + b"?" * 20)
+
+
+def test_a_disk_that_is_full_while_rows_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start is refused, and the next one saves them: no empty database takes their place."""
+    expected = made(tmp_path, 200)
+    assert notes(tmp_path) == expected
+    damage_both(tmp_path)
+
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database_module, "sync", full)
+        with pytest.raises(ApplianceError, match="No space left"), opened(tmp_path):
+            pass
+    found = notes(tmp_path)
+    assert len(found) > 100
+    assert set(found) <= set(expected)
+
+
+def test_a_stop_before_saved_rows_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = made(tmp_path, 200)
+    assert notes(tmp_path) == expected
+    damage_both(tmp_path)
+    rename = Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        if path.name.startswith(".new-"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stop)
+        with pytest.raises(KeyboardInterrupt), opened(tmp_path):
+            pass
+    assert len(notes(tmp_path)) > 100
+
+
+def test_a_log_without_its_database(tmp_path: Path) -> None:
+    """It is not taken for the log of a new one."""
+    made(tmp_path)
+    for name in COPIES:
+        (tmp_path / name).unlink()
+    assert notes(tmp_path) == []
