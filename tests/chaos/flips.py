@@ -13,14 +13,16 @@ from appliance.access.keys import KeyFile
 from appliance.config.layers import directory
 from appliance.config.loader import load_config
 from appliance.errors import ConfigError, KeysError
+from appliance.platform.checked_file import copy_of
 
 CONTENTS = "the contents of files, which have no checksum: what is flipped there is served so"
 
 
 @dataclass(frozen=True)
 class Guarded:
-    """A file that operators write, too. Its damage may keep the daemon from starting, which it says
-    by name; what is damaged and still can be read is another file, as if they had written it."""
+    """A file that operators write, too. With a copy its damage is repaired. Without one it may keep
+    the daemon from starting, which it says by name; what is damaged and still can be read is
+    another file, as if they had written it."""
 
     path: Path
     read: Callable[[], object]
@@ -42,6 +44,8 @@ class Flipped:
     places: list[str] = field(default_factory=list)
     refused: list[tuple[Guarded, bytes]] = field(default_factory=list)
     """Files with which it has to refuse to start, as they were."""
+    repaired: list[tuple[Path, bytes]] = field(default_factory=list)
+    """Files whose copies it has to use, as they were."""
     stored: int = 0
     """Bits in what is stored of files and batches."""
 
@@ -76,6 +80,8 @@ class Files:
             flipped.places.append(f"bit {place} of {path.name} ({name})")
             if guard is None:
                 flipped.stored += path.is_relative_to(self._stored)
+            elif copy_of(path).exists():
+                flipped.repaired.append((path, whole))
             elif guard.readable:
                 path.write_bytes(whole)
                 self.found[f"{name}: not noticed"] += 1

@@ -247,13 +247,16 @@ def files(folder: Path) -> Files:
     return Files(state, config, keys.path)
 
 
-def test_flips_are_in_what_the_daemon_keeps(tmp_path: Path) -> None:
-    """In records and keys, not in contents; keys that can still be read are as they were, and those
-    that cannot are to be refused."""
+@pytest.mark.parametrize("copied", [True, False])
+def test_flips_are_in_what_the_daemon_keeps(tmp_path: Path, copied: bool) -> None:
+    """In records and keys, not in contents. Keys with a copy stay damaged; of others, those that
+    can still be read are as they were, and those that cannot are to be refused."""
     content = tmp_path / "state" / "batches" / "content"
     found = files(tmp_path)
+    if not copied:
+        (tmp_path / "keys.json.copy").unlink()
     keys = (tmp_path / "keys.json").read_bytes()
-    refused = 0
+    refused = repaired = 0
     for seed in range(200):
         (tmp_path / "state" / "batches" / "one").write_bytes(b"\0" * 64)
         (tmp_path / "keys.json").write_bytes(keys)
@@ -261,15 +264,21 @@ def test_flips_are_in_what_the_daemon_keeps(tmp_path: Path) -> None:
         record = (tmp_path / "state" / "batches" / "one").read_bytes()
         ones = sum(byte.bit_count() for byte in record)
         assert (len(flipped.places), ones) == (1, flipped.stored)
-        for guard, whole in flipped.refused:
-            assert not guard.readable
-            assert whole == keys
-            refused += 1
-        if not flipped.refused:
+        refused += len(flipped.refused)
+        repaired += len(flipped.repaired)
+        assert all(not guard.readable for guard, _ in flipped.refused)
+        assert all(path.read_bytes() != whole for path, whole in flipped.repaired)
+        assert {whole for _, whole in flipped.refused + flipped.repaired} <= {keys}
+        if not flipped.refused and not flipped.repaired:
             assert (tmp_path / "keys.json").read_bytes() == keys
     assert content.read_text() == '{"custom_id": "a"}\n'
-    assert found.found["batches"] + found.found["keys.json"] == 200
-    assert 0 < refused < found.found["keys.json"]
+    hits = found.found["keys.json"]
+    assert found.found["batches"] + hits == 200
+    if copied:
+        assert (refused, repaired) == (0, hits)
+    else:
+        assert 0 < refused <= hits
+        assert repaired == 0
 
 
 def test_a_bit(tmp_path: Path) -> None:
