@@ -69,7 +69,7 @@ class BatchClient:
         await self.done_with([source, *files])
 
     def ended_otherwise(self, batch: dict[str, Any]) -> None:
-        """A batch failed, or was cancelled by nobody."""
+        """A batch failed, or was cancelled though its client did not ask for that."""
         self._tally.complain(f"batch {batch['id']}: {batch['status']} {batch['errors']}")
 
     async def done_with(self, files: Sequence[str]) -> None:

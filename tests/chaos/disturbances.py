@@ -173,7 +173,7 @@ async def _start(world: World, flipped: Flipped) -> list[str]:
         said = str(error)
     else:
         names = ", ".join(guard.path.name for guard, _ in flipped.refused)
-        world.complaints.append(f"it started although nobody can read {names}")
+        world.complaints.append(f"it started although {names} cannot be read")
         return []
     if not any(guard.path.name in said for guard, _ in flipped.refused):
         world.complaints.append(f"a start was refused without naming the file: {said}")

@@ -31,6 +31,7 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.kv_files import PAGE_BYTES, KvDamaged, KvFiles
 from appliance.platform.database import Put
 from appliance.vocabulary import ModelName
+from tests.chaos.flips import flip_bit
 from tests.unit.batches.test_records import LIFE, facts
 from tests.unit.memory.test_images import Box
 
@@ -42,15 +43,6 @@ IN_MEMORY: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 Flips: TypeAlias = Callable[[random.Random], str]
 """Flips one bit; says what became of it. Raises `AssertionError` if more was lost than may be."""
-
-
-def flip(path: Path, place: int) -> None:
-    """Flip a bit of a file."""
-    with path.open("r+b") as file:
-        file.seek(place // 8)
-        (byte,) = file.read(1)
-        file.seek(place // 8)
-        file.write(bytes([byte ^ 1 << place % 8]))
 
 
 class StoreFlips:
@@ -83,7 +75,7 @@ class StoreFlips:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         name = draw.choice([name for name in state if ".sqlite" in name and state[name]])
-        flip(self._folder / name, draw.randrange(8 * len(state[name])))
+        flip_bit(self._folder / name, draw.randrange(8 * len(state[name])))
 
         batch, files = self._start()
 
@@ -131,12 +123,12 @@ class EntryFlips:
             for outcome in self._log.outcomes()
             if outcome.offset <= place // 8 < outcome.offset + outcome.size
         )
-        flip(self._path, place)
+        flip_bit(self._path, place)
 
         (batch,) = load_all(self._store, self._folder)
 
         assert batch.pending == [hit]
-        flip(self._path, place)
+        flip_bit(self._path, place)
         self._store.write(self._rows)
         return "outcome computed again"
 
@@ -185,7 +177,7 @@ class SpillFlips:
     def __call__(self, draw: random.Random) -> str:
         self._files.write("r", self._offsets, PAGE_BYTES)
         (path,) = self._files.folder.glob("*.kv")
-        flip(path, draw.randrange(8 * path.stat().st_size))
+        flip_bit(path, draw.randrange(8 * path.stat().st_size))
         try:
             self._files.read("r", self._offsets, PAGE_BYTES)
         except KvDamaged:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from appliance.errors import ApplianceError
 from appliance.platform import database as database_module
 from appliance.platform.database import SET_ASIDE, Change, Database, Delete, Put, Row
+from tests.chaos.flips import flip_bit
 
 FIRST = """
     CREATE TABLE notes (
@@ -70,12 +71,6 @@ def notes(folder: Path) -> list[Row]:
     """What a process finds that starts now."""
     with opened(folder) as database:
         return database.rows("notes")
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place // 8] ^= 1 << place % 8
-    path.write_bytes(data)
 
 
 changes = st.one_of(
@@ -138,7 +133,7 @@ def test_a_flipped_bit_loses_nothing(data: st.DataObject) -> None:
         if data.draw(st.booleans(), "closed"):
             assert notes(folder) == expected
         path = data.draw(st.sampled_from(sorted(p for p in folder.iterdir() if p.stat().st_size)))
-        flip(path, data.draw(st.integers(0, 8 * path.stat().st_size - 1), "bit"))
+        flip_bit(path, data.draw(st.integers(0, 8 * path.stat().st_size - 1), "bit"))
         check_goes_on(folder, expected)
 
 
@@ -200,7 +195,7 @@ def test_what_can_be_read_of_two_damaged_copies(
     draw = random.Random(3)
     for name in COPIES:
         path = tmp_path / name
-        flip(path, draw.randrange(8 * path.stat().st_size // 2, 8 * path.stat().st_size))
+        flip_bit(path, draw.randrange(8 * path.stat().st_size // 2, 8 * path.stat().st_size))
     found = notes(tmp_path)
 
     assert set(found) <= set(expected)
