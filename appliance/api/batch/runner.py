@@ -192,9 +192,11 @@ class BatchRunner:
         for batch in load_all(self._store, self._logs):
             self._batches[batch.id] = batch
         for path in sorted(self._logs.glob(f"*{ENTRIES}")):
-            found = self._batches.get(path.name.removesuffix(ENTRIES))
+            id = path.name.removesuffix(ENTRIES)
+            found = self._batches.get(id)
             if found is None:
-                set_aside(path, "it belongs to no batch that is known")
+                if not self._store.rows("records", id):  # else the batch is left alone for now
+                    set_aside(path, "it belongs to no batch that is known")
             elif found.over:  # the daemon stopped just then
                 self._shorten(found, self._log(found.id))
 

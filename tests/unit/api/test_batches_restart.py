@@ -297,6 +297,32 @@ async def test_a_log_that_is_none(house: House, caplog: pytest.LogCaptureFixture
     assert "batch_0.jsonl is set aside" in caplog.text
 
 
+async def test_entries_that_cannot_be_opened_at_a_start(house: House, tmp_path: Path) -> None:
+    """The batch is left alone, its entries with it: a later start goes on where it was."""
+    logs = house.folder / "batches"
+    logs.mkdir(parents=True)
+    records = life(2, [(0, True)], cancelled=False)
+    with house.store() as store:
+        files = FileStore(store, house.folder / "files", max_bytes=10**6, keep_seconds=1000.0)
+        files.open()
+        lines = jsonl(chat(str(number)) for number in range(2))
+        files.write("file-1", "", "in.jsonl", [lines], house.clock.now)
+        BatchLog(store, logs, "batch_1").append(records)
+    (entries,) = logs.glob("*.entries")
+    moved = entries.rename(tmp_path / "moved")
+    entries.symlink_to(moved)
+    async with house.client() as client:
+        assert [one.id async for one in client.batches.list()] == []
+
+    assert entries.is_symlink()
+    moved.rename(entries)
+    batch = await finish(house)
+
+    assert batch is not None
+    assert (batch.status, batch.completed) == ("completed", 2)
+    assert names(house) == ["1"]
+
+
 async def test_one_daemon_at_a_time(house: House) -> None:
     """A second one on the same folder does not start."""
     async with house.app().lifespan():
