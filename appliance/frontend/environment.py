@@ -61,10 +61,12 @@ def import_vllm() -> None:
     from appliance.frontend.serving.inspection import inspect_here
     from appliance.frontend.serving.published import publish_responses
     from appliance.frontend.serving.seams import check_seams
+    from appliance.frontend.serving.single_tokens import replace_collector
 
     check_seams()
     assert os.environ["VLLM_MEDIA_CONNECTOR"] == media.CONNECTOR
     replace_engine()
+    replace_collector()
     publish_responses()
     inspect_here()
     vllm_application()

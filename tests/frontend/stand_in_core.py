@@ -153,6 +153,8 @@ class StandInCore:
         """Encoded outputs for new tokens of a request, instead of plain ones."""
         self.hold_at: Callable[[Submit], int | None] = lambda submit: None
         """A request waits when it has so many tokens."""
+        self.at_once: Callable[[], int] = lambda: 1
+        """How many tokens a request gets next."""
 
     # --- what tests do ---------------------------------------------------------------------------
 
@@ -352,7 +354,7 @@ class StandInCore:
         self._work.set()
 
     async def _compute(self) -> None:
-        """One token of every live request at a time, all in one frame."""
+        """The next tokens of every live request, all in one frame."""
         assert self._writer is not None
         while True:
             outputs = [out for live in list(self.live.values()) if (out := self._next(live))]
@@ -367,7 +369,7 @@ class StandInCore:
     def _next(self, live: Live) -> Output | None:
         if live.hold_at is not None and live.sent >= live.hold_at:
             return None
-        tokens = live.tokens[live.sent : live.sent + 1]
+        tokens = live.tokens[live.sent : live.sent + self.at_once()]
         live.sent += len(tokens)
         finished = live.reason if live.sent >= len(live.tokens) else None
         if finished is not None:

@@ -36,6 +36,7 @@ from appliance.engines.vllm.pooling import (
 )
 from appliance.frontend.calls import Call, current
 from appliance.frontend.core import Core, RequestRefused
+from appliance.frontend.serving.single_tokens import Collector, split
 from appliance.service.front_frames import FrontModel, Output, Refused, Submit
 from appliance.vocabulary import FinishReason, RequestId
 
@@ -105,6 +106,8 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         """Of each request the tokens that end it, besides the model's own end."""
         self.processor: OutputProcessor | None = None
         """vLLM's, which knows the streams; set as soon as it exists."""
+        self.one_by_one = False
+        """Whether the model's streams are read one token at a time; set before the first."""
         self.resources = SimpleNamespace(engine_dead=False)
 
     # --- what AsyncLLM asks ----------------------------------------------------------------------
@@ -119,6 +122,8 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
             self._check_pooled(call, request)
             _check_listed(call, request, self._siblings(request.request_id))
             submit = self._submit_of(call, request)
+            if self.one_by_one:
+                self._keep_apart(request.request_id)
             if request.sampling_params is not None:
                 self._stops[request.request_id] = _stop_tokens(request.sampling_params)
             await self._core.submit(call, submit, self)
@@ -153,6 +158,8 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         for output in outputs:
             if output.details:
                 made += self._detailed(output)
+            elif self.one_by_one:
+                made += split(self._plain(output))
             else:
                 made.append(self._plain(output))
             if output.finished is not None:
@@ -197,6 +204,12 @@ class EngineClient(EngineCoreClient):  # type: ignore[misc]
         return made
 
     # --- details ---------------------------------------------------------------------------------
+
+    def _keep_apart(self, request: RequestId) -> None:
+        assert self.processor is not None
+        state = self.processor.request_states.get(request)
+        if state is not None and isinstance(state.queue, Collector):
+            state.queue.keep_apart()
 
     def _submit_of(self, call: Call, request: EngineCoreRequest) -> Submit:
         sampling = request.sampling_params

@@ -16,15 +16,20 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 
 
-def keep_held_text(state: State) -> None:
-    """Change the parsers of a model's serving objects, in place."""
+def keep_held_text(state: State) -> bool:
+    """Change the parsers of a model's serving objects, in place; whether there was one to change,
+    whose streams then have to come one token at a time (`single_tokens`)."""
+    changed = False
     for serving, attribute in (
         (state.openai_serving_chat, "parser_cls"),
         (state.anthropic_serving_messages, "parser_cls"),
         (state.openai_serving_responses, "parser"),
     ):
         if serving is not None:
-            setattr(serving, attribute, with_held_text(getattr(serving, attribute)))
+            parser = getattr(serving, attribute)
+            setattr(serving, attribute, with_held_text(parser))
+            changed = changed or getattr(serving, attribute) is not parser
+    return changed
 
 
 @cache

@@ -165,7 +165,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
     for name in SERVING:
         setattr(state, name, None)
     asyncio.run(init_app_state(llm, state, args, llm.engine_core.tasks))
-    keep_held_text(state)
+    llm.engine_core.one_by_one = keep_held_text(state)
     if model.pools_tokens:
         # vLLM would compare texts token by token in the worker that has seen the other one.
         state.serving_scores = None

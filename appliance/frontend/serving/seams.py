@@ -32,7 +32,10 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (EngineCoreClient.abort_requests_async, ("request_ids",)),
     (EngineCoreClient.get_output_async, ()),
     (OutputProcessor.abort_requests, ("request_ids", "internal")),
+    (RequestOutputCollector.__init__, ("output_kind", "request_id")),
     (RequestOutputCollector.put, ("output",)),
+    (RequestOutputCollector.get, ()),
+    (RequestOutputCollector.get_nowait, ()),
     (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
     (FastAPI.build_middleware_stack, ()),
     (registry._run_in_subprocess, ("fn",)),
@@ -68,6 +71,8 @@ FIELDS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 
 SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (AsyncLLM.__init__, ("EngineCoreClient.make_async_mp_client(",)),
+    (AsyncLLM.add_request, ("queue = RequestOutputCollector(",)),
+    (RequestOutputCollector.put, ("if self.output is None or", "aggregate=self.aggregate")),
     (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),
     (
         DelegatingParser.parse_delta,
