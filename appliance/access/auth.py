@@ -129,6 +129,14 @@ class Caller:
     def key(self) -> Key | None:
         return None if self.meter is None else self.meter.key
 
+    def check_guides(self) -> None:
+        """Raise `Forbidden` for a request with a guide, if the key has none."""
+        if self.key is not None and not self.key.guides:
+            raise Forbidden(
+                "the API key may use no guides: ask without response_format, structured_outputs, "
+                "format, and tools that must be called"
+            )
+
     @property
     def owner(self) -> str:
         """Of what is stored for it: the hash of its key, "" without one."""

@@ -72,6 +72,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     classes: Annotated[tuple[RequestClass, ...], Meta(min_length=1)] = tuple(RequestClass)
     slo: bool = False
     """Whether a request may name a service level of its own."""
+    guides: bool = True
+    """Whether a request may have a guide, such as a JSON schema that its answer follows."""
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrency: _Limit | None = None
@@ -93,6 +95,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Empty: every model."""
     classes: Annotated[tuple[RequestClass, ...], Meta(min_length=1)] = tuple(RequestClass)
     slo: bool = False
+    guides: bool = True
     expires: Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,6}[mhd]$"})] | None = None
     """After so long: ``30d``, ``12h``, ``90m``; never if it is left out."""
     requests_per_minute: _Limit | None = None

@@ -64,6 +64,10 @@ def key() -> None:
     help="The class of its requests; batch alone makes all of them batch work. Without any: both.",
 )  # fmt: skip
 @click.option("--slo", is_flag=True, help="Its requests may name a service level (x-slo).")
+@click.option(
+    "--no-guides", is_flag=True,
+    help="Its requests may have no guides: schemas, grammars, tools that must be called.",
+)  # fmt: skip
 @click.option("--expires", "lifetime", type=DurationType(), help="After so long: 30d, 12h, 90m.")
 @click.option("--requests-per-minute", type=limit)
 @click.option("--tokens-per-minute", type=limit, help="Prompts and answers together.")
@@ -77,6 +81,7 @@ def create(
     models: tuple[str, ...],
     classes: tuple[str, ...],
     slo: bool,
+    no_guides: bool,
     lifetime: str | None,
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
@@ -93,6 +98,7 @@ def create(
         models=models,
         classes=tuple(map(RequestClass, classes)) or tuple(RequestClass),
         slo=slo,
+        guides=not no_guides,
         expires=lifetime,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,

@@ -413,6 +413,7 @@ class Session:
             request = _Request(self, frame.request, frame.call)
             asked = _asked(frame, call)
             if frame.guide:
+                call.caller.check_guides()
                 task = asyncio.get_running_loop().create_task(
                     self._guided(request, call, asked, frame.guide)
                 )

@@ -70,6 +70,10 @@ def wanted(given: Given) -> Document:
         if slo not in ("yes", "no"):
             raise DaemonRefused(f"slo: yes or no, not {slo!r}")
         body["slo"] = slo == "yes"
+    if (guides := given.get("guides")) is not None:
+        if guides not in ("yes", "no"):
+            raise DaemonRefused(f"guides: yes or no, not {guides!r}")
+        body["guides"] = guides == "yes"
     for name in BOUNDS:
         if (count := given.get(name)) is not None:
             if not count.isdecimal():
@@ -113,6 +117,7 @@ class KeysView(TableView):
         Column("PROMPTS", _had("prompt_tokens"), right=True),
         Column("TOKENS", _had("output_tokens"), right=True),
         Column("SLO", member("slo"), lambda value: "yes" if value else "no"),
+        Column("GUIDES", member("guides"), lambda value: "no" if value is False else "yes"),
     )  # fmt: skip
     actions = (
         Action("c", "create", "make a key; it is shown once", _create, each_row=False,
@@ -122,6 +127,7 @@ class KeysView(TableView):
             Field("models", "the only ones it knows, such as llama-a,qwen-a"),
             Field("classes", "interactive or batch, if not both"),
             Field("slo", "yes, if its requests may name a service level"),
+            Field("guides", "no, if its answers may follow no schemas or grammars"),
             Field("expires", "after so long, such as 30d, 12h or 90m"),
             Field("requests_per_minute", "at most, such as 60"),
             Field("tokens_per_minute", "prompts and answers together"),

@@ -45,6 +45,7 @@ class ShownKey(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: every model."""
     classes: tuple[RequestClass, ...]
     slo: bool
+    guides: bool
     requests_per_minute: int | None
     tokens_per_minute: int | None
     concurrency: int | None

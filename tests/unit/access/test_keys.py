@@ -42,8 +42,8 @@ def test_what_is_written_is_read_again(path: Path) -> None:
     """With everything that a key allows, in the order in which keys were made."""
     rich = key(
         "bob", "sk-bob", expires_seconds=9.0, scopes=(Scope.ADMIN,), models=("a",),
-        classes=(RequestClass.BATCH,), slo=True, requests_per_minute=1, tokens_per_minute=2,
-        concurrency=3,
+        classes=(RequestClass.BATCH,), slo=True, guides=False, requests_per_minute=1,
+        tokens_per_minute=2, concurrency=3,
     )  # fmt: skip
     file = KeyFile(path)
     file.add(key())

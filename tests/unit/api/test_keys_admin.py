@@ -40,8 +40,8 @@ async def test_a_key_that_is_made_works_at_once(house: House) -> None:
     """It is in the answer, which nobody may store, and nowhere else; the file has all it allows."""
     wanted = {
         "name": "ci", "scopes": ["infer", "admin"], "models": ["small", "small"],
-        "classes": ["batch"], "slo": True, "expires": "30d", "requests_per_minute": 60,
-        "tokens_per_minute": 20_000, "concurrency": 4,
+        "classes": ["batch"], "slo": True, "guides": False, "expires": "30d",
+        "requests_per_minute": 60, "tokens_per_minute": 20_000, "concurrency": 4,
     }  # fmt: skip
     async with house.client("sk-operator") as client:
         made = await client.post("/api/keys", json=wanted)
@@ -53,7 +53,8 @@ async def test_a_key_that_is_made_works_at_once(house: House) -> None:
             "name": "ci", "created_unix_seconds": 1000.0,
             "expires_unix_seconds": 1000.0 + 30 * DAY_SECONDS, "expired": False,
             "scopes": ["infer", "admin"], "models": ["small"], "classes": ["batch"], "slo": True,
-            "requests_per_minute": 60, "tokens_per_minute": 20_000, "concurrency": 4, "use": None,
+            "guides": False, "requests_per_minute": 60, "tokens_per_minute": 20_000,
+            "concurrency": 4, "use": None,
         }  # fmt: skip
         assert (await client.get("/api/keys/ci")).json() == told
         asked = await client.get("/api/keys/ci", headers=bearer(secret))
@@ -71,6 +72,7 @@ async def test_what_is_left_out(house: House) -> None:
     key = next(key for key in house.file.read() if key.name == "alice")
     assert (key.scopes, key.models, key.classes) == ((Scope.INFER,), (), tuple(RequestClass))
     assert (key.expires_seconds, key.slo, key.concurrency) == (None, False, None)
+    assert key.guides
 
 
 async def test_a_list_has_no_secrets(house: House) -> None:

@@ -40,8 +40,8 @@ def test_everything_that_a_key_may_allow(path: Path) -> None:
     before = time.time()
     made = call(
         "create", "bob", "--file", path, "--scope", "infer", "--scope", "admin", "--model", "a",
-        "--model", "b", "--class", "batch", "--slo", "--expires", "30d", "--requests-per-minute",
-        1, "--tokens-per-minute", 2, "--concurrency", 3, "--json",
+        "--model", "b", "--class", "batch", "--slo", "--no-guides", "--expires", "30d",
+        "--requests-per-minute", 1, "--tokens-per-minute", 2, "--concurrency", 3, "--json",
     )  # fmt: skip
 
     assert made.exit_code == 0, made.output
@@ -51,8 +51,8 @@ def test_everything_that_a_key_may_allow(path: Path) -> None:
     assert key == Key(
         name="bob", sha256=key.sha256, created_seconds=key.created_seconds,
         expires_seconds=key.expires_seconds, scopes=tuple(Scope), models=("a", "b"),
-        classes=(RequestClass.BATCH,), slo=True, requests_per_minute=1, tokens_per_minute=2,
-        concurrency=3,
+        classes=(RequestClass.BATCH,), slo=True, guides=False, requests_per_minute=1,
+        tokens_per_minute=2, concurrency=3,
     )  # fmt: skip
     assert json.loads(made.stdout)["key"].startswith("sk-")
 

@@ -481,6 +481,22 @@ async def test_a_guide_is_compiled_first(house: House) -> None:
     await front.until_over("r")
 
 
+async def test_a_key_without_guides_asks_for_none(house: House) -> None:
+    """A guide of its is not even compiled; all else it may ask."""
+    secret = house.add("plain", guides=False)
+    front = house.front()
+    front.submit(front.call(secret), "r", body=b"guide", guide=b"guide")
+    await front.until_over("r")
+    refused = front.refused["r"]
+    assert (refused.status, refused.code) == (403, "permission_denied")
+    assert "response_format" in refused.message
+    assert (house.service.guides, house.service.submitted) == ([], [])
+
+    front.submit(front.call(secret), "plain", body=b"")
+    await settled()
+    assert front.admitted("plain")
+
+
 async def test_a_guide_that_cannot_be_followed_is_refused(house: House) -> None:
     """Nothing was submitted."""
     front = house.front()

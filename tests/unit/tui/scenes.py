@@ -254,8 +254,8 @@ def key(name: str, **members: object) -> Document:
     return {
         "name": name, "created_unix_seconds": NOW - 40 * 24 * 3600, "expires_unix_seconds": None,
         "expired": False, "scopes": ["infer"], "models": [], "classes": ["interactive", "batch"],
-        "slo": False, "requests_per_minute": None, "tokens_per_minute": None, "concurrency": None,
-        "use": None,
+        "slo": False, "guides": True, "requests_per_minute": None, "tokens_per_minute": None,
+        "concurrency": None, "use": None,
     } | members  # fmt: skip
 
 

@@ -38,8 +38,8 @@ PATH = "/api/keys"
 SECRET = "sk-shown-once"
 FULL = {
     "name": "ci", "scopes": ["infer", "admin"], "models": ["a", "b"], "classes": ["batch"],
-    "slo": True, "expires": "30d", "requests_per_minute": 60, "tokens_per_minute": 9000,
-    "concurrency": 4,
+    "slo": True, "guides": False, "expires": "30d", "requests_per_minute": 60,
+    "tokens_per_minute": 9000, "concurrency": 4,
 }  # fmt: skip
 
 
@@ -74,11 +74,11 @@ async def test_what_they_allow() -> None:
         assert row(app, "operator")[1:6] == ["infer,admin", "all", "both", "never", "40d00h"]
         assert row(app, "web") == [
             "web", "infer", "llama-a", "interactive", "20d00h", "40d00h", "600", "req/m,", "20.0k",
-            "tok/m,", "8", "at", "once", "2", "1234", "7", "98765", "54321", "no",
+            "tok/m,", "8", "at", "once", "2", "1234", "7", "98765", "54321", "no", "yes",
         ]  # fmt: skip
         assert row(app, "nightly@ci")[1:6] == ["infer", "llama-a", "+1", "batch", "1h00m"]
         assert row(app, "alice")[4:] == ["never", "1m30s", "30", "req/m", "0", "0", "0", "0", "0",
-                                         "no"]  # fmt: skip
+                                         "no", "yes"]  # fmt: skip
         await press(app, "down", "down", "enter")
         for words in ("llama-a, qwen-a", "2h00m ago", "expires in", "none since the daemon began"):
             assert words in seen(app)
@@ -137,7 +137,7 @@ async def test_one_is_made_in_a_form() -> None:
         await press(app, "escape", "c", "enter")
         assert changes(source) == []
         await press(app, "c")
-        said = ("ci", "infer,admin", "a, b", "batch", "yes", "30d", "60", "9000")
+        said = ("ci", "infer,admin", "a, b", "batch", "yes", "no", "30d", "60", "9000")
         for field, text in zip(app.screen.query(Input), said, strict=False):
             field.value = text
         await press(app, *["tab"] * len(said), "4", "enter")
@@ -150,13 +150,15 @@ async def test_one_is_made_by_command() -> None:
     source = told(keys())
     async with dashboard(source) as app:
         await command(app, "keys")
-        await command(app, "create name=ci scopes=infer slo=no concurrency=4")
-        body = {"name": "ci", "scopes": ["infer"], "slo": False, "concurrency": 4}
+        await command(app, "create name=ci scopes=infer slo=no guides=no concurrency=4")
+        body = {"name": "ci", "scopes": ["infer"], "slo": False, "guides": False}
+        body["concurrency"] = 4
         assert changes(source) == [("POST", PATH, body)]
         await press(app, "escape")
         source.answers["POST", PATH] = DaemonRefused("there is a key 'ci' already")
         for words, refusal in (
             ("slo=maybe", "slo: yes or no, not 'maybe'"),
+            ("guides=some", "guides: yes or no, not 'some'"),
             ("concurrency=4.5", "concurrency: a whole number, such as 60, not '4.5'"),
             ("name=ci", "there is a key 'ci' already"),
         ):
