@@ -32,7 +32,13 @@ from appliance.frontend.answers import AnswerGuard, Headers
 from appliance.frontend.calls import Call, current
 from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
-from appliance.frontend.counts import check_messages, check_texts, check_tokens
+from appliance.frontend.counts import (
+    check_messages,
+    check_texts,
+    check_tokenized,
+    check_tokens,
+    check_values,
+)
 from appliance.frontend.fields import IGNORED_HEADER, check
 from appliance.frontend.serving.input_tokens import router as input_tokens_router
 from appliance.frontend.serving.model_fronts import FrontNotBuilt, ModelFronts, UnknownModel
@@ -251,7 +257,9 @@ class FrontEnd:
         path: str = scope["path"]
         if path.startswith(OLLAMA):
             with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
-                body = self._check(call, path, fields_of(body), body, reasons=True)
+                fields = fields_of(body)
+                check_size(call, fields)
+                body = self._check(call, path, fields, body, reasons=True)
             await self._ollama(scope, _body_then(body, gone), send)
             return
         if path == TOKENIZER_INFO:
@@ -265,6 +273,7 @@ class FrontEnd:
                 fields = fields_of(body)
             except NotJson as error:
                 raise Refuse(refused(call, 400, "invalid_json", str(error))) from error
+            check_size(call, fields)
             if fields is None or not _is_name(asked := fields.get("model")):
                 state = _no_model()
                 path = meant(path, {}, Task.GENERATE)
@@ -352,11 +361,20 @@ def check_task(call: Call, path: str, model: FrontModel) -> None:
         raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
 
 
+def check_size(call: Call, fields: Fields | None) -> None:
+    """Raise `Refuse` for more values than a body may have, whatever its endpoint and model."""
+    try:
+        check_values(fields or {})
+    except ApiError as error:
+        raise Refuse(as_refused(error, call.number)) from error
+
+
 def check_counts(call: Call, path: str, fields: Fields, model: FrontModel) -> None:
     """Raise `Refuse` for more of anything than a body may list, before time is spent on it."""
     try:
         check_messages(path, fields, model)
         check_tokens(path, fields, model)
+        check_tokenized(path, fields, model)
         if Task.GENERATE not in _TASKS.get(path, ("", frozenset(Task)))[1]:
             check_texts(fields)
     except ApiError as error:

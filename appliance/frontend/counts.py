@@ -1,4 +1,4 @@
-"""How many messages, texts and tokens a body may list, before time is spent on each of them.
+"""How many fields, objects, texts and tokens a body may list, before time is spent on each of them.
 
 What vLLM makes of an item takes the thread of all streams some microseconds to some hundred, and
 a body has room for a million items. What is not as it should be here, vLLM refuses.
@@ -10,13 +10,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from appliance.frontend.serving.engine_client import MAX_LISTED_TOKENS, TooManyListed
 from appliance.http.errors import BadRequest
 from appliance.service.front_frames import FrontModel
 
-MAX_MESSAGES: Final = 1 << 14
-"""Of a conversation, with the parts of their content."""
+MAX_FIELDS: Final = 1 << 10
+"""Of a body."""
+MAX_OBJECTS: Final = 1 << 14
+"""In a field: messages, parts of them, calls, documents, at any depth."""
+MAX_TOOLS: Final = 1 << 10
+"""That a request may offer: each is a schema that is read several times."""
+MAX_VALUES: Final = 1 << 17
+"""In a field, in lists and objects of any depth, unless it is a text or a list of tokens."""
 MAX_TEXTS: Final = 1 << 12
 """To embed, to classify or to rank in one request: each is a request of its own, and no more of a
 key may wait."""
@@ -31,36 +38,92 @@ _TEXTS: Final = (
     *("input", "inputs", "texts", "data", "documents", "queries"),
     *("text_1", "text_2", "data_1", "data_2"),
 )
+_OF_TOKENS: Final = ("stop_token_ids", "logit_bias", "allowed_token_ids")
+_LISTS: Final = frozenset({*_TEXTS, *_OF_TOKENS, "prompt", "tokens", "context"})
+"""Fields that hold texts or tokens, each with a bound of its own."""
+_MAX_SHOWN: Final = 64
+"""Characters of a field's name that are repeated."""
 _LEAST_BYTES: Final = len(b"{},")
-"""Of a message, or a part of one."""
+"""Of a message."""
+_LEAST_CHARACTERS: Final = 1 << 18
+_PER_TOKEN: Final = 16
+"""Characters that may be made tokens without having to fit into the context: so many for each token
+of the context, and `_LEAST_CHARACTERS` in any case."""
 
 
-class _Message(msgspec.Struct):
-    content: msgspec.Raw = msgspec.Raw(b"null")
+def check_values(fields: Mapping[str, Any]) -> None:
+    """Raise `BadRequest` for more fields, objects or values than a body may have. O(bytes)."""
+    if len(fields) > MAX_FIELDS:
+        raise BadRequest(
+            f"a body may have {MAX_FIELDS} fields, this has {len(fields)}", code="too_many_fields"
+        )
+    for name, raw in fields.items():
+        if isinstance(raw, msgspec.Raw) and memoryview(raw).nbytes >= MAX_TOOLS:
+            _check_value(name[:_MAX_SHOWN], raw)
+
+
+def _check_value(name: str, raw: msgspec.Raw) -> None:
+    if _first(raw) == b'"':
+        return
+    if name == "tools" and (count := len(_items(raw))) > MAX_TOOLS:
+        raise BadRequest(
+            f"tools: a request may offer {MAX_TOOLS} tools, this has {count}",
+            name,
+            "too_many_tools",
+        )
+    if (count := _outside_texts(raw, b"{", MAX_OBJECTS)) > MAX_OBJECTS:
+        raise BadRequest(
+            f"{name}: a field may have {MAX_OBJECTS} objects (messages, their parts, calls of"
+            f" tools), this has {count}",
+            name,
+            "too_many_objects",
+        )
+    if name in _LISTS:
+        return
+    if (count := _outside_texts(raw, b",", MAX_VALUES)) > MAX_VALUES:
+        raise BadRequest(
+            f"{name}: a field may have {MAX_VALUES} values, this has {count}",
+            name,
+            "too_many_values",
+        )
 
 
 def check_messages(path: str, fields: Mapping[str, Any], model: FrontModel) -> None:
     """Raise `BadRequest` for a conversation of more messages than the context has tokens, as each
-    is rendered as one at least; or of more messages and parts of them than `MAX_MESSAGES`."""
+    is rendered as one at least."""
+    if path not in _FITTING or _TRUNCATING & fields.keys():
+        return
     name = _CONVERSATIONS.get(path, "messages")
     raw = fields.get(name)
-    fits = path in _FITTING and not _TRUNCATING & fields.keys()
-    most = min(MAX_MESSAGES, model.max_context) if fits else MAX_MESSAGES
-    if not isinstance(raw, msgspec.Raw) or memoryview(raw).nbytes < _LEAST_BYTES * most:
+    if (
+        not isinstance(raw, msgspec.Raw)
+        or memoryview(raw).nbytes < _LEAST_BYTES * model.max_context
+    ):
         return
-    if fits and (count := len(_items(raw))) > model.max_context:
+    if (count := len(_items(raw))) > model.max_context:
         message = (
             f"This model's maximum context length is {model.max_context} tokens. However, there are"
             f" {count} messages. Please reduce the number of messages."
         )
         raise BadRequest(message, name, "context_length_exceeded")
-    if (count := _messages(raw)) > MAX_MESSAGES:
-        raise BadRequest(
-            f"{name}: a request may have {MAX_MESSAGES} messages and parts of messages, this has"
-            f" {count}",
-            name,
-            "too_many_messages",
-        )
+
+
+def check_tokenized(path: str, fields: Mapping[str, Any], model: FrontModel) -> None:
+    """Raise `BadRequest` for a text that is only to be made tokens, and is longer than any that the
+    model could be asked with: each token of it is listed in the answer."""
+    if path != "/tokenize":
+        return
+    most = max(_LEAST_CHARACTERS, _PER_TOKEN * model.max_context)
+    for name in ("prompt", "messages"):
+        raw = fields.get(name)
+        if not isinstance(raw, msgspec.Raw) or memoryview(raw).nbytes <= most:
+            continue
+        if (count := _characters(raw)) > most:
+            raise BadRequest(
+                f"{name}: {count} characters are more than {most}: send several requests",
+                name,
+                "text_too_long",
+            )
 
 
 def check_texts(fields: Mapping[str, Any]) -> None:
@@ -100,25 +163,6 @@ def check_tokens(path: str, fields: Mapping[str, Any], model: FrontModel) -> Non
         raise BadRequest(str(TooManyListed()), "n", "invalid_request")
 
 
-def _messages(raw: msgspec.Raw) -> int:
-    """Messages and parts of them; of a list of conversations, those of all."""
-    return sum(
-        sum(map(_parts, _items(one))) if _first(one) == b"[" else _parts(one) for one in _items(raw)
-    )
-
-
-def _parts(message: msgspec.Raw) -> int:
-    """As how many a message counts: the parts of its content, one if that is text."""
-    return max(1, len(_items(_content(message)))) if _first(message) == b"{" else 1
-
-
-def _content(message: msgspec.Raw) -> msgspec.Raw:
-    try:
-        return msgspec.json.decode(message, type=_Message).content
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.Raw(b"null")
-
-
 def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
     """Those of a list; none of anything else."""
     if _first(raw) != b"[":
@@ -127,6 +171,23 @@ def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
         return msgspec.json.decode(raw, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
+
+
+def _outside_texts(raw: msgspec.Raw, mark: bytes, most: int) -> int:
+    """How often a mark is in a value, if it is there more often than `most` times: not in texts."""
+    whole = memoryview(raw).tobytes()
+    if (count := whole.count(mark)) <= most:
+        return count
+    plain = whole.replace(b"\\\\", b"").replace(b'\\"', b"")
+    letters = np.frombuffer(plain, np.uint8)
+    in_texts = np.cumsum(letters == ord(b'"'), dtype=np.uint8) & 1
+    return int(np.count_nonzero((letters == ord(mark)) & (in_texts == 0)))
+
+
+def _characters(raw: msgspec.Raw) -> int:
+    """Of a value, quotes and braces included; an escaped one counts once."""
+    whole = memoryview(raw).tobytes()
+    return len(whole.decode(errors="replace")) - 5 * whole.count(b"\\u")
 
 
 def _first(raw: msgspec.Raw) -> bytes:
@@ -138,6 +199,6 @@ def _commas(raw: msgspec.Raw) -> int:
 
 
 def _lists_of_tokens(fields: Mapping[str, Any]) -> Iterator[msgspec.Raw]:
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+    for name in _OF_TOKENS:
         if isinstance(raw := fields.get(name), msgspec.Raw):
             yield raw

@@ -62,11 +62,13 @@ def import_vllm() -> None:
     from appliance.frontend.serving.published import publish_responses
     from appliance.frontend.serving.seams import check_seams
     from appliance.frontend.serving.single_tokens import replace_collector
+    from appliance.frontend.serving.trimmed_text import trim_before_tokens
 
     check_seams()
     assert os.environ["VLLM_MEDIA_CONNECTOR"] == media.CONNECTOR
     replace_engine()
     replace_collector()
+    trim_before_tokens()
     publish_responses()
     inspect_here()
     vllm_application()

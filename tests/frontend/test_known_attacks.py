@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoTokenizer
 
-from appliance.frontend.counts import MAX_MESSAGES, MAX_TEXTS
+from appliance.frontend.counts import MAX_OBJECTS, MAX_TEXTS, MAX_TOOLS
 from appliance.frontend.serving.engine_client import MAX_LISTED_TOKENS
 from appliance.service.front_frames import FrontModel, Submit
 from tests.frontend.conftest import like, model_at
@@ -253,6 +253,7 @@ async def test_a_text_of_many_tokens_is_one(http: httpx.AsyncClient) -> None:
     assert (answer.status_code, "context length" in answer.text) == (400, True)
 
 
+TOO_MANY = "too_many_objects"
 PARTS = [{"type": "text", "text": "a"}] * 20_000
 MANY = [{"role": "user", "content": "a"}] * 20_000
 
@@ -279,7 +280,75 @@ async def test_messages_and_their_parts_are_counted_before_they_are_read(
     answer = await http.post(path, json={"model": "talker"} | body)
 
     assert answer.status_code == 400
-    assert "20000 messages" in answer.text or str(MAX_MESSAGES) in answer.text
+    assert "20000 messages" in answer.text or str(MAX_OBJECTS) in answer.text
+
+
+CALLED = {"id": "a", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+FUNCTION = {"type": "function", "function": {"name": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        (CHAT, {"tools": [FUNCTION] * (MAX_TOOLS + 1)}, "too_many_tools"),
+        (CHAT, {f"f{n}": n for n in range(2000)}, "too_many_fields"),
+        (CHAT, {"chat_template_kwargs": {"a": [1] * 150_000}}, "too_many_values"),
+        (CHAT, {"model": 5, "metadata": [1] * 150_000}, "too_many_values"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALLED] * 9000}]}, TOO_MANY),
+        (CHAT, {"documents": [{"a": 'b"\\'}] * 20_000}, TOO_MANY),
+        (RESPONSES, {"input": "a", "tools": [FUNCTION] * (MAX_TOOLS + 1)}, "too_many_tools"),
+        (TOKENIZE, {"messages": HELLO, "tools": [FUNCTION] * (MAX_TOOLS + 1)}, "too_many_tools"),
+    ],
+)
+async def test_values_are_counted_before_they_are_read(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], code: str
+) -> None:
+    """Some megabytes of them would hold a front end up for seconds."""
+    answer = await http.post(path, json={"model": "talker", "messages": HELLO} | body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/api/chat"])
+async def test_values_are_counted_in_every_dialect(http: httpx.AsyncClient, path: str) -> None:
+    nested = [{"type": "tool_result", "content": PARTS}]
+    messages = [{"role": "user", "content": nested, "images": [{}] * 20_000}]
+    asked = {"model": "talker", "messages": messages, "max_tokens": 2}
+
+    answer = await http.post(path, json=asked)
+
+    assert answer.status_code == 400
+    assert str(MAX_OBJECTS) in answer.text
+
+
+async def test_marks_in_texts_do_not_count(http: httpx.AsyncClient) -> None:
+    """A text of braces and commas is one value; what is asked fits into the context."""
+    text = '{,\\"' * 100_000
+    asked = {"model": "talker", "messages": HELLO, "max_tokens": 2, "metadata": {"code": text}}
+
+    answer = await http.post(CHAT, json=asked)
+
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("field", [{"prompt": "a " * 200_000}, {"messages": [
+    {"role": "user", "content": "a " * 200_000}]}])  # fmt: skip
+async def test_a_text_that_is_only_made_tokens_is_bounded(
+    http: httpx.AsyncClient, field: dict[str, Any]
+) -> None:
+    answer = await http.post(TOKENIZE, json={"model": "talker"} | field)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "text_too_long")
+
+
+async def test_an_escaped_character_counts_once(http: httpx.AsyncClient) -> None:
+    body = json.dumps({"model": "talker", "prompt": "\u00e9" * 100_000}).encode()
+    assert body.count(b"\\u00e9") == 100_000
+
+    answer = await http.post(TOKENIZE, content=body, headers={"content-type": "application/json"})
+
+    assert answer.status_code == 200, answer.text
 
 
 async def test_tokens_are_counted_before_they_become_text(http: httpx.AsyncClient) -> None:

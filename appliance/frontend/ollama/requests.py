@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
 from vllm.renderers import TokenizeParams
 
-from appliance.frontend.counts import MAX_MESSAGES, MAX_TEXTS
+from appliance.frontend.counts import MAX_TEXTS
 from appliance.frontend.ollama import templates
 from appliance.frontend.ollama.errors import OllamaError
 from appliance.service.front_frames import FrontModel
@@ -231,11 +231,6 @@ class ChatBody(_Generating, kw_only=True):
 
     messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
-
-    def check(self) -> None:
-        super().check()
-        if (count := len(self.messages or ())) > MAX_MESSAGES:
-            raise OllamaError(400, f"messages: at most {MAX_MESSAGES}, this has {count}")
 
     @property
     def loads(self) -> bool:

@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.model_executor.models import registry
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.renderers.params import TokenizeParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -37,6 +38,8 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (RequestOutputCollector.get, ()),
     (RequestOutputCollector.get_nowait, ()),
     (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
+    (TokenizeParams._text_len_check, ("tokenizer", "text")),
+    (TokenizeParams._get_text_truncation_offset, ("tokenizer", "text")),
     (FastAPI.build_middleware_stack, ()),
     (registry._run_in_subprocess, ("fn",)),
     (registry._LazyRegisteredModel._save_modelinfo_to_cache, ("mi", "module_hash")),
@@ -71,6 +74,7 @@ FIELDS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 
 SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (AsyncLLM.__init__, ("EngineCoreClient.make_async_mp_client(",)),
+    (TokenizeParams._text_len_check, ("self.truncation_side is not None and len(text)",)),
     (AsyncLLM.add_request, ("queue = RequestOutputCollector(",)),
     (RequestOutputCollector.put, ("if self.output is None or", "aggregate=self.aggregate")),
     (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),
