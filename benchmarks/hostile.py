@@ -71,6 +71,8 @@ NOTHING, COUNTING = "nothing", "a process that counts"
 HALF_SENT_HEADS, HALF_SENT_BODIES = "1,500 half-sent heads", "60 half-sent bodies"
 REQUESTS = {
     "8 MiB prompt": Kind(lambda: itertools.repeat(bodies.long_prompt(ATTACKED))),
+    "8 MiB prompt, truncated": Kind(lambda: itertools.repeat(bodies.truncated_prompt(ATTACKED))),
+    "150,000 tools": Kind(lambda: itertools.repeat(bodies.many_tools(ATTACKED, 150_000))),
     "200,000 empty messages": Kind(
         lambda: itertools.repeat(bodies.many_messages(ATTACKED, MESSAGES))
     ),

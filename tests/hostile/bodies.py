@@ -25,6 +25,19 @@ def long_prompt(model: str) -> bytes:
     return chat(model, "river " * (room // 6))
 
 
+def truncated_prompt(model: str) -> bytes:
+    """As large as may be, of which the last tokens are kept."""
+    fields = {"truncate_prompt_tokens": 8, "max_tokens": 1}
+    room = MOST_BODY_BYTES - len(chat(model, "", **fields))
+    return chat(model, "river " * (room // 6), **fields)
+
+
+def many_tools(model: str, tools: int) -> bytes:
+    tool = {"type": "function", "function": {"name": "a"}}
+    body = json.loads(chat(model, "seas", max_tokens=1)) | {"tools": [tool] * tools}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
 def many_messages(model: str, messages: int) -> bytes:
     body = {"model": model, "messages": [{"role": "user", "content": ""}] * messages}
     return json.dumps(body, separators=(",", ":")).encode()
