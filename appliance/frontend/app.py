@@ -34,6 +34,7 @@ from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
 from appliance.frontend.counts import (
     check_messages,
+    check_pairs,
     check_texts,
     check_tokenized,
     check_tokens,
@@ -377,6 +378,7 @@ def check_counts(call: Call, path: str, fields: Fields, model: FrontModel) -> No
         check_tokenized(path, fields, model)
         if Task.GENERATE not in _TASKS.get(path, ("", frozenset(Task)))[1]:
             check_texts(fields)
+            check_pairs(fields)
     except ApiError as error:
         raise Refuse(as_refused(error, call.number)) from error
 

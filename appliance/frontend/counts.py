@@ -24,9 +24,10 @@ MAX_TOOLS: Final = 1 << 10
 """That a request may offer: each is a schema that is read several times."""
 MAX_VALUES: Final = 1 << 17
 """In a field, in lists and objects of any depth, unless it is a text or a list of tokens."""
-MAX_TEXTS: Final = 1 << 12
-"""To embed, to classify or to rank in one request: each is a request of its own, and no more of a
-key may wait."""
+MAX_TEXTS: Final = 1 << 11
+"""To embed, to classify or to rank in one request: each is a request of its own."""
+MAX_PAIRED: Final = 1 << 23
+"""Characters of a query, once for each text that it is compared with: each pair is encoded."""
 
 _CONVERSATIONS: Final = {"/v1/responses": "input", "/v1/responses/input_tokens": "input"}
 """Fields that hold the messages; elsewhere it is `messages`."""
@@ -36,8 +37,10 @@ _TRUNCATING: Final = frozenset({"truncate_prompt_tokens", "truncation"})
 """Fields with which it need not."""
 _TEXTS: Final = (
     *("input", "inputs", "texts", "data", "documents", "queries"),
-    *("text_1", "text_2", "data_1", "data_2"),
+    *("text_1", "text_2", "data_1", "data_2", "items"),
 )
+_PAIRED: Final = ("query", "queries", "text_1", "data_1", "instruction")
+"""Fields whose one text may be compared with many."""
 _OF_TOKENS: Final = ("stop_token_ids", "logit_bias", "allowed_token_ids")
 _LISTS: Final = frozenset({*_TEXTS, *_OF_TOKENS, "prompt", "tokens", "context"})
 """Fields that hold texts or tokens, each with a bound of its own."""
@@ -139,6 +142,23 @@ def check_texts(fields: Mapping[str, Any]) -> None:
                 f"{name}: a request may have {MAX_TEXTS} texts, this has {count}: send several",
                 name,
                 "too_many_texts",
+            )
+
+
+def check_pairs(fields: Mapping[str, Any]) -> None:
+    """Raise `BadRequest` for a text that is too long to be compared with so many."""
+    lists = (fields[name] for name in ("documents", "items", "text_2", "data_2") if name in fields)
+    texts = max((len(_items(one)) for one in lists if isinstance(one, msgspec.Raw)), default=0)
+    for name in _PAIRED:
+        raw = fields.get(name)
+        if not isinstance(raw, msgspec.Raw) or len(_items(raw)) > 1:
+            continue
+        if (count := _characters(raw) * texts) > MAX_PAIRED:
+            raise BadRequest(
+                f"{name}: once for each of {texts} texts it comes to {count} characters, more than"
+                f" {MAX_PAIRED}: shorten it, or send fewer texts",
+                name,
+                "text_too_long",
             )
 
 

@@ -60,6 +60,7 @@ def import_vllm() -> None:
     from appliance.frontend.serving.engine_client import replace_engine
     from appliance.frontend.serving.inspection import inspect_here
     from appliance.frontend.serving.published import publish_responses
+    from appliance.frontend.serving.quick_union import tell_messages_apart
     from appliance.frontend.serving.seams import check_seams
     from appliance.frontend.serving.single_tokens import replace_collector
     from appliance.frontend.serving.trimmed_text import trim_before_tokens
@@ -69,6 +70,7 @@ def import_vllm() -> None:
     replace_engine()
     replace_collector()
     trim_before_tokens()
+    tell_messages_apart()
     publish_responses()
     inspect_here()
     vllm_application()

@@ -15,10 +15,13 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
+from vllm.entrypoints.pooling.embed import protocol
 
 from appliance.frontend.counts import MAX_OBJECTS, MAX_TEXTS, MAX_TOOLS
 from appliance.frontend.serving.engine_client import MAX_LISTED_TOKENS
+from appliance.frontend.serving.quick_union import tell_messages_apart
 from appliance.service.front_frames import FrontModel, Submit
 from tests.frontend.conftest import like, model_at
 from tests.frontend.stand_in_core import StandInCore
@@ -225,6 +228,7 @@ async def test_text_that_is_hard_to_match_is_text(parser: str, words: Any) -> No
     [
         ("/rerank", {"model": "scorer", "query": "a", "documents": ["b"] * 200_000}),
         ("/score", {"model": "scorer", "text_1": "a", "text_2": ["b"] * 200_000}),
+        ("/score", {"model": "scorer", "queries": "a", "items": ["b"] * 200_000}),
         ("/classify", {"model": "scorer", "input": ["b"] * 200_000}),
         ("/pooling", {"model": "embedder", "input": ["b"] * 200_000}),
         ("/v2/embed", {"model": "embedder", "texts": ["b"] * 200_000}),
@@ -242,6 +246,49 @@ async def test_texts_are_counted_before_each_becomes_a_request(
 
     assert answer.status_code == 400
     assert str(MAX_TEXTS) in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/rerank", {"query": "a" * 20_000, "documents": ["b"] * 1000}),
+        ("/score", {"text_1": ["a" * 20_000], "text_2": ["b"] * 1000}),
+        ("/score", {"queries": "a" * 20_000, "items": ["b"] * 1000}),
+        ("/rerank", {"query": "a", "instruction": "a" * 20_000, "documents": ["b"] * 1000}),
+    ],
+)
+async def test_a_query_counts_once_for_each_text(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    """Each pair is encoded: four megabytes would take minutes."""
+    answer = await http.post(path, json={"model": "scorer", "truncate_prompt_tokens": 9} | body)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "text_too_long")
+
+
+async def test_texts_are_not_tried_as_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item would be compared with all kinds of messages: a million numbers took 30 s."""
+    monkeypatch.setattr(protocol, "_is_chat_messages", protocol._is_chat_messages)
+    read = TypeAdapter(protocol.EmbeddingRequest).validate_python
+
+    def complaints() -> int:
+        with pytest.raises(ValidationError) as caught:
+            read({"model": "m", "input": [["a"]] * 500})
+        return caught.value.error_count()
+
+    before = complaints()
+    tell_messages_apart()
+
+    assert complaints() < before / 6
+    messages = [{"role": "user", "content": "a"}]
+    for texts, kind in (
+        ([5, 6], protocol.EmbeddingCompletionRequest),
+        ([[5], [6]], protocol.EmbeddingCompletionRequest),
+        ("a", protocol.EmbeddingCompletionRequest),
+        (messages, protocol.EmbeddingChatInputRequest),
+        ([messages, messages], protocol.EmbeddingBatchChatInputRequest),
+    ):
+        assert isinstance(read({"model": "m", "input": texts}), kind)
 
 
 async def test_a_text_of_many_tokens_is_one(http: httpx.AsyncClient) -> None:

@@ -15,6 +15,10 @@ from vllm import platforms
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.pooling.embed.protocol import (
+    EmbeddingChatInputRequest,
+    _is_batched_chat_messages,
+)
 from vllm.model_executor.models import registry
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.renderers.params import TokenizeParams
@@ -74,6 +78,11 @@ FIELDS: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
 
 SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (AsyncLLM.__init__, ("EngineCoreClient.make_async_mp_client(",)),
+    (
+        EmbeddingChatInputRequest.normalize_input_messages,
+        ("if not _is_chat_messages(input_data):",),
+    ),
+    (_is_batched_chat_messages, ("all(_is_chat_messages(item)",)),
     (TokenizeParams._text_len_check, ("self.truncation_side is not None and len(text)",)),
     (AsyncLLM.add_request, ("queue = RequestOutputCollector(",)),
     (RequestOutputCollector.put, ("if self.output is None or", "aggregate=self.aggregate")),
