@@ -219,7 +219,7 @@ class Admission:
             places = self._service.places(request.model)
         except ModelNotFound:  # it is removed: whether it may begin is then said by name
             return Bounds()
-        most = int(self._key_share * places.instances * places.each)
+        most = int(self._key_share * places.sequences)
         if request.pooled:
             return Bounds(key.concurrency, max(most, _LEAST_POOLED))
         return Bounds(key.concurrency, max(most, 1), _STARTING * places.instances)

@@ -72,8 +72,9 @@ class Api(Section, kw_only=True):
             gt=0,
             le=1,
             description="Share of the sequences that a model runs at once (`max_batch` on each "
-            "instance) that one key may have, where there are several: requests of others then "
-            "begin at once. More of the key's wait. A change waits for a restart.",
+            "instance, or as many as its KV has room for) that one key may have, where there are "
+            "several: requests of others then begin at once. More of the key's wait. A change "
+            "waits for a restart.",
         ),
     ] = 0.75
     max_waiting: Annotated[

@@ -313,10 +313,12 @@ class Daemon:
         return self.catalogue.front()
 
     def places(self, name: ModelName) -> ModelPlaces:
-        spec = self.catalogue.find(name).spec
+        spec, room = self.catalogue.find(name).spec, self.machine.device_room
         instances = self.machine.instances.values()
-        able = sum(instance.serves and instance.may_serve(name) for instance in instances)
-        return ModelPlaces(max(able, 1), spec.max_batch)
+        able = [each for each in instances if each.serves and each.may_serve(name)]
+        if not able:
+            return ModelPlaces(1, spec.max_batch)
+        return ModelPlaces(len(able), sum(room.sequences(each, name) for each in able))
 
     def refuse_model(self, name: ModelName, reason: str) -> None:
         self.catalogue.refuse(name, reason)

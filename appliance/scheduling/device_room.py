@@ -105,6 +105,17 @@ class DeviceRoom:
         batch = instance.batches.get(model)
         return most if batch is None else most - len(batch.members)
 
+    def sequences(self, instance: InstanceState, model: ModelName) -> int:
+        """How many requests of the model run at once on the instance: as many as a batch takes, and
+        as have room if they are like those that have begun; at least 1. O(those)."""
+        spec = self._models[model]
+        batch = instance.batches.get(model)
+        if batch is None or not batch.members:
+            return spec.max_batch
+        begun = _admitted_blocks(batch.members.values(), instance.engines[model].shape)
+        capacity = self._residency.capacity_blocks(instance, model)
+        return max(1, min(spec.max_batch, capacity * len(batch.members) // begun))
+
     def admits(self, instance: InstanceState, request: RequestState) -> bool:
         """Whether a request may start, or go on, on the instance: it has a place, and room. If not,
         `instance.kv_short` is set: it may be able to as others end."""

@@ -513,11 +513,12 @@ class InstanceVerification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPlaces(NamedTuple):
-    """How many sequences of a model run at once: on so many instances, and on each."""
+    """How many sequences of a model run at once."""
 
     instances: int
     """Those that are up and may have the model; at least 1."""
-    each: int
+    sequences: int
+    """On all of them, with the KV that each has on average now; at least 1."""
 
 
 class Inference(Protocol):

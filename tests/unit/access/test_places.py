@@ -123,7 +123,7 @@ class Shared(Room):
     def places(self, model: str) -> ModelPlaces:
         if model in self.removed:
             raise ModelNotFound(model)
-        return ModelPlaces(instances=1, each=self._places)
+        return ModelPlaces(instances=1, sequences=self._places)
 
     def submit(self, request: SubmitRequest, sink: Sink) -> Sequence:
         if request.model in self.removed:

@@ -161,7 +161,7 @@ class FakeService:
         return self._cards[name]
 
     def places(self, name: str) -> ModelPlaces:
-        return ModelPlaces(instances=1, each=32)
+        return ModelPlaces(instances=1, sequences=32)
 
     def front_models(self) -> tuple[FrontModel, ...]:
         return tuple(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from appliance.scheduling.device_room import ADMISSION_GROWTH_TOKENS
 from appliance.scheduling.lifecycle import KvPlace
 from appliance.scheduling.policy_api import (
     InstanceView,
@@ -269,6 +270,30 @@ def test_a_prompt_that_fills_the_device_is_computed_alone() -> None:
     assert embedded.outcome == FinishReason.STOP
     assert [command.request for command in cluster.commands(RunPrefill)][-1] == "e"
     assert sorted(moved_out(cluster)) == ["r0", "r1"]
+
+
+def test_as_many_run_as_have_room() -> None:
+    """What keys may share is what fits, with the KV that requests have on average."""
+    cluster = small_box(max_batch=8)
+    room, instance = cluster.machine.device_room, cluster.machine.instances[0]
+    assert room.sequences(instance, "a") == 8
+
+    lives = [cluster.ask(f"r{index}", "a", prompt=20, output=80) for index in range(2)]
+    cluster.work_until(0, lambda: any(len(turn.requests) == 2 for turn in cluster.turns()))
+    shortest, longest = 20 + ADMISSION_GROWTH_TOKENS, 20 + 80
+    assert ROOM_TOKENS // longest <= room.sequences(instance, "a") <= ROOM_TOKENS // shortest
+
+    cluster.settle()
+    assert {live.outcome for live in lives} == {FinishReason.LENGTH}
+    assert room.sequences(instance, "a") == 8
+
+
+def test_at_least_one_runs_however_large() -> None:
+    cluster = small_box()
+    room, instance = cluster.machine.device_room, cluster.machine.instances[0]
+    cluster.ask("r", "a", prompt=200, output=55)
+    cluster.work_until(0, lambda: bool(cluster.turns()))
+    assert room.sequences(instance, "a") == 1
 
 
 def limited(policy: str = "aegaeon") -> ClusterDouble:
