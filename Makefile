@@ -82,7 +82,7 @@ test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/g
 test-system: $(VENV)/.dev ## The whole appliance
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \
 		tests/system --ignore tests/system/test_deb.py --ignore tests/system/test_web.py \
-		--ignore tests/system/test_dashboard.py
+		--ignore tests/system/test_dashboard.py --durations=12
 
 test-deb: $(VENV)/.dev ## The Debian package, from installation to purge; needs root and dpkg
 	$(BIN)/python -m pytest -q tests/system/test_deb.py

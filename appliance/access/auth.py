@@ -133,8 +133,9 @@ class Caller:
         """Raise `Forbidden` for a request with a guide, if the key has none."""
         if self.key is not None and not self.key.guides:
             raise Forbidden(
-                "the API key may use no guides: ask without response_format, structured_outputs, "
-                "format, and tools that must be called"
+                "the API key may use no guides: ask without response_format (but of type text), "
+                "structured_outputs, format, tools that must be called or are strict, and "
+                "parallel_tool_calls = false"
             )
 
     @property

@@ -94,7 +94,7 @@ def _has_opentelemetry() -> bool:
 def _check_api_files(api: Api, report: ProblemReport) -> None:
     if api.keys:
         try:
-            KeyFile(Path(api.keys)).read()
+            KeyFile(Path(api.keys)).read_or_copy()
         except KeysError as error:
             report.add(("api", "keys"), str(error), "restore it, or remove it and make new keys")
         if not Path(api.keys).parent.is_dir():

@@ -34,7 +34,6 @@ from appliance.frontend.connections import CONNECTION, IS_BLOCKED, STREAM_BEGUN
 from appliance.frontend.core import CallRefused, Core
 from appliance.frontend.counts import (
     check_messages,
-    check_pairs,
     check_texts,
     check_tokenized,
     check_tokens,
@@ -259,7 +258,7 @@ class FrontEnd:
         if path.startswith(OLLAMA):
             with contextlib.suppress(NotJson):  # Ollama's words for it come from where it is read
                 fields = fields_of(body)
-                check_size(call, fields)
+                check_size(call, path, fields)
                 body = self._check(call, path, fields, body, reasons=True)
             await self._ollama(scope, _body_then(body, gone), send)
             return
@@ -274,7 +273,7 @@ class FrontEnd:
                 fields = fields_of(body)
             except NotJson as error:
                 raise Refuse(refused(call, 400, "invalid_json", str(error))) from error
-            check_size(call, fields)
+            check_size(call, path, fields)
             if fields is None or not _is_name(asked := fields.get("model")):
                 state = _no_model()
                 path = meant(path, {}, Task.GENERATE)
@@ -362,10 +361,10 @@ def check_task(call: Call, path: str, model: FrontModel) -> None:
         raise Refuse(refused(call, 400, "unsupported_task", message, "model"))
 
 
-def check_size(call: Call, fields: Fields | None) -> None:
+def check_size(call: Call, path: str, fields: Fields | None) -> None:
     """Raise `Refuse` for more values than a body may have, whatever its endpoint and model."""
     try:
-        check_values(fields or {})
+        check_values(path, fields or {})
     except ApiError as error:
         raise Refuse(as_refused(error, call.number)) from error
 
@@ -377,8 +376,7 @@ def check_counts(call: Call, path: str, fields: Fields, model: FrontModel) -> No
         check_tokens(path, fields, model)
         check_tokenized(path, fields, model)
         if Task.GENERATE not in _TASKS.get(path, ("", frozenset(Task)))[1]:
-            check_texts(fields)
-            check_pairs(fields)
+            check_texts(fields, model)
     except ApiError as error:
         raise Refuse(as_refused(error, call.number)) from error
 

@@ -55,10 +55,15 @@ def import_vllm() -> None:
 
     platforms._current_platform = CpuPlatform()
 
+    from appliance.frontend.serving.first_fault import stop_at_first_fault
+
+    stop_at_first_fault()
+
     from appliance.frontend.app import vllm_application
     from appliance.frontend.serving import media
     from appliance.frontend.serving.engine_client import replace_engine
     from appliance.frontend.serving.inspection import inspect_here
+    from appliance.frontend.serving.message_streams import end_with_failures
     from appliance.frontend.serving.published import publish_responses
     from appliance.frontend.serving.quick_union import tell_messages_apart
     from appliance.frontend.serving.seams import check_seams
@@ -71,6 +76,7 @@ def import_vllm() -> None:
     replace_collector()
     trim_before_tokens()
     tell_messages_apart()
+    end_with_failures()
     publish_responses()
     inspect_here()
     vllm_application()

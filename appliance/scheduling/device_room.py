@@ -107,14 +107,17 @@ class DeviceRoom:
 
     def sequences(self, instance: InstanceState, model: ModelName) -> int:
         """How many requests of the model run at once on the instance: as many as a batch takes, and
-        as have room if they are like those that have begun; at least 1. O(those)."""
-        spec = self._models[model]
+        as have room if they are like those that have begun; at least 1. Batch requests count only
+        where there are no others. O(those that have begun)."""
+        spec, engine = self._models[model], instance.engines[model]
         batch = instance.batches.get(model)
-        if batch is None or not batch.members:
+        if batch is None or not batch.members or not engine.built:
             return spec.max_batch
-        begun = _admitted_blocks(batch.members.values(), instance.engines[model].shape)
+        members = batch.members.values()
+        counted = [member for member in members if member.interactive] or list(members)
         capacity = self._residency.capacity_blocks(instance, model)
-        return max(1, min(spec.max_batch, capacity * len(batch.members) // begun))
+        begun = _admitted_blocks(counted, engine.shape)
+        return max(1, min(spec.max_batch, capacity * len(counted) // begun))
 
     def admits(self, instance: InstanceState, request: RequestState) -> bool:
         """Whether a request may start, or go on, on the instance: it has a place, and room. If not,

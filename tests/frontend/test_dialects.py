@@ -442,6 +442,29 @@ async def test_a_sequence_that_is_given_up_ends_its_stream_with_an_error(
     assert texts
 
 
+async def test_a_stream_of_messages_that_is_given_up_ends_with_the_error(
+    core: StandInCore,
+) -> None:
+    """In Anthropic's words, as its client reads them."""
+    core.hold_at = lambda submit: 3
+    client = anthropic.AsyncAnthropic(base_url=core.url, api_key="none", max_retries=0)
+    texts = []
+
+    async def read() -> None:
+        async with client.messages.stream(model="talker", messages=HELLO, max_tokens=9) as stream:
+            async for text in stream.text_stream:
+                texts.append(text)
+                if len(core.live) and next(iter(core.live.values())).sent == 3:
+                    core.give_up(next(iter(core.live)), message="the worker is gone")
+
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        await read()
+    assert texts
+    body: Any = caught.value.body
+    assert body["type"] == "error"
+    assert body["error"] == {"type": "overloaded_error", "message": "the worker is gone"}
+
+
 async def test_a_whole_answer_that_is_given_up_is_a_status(
     core: StandInCore, client: openai.AsyncOpenAI
 ) -> None:

@@ -226,14 +226,14 @@ async def test_text_that_is_hard_to_match_is_text(parser: str, words: Any) -> No
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/rerank", {"model": "scorer", "query": "a", "documents": ["b"] * 200_000}),
-        ("/score", {"model": "scorer", "text_1": "a", "text_2": ["b"] * 200_000}),
-        ("/score", {"model": "scorer", "queries": "a", "items": ["b"] * 200_000}),
-        ("/classify", {"model": "scorer", "input": ["b"] * 200_000}),
-        ("/pooling", {"model": "embedder", "input": ["b"] * 200_000}),
-        ("/v2/embed", {"model": "embedder", "texts": ["b"] * 200_000}),
+        ("/rerank", {"model": "scorer", "query": "a", "documents": ["b"] * 20_000}),
+        ("/score", {"model": "scorer", "text_1": "a", "text_2": ["b"] * 20_000}),
+        ("/score", {"model": "scorer", "queries": "a", "items": ["b"] * 20_000}),
+        ("/classify", {"model": "scorer", "input": ["b"] * 20_000}),
+        ("/pooling", {"model": "embedder", "input": ["b"] * 20_000}),
+        ("/v2/embed", {"model": "embedder", "texts": ["b"] * 20_000}),
         (EMBEDDINGS, {"model": "embedder", "input": [[5]] * 200_000}),
-        ("/api/embed", {"model": "embedder", "input": ["b"] * 200_000}),
+        ("/api/embed", {"model": "embedder", "input": ["b"] * 20_000}),
     ],
 )
 async def test_texts_are_counted_before_each_becomes_a_request(
@@ -242,7 +242,7 @@ async def test_texts_are_counted_before_each_becomes_a_request(
     """Five megabytes of them would hold a front end up for minutes."""
     content = json.dumps(body, separators=(",", ":")).encode()
 
-    answer = await http.post(path, content=content)
+    answer = await http.post(path, content=content, headers={"content-type": "application/json"})
 
     assert answer.status_code == 400
     assert str(MAX_TEXTS) in answer.text
@@ -343,6 +343,21 @@ FUNCTION = {"type": "function", "function": {"name": "a"}}
         (CHAT, {"model": 5, "metadata": [1] * 150_000}, "too_many_values"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALLED] * 9000}]}, TOO_MANY),
         (CHAT, {"documents": [{"a": 'b"\\'}] * 20_000}, TOO_MANY),
+        (CHAT, {"documents": [1] * 150_000}, "too_many_values"),
+        (CHAT, {"messages": [1] * 2000, "truncate_prompt_tokens": None}, "invalid_request"),
+        (CHAT, {"messages": [{"role": "user", "content": [1] * 2000}]}, "invalid_request"),
+        (f"{CHAT}/batch", {"messages": [[1] * 2000]}, "invalid_request"),
+        (CHAT, {"stop": ["ab"] * 129}, "too_many_stops"),
+        (f"{RESPONSES}/input_tokens", {"input": [1] * 2000}, "invalid_request"),
+        (f"{RESPONSES}/input_tokens", {"input": [{}] * 3000}, "too_many_items"),
+        (RESPONSES, {"input": [1] * 2000, "truncation": "disabled"}, "invalid_request"),
+        (RESPONSES, {"input": MANY[:1025], "truncation": "disabled"}, "context_length_exceeded"),
+        (EMBEDDINGS, {"model": "embedder", "input": [["a"] * 5000]}, "too_many_texts"),
+        (EMBEDDINGS, {"model": "embedder", "input": [1.5] * 5000}, "too_many_texts"),
+        ("/classify", {"model": "scorer", "input": [1.5] * 5000}, "too_many_texts"),
+        ("/rerank", {"model": "scorer", "query": "a", "documents": [1] * 5000}, "too_many_texts"),
+        ("/v2/embed", {"model": "embedder", "texts": [1] * 5000}, "too_many_texts"),
+        (CHAT, {"n": "64", "stop_token_ids": [5] * 5000}, "invalid_request"),
         (RESPONSES, {"input": "a", "tools": [FUNCTION] * (MAX_TOOLS + 1)}, "too_many_tools"),
         (TOKENIZE, {"messages": HELLO, "tools": [FUNCTION] * (MAX_TOOLS + 1)}, "too_many_tools"),
     ],
@@ -354,7 +369,41 @@ async def test_values_are_counted_before_they_are_read(
     answer = await http.post(path, json={"model": "talker", "messages": HELLO} | body)
 
     assert answer.status_code == 400
+    assert len(answer.content) < 500
     assert answer.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": ' + "[1," * 50_000])
+async def test_arguments_that_are_nested_too_deeply(
+    http: httpx.AsyncClient, arguments: str
+) -> None:
+    """They are the client's fault."""
+    call = {"id": "a", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+
+    answer = await http.post(CHAT, json={"model": "talker", "messages": messages})
+
+    assert answer.status_code == 400
+    assert "nested too deeply" in answer.json()["error"]["message"]
+
+
+async def test_items_are_read_until_the_first_that_is_wrong(http: httpx.AsyncClient) -> None:
+    """Each wrong one takes milliseconds, and is described by two hundred faults."""
+    items = [{"type": "nothing"}] * 1000
+
+    answer = await http.post(RESPONSES, json={"model": "talker", "input": items})
+
+    assert answer.status_code == 400
+    assert "input.1" not in answer.text.replace("'", "").replace(", ", ".")
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+async def test_stops_are_counted_in_ollamas_dialect(http: httpx.AsyncClient, path: str) -> None:
+    asked = {"model": "talker", "prompt": "a", "messages": HELLO, "options": {"stop": ["ab"] * 129}}
+
+    answer = await http.post(path, json=asked)
+
+    assert (answer.status_code, "stop" in answer.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, "/api/chat"])
@@ -379,8 +428,8 @@ async def test_marks_in_texts_do_not_count(http: httpx.AsyncClient) -> None:
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("field", [{"prompt": "a " * 200_000}, {"messages": [
-    {"role": "user", "content": "a " * 200_000}]}])  # fmt: skip
+@pytest.mark.parametrize("field", [{"prompt": "a " * 200_000}, {"prompt": "\\u" * 200_000}, {
+    "messages": [{"role": "user", "content": "a " * 200_000}]}])  # fmt: skip
 async def test_a_text_that_is_only_made_tokens_is_bounded(
     http: httpx.AsyncClient, field: dict[str, Any]
 ) -> None:
@@ -390,8 +439,9 @@ async def test_a_text_that_is_only_made_tokens_is_bounded(
 
 
 async def test_an_escaped_character_counts_once(http: httpx.AsyncClient) -> None:
-    body = json.dumps({"model": "talker", "prompt": "\u00e9" * 100_000}).encode()
-    assert body.count(b"\\u00e9") == 100_000
+    text = "\u00e9\n" * 90_000
+    body = json.dumps({"model": "talker", "prompt": text}).encode()
+    assert body.count(b"\\u00e9\\n") == 90_000
 
     answer = await http.post(TOKENIZE, content=body, headers={"content-type": "application/json"})
 

@@ -133,14 +133,16 @@ async def test_outputs_are_added_together_where_no_parser_reads() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_error_comes_before_what_waits() -> None:
+async def test_nothing_comes_after_an_error() -> None:
     collector = Collector(RequestOutputKind.DELTA, "r")
     collector.keep_apart()
     for letter in "ab":
         collector.put(piece(letter))
     collector.put(RuntimeError("ended"))
+    collector.put(piece("c"))
     with pytest.raises(RuntimeError, match="ended"):
         await collector.get()
+    assert collector.get_nowait() is None
 
 
 def test_only_the_last_of_the_split_tokens_ends_the_answer() -> None:

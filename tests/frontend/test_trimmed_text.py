@@ -12,14 +12,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.params import TokenizeParams
 
+from appliance.frontend.counts import most_characters
 from appliance.frontend.serving.trimmed_text import trim_before_tokens
 from appliance.service.front_frames import FrontModel, Submit
 from tests.frontend.stand_in_core import StandInCore
 
-WORDS = "one two three four five six seven " * 400
+WORDS = "one two three four five six seven " * 10_000
 
 
-class Counting:
+MOST = most_characters(0)
+
+
+class Sided:
     """A tokenizer as far as it is asked before a text is encoded."""
 
     max_chars_per_token = 4
@@ -36,29 +40,40 @@ def _trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_trimmed")
-@pytest.mark.parametrize(("side", "kept"), [("right", "abcdefgh"), ("left", "stuvwxyz")])
-def test_the_tokenizers_side_is_cut(side: str, kept: str) -> None:
-    tokenizer: Any = Counting(side)
-    params = TokenizeParams(max_total_tokens=2, truncate_prompt_tokens=1)
-    text = "abcdefghijklmnopqrstuvwxyz"
+@pytest.mark.parametrize("kept", [1, -1])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_is_cut_on_its_side(side: Any, named: bool, kept: int) -> None:
+    """On the one that is named, or else the tokenizer's."""
+    tokenizer: Any = Sided("right" if named else side)
+    params = TokenizeParams(
+        max_total_tokens=100,
+        truncate_prompt_tokens=kept,
+        truncation_side=side if named else None,
+    )
+    text = "a" * 10 + "b" * (MOST - 10) + "c" * 10
 
-    assert params._text_len_check(tokenizer, text) == kept
-    cut = params._get_text_truncation_offset(tokenizer, text)
-    assert cut == (len(text) - len(kept) if side == "left" else 0)
+    cut = params._text_len_check(tokenizer, text)
+
+    assert cut == (text[10:] if side == "left" else text[:-10])
+    assert params._get_text_truncation_offset(tokenizer, text) == (10 if side == "left" else 0)
 
 
 @pytest.mark.usefixtures("_trimmed")
-def test_a_side_that_is_named_is_the_one() -> None:
-    tokenizer: Any = Counting("left")
-    params = TokenizeParams(max_total_tokens=2, truncate_prompt_tokens=1, truncation_side="right")
-    assert params._text_len_check(tokenizer, "abcdefghij") == "abcdefgh"
+def test_more_is_kept_of_a_text_of_which_more_tokens_are() -> None:
+    tokenizer: Any = Sided("right")
+    params = TokenizeParams(max_total_tokens=1 << 20, truncate_prompt_tokens=1 << 15)
+    assert len(params._text_len_check(tokenizer, "a" * (1 << 20))) == 16 << 15
 
 
 @pytest.mark.usefixtures("_trimmed")
 def test_what_is_not_truncated_is_refused_if_it_is_too_long() -> None:
-    tokenizer: Any = Counting("right")
+    tokenizer: Any = Sided("right")
+    params = TokenizeParams(max_total_tokens=2)
     with pytest.raises(VLLMValidationError, match="more than 8 characters"):
-        TokenizeParams(max_total_tokens=2)._text_len_check(tokenizer, "abcdefghij")
+        params._text_len_check(tokenizer, "abcdefghij")
+    assert params._text_len_check(tokenizer, "abc") == "abc"
+    assert params._get_text_truncation_offset(tokenizer, "abc") == 0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

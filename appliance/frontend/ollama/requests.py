@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
 from vllm.renderers import TokenizeParams
 
-from appliance.frontend.counts import MAX_TEXTS
+from appliance.frontend.counts import MAX_STOPS, MAX_TEXTS
 from appliance.frontend.ollama import templates
 from appliance.frontend.ollama.errors import OllamaError
 from appliance.service.front_frames import FrontModel
@@ -165,6 +165,9 @@ class _Generating(_Body, kw_only=True):
         if isinstance(self.think, str) and self.think not in _LEVELS:
             levels, shown = ", ".join(_LEVELS), self.think[:_SHOWN]
             raise OllamaError(400, f"think: {shown!r} is none of {levels}, true and false")
+        stops = None if self.options is None else self.options.stop
+        if isinstance(stops, list) and len(stops) > MAX_STOPS:
+            raise OllamaError(400, f"stop: at most {MAX_STOPS} texts, this has {len(stops)}")
 
     def _common(self, model_defaults: Mapping[str, Any]) -> dict[str, Any]:
         options = self.options or OllamaOptions()

@@ -12,6 +12,7 @@ from typing import Any, Final
 import vllm
 from fastapi import FastAPI
 from vllm import platforms
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -44,6 +45,7 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (init_app_state, ("engine_client", "state", "args", "supported_tasks")),
     (TokenizeParams._text_len_check, ("tokenizer", "text")),
     (TokenizeParams._get_text_truncation_offset, ("tokenizer", "text")),
+    (AnthropicServingMessages.message_stream_converter, ("generator",)),
     (FastAPI.build_middleware_stack, ()),
     (registry._run_in_subprocess, ("fn",)),
     (registry._LazyRegisteredModel._save_modelinfo_to_cache, ("mi", "module_hash")),
@@ -83,7 +85,8 @@ SOURCES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
         ("if not _is_chat_messages(input_data):",),
     ),
     (_is_batched_chat_messages, ("all(_is_chat_messages(item)",)),
-    (TokenizeParams._text_len_check, ("self.truncation_side is not None and len(text)",)),
+    (TokenizeParams._text_len_check, ("self.truncate_prompt_tokens is None:",)),
+    (TokenizeParams._get_text_truncation_offset, ('self.truncation_side != "left"',)),
     (AsyncLLM.add_request, ("queue = RequestOutputCollector(",)),
     (RequestOutputCollector.put, ("if self.output is None or", "aggregate=self.aggregate")),
     (AsyncLLM.generate, ("except (VLLMClientError, GracefulHTTPError)",)),

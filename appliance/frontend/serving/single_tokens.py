@@ -30,6 +30,10 @@ class Collector(RequestOutputCollector):  # type: ignore[misc]  # vLLM has no ty
         self._apart = self.aggregate
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            self._waiting.clear()  # it ends the stream
+        elif isinstance(self.output, Exception):
+            return
         if self._apart and self.output is not None and isinstance(output, RequestOutput):
             self._waiting.append(output)
         else:

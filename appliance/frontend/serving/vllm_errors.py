@@ -2,7 +2,7 @@
 
 vLLM names the flags of ``vllm serve`` as a remedy, where a model's table has keys. Below
 ``/v1/messages`` it answers a body that cannot be validated in OpenAI's shape, and other errors with
-types that Anthropic does not have.
+types that Anthropic does not have. What a client nested too deeply is a fault of the client.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _KEYS: Final = (
     (b"--reasoning-parser", b"reasoning_parser"),
 )
 """Flags of ``vllm serve``, and the keys of a model's table that stand for them."""
+_TOO_DEEP: Final = b"maximum recursion depth exceeded"
+"""How Python says so of JSON in a text, such as the arguments of a call."""
+_NESTED: Final = "JSON in a message is nested too deeply"
 _JSON: Final = b"application/json"
 
 
@@ -58,14 +61,17 @@ class VllmErrors:
         self._parts.append(message.get("body", b""))
         if message.get("more_body", False):
             return
-        body = self._reshaped(b"".join(self._parts))
+        body, status = b"".join(self._parts), self._head["status"]
+        if status == 500 and _TOO_DEEP in body:
+            status, body = 400, _bad_request(_NESTED)
+        body = self._reshaped(status, body)
         headers = [pair for pair in self._head["headers"] if pair[0] != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
-        head: Any = {**self._head, "headers": headers}
+        head: Any = {**self._head, "status": status, "headers": headers}
         await self._send(head)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _reshaped(self, body: bytes) -> bytes:
+    def _reshaped(self, status: int, body: bytes) -> bytes:
         for flag, key in _KEYS:
             body = body.replace(flag, key)
         if not self._scope["path"].startswith(ANTHROPIC):
@@ -74,5 +80,11 @@ class VllmErrors:
             message = msgspec.json.decode(body, type=_Error).error.message
         except msgspec.DecodeError:
             return body
-        error = ApiError(self._head["status"], message)
+        error = ApiError(status, message)
         return anthropic_error(error, request_id(self._scope))
+
+
+def _bad_request(message: str) -> bytes:
+    """In vLLM's shape."""
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+    return msgspec.json.encode({"error": error})

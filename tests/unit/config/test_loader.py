@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.access.keys import Key, KeyFile
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.cli.docs import config as configdoc
 from appliance.config.checks import warnings
@@ -15,6 +16,7 @@ from appliance.config.schema import BatchSlo, Config, PolicyTable, SloTable, fie
 from appliance.config.sizing import uncached
 from appliance.errors import ConfigError, Problem
 from appliance.hookspecs import HOOKS
+from appliance.platform.checked_file import copy_of
 from appliance.service.policy_report import PolicyChoice
 from appliance.units import Seconds
 
@@ -341,6 +343,17 @@ def test_files_of_the_api_are_looked_at(models: Path) -> None:
     text = '[api]\nkeys = "k.json"\nadmin_socket = "a.sock"\n' + GOOD
     api = load_config(write(models, text)).api
     assert (api.keys, api.admin_socket) == (str(models / "k.json"), str(models / "a.sock"))
+
+
+def test_damaged_keys_with_a_copy_are_accepted(models: Path) -> None:
+    """The daemon uses the copy."""
+    keys = models / "keys.json"
+    KeyFile(keys).add(Key(name="alice", sha256="a" * 64, created_seconds=0.0))
+    keys.write_bytes(keys.read_bytes()[:-9])
+    text = f'[api]\nkeys = "keys.json"\n{GOOD}'
+    assert load_config(write(models, text)).api.keys == str(keys)
+    copy_of(keys).unlink()
+    assert "is no file of keys" in only_problem(models, text).wrong
 
 
 def test_keys_that_others_can_read_are_warned_of(models: Path) -> None:

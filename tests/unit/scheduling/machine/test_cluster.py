@@ -107,6 +107,9 @@ def test_kv_in_the_host_tier_survives_its_decoder() -> None:
     life = cluster.ask("r", "b")
     until_kv(cluster, 0, "r", KvPlace.HOST)
     assert cluster.machine.requests["r"].instance == 1
+    instance = cluster.machine.instances[1]
+    assert not instance.engines["b"].built
+    assert cluster.machine.device_room.sequences(instance, "b") == 64
 
     cluster.lose(1)
     cluster.settle()
