@@ -54,6 +54,10 @@ _OF_TOKENS: Final = ("stop_token_ids", "logit_bias", "allowed_token_ids")
 _PROMPTS: Final = frozenset({"prompt", "input", "tokens", "context"})
 """Fields that may hold tokens, or lists of them."""
 _STOPS: Final = ("stop", "stop_sequences")
+_SCHEMAS: Final = frozenset(
+    {"tools", "functions", "response_format", "structured_outputs", "text", "format"}
+)
+"""Fields with JSON schemas, which have many small objects, and are not compared with messages."""
 _TOKENS: Final = re.compile(rb"[0-9,\s\[\]-]*")
 _MAX_SHOWN: Final = 64
 """Characters of a field's name that are repeated."""
@@ -85,7 +89,8 @@ def check_values(path: str, fields: Mapping[str, Any]) -> None:
 
 def _check_value(path: str, name: str, raw: msgspec.Raw) -> None:
     shown = name[:_MAX_SHOWN]
-    if (count := _outside_texts(raw, b"{", MAX_OBJECTS)) > MAX_OBJECTS:
+    count = 0 if name in _SCHEMAS else _outside_texts(raw, b"{", MAX_OBJECTS)
+    if count > MAX_OBJECTS:
         raise _too_many(shown, "objects", MAX_OBJECTS, count, "too_many_objects")
     if name in _OF_TOKENS:  # bounded for all choices of a call together
         return

@@ -418,6 +418,18 @@ async def test_values_are_counted_in_every_dialect(http: httpx.AsyncClient, path
     assert str(MAX_OBJECTS) in answer.text
 
 
+async def test_a_large_schema_is_no_conversation(http: httpx.AsyncClient) -> None:
+    """Two hundred tools with fifty properties each are not too many objects."""
+    properties = {f"p{n}": {"type": "string"} for n in range(50)}
+    schema = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    asked = {"model": "talker", "messages": HELLO, "max_tokens": 2, "tools": [tool] * 200}
+
+    answer = await http.post(TOKENIZE, json=asked)
+
+    assert answer.status_code == 200, answer.text
+
+
 async def test_marks_in_texts_do_not_count(http: httpx.AsyncClient) -> None:
     """A text of braces and commas is one value; what is asked fits into the context."""
     text = '{,\\"' * 100_000
