@@ -107,6 +107,16 @@ def piece(text: str, *, index: int = 0, finished: bool = False) -> RequestOutput
     return RequestOutput("r", None, None, None, [choice], finished)
 
 
+def holding(letters: str, *, apart: bool) -> Collector:
+    """A collector of a stream, in which an output for each letter waits."""
+    collector = Collector(RequestOutputKind.DELTA, "r")
+    if apart:
+        collector.keep_apart()
+    for letter in letters:
+        collector.put(piece(letter))
+    return collector
+
+
 async def collected(collector: Collector, count: int) -> list[str]:
     got = [collector.get_nowait() or await collector.get() for _ in range(count)]
     assert collector.get_nowait() is None
@@ -115,10 +125,7 @@ async def collected(collector: Collector, count: int) -> list[str]:
 
 @pytest.mark.asyncio
 async def test_outputs_that_wait_stay_apart_and_in_order() -> None:
-    collector = Collector(RequestOutputKind.DELTA, "r")
-    collector.keep_apart()
-    for letter in "abc":
-        collector.put(piece(letter))
+    collector = holding("abc", apart=True)
     assert await collected(collector, 3) == ["a", "b", "c"]
     collector.put(piece("d"))
     assert await collected(collector, 1) == ["d"]
@@ -126,18 +133,12 @@ async def test_outputs_that_wait_stay_apart_and_in_order() -> None:
 
 @pytest.mark.asyncio
 async def test_outputs_are_added_together_where_no_parser_reads() -> None:
-    collector = Collector(RequestOutputKind.DELTA, "r")
-    for letter in "abc":
-        collector.put(piece(letter))
-    assert await collected(collector, 1) == ["abc"]
+    assert await collected(holding("abc", apart=False), 1) == ["abc"]
 
 
 @pytest.mark.asyncio
 async def test_nothing_comes_after_an_error() -> None:
-    collector = Collector(RequestOutputKind.DELTA, "r")
-    collector.keep_apart()
-    for letter in "ab":
-        collector.put(piece(letter))
+    collector = holding("ab", apart=True)
     collector.put(RuntimeError("ended"))
     collector.put(piece("c"))
     with pytest.raises(RuntimeError, match="ended"):
