@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from litestar import Request, delete, get, post
@@ -17,6 +17,8 @@ from appliance.gateway.responses import StoredResponse, StoredResponses
 from appliance.http.errors import ApiError, BadRequest
 from appliance.http.json import json_answer
 from appliance.http.paging import query_of
+
+_BOOLEANS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
 class _Deleted(msgspec.Struct):
@@ -34,13 +36,13 @@ def response_routes(
     async def retrieve(request: Request[Any, Any, Any], id: FromPath[str]) -> ASGIResponse:
         response = _own(responses, id)
         query = query_of(request, {"stream", "starting_after", "include", "include_obfuscation"})
-        if query.get("stream", "false").lower() not in ("true", "1"):
+        streams, start = _streams(query.get("stream")), _start(query.get("starting_after"))
+        if not streams:
             return ASGIResponse(body=response.answer, media_type="application/json")
         if not response.has_events:
             raise BadRequest(
                 "stream: only a response that was made with background and stream", "stream"
             )
-        start = _start(query.get("starting_after"))
         return WatchResponse(_sent(response, start, keep_alive_seconds))
 
     @delete("/v1/responses/{id:str}", status_code=200, operation_id="deleteResponse")
@@ -70,12 +72,21 @@ def _own(responses: StoredResponses, id: str) -> StoredResponse:
     return response
 
 
+def _streams(stream: str | None) -> bool:
+    """Whether its events are wanted."""
+    if stream is None:
+        return False
+    if (value := stream.lower()) not in _BOOLEANS:
+        raise BadRequest("stream: has to be true or false", "stream")
+    return _BOOLEANS[value]
+
+
 def _start(after: str | None) -> int:
     """The number of the first event that is wanted."""
     if after is None:
         return 0
     if not (after.isascii() and after.isdigit() and len(after) < 20):
-        raise BadRequest("starting_after: the number of an event", "starting_after")
+        raise BadRequest("starting_after: has to be the number of an event", "starting_after")
     return int(after) + 1
 
 

@@ -11,8 +11,9 @@ the disk fills; clients vanish or do not read; hostile requests come. A quiet mi
 Every answer has to be plain vLLM's, every partial answer its beginning. Every refusal has a name,
 and what is cut off is explained by what was disturbed then. What was acknowledged of files and
 batches is there, or is refused by name and a flipped bit explains it. The p99 of that key's TTFT is
-at most three times that of the quiet minute, and a restart. Memory and descriptors return; nothing
-outlives a daemon. Exit status 1 otherwise; what is wrong is listed under `complaints`.
+at most three times that of the quiet minute, and the longest restart, until each model has answered
+again. Memory and descriptors return; nothing outlives a daemon. Exit status 1 otherwise; what is
+wrong is listed under `complaints`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tests.chaos.moved_clock import ClockFile
 MODELS = ("llama-a", "qwen2-a", "qwen3-a")
 """One of each architecture. Hostile requests are for the first and the last one."""
 OPERATOR, INNOCENT, BATCHES, HOSTILE = "operator", "innocent", "nightly", "hostile"
+PROBE = "probe"
+"""The key that asks whether models answer again."""
 LOADERS = ("day", "evening", "night")
 STOP_SECONDS = 60.0
 LOOK_SECONDS = 0.1
@@ -103,7 +106,7 @@ def set_up(folder: Path, checkpoints: Path, state: Path) -> Setting:
     drop_ins.mkdir()
     (drop_ins / "50-admin.toml").write_text(_ADMIN)
     keys = folder / "keys.json"
-    for name in (OPERATOR, INNOCENT, BATCHES, HOSTILE, *LOADERS):
+    for name in (OPERATOR, INNOCENT, BATCHES, HOSTILE, PROBE, *LOADERS):
         scopes = (Scope.ADMIN,) if name == OPERATOR else (Scope.INFER,)
         sha256 = digest(secret(name))
         KeyFile(keys).add(Key(name=name, sha256=sha256, created_seconds=0.0, scopes=scopes))
@@ -114,8 +117,18 @@ class DidNotStart(Exception):
     """The daemon ended before it was ready; the end of what it wrote."""
 
 
+@dataclass(frozen=True)
+class Restart:
+    """Seconds since the signal that ended a daemon."""
+
+    ready_seconds: float
+    """Until all instances and a front end of the next one were ready."""
+    served_seconds: float
+    """Until each model had answered: its weights are read again. Clients wait as long."""
+
+
 class Daemon:
-    """One after the other. `up` is set while one is ready and nothing but chance ends it."""
+    """One after the other. `up` is set while one serves and nothing but chance ends it."""
 
     def __init__(self, setting: Setting, disk: Disk) -> None:
         self.setting = setting
@@ -124,9 +137,10 @@ class Daemon:
         self.up = asyncio.Event()
         self.life = asyncio.Lock()
         """Of what ends a daemon, or may not happen while one starts."""
-        self.restarts: list[float] = []
-        """Seconds that each took, from the signal until all is ready again."""
+        self.restarts: list[Restart] = []
         self.complaints: list[str] = []
+        self._ready = 0.0
+        """When the last one was ready, by the monotonic clock."""
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: Watch | None = None
 
@@ -147,7 +161,7 @@ class Daemon:
         return self._watch
 
     async def start(self) -> None:
-        """Start one; return when all instances and a front end are ready. Raises `DidNotStart`."""
+        """Start one; return when each model has answered. Raises `DidNotStart`."""
         command = [sys.executable, "-P", str(Path(moved_clock.__file__)), str(self.clock.path)]
         command += ["serve", "--config", str(self.setting.config)]
         with self.setting.log.open("ab") as log:
@@ -157,13 +171,21 @@ class Daemon:
             )
         self._watch = Watch(self.pid, self.url, self.setting.state / "journal.jsonl")
         deadline = time.monotonic() + START_SECONDS
-        while not await self.ready():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                with self.setting.log.open("rb") as log:
-                    log.seek(begins)
-                    raise DidNotStart(log.read()[-SAID_BYTES:].decode(errors="replace"))
-            await asyncio.sleep(LOOK_SECONDS)
+
+        async def until(done: Callable[[], Awaitable[bool]]) -> None:
+            assert self._process is not None
+            while not await done():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    with self.setting.log.open("rb") as log:
+                        log.seek(begins)
+                        raise DidNotStart(log.read()[-SAID_BYTES:].decode(errors="replace"))
+                await asyncio.sleep(LOOK_SECONDS)
+
+        await until(self.ready)
         self._watch.note()
+        self._ready = time.monotonic()
+        for model in MODELS:
+            await until(partial(self._answers, model))
         self.up.set()
 
     async def end(self, number: signal.Signals) -> None:
@@ -199,6 +221,15 @@ class Daemon:
                 return up and answered == 200
         return False
 
+    async def _answers(self, model: str) -> bool:
+        """Whether a token comes of it."""
+        message = {"role": "user", "content": "Hello"}
+        body = {"model": model, "messages": [message], "max_tokens": 1}
+        with suppress(Closed, OSError, ValueError):
+            status, _ = await self.ask("POST", "/v1/chat/completions", body, of=PROBE)
+            return status == 200
+        return False
+
     async def workers(self) -> list[int]:
         """Process ids of the workers that are up. Raises `Closed` and `OSError`."""
         _, status = await self.ask("GET", "/api/status")
@@ -213,7 +244,8 @@ class Daemon:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A restart, whose time is noted."""
+        """A restart, whose times are noted."""
         began = time.monotonic()
         yield
-        self.restarts.append(round(time.monotonic() - began, 2))
+        served = time.monotonic() - began
+        self.restarts.append(Restart(round(self._ready - began, 2), round(served, 2)))

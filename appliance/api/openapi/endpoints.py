@@ -140,7 +140,7 @@ ENDPOINTS: Final = (
         "get", "/v1/responses/{id}", "A stored response.", ("id", "object", "status", "output"),
         stream="text/event-stream", refusals=(400, 404),
         query={
-            "stream": {"type": "boolean"},
+            "stream": {"anyOf": [{"type": "boolean"}, {"enum": [0, 1]}]},
             "starting_after": {"type": "integer", "minimum": 0},
         },
     ),

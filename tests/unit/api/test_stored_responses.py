@@ -224,12 +224,33 @@ async def test_what_cannot_be_streamed_is_refused_by_name(box: Box, query: str, 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_number_of_an_event_is_a_number(box: Box) -> None:
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("stream=true&starting_after=x", "starting_after"),
+        ("starting_after=-1", "starting_after"),
+        ("stream=false&starting_after=null", "starting_after"),
+        ("stream=null", "stream"),
+        ("stream=2", "stream"),
+        ("stream=", "stream"),
+    ],
+)
+async def test_a_wrong_query_is_refused_whether_it_streams_or_not(
+    box: Box, query: str, param: str
+) -> None:
     call = box.make(status="in_progress")
     box.front.say(KeepEvent(call, b"data: 0\n\n"))
     async with box.client() as client:
-        answer = await client.get("/v1/responses/resp_1?stream=true&starting_after=x")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
+        answer = await client.get(f"/v1/responses/resp_1?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("query", ["stream=False", "stream=0&starting_after=3", "stream=false"])
+async def test_a_response_that_is_not_streamed(box: Box, query: str) -> None:
+    box.front.leave(box.make())
+    async with box.client() as client:
+        answer = await client.get(f"/v1/responses/resp_1?{query}")
+    assert answer.status_code == 200
 
 
 async def test_what_is_too_large_is_not_stored(box: Box) -> None:
