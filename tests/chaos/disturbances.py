@@ -38,6 +38,9 @@ FARTHEST_JUMP_SECONDS = 400 * 24 * 3600.0
 """Of the clock, while a daemon runs."""
 FARTHEST_START_SECONDS = 10 * 3600.0
 """By how much the clock is wrong when a daemon starts: it believes that, and a batch has 24 h."""
+LATE_SECONDS = 10.0
+"""Within so long after a restart happens what was due during it, and not all of it at the moment
+when the daemon is back and clients are about to ask again."""
 FLIPS = 3
 """At most, in one pause of the daemon."""
 SLOW = 6
@@ -309,10 +312,13 @@ KINDS: dict[str, Disturb] = {
 
 async def disturb(world: World, kind: str, seed: int) -> None:
     """Do it once, when a daemon is up. What goes wrong in it is a complaint."""
-    await world.daemon.up.wait()
+    dice = random.Random(seed)
+    while not world.daemon.up.is_set():
+        await world.daemon.up.wait()
+        await asyncio.sleep(dice.uniform(0.0, LATE_SECONDS))
     with world.record.hit(kind) as hit:
         try:
-            hit.what = await KINDS[kind](world, random.Random(seed), hit)
+            hit.what = await KINDS[kind](world, dice, hit)
         except Missed as error:
             hit.missed = str(error)
         except (Closed, OSError) as error:  # the daemon, or a process of it, has just gone

@@ -26,6 +26,8 @@ EXPECTED = (
     os.strerror(errno.ENOSPC),
     os.strerror(errno.EFBIG),
 )
+LONGEST = 20
+"""Waits of the innocent key that are shown: when each began, and the seconds that it took."""
 LINE = 2000
 """Characters that are shown of a line of the log."""
 
@@ -42,6 +44,7 @@ def report(plan: Plan, life: Life) -> dict[str, Any]:
         "quiet": times(quiet),
         "disturbed": times(disturbed),
         "longest_restart_seconds": restart,
+        "longest_waits": sorted(life.innocent.ttfts, key=lambda one: -one[1])[:LONGEST],
     }
     memory = returned(life.quiet, life.calm)
     harmed, flipped = life.batches.harmed, world.flipped
