@@ -52,6 +52,8 @@ class ConfigError(ApplianceError):
 class CheckpointError(ApplianceError):
     """A checkpoint directory cannot be served; the message names the file and what is wrong."""
 
+    remedy = "give the directory of a whole checkpoint in safetensors format"
+
 
 class PullError(ApplianceError):
     """A model cannot be fetched; the message says what is wrong with where it is, or what is

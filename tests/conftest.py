@@ -20,6 +20,7 @@ settings.load_profile("appliance")
 
 CHECKPOINT_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "dtype": "float32",
     "num_hidden_layers": 2,
     "hidden_size": 64,

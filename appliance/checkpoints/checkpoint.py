@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from appliance.checkpoints.families import check_family
+from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
-from appliance.checkpoints.task import AskedTask, read_architecture, read_task
+from appliance.checkpoints.task import AskedTask, read_task
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import packs
 from appliance.vocabulary import Task
@@ -24,6 +25,8 @@ _CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 _HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
 """What checkpoints call the output head."""
+_HEAD_IS_EMBEDDING: Final = ("Cohere", "Gemma")
+"""Beginnings of the names of architectures that have no head, but use the embedding as one."""
 _LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _LEFT_OUT: Final = re.compile(
     r"(^|[._])mtp[._]|\.rotary_(pos_emb\.inv_freq|emb\.(inv_freq|cos_cached|sin_cached))$"
@@ -84,21 +87,23 @@ def read_checkpoint(
     CPU packs weights: rows for one, packed for the other.
 
     Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
-    missing or damaged, or says something that cannot be served.
+    missing or damaged, or says something that cannot be served (`UnsupportedModel`, if no model
+    of its kind is).
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
-    config = _read_config(path / "config.json")
+    config = read_model_config(path)
+    check_family(config)
     if not any(next(path.glob(name), None) for name in _TOKENIZERS):
         raise CheckpointError(
             f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
         )
     headers = [read_header(file) for file in weight_files(path)]
     resolved = _resolve_dtype(config, dtype, path)
-    heads = _integer(config, "num_attention_heads", path)
-    hidden = _integer(config, "hidden_size", path)
-    vocabulary = _integer(config, "vocab_size", path)
-    layers = _integer(config, "num_hidden_layers", path)
+    heads = config.integer("num_attention_heads")
+    hidden = config.integer("hidden_size")
+    vocabulary = config.integer("vocab_size")
+    layers = config.integer("num_hidden_layers")
     tensors = [tensor for header in headers for tensor in header.tensors]
     kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
@@ -106,18 +111,19 @@ def read_checkpoint(
     generates, tied = read_task(path, task) is Task.GENERATE, config.get("tie_word_embeddings")
     if tied or not generates:
         weight_bytes -= tensor_bytes(heads_stored, resolved)
-    if tied and generates and not cuda and packs(resolved):
+    packed_alone = not config.architecture.startswith(_HEAD_IS_EMBEDDING)
+    if tied and generates and packed_alone and not cuda and packs(resolved):
         weight_bytes += vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
     return CatalogEntry(
         name=name,
         path=path,
-        architecture=read_architecture(config, path),
+        architecture=config.architecture,
         dtype=resolved,
         layers=layers,
         heads=heads,
-        kv_heads=_integer(config, "num_key_value_heads", path, default=heads),
-        head_dim=_integer(config, "head_dim", path, default=hidden // heads),
-        max_positions=_integer(config, "max_position_embeddings", path),
+        kv_heads=config.integer("num_key_value_heads", default=heads),
+        head_dim=config.integer("head_dim", default=hidden // heads),
+        max_positions=config.integer("max_position_embeddings"),
         weight_bytes=weight_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         created=max(header.mtime_ns for header in headers) // 10**9,
@@ -139,21 +145,7 @@ def tensor_bytes(tensors: Iterable[TensorEntry], dtype: str) -> int:
     )
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file.parent} has no config.json") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    # Models with several modalities keep the language model's numbers one level down.
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
-
-
-def _resolve_dtype(config: dict[str, Any], wanted: str, path: Path) -> str:
+def _resolve_dtype(config: ModelConfig, wanted: str, path: Path) -> str:
     if wanted != "auto":
         dtype = wanted
     else:
@@ -164,12 +156,3 @@ def _resolve_dtype(config: dict[str, Any], wanted: str, path: Path) -> str:
         known = ", ".join(BYTES_PER_ELEMENT)
         raise CheckpointError(f"{path} cannot be served as {dtype}; there are {known}")
     return dtype
-
-
-def _integer(config: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{path / 'config.json'}: {key} must be a positive integer")
-    return value

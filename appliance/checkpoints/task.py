@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.errors import CheckpointError
 from appliance.vocabulary import Task
 
@@ -34,6 +35,9 @@ _PER_TOKEN: Final = (
     "ColBERTModel",
 )
 """Endings of the names of architectures."""
+
+POOLING_ENDINGS: Final = (*_SCORERS, *_REWARDERS, *_EMBEDDERS, *_PER_TOKEN)
+"""Those of models that pool prompts."""
 
 _POOLING: Final = frozenset(
     {
@@ -63,13 +67,13 @@ def read_task(path: Path, asked: AskedTask = "auto") -> Task:
     if asked != "auto":
         return Task(asked)
     config, modules = _files(path)
-    return _own_task(read_architecture(config, path), modules)
+    return _own_task(config.architecture, modules)
 
 
 def check_task(path: Path, asked: AskedTask = "auto") -> Task:
     """The same. Raises `CheckpointError` for what it cannot be for, or not here, too."""
     config, modules = _files(path)
-    architecture = read_architecture(config, path)
+    architecture = config.architecture
     task = _own_task(architecture, modules) if asked == "auto" else Task(asked)
     if architecture.endswith(_PER_TOKEN):
         raise CheckpointError(
@@ -88,11 +92,6 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
         )
     if task is Task.EMBED:
         _check_modules(path, modules)
-        if "bert" in architecture.lower() or config.get("is_causal") is False:
-            raise CheckpointError(
-                f"{path}: {architecture} attends in both directions: only models that look back, "
-                "as those that generate do, can embed here"
-            )
     return task
 
 
@@ -105,7 +104,7 @@ def check_pooler(path: Path, task: Task, asked: Mapping[str, PoolerValue]) -> st
         for key in asked:
             raise PoolerRefused(key, "it generates text, and pools nothing", "leave it out")
         return ""
-    architecture = read_architecture(_read(path / "config.json", dict), path)
+    architecture = read_model_config(path).architecture
     tasks = POOLING_TASKS[task][1:] if is_rewarder(architecture) else POOLING_TASKS[task]
     pooled = str(asked.get("task", tasks[0]))
     if pooled not in tasks:
@@ -160,25 +159,14 @@ def pools_tokens(pooling_task: str) -> bool:
     return pooling_task.startswith("token_")
 
 
-def _files(path: Path) -> tuple[dict[str, Any], list[Any]]:
+def _files(path: Path) -> tuple[ModelConfig, list[Any]]:
     """config.json, and modules.json if there is one."""
-    config = _read(path / "config.json", dict)
+    config = read_model_config(path)
     file = path / "modules.json"
     modules = _read(file, list) if file.exists() else []
     if not all(isinstance(module, dict) for module in modules):
         raise CheckpointError(f"{file} is not a list of JSON objects")
     return config, modules
-
-
-def read_architecture(config: Mapping[str, Any], path: Path) -> str:
-    """What the ``config.json`` of the checkpoint in `path` calls its architecture.
-
-    Raises `CheckpointError` for what is no list of names.
-    """
-    names = config.get("architectures") or ["unknown"]
-    if not isinstance(names, list) or not isinstance(names[0], str):
-        raise CheckpointError(f"{path}/config.json: architectures is not a list of names")
-    return names[0]
 
 
 def _own_task(architecture: str, modules: list[Any]) -> Task:

@@ -189,7 +189,7 @@ def check_checkpoint(
         found = f"{human(entry.weight_bytes)} of weights"
         return entry, ok(what, found + (_check_sums(path) if verify else ""))
     except CheckpointError as error:
-        return None, fail(what, str(error), "put a whole checkpoint in safetensors format there")
+        return None, fail(what, str(error), error.remedy)
     except OSError as error:
         return None, fail(what, str(error), "make it readable")
 

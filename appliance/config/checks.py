@@ -11,6 +11,8 @@ from typing import Final
 
 from appliance.access.keys import KeyFile
 from appliance.checkpoints.checkpoint import CatalogEntry
+from appliance.checkpoints.families import is_tried
+from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Api, Config, Devices, Model, PolicyTable, Telemetry
@@ -155,8 +157,7 @@ def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntr
         try:
             entry = read_model(model, config.devices)
         except CheckpointError as error:
-            remedy = "give the directory of a whole checkpoint in safetensors format"
-            report.add(("model", index, "path"), str(error), remedy)
+            report.add(("model", index, "path"), str(error), error.remedy)
         except OSError as error:
             report.add(("model", index, "path"), str(error), "make it readable")
         if entry is not None and model.max_context > entry.max_positions:
@@ -212,6 +213,21 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
         )
+    found += [warning for model in config.models if (warning := _untried(model))]
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:
         found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")
     return found
+
+
+def _untried(model: Model) -> str:
+    """A warning if no test serves the model's architecture."""
+    try:
+        checkpoint = read_model_config(Path(model.path))
+        if is_tried(checkpoint):
+            return ""
+    except (CheckpointError, OSError):  # which is a problem of its own
+        return ""
+    return (
+        f"model.{model.name}: no test serves {checkpoint.architecture}; compare its answers with "
+        "vLLM's before you rely on them"
+    )

@@ -24,7 +24,7 @@ EXPLAINED_BY = {
     CUT_OFF: RESTARTS | FRONT_ENDS,
     "shutting_down": RESTARTS,
     "starting": RESTARTS | FRONT_ENDS,
-    "front_end_lost": FRONT_ENDS,
+    "front_end_lost": RESTARTS | FRONT_ENDS,  # a stopping one ends with clients that do not read
     "storage_failed": RESTARTS | {"disk_full"},
     "storage_full": RESTARTS | {"disk_full"},
     "not_saved": RESTARTS | {"disk_full"},

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -85,9 +86,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: make_checkpoint(folder, name) for name in MODELS}
 
 
-@pytest.fixture(scope="session")
-def plain_answers() -> Iterator[PlainAnswers]:
-    """What unchanged vLLM tells of prompts, in a process of its own that stays for the session."""
+@contextmanager
+def plain_process() -> Iterator[PlainAnswers]:
+    """What unchanged vLLM tells of prompts, in a process of its own."""
     with subprocess.Popen(
         [sys.executable, "-c", BASELINE],
         stdin=subprocess.PIPE,
@@ -119,6 +120,13 @@ def plain_answers() -> Iterator[PlainAnswers]:
 
         yield run
         questions.close()
+
+
+@pytest.fixture(scope="session")
+def plain_answers() -> Iterator[PlainAnswers]:
+    """What unchanged vLLM tells of prompts, in a process that stays for the session."""
+    with plain_process() as answers:
+        yield answers
 
 
 @pytest.fixture(scope="session")

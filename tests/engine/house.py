@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from appliance.engines.protocol import Produced, SequenceSpec
+from appliance.vocabulary import Task
 
 SLAB = 256 * 1024
 POOL_SLABS = 64
@@ -140,7 +141,14 @@ class House:
         return self.places(engine.kv.blocks(tokens), engine.kv.block_bytes)
 
     def build(
-        self, model: str, path: str, *, image: tuple[int, ...] = (), max_logprobs: int = 20
+        self,
+        model: str,
+        path: str,
+        *,
+        image: tuple[int, ...] = (),
+        max_logprobs: int = 20,
+        dtype: str = "",
+        task: Task = Task.GENERATE,
     ) -> Any:
         """Build an engine and store its weights (in the image of another engine, if given)."""
         from appliance.engines.vllm.engine import VllmEngine
@@ -148,7 +156,8 @@ class House:
         engine = VllmEngine.build(
             model,
             path,
-            dtype=MODELS[model][1],
+            dtype=dtype or MODELS[model][1],
+            task=task,
             max_context=1024,
             max_batch=16,
             arena=self.arena,

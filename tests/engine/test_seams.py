@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -129,26 +130,44 @@ def test_sampler_draws_one_integer_per_token() -> None:
     assert torch.equal(used.get_state(), replayed.get_state())
 
 
+def arena_worker(*specs: object) -> Any:
+    """A worker whose model has layers that keep their KV so."""
+    from appliance.engines.vllm.worker_cpu import ArenaWorker
+
+    made = object.__new__(ArenaWorker)
+    layers = {f"layer.{i}": spec for i, spec in enumerate(specs)}
+    made.model_runner = type("Runner", (), {"get_kv_cache_spec": lambda self: layers})()
+    return made
+
+
 def test_mixed_kv_shapes_are_refused() -> None:
     """A model whose layers keep their KV differently is named, not served wrongly."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
     from appliance.engines.vllm.worker import UnsupportedKvCache
-    from appliance.engines.vllm.worker_cpu import ArenaWorker
-
-    def worker(*specs: object) -> ArenaWorker:
-        made = object.__new__(ArenaWorker)
-        layers = {f"layer.{i}": spec for i, spec in enumerate(specs)}
-        made.model_runner = type("Runner", (), {"get_kv_cache_spec": lambda self: layers})()
-        return made
 
     common = {"block_size": 32, "num_kv_heads": 2, "dtype": torch.float32}
-    full = FullAttentionSpec(head_size=32, **common)
-    window = SlidingWindowSpec(head_size=32, sliding_window=64, **common)
-    with pytest.raises(UnsupportedKvCache, match="differ"):
-        worker(full, window).determine_available_memory()
-    with pytest.raises(UnsupportedKvCache, match="full attention"):
-        worker(window, window).determine_available_memory()
-    with pytest.raises(UnsupportedKvCache, match="differ"):
-        worker().determine_available_memory()
+    narrow, wide = (FullAttentionSpec(head_size=size, **common) for size in (32, 64))
+    chunked = ChunkedLocalAttentionSpec(head_size=32, attention_chunk_size=64, **common)
+    with pytest.raises(UnsupportedKvCache, match="differ in the size"):
+        arena_worker(narrow, wide).determine_available_memory()
+    with pytest.raises(UnsupportedKvCache, match="not full attention"):
+        arena_worker(narrow, chunked).determine_available_memory()
+    with pytest.raises(UnsupportedKvCache, match="differ in the size"):
+        arena_worker().determine_available_memory()
+
+
+def test_layers_with_a_window_keep_all_tokens() -> None:
+    """In blocks as those of other layers; the window stays known to attention."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    common = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    full = FullAttentionSpec(block_size=32, **common)
+    window = SlidingWindowSpec(block_size=16, sliding_window=64, **common)
+    found = arena_worker(full, window).get_kv_cache_spec()
+    assert found == {
+        "layer.0": full,
+        "layer.1": FullAttentionSpec(block_size=32, sliding_window=64, **common),
+    }

@@ -52,7 +52,7 @@ from appliance.engines.protocol import (
     Verdict,
 )
 from appliance.engines.vllm.device import Device, HostDevice
-from appliance.engines.vllm.executor import RankExecutor
+from appliance.engines.vllm.executor import RankExecutor, ensure_expert_group
 from appliance.engines.vllm.gates import Gates
 from appliance.engines.vllm.guides import Guides, took_too_long
 from appliance.engines.vllm.kv.cache import KvCache
@@ -532,6 +532,7 @@ def _configure(ranks: int, **chosen: Any) -> VllmConfig:
 
 def _start(config: VllmConfig, ranks: int) -> EngineCore:
     """Have vLLM build the model, its scheduler and its worker, within `placing`."""
+    ensure_expert_group(config)
     executor = UniProcExecutor if ranks == 1 else RankExecutor
     return EngineCore(config, executor, log_stats=False)
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
+import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.cpu_communicator import (
@@ -66,6 +67,22 @@ def join_group(rank: int, ranks: int, store: str, *, crowded: bool) -> None:
         )
         parallel_state.ensure_model_parallel_initialized(ranks, 1)
     _forget_names(rank)
+
+
+def ensure_expert_group(config: VllmConfig) -> None:
+    """Have a group of ranks for experts, if the model has any and none is there: vLLM makes it with
+    the other groups, for the first model of a process, and only if that one has experts."""
+    there = parallel_state.model_parallel_is_initialized()
+    if not there or parallel_state._EP is not None or not config.model_config.is_moe:
+        return
+    world = parallel_state.get_world_group()
+    parallel_state._EP = parallel_state.init_model_parallel_group(
+        [world.ranks],
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        group_name="ep",
+        use_all2all=config.parallel_config.use_all2all,
+    )
 
 
 def _forget_names(rank: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import vllm
 from vllm import PoolingParams
 from vllm.config import ModelConfig
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool
 from vllm.model_executor.model_loader import register_model_loader
@@ -95,6 +96,8 @@ def check_seams() -> None:
         names = [name for name in inspect.signature(function).parameters if name != "self"]
         if tuple(names[: len(expected)]) != expected:
             raise SeamMoved(f"{function.__qualname__} takes {names}, not {expected}")
+    if not hasattr(parallel_state, "_EP"):
+        raise SeamMoved("vLLM does not keep its group of ranks for experts any more")
     if not hasattr(ModelConfig, "word_embeddings_untied_by_checkpoint"):
         raise SeamMoved("ModelConfig does not say any more whether a checkpoint unties the head")
     if not hasattr(ModelConfig, "is_chunked_prefill_supported"):

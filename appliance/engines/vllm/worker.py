@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    replace_as,
+)
 
 from appliance.engines.vllm.kv.placement import current_placement
+from appliance.memory.kv_pool import BLOCK_TOKENS
 
 
 class UnsupportedKvCache(ValueError):
-    """The model's KV cache is not one uniform group of full attention layers."""
+    """The model's KV cache is not made of equal blocks of all layers."""
 
 
 class InArena:
@@ -28,13 +35,20 @@ class InArena:
         super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
         current_placement().loaded(self.model_runner.get_model())
 
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Of each layer. One with a sliding window keeps the KV of all tokens; its attention does
+        not read what lies behind the window."""
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return {layer: _without_window(spec) for layer, spec in specs.items()}
+
     def determine_available_memory(self) -> int:
         """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
-        specs = list(self.model_runner.get_kv_cache_spec().values())
-        if not specs or any(spec != specs[0] for spec in specs):
-            raise UnsupportedKvCache("the model's layers differ in their KV cache")
-        if type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window is not None:
-            raise UnsupportedKvCache(f"layers keep their KV as {specs[0]}, not full attention")
+        specs = list(self.get_kv_cache_spec().values())
+        for spec in specs:
+            if type(spec) is not FullAttentionSpec:
+                raise UnsupportedKvCache(f"layers keep their KV as {spec}, not full attention")
+        if len({spec.page_size_bytes for spec in specs}) != 1:
+            raise UnsupportedKvCache("the model's layers differ in the size of their KV")
         geometry = current_placement().plan(len(specs), specs[0].page_size_bytes)
         return geometry.layers * geometry.layer_bytes
 
@@ -49,6 +63,14 @@ class InArena:
         placement = current_placement()
         size = placement.geometry.layers * placement.geometry.layer_bytes
         return _PlaceOneAllocation(placement.device.bytes_at(placement.region.address, size))
+
+
+def _without_window(spec: KVCacheSpec) -> KVCacheSpec:
+    if type(spec) is not SlidingWindowSpec:
+        return spec
+    return replace_as(
+        spec, FullAttentionSpec, drop=("extra_retained_tokens",), block_size=BLOCK_TOKENS
+    )
 
 
 def _check_layout(config: KVCacheConfig) -> None:

@@ -85,6 +85,7 @@ def hit(kind: str, began: float = 101.0, ended: float | None = 105.0) -> Hit:
         (NO_CONNECTION, 0, "daemon_restart"),
         ("shutting_down", 503, "daemon_restart"),
         ("front_end_lost", 200, "front_end_kill"),
+        ("front_end_lost", 200, "daemon_restart"),
         ("storage_failed", 507, "disk_full"),
         ("api_error", 500, "front_end_kill"),
     ],

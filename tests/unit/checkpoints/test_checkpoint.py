@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from appliance.checkpoints.checkpoint import read_checkpoint, tensor_bytes
 from appliance.checkpoints.safetensors import read_header
 from appliance.errors import CheckpointError
+from tests.conftest import CHECKPOINT_CONFIG
 
 MIB = 1 << 20
 Make = Callable[..., Path]
@@ -111,7 +112,7 @@ def test_what_is_missing_is_named(fake_checkpoint: Make, tmp_path: Path) -> None
     config.unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         read_checkpoint("tiny", path)
-    config.write_text(json.dumps({}), encoding="utf-8")
+    config.write_text(json.dumps(CHECKPOINT_CONFIG), encoding="utf-8")
     (path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         read_checkpoint("tiny", path)
@@ -120,7 +121,7 @@ def test_what_is_missing_is_named(fake_checkpoint: Make, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be a positive integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
         ({"dtype": "float64"}, "cannot be served as float64"),

@@ -80,6 +80,17 @@ def test_a_directory_is_copied(source: Path, folder: Path, told: list[Progress])
     assert [path.name for path in folder.iterdir()] == ["org--tiny:1"]
 
 
+def test_weights_of_a_kind_that_is_not_served_are_not_fetched(
+    fake_checkpoint: Make, folder: Path, told: list[Progress]
+) -> None:
+    source = fake_checkpoint("packed", quantization_config={"quant_method": "awq"})
+
+    with pytest.raises(CheckpointError, match=r"weights are quantized \(awq\)"):
+        pull(str(source), folder, tell=told.append)
+
+    assert {progress.file for progress in told} == {"config.json"}
+
+
 @pytest.mark.parametrize("kind", [".tar", ".tar.gz", ".tgz", ".zip"])
 @pytest.mark.parametrize("top", ["", "inner/"])
 def test_an_archive_is_unpacked(

@@ -201,20 +201,6 @@ def test_architectures_that_are_none(fake_checkpoint: Make, names: object) -> No
             read(path)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"architectures": ["BertModel"]}, {"is_causal": False}], ids=["BERT", "not causal"]
-)
-def test_what_looks_ahead_is_refused(fake_checkpoint: Make, changes: dict[str, Any]) -> None:
-    """Though it pools by the mean, which others may."""
-    back, ahead = fake_checkpoint("back"), fake_checkpoint("ahead", **changes)
-    for path in (back, ahead):
-        modules(path, {"pooling_mode_mean_tokens": True})
-
-    assert check_task(back) is Task.EMBED
-    with pytest.raises(CheckpointError, match="attends in both directions"):
-        check_task(ahead)
-
-
 def test_a_configuration_is_checked(fake_checkpoint: Make, tmp_path: Path) -> None:
     """With the line of the model."""
     fake_checkpoint(architectures=["Qwen2ForProcessRewardModel"])

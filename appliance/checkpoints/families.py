@@ -1,0 +1,185 @@
+"""Which kinds of model are served here, by what their ``config.json`` says of them.
+
+vLLM knows many architectures. What is served is what keeps keys and values of equal size in every
+layer, looks back only, reads tokens only, and has weights in the type it is computed in. The
+families that tests build, and compare with plain vLLM, are in `TRIED` (docs/models.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from appliance.checkpoints.model_config import ModelConfig, known_models
+from appliance.checkpoints.task import POOLING_ENDINGS
+from appliance.errors import CheckpointError
+
+QUANTIZATION_FILE: Final = "hf_quant_config.json"
+"""Where some tools write how weights are quantized."""
+
+TRIED: Final = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "Exaone4ForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTNeoXForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "OPTForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoeForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SmolLM3ForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+    }
+)
+"""Architectures that `tests/engine/test_families.py` serves."""
+
+BF16: Final = "take the model's checkpoint with weights in bfloat16 or float16"
+ANOTHER: Final = "take a model of another family: docs/models.md lists those that are served"
+TEXT: Final = "take a checkpoint of a model that reads text only"
+
+
+class UnsupportedModel(CheckpointError):
+    """A model of a kind that is not served here, and what to do instead."""
+
+    def __init__(self, wrong: str, remedy: str) -> None:
+        super().__init__(wrong)
+        self.remedy = remedy
+
+
+def base_architecture(architecture: str) -> str | None:
+    """The architecture that vLLM builds for one with this name: pooling models are those that
+    generate, without their heads. None if vLLM has none."""
+    known = known_models()
+    if architecture in known.architectures:
+        return architecture
+    ending = next((end for end in known.endings if architecture.endswith(end)), None)
+    if ending is None:
+        return None
+    stem = architecture.removesuffix(ending)
+    return next((stem + end for end in known.endings if stem + end in known.architectures), None)
+
+
+def check_family(config: ModelConfig) -> None:
+    """Raise `UnsupportedModel` for a kind of model that is not served here."""
+    for find in _CHECKS:
+        if found := find(config):
+            wrong, remedy = found
+            raise UnsupportedModel(f"{config.path}: {wrong}", remedy)
+
+
+def is_tried(config: ModelConfig) -> bool:
+    """Whether tests serve this architecture. What is tried of one that generates holds for those
+    that pool what it computes."""
+    base = base_architecture(config.architecture) or ""
+    return not TRIED.isdisjoint((base, base.removesuffix("Model") + "ForCausalLM"))
+
+
+_Found = tuple[str, str] | None
+"""What is wrong, and the remedy."""
+
+
+def _quantized(config: ModelConfig) -> _Found:
+    for values in (config.whole, config.text):
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(found := values.get(name), dict):
+                method = found.get("quant_method", "an unnamed method")
+                return f"its weights are quantized ({method}), which is not supported yet", BF16
+    if (config.path / QUANTIZATION_FILE).exists():
+        return f"its weights are quantized ({QUANTIZATION_FILE}), which is not supported yet", BF16
+    return None
+
+
+def _unknown(config: ModelConfig) -> _Found:
+    if config.model_type not in known_models().types:
+        named = f"model_type {config.model_type!r}" if config.model_type else "no model_type"
+        return (
+            f"config.json has {named}, so that it can only be read with code that comes with the "
+            "checkpoint, which is never run",
+            ANOTHER,
+        )
+    if base_architecture(config.architecture) is None:
+        return f"vLLM has no architecture {config.architecture}", ANOTHER
+    return None
+
+
+def _traits(config: ModelConfig) -> _Found:
+    base = base_architecture(config.architecture)
+    traits = known_models().architectures.get(base or "", ())
+    name = config.architecture
+    if "libraries" in traits:
+        return f"vLLM needs libraries for {name} that are not installed", ANOTHER
+    if "media" in traits:
+        return f"{name} reads images or sound, which is not supported yet", TEXT
+    if "state" in traits:
+        return f"{name} has layers that keep a state instead of keys and values", ANOTHER
+    known = known_models().types.get(config.model_type)
+    if (
+        (known is not None and known.encoder)
+        or config.get("is_causal") is False
+        or config.get("use_bidirectional_attention") is True
+    ):
+        return f"{name} attends in both directions: only models that look back are served", ANOTHER
+    return None
+
+
+def _pools(config: ModelConfig) -> _Found:
+    """Those that neither generate, embed nor score in a usual way: their names say so."""
+    name = config.architecture
+    traits = known_models().architectures.get(base_architecture(name) or "", ())
+    if "pooling" in traits and not name.endswith(POOLING_ENDINGS):
+        return f"{name} pools prompts in a way that is not computed here", ANOTHER
+    return None
+
+
+def _loaded_otherwise(config: ModelConfig) -> _Found:
+    if base_architecture(config.architecture) in _REARRANGED:
+        return (
+            f"{config.architecture} has weights that are rearranged while they are loaded, which "
+            "is not supported",
+            ANOTHER,
+        )
+    return None
+
+
+_REARRANGED: Final = frozenset({"FalconForCausalLM"})
+"""Architectures whose weights are computed, not copied, from those in files."""
+
+
+def _unequal(config: ModelConfig) -> _Found:
+    name = config.architecture
+    known = known_models().types.get(config.model_type)
+    if known is not None and known.mla and config.get("kv_lora_rank"):
+        return f"{name} keeps compressed KV (MLA), which is not supported yet", ANOTHER
+    if config.get("attention_chunk_size"):
+        return f"{name} attends to chunks of its context, which is not supported yet", ANOTHER
+    if known is not None and known.unequal:
+        return f"{name} has layers whose keys and values have different sizes", ANOTHER
+    return None
+
+
+_CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
+    _quantized,
+    _unknown,
+    _traits,
+    _pools,
+    _loaded_otherwise,
+    _unequal,
+)

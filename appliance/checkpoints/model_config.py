@@ -1,0 +1,114 @@
+"""A checkpoint's ``config.json``, read as transformers reads it: each type of model has names of
+its own for some keys, and defaults for those that are left out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from appliance.errors import CheckpointError
+
+CONFIG: Final = "config.json"
+
+
+class ModelType(msgspec.Struct, frozen=True):
+    """What transformers knows of a `model_type`."""
+
+    names: dict[str, str] = {}
+    """What the file calls keys that are called otherwise here."""
+    defaults: dict[str, int | bool] = {}
+    encoder: bool = False
+    """Whether tokens attend to those behind them."""
+    mla: bool = False
+    """Whether layers keep compressed KV, if the file says how large that is."""
+    unequal: bool = False
+    """Whether layers differ in the keys and values that they keep."""
+    text: str = ""
+    """The type of its language model, if that is another one and the file does not say it."""
+
+
+class KnownModels(msgspec.Struct, frozen=True):
+    """What vLLM and transformers know, as `appliance.engines.vllm.known_models` writes it."""
+
+    architectures: dict[str, tuple[str, ...]]
+    """What is special about each: `state` (layers keep something else than keys and values),
+    `media` (it reads images or sound as well), `pooling` (it does not generate), `libraries` (vLLM
+    needs some for it that are not installed)."""
+    endings: tuple[str, ...]
+    """Of the names of architectures, in the order in which vLLM replaces one by another."""
+    types: dict[str, ModelType]
+
+
+@cache
+def known_models() -> KnownModels:
+    file = resources.files(__package__).joinpath("known_models.json")
+    return msgspec.json.decode(file.read_bytes(), type=KnownModels)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Of the checkpoint at `path`: the whole file, and the part about the language model."""
+
+    path: Path
+    whole: dict[str, Any]
+    text: dict[str, Any]
+    """The same, but for models with several modalities, which keep it one level down."""
+
+    @property
+    def model_type(self) -> str:
+        """Of the language model; empty if the file does not say it."""
+        whole, own = self.whole.get("model_type"), self.text.get("model_type")
+        if own is None or self.text is self.whole:
+            known = known_models().types.get(str(whole))
+            own = (known.text if known is not None else "") or whole
+        return own if isinstance(own, str) else ""
+
+    @property
+    def architecture(self) -> str:
+        """The first one that the file names. Raises `CheckpointError` for what is no list of
+        names."""
+        names = self.whole.get("architectures") or ["unknown"]
+        if not isinstance(names, list) or not isinstance(names[0], str):
+            raise CheckpointError(f"{self.path}/{CONFIG}: architectures is not a list of names")
+        return names[0]
+
+    def get(self, key: str) -> Any:
+        """The value of a key of the language model, by transformers' usual name for it. None if
+        there is none."""
+        known = known_models().types.get(self.model_type, ModelType())
+        for name in (key, known.names.get(key, key)):
+            for values in (self.text, self.whole):
+                if name in values:
+                    return values[name]
+        return known.defaults.get(key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """The same for a positive number. Raises `CheckpointError` for anything else."""
+        value = self.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self.path / CONFIG}: {key} must be a positive integer")
+        return value
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read ``config.json`` of the checkpoint in `path`. Raises `CheckpointError` for a file that is
+    not there, or is no JSON object."""
+    file = path / CONFIG
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no {CONFIG}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(whole, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    text = whole.get("text_config")
+    return ModelConfig(path, whole, text if isinstance(text, dict) else whole)

@@ -1,0 +1,170 @@
+"""Writes what vLLM and transformers know of models: `appliance/checkpoints/known_models.json`.
+
+    python -m appliance.engines.vllm.known_models > appliance/checkpoints/known_models.json
+
+The daemon has neither of them, and has to say of a checkpoint whether it can be served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+from typing import Any, Final
+
+KEYS: Final = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+"""Of a ``config.json``, those that the daemon reads."""
+_ALIASES: Final = {
+    "hidden_size": ("n_embed", "n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len", "model_max_length"),
+}
+_PROBE: Final = 96
+"""A value that no default has."""
+
+
+def known_models() -> dict[str, Any]:
+    """See `appliance.checkpoints.model_config.KnownModels`."""
+    from vllm.config.model import iter_architecture_defaults
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    endings = [ending for ending, _ in iter_architecture_defaults()]
+    traits = {name: _traits(name) for name in sorted(ModelRegistry.models)}
+    return {"endings": endings, "architectures": traits, "types": dict(_types())}
+
+
+def _traits(architecture: str) -> list[str]:
+    from vllm.model_executor.models import registry
+
+    if architecture in registry._MULTIMODAL_MODELS:
+        return ["media"]  # not all of these can be imported: some need libraries for images
+    try:
+        model = registry.ModelRegistry.models[architecture].load_model_cls()
+    except ImportError:
+        return ["libraries"]
+    info = registry._ModelInfo.from_model_cls(model)
+    found = {
+        "pooling": not info.is_text_generation_model,
+        "state": info.has_inner_state or info.is_attention_free or info.is_hybrid,
+        "media": info.supports_multimodal or info.supports_transcription,
+    }
+    return [name for name, has in found.items() if has]
+
+
+def _types() -> list[tuple[str, dict[str, Any]]]:
+    from transformers import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    makers: dict[str, Callable[[], type[Any]]] = {}
+    for registry in (CONFIG_MAPPING, _CONFIG_REGISTRY):
+        makers |= {name: lambda r=registry, n=name: r[n] for name in registry}  # type: ignore[misc]
+    return [(name, known_type(makers[name]())) for name in sorted(makers)]
+
+
+def known_type(config: type[Any]) -> dict[str, Any]:
+    """Of a type of configuration of transformers: see `ModelType`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    names = _names(config)
+    found: dict[str, Any] = {
+        "names": names,
+        "defaults": _defaults(config, names),
+        "encoder": config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "mla": _is_mla(config.model_type),
+        "unequal": _is_unequal(config),
+    }
+    text = (getattr(config, "sub_configs", None) or {}).get("text_config")
+    if (model_type := getattr(text, "model_type", "")) not in ("", config.model_type):
+        found["text"] = model_type
+    return {name: value for name, value in found.items() if value}
+
+
+def _names(config: type[Any]) -> dict[str, str]:
+    """Other names for `KEYS`: those of its table, and those that it takes without saying so."""
+    renamed: Mapping[str, str] = getattr(config, "attribute_map", {})
+    names = {key: renamed[key] for key in KEYS if key in renamed}
+    for key, others in _ALIASES.items():
+        for other in others:
+            made = _made(config, **{other: _PROBE})
+            if key not in names and made is not None and vars(made).get(key) == _PROBE:
+                names[key] = other
+    return names
+
+
+def _is_mla(model_type: str) -> bool:
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    drafted = SimpleNamespace(model_type="")
+    text = SimpleNamespace(model_type=model_type, kv_lora_rank=1, model=drafted)
+    asked: Any = SimpleNamespace(hf_text_config=text)
+    return bool(ModelArchConfigConvertorBase.is_deepseek_mla(asked))
+
+
+def _made(config: type[Any], **values: int) -> Any:
+    """The configuration that has these values and defaults; None if there is none."""
+    try:
+        return config(**values)
+    except Exception:
+        return None
+
+
+def _is_unequal(config: type[Any]) -> bool:
+    """Whether transformers says that what `KEYS` name differs between layers."""
+    from transformers.integrations.heterogeneity.configuration_utils import (
+        AmbiguousGlobalPerLayerAttributeError,
+    )
+
+    made = _made(config)
+    try:
+        for key in KEYS:
+            getattr(made, key, None)
+    except AmbiguousGlobalPerLayerAttributeError:
+        return True
+    return False
+
+
+def _defaults(config: type[Any], names: Mapping[str, str]) -> dict[str, int]:
+    """Of `KEYS`, as far as there are any that do not follow from other values."""
+
+    def stored(**values: int) -> dict[str, Any]:
+        made = _made(config, **{names.get(key, key): value for key, value in values.items()})
+        found = {} if made is None else vars(made)
+        return {key: found.get(names.get(key, key)) for key in KEYS}
+
+    plain = {key: value for key, value in stored().items() if isinstance(value, int)}
+    for key in ("hidden_size", "num_attention_heads"):
+        if key in plain:
+            other = stored(**{key: 2 * plain[key]})
+            plain = {
+                name: value for name, value in plain.items() if name == key or other[name] == value
+            }
+    return plain
+
+
+def main() -> int:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # some configurations would ask a hub for others
+    with redirect_stdout(sys.stderr):  # where libraries print
+        found = known_models()
+    lines = [f'"endings": {json.dumps(found["endings"])}']
+    for name in ("architectures", "types"):  # a line for each, so that changes can be read
+        rows = [f"{json.dumps(key)}: {json.dumps(row)}" for key, row in found[name].items()]
+        lines.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
+    sys.stdout.write("{\n" + ",\n".join(lines) + "\n}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Configurations of published models (`model_configs.json`: shapes and flags from their public
+documentation), and which of them are refused, with words of the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+CONFIGS: Final[dict[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("model_configs.json").read_text()
+)
+"""By name."""
+
+REFUSED: Final = {
+    "falcon-7b": "rearranged while they are loaded",
+    "exaone-3.5-7.8b": "only be read with code",
+    "internlm2-chat-7b": "only be read with code",
+    "minimax-m2": "quantized",
+    "qwen2.5-7b-instruct-awq": "quantized",
+    "qwen2.5-0.5b-instruct-gptq-int4": "quantized",
+    "llama-3.1-8b-instruct-quantized.w8a8": "quantized",
+    "qwen3-8b-fp8": "quantized",
+    "gpt-oss-20b": "quantized",
+    "llama-3.1-8b-bnb-4bit": "quantized",
+    "deepseek-v3": "quantized",
+    "deepseek-v2-lite": "MLA",
+    "deepseek-v3-bf16": "MLA",
+    "kimi-k2-instruct-bf16": "MLA",
+    "glm-4.7-flash": "MLA",
+    "qwen3-next-80b-a3b-instruct": "keep a state",
+    "granite-4.0-h-tiny": "keep a state",
+    "nemotron-h-8b": "keep a state",
+    "falcon-h1-1.5b-instruct": "keep a state",
+    "lfm2-1.2b": "keep a state",
+    "jamba-v0.1": "keep a state",
+    "mamba-2.8b-hf": "keep a state",
+    "kimi-linear-48b-a3b": "keep a state",
+    "llama-4-scout-17b-16e-instruct": "images or sound",
+    "gemma-3n-e4b-it": "images or sound",
+    "gemma-3-4b-it": "images or sound",
+    "mistral-small-3.1-24b-instruct-2503": "images or sound",
+    "qwen2.5-vl-7b-instruct": "images or sound",
+    "qwen3-vl-8b-instruct": "images or sound",
+    "pixtral-12b": "images or sound",
+    "whisper-large-v3": "images or sound",
+    "bge-small-en-v1.5": "both directions",
+    "multilingual-e5-large": "both directions",
+    "bge-reranker-v2-m3": "both directions",
+    "gte-modernbert-base": "both directions",
+    "embeddinggemma-300m": "both directions",
+    "nomic-embed-text-v1.5": "both directions",
+    "all-minilm-l6-v2": "both directions",
+    "modernbert-base": "no architecture",
+    "jina-reranker-v3": "not computed here",
+}
+"""By name, words of the reason."""

@@ -1,0 +1,52 @@
+"""Turns of a model of which nothing stays on the device in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.engines.protocol import Produced
+from tests.engine.house import House, Sampling, sequence
+
+
+def prompts(model: str) -> list[tuple[int, ...]]:
+    """Three prompts: shorter than a block, ending on one, and over several."""
+    start = 3 + sum(model.encode()) % 50
+    return [tuple(start + i * 7 % 400 for i in range(n)) for n in (5, 64, 90)]
+
+
+class Player:
+    """One model's requests, of which nothing but the host tier survives between two turns."""
+
+    def __init__(self, house: House, model: str, sampling: Sampling) -> None:
+        self.house = house
+        self.engine: Any = house.engines[model]
+        self.outputs: dict[str, list[int]] = {}
+        self.places: dict[str, tuple[int, ...]] = {}
+        self.live: list[str] = []
+        for number, prompt in enumerate(prompts(model)):
+            name = f"{model}/{number}"
+            self.engine.add(sequence(model, name, prompt, sampling))
+            self.outputs[name] = []
+            self.places[name] = house.swap_places(self.engine, len(prompt) + sampling["max_tokens"])
+            self.live.append(name)
+
+    def turn(self, steps: int, slabs: int) -> None:
+        """Weights and KV in, a few steps, everything out."""
+        self.engine.begin_load().wait()
+        for name in self.live:
+            if self.outputs[name]:
+                self.engine.swap_in(name, self.places[name], slabs)
+            else:
+                self.take(self.engine.prefill(name, slabs))
+        for _ in range(steps):
+            self.take(self.engine.step(self.live, slabs))
+        for name in self.live:
+            self.house.swap_out(self.engine, name, self.places[name])
+        assert self.engine.trim(0).slabs == 0
+        self.engine.evict_weights()
+
+    def take(self, produced: list[Produced]) -> None:
+        for one in produced:
+            self.outputs[one.request].append(one.token)
+            if one.finished:
+                self.live.remove(one.request)

@@ -1,0 +1,110 @@
+"""Makes small checkpoints of the architectures of published models: the same layers, fewer and
+narrower, with random weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Final
+
+from tests.engine.house import EOS, VOCAB, save_tokenizer
+
+HIDDEN, HEADS, HEAD_DIM, LAYERS, EXPERTS = 128, 4, 32, 2, 4
+WINDOW = 48
+"""Shorter than prompts, and no multiple of a block."""
+POSITIONS = 4096
+
+SIZES: Final[dict[str, int]] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "word_embed_proj_dim", "d_model"), HIDDEN),
+    **dict.fromkeys(("block_dim", "conv_dim"), HIDDEN),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "shared_intermediate_size"), 2 * HIDDEN),
+    "block_ff_dim": 2 * HIDDEN,
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "max_window_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head"), HEADS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), POSITIONS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), HIDDEN // 2),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    "num_nextn_predict_layers": 0,
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "sliding_window": WINDOW,
+    "original_max_position_embeddings": 1024,
+    "query_pre_attn_scalar": HEAD_DIM,
+    # What is left of a latent is not made smaller: kernels know a few sizes.
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+_PERIODIC: Final = ("layer_types", "no_rope_layers")
+
+
+def shrunken(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the small checkpoint."""
+    small = copy.deepcopy(config)
+    for part in (small, small.get("text_config")):
+        if isinstance(part, dict):
+            _shrink(part)
+    small["torch_dtype"] = "float32"
+    small.pop("auto_map", None)
+    return small
+
+
+def _shrink(part: dict[str, Any]) -> None:
+    layers = _layers(part)
+    given = {key: value for key, value in part.items() if value is not None}
+    for key, size in SIZES.items():
+        if key in given or key.endswith("_token_id"):
+            part[key] = size
+    for key in ("num_hidden_layers", "n_layer", "max_window_layers"):
+        if key in given:
+            part[key] = layers
+    if "num_key_value_heads" in given:
+        shared = given["num_attention_heads"] // given["num_key_value_heads"]
+        part["num_key_value_heads"] = max(1, HEADS // shared)
+    if "head_dim" in given:
+        part["head_dim"] = HEAD_DIM
+    for key in _PERIODIC:
+        if key in given:
+            part[key] = part[key][:layers]
+    scaling = part.get("rope_scaling")
+    if scaling and "long_factor" in scaling:
+        rotary = int(HEAD_DIM * part.get("partial_rotary_factor", 1.0)) // 2
+        for key in ("long_factor", "short_factor"):
+            scaling[key] = scaling[key][:rotary]
+
+
+def _layers(part: dict[str, Any]) -> int:
+    """So many that each kind of layer is there."""
+    if "layer_types" in part:
+        kinds: list[str] = part["layer_types"]
+        return max(kinds.index(kind) for kind in set(kinds)) + 1 if len(set(kinds)) > 1 else LAYERS
+    pattern = part.get("sliding_window_pattern")
+    return pattern if isinstance(pattern, int) else LAYERS
+
+
+def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
+    """Write one; its path. Its greedy output does not end early by chance."""
+    import torch
+    import transformers
+
+    small = shrunken(config)
+    made = transformers.CONFIG_MAPPING[small["model_type"]](
+        **{key: value for key, value in small.items() if key != "model_type"}
+    )
+    torch.manual_seed(sum(name.encode()))
+    kind = getattr(transformers, small["architectures"][0])
+    with torch.no_grad():
+        model = kind(made)
+        for weight, values in model.named_parameters():
+            if "norm" not in weight:
+                # A tied head answers a large embedding with its own token, again and again.
+                tied = made.tie_word_embeddings and values.shape == (VOCAB, HIDDEN)
+                values.normal_(0.0, 0.02 if tied else 0.2 if values.dim() > 1 else 0.05)
+    path = folder / name
+    model.to(torch.float32).save_pretrained(path)
+    save_tokenizer(path)
+    return str(path)

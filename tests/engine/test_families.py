@@ -1,0 +1,108 @@
+"""Each family of models that is said to be served answers as plain vLLM does; the others cannot be
+built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.families import TRIED, base_architecture
+from appliance.checkpoints.model_config import ModelType, known_models
+from appliance.config.schema import Devices
+from appliance.config.sizing import least
+from appliance.units import Bytes, Memory
+from appliance.vocabulary import Task
+from tests.configs import CONFIGS, REFUSED
+from tests.engine.conftest import plain_process
+from tests.engine.house import SLAB, PlainAnswers, Sampling, make_house
+from tests.engine.player import Player, prompts
+from tests.engine.shrunken import make_shrunken
+
+LENGTH = 16
+SLABS = 48
+CONTEXT = 1024
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+
+FAMILIES = sorted(
+    {
+        (base_architecture(config["architectures"][0]), "sliding_window" in config): name
+        for name, config in sorted(CONFIGS.items(), reverse=True)
+        if name not in REFUSED and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
+    }.values()
+)
+"""One model of each architecture, and of each that has windows."""
+
+
+EXPERTS = "mixtral-8x7b-instruct-v0.1"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainAnswers]:
+    """Of a process whose first model has experts: vLLM has no others in it after one without."""
+    path = make_shrunken(tmp_path_factory.mktemp("first"), EXPERTS, CONFIGS[EXPERTS])
+    with plain_process() as answers:
+        answers(path, "float32", [(3, 4, 5)], [Sampling(max_tokens=1)])
+        yield answers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str) -> None:
+    """With weights reloaded and KV swapped between every three tokens; and it takes the memory that
+    is known before it is built."""
+    path = make_shrunken(tmp_path, name, CONFIGS[name])
+    known = least(read_checkpoint(name, Path(path), "float32"), CONTEXT, DEVICES)
+    house = make_house()
+    engine = house.build(name, path, dtype="float32")
+    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    sampling = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+    player = Player(house, name, sampling)
+
+    while player.live:
+        player.turn(3, SLABS)
+
+    answers = plain(path, "float32", prompts(name), [sampling] * 3)
+    engine.retire()
+    assert list(player.outputs.values()) == [answer["sequences"][0] for answer in answers]
+    assert len(set(player.outputs[f"{name}/2"])) > 2, "it says the same token again and again"
+
+
+@pytest.mark.parametrize(
+    "name", ["bge-small-en-v1.5", "deepseek-v2-lite", "falcon-7b", "lfm2-1.2b"]
+)
+def test_what_is_refused_cannot_be_built(tmp_path: Path, name: str) -> None:
+    """One of each reason that is not the type of its weights."""
+    from appliance.engines.vllm.pooling import UnsupportedPooling
+    from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
+    from appliance.engines.vllm.worker import UnsupportedKvCache
+
+    path = make_shrunken(tmp_path, name, CONFIGS[name])
+    task = Task.EMBED if name.startswith("bge") else Task.GENERATE
+
+    with pytest.raises((UnsupportedKvCache, UnsupportedCheckpoint, UnsupportedPooling)):
+        make_house().build(name, path, dtype="float32", task=task)
+
+
+def test_names_of_architectures_and_types_are_those_of_vllm() -> None:
+    """`make generate` writes them."""
+    from transformers import CONFIG_MAPPING
+    from vllm.config.model import iter_architecture_defaults
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from appliance.engines.vllm.known_models import known_type
+
+    known = known_models()
+    assert set(known.architectures) == set(ModelRegistry.models)
+    assert set(known.types) >= set(CONFIG_MAPPING)
+    assert list(known.endings) == [ending for ending, _ in iter_architecture_defaults()]
+    for model_type in ("gemma3", "gemma3_text", "gpt2", "llama", "mixtral", "qwen3"):
+        found = msgspec.convert(known_type(CONFIG_MAPPING[model_type]), ModelType)
+        assert found == known.types[model_type]
+
+
+def test_all_that_is_said_to_be_tried_is() -> None:
+    assert {base_architecture(CONFIGS[name]["architectures"][0]) for name in FAMILIES} == TRIED

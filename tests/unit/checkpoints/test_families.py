@@ -1,0 +1,130 @@
+"""Published models get the verdict that an engine would give, with the reason and a remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.families import (
+    TRIED,
+    UnsupportedModel,
+    base_architecture,
+    check_family,
+    is_tried,
+)
+from appliance.checkpoints.model_config import known_models, read_model_config
+from appliance.config.loader import load_config
+from appliance.errors import ConfigError
+from tests.configs import CONFIGS, REFUSED
+
+Make = Callable[..., Path]
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_real_configurations(tmp_path: Path, name: str) -> None:
+    """Facts of published models, with their shapes and flags."""
+    config = read_model_config(write(tmp_path, CONFIGS[name]))
+
+    if name in REFUSED:
+        with pytest.raises(UnsupportedModel, match=REFUSED[name]) as caught:
+            check_family(config)
+        assert str(caught.value).startswith(str(tmp_path))
+        assert caught.value.remedy.startswith("take ")
+    else:
+        check_family(config)
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+            assert config.integer(key) > 0
+        assert config.integer("max_position_embeddings") > 0
+
+
+def test_a_check_of_the_configuration_names_the_remedy(
+    fake_checkpoint: Make, tmp_path: Path
+) -> None:
+    fake_checkpoint(quantization_config={"quant_method": "awq"})
+    file = tmp_path / "appliance.toml"
+    file.write_text(
+        '[devices]\nmemory = "8MiB"\n[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\n'
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.line) == ("model[0].path", 5)
+    assert "its weights are quantized (awq)" in problem.wrong
+    assert problem.remedy.startswith("take the model's checkpoint with weights in bfloat16")
+
+
+def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) -> None:
+    path = fake_checkpoint()
+    (path / "hf_quant_config.json").write_text("{}")
+
+    with pytest.raises(UnsupportedModel, match=r"quantized \(hf_quant_config.json\)"):
+        read_checkpoint("tiny", path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": None}, "has no model_type"),
+        ({"model_type": 7}, "has no model_type"),
+        ({"model_type": "exaone"}, "'exaone', so that it can only be read with code"),
+        ({"architectures": ["LlamaForRanking"]}, "vLLM has no architecture LlamaForRanking"),
+        ({"is_causal": False}, "attends in both directions"),
+        ({"attention_chunk_size": 64}, "attends to chunks"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    fake_checkpoint: Make, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_checkpoint("tiny", fake_checkpoint(**changes))
+
+
+def test_names_and_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    """GPT-2 has names of its own; a file may leave out what its type has by default; what is null
+    is left out on purpose."""
+    gpt2 = read_model_config(write(tmp_path, {"model_type": "gpt2", "n_head": 16}))
+    assert gpt2.integer("num_attention_heads") == 16
+    assert gpt2.integer("hidden_size") == 768
+
+    gemma = read_model_config(
+        write(tmp_path, {"model_type": "gemma3", "text_config": {"hidden_size": 2560}})
+    )
+    assert (gemma.model_type, gemma.integer("hidden_size")) == ("gemma3_text", 2560)
+    assert (gemma.integer("num_attention_heads"), gemma.integer("head_dim")) == (8, 256)
+
+    heads = {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": None}
+    assert read_model_config(write(tmp_path, heads)).get("num_key_value_heads") is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "base"),
+    [
+        ("Qwen3ForSequenceClassification", "Qwen3ForCausalLM"),
+        ("LlamaModel", "LlamaModel"),
+        ("LlamaForRanking", None),
+    ],
+)
+def test_pooling_models_are_those_that_generate(architecture: str, base: str | None) -> None:
+    assert base_architecture(architecture) == base
+
+
+def test_all_that_is_tried_is_known() -> None:
+    assert set(known_models().architectures) >= TRIED
+
+
+def test_an_architecture_that_no_test_serves(fake_checkpoint: Make) -> None:
+    assert is_tried(read_model_config(fake_checkpoint("a")))
+    other = fake_checkpoint("b", architectures=["BloomForCausalLM"], model_type="bloom")
+    assert not is_tried(read_model_config(other))
