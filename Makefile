@@ -135,7 +135,7 @@ generate: $(VENV)/.appliance ## Write the files that come from the schema, the h
 	$(BIN)/python -m appliance.cli.docs.metrics > docs/metrics.md
 	$(BIN)/python -m appliance.cli.docs.states docs/architecture.md
 	$(BIN)/python -m appliance.frontend.openapi > appliance/api/openapi/inference.json
-	$(BIN)/python -m appliance.engines.vllm.known_models > build/known_models.json
+	$(BIN)/python -m appliance.frontend.known_models > build/known_models.json
 	mv build/known_models.json appliance/checkpoints/known_models.json
 
 results: $(VENV)/.dev ## Play the papers' tables in the lab and write benchmarks/RESULTS.md

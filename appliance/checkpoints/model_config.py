@@ -34,7 +34,7 @@ class ModelType(msgspec.Struct, frozen=True):
 
 
 class KnownModels(msgspec.Struct, frozen=True):
-    """What vLLM and transformers know, as `appliance.engines.vllm.known_models` writes it."""
+    """What vLLM and transformers know, as `appliance.frontend.known_models` writes it."""
 
     architectures: dict[str, tuple[str, ...]]
     """What is special about each: `state` (layers keep something else than keys and values),

@@ -93,7 +93,7 @@ def test_names_of_architectures_and_types_are_those_of_vllm() -> None:
     from vllm.config.model import iter_architecture_defaults
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from appliance.engines.vllm.known_models import known_type
+    from appliance.frontend.known_models import known_type
 
     known = known_models()
     assert set(known.architectures) == set(ModelRegistry.models)

@@ -1,6 +1,6 @@
 """Writes what vLLM and transformers know of models: `appliance/checkpoints/known_models.json`.
 
-    python -m appliance.engines.vllm.known_models > appliance/checkpoints/known_models.json
+    python -m appliance.frontend.known_models > appliance/checkpoints/known_models.json
 
 The daemon has neither of them, and has to say of a checkpoint whether it can be served.
 """
