@@ -135,6 +135,7 @@ generate: $(VENV)/.appliance ## Write the files that come from the schema, the h
 	$(BIN)/python -m appliance.cli.docs.metrics > docs/metrics.md
 	$(BIN)/python -m appliance.cli.docs.states docs/architecture.md
 	$(BIN)/python -m appliance.frontend.openapi > appliance/api/openapi/inference.json
+	mkdir -p build
 	$(BIN)/python -m appliance.frontend.known_models > build/known_models.json
 	mv build/known_models.json appliance/checkpoints/known_models.json
 

@@ -54,6 +54,11 @@ class CheckpointError(ApplianceError):
 
     remedy = "give the directory of a whole checkpoint in safetensors format"
 
+    @property
+    def wrong(self) -> str:
+        """The message without a remedy."""
+        return str(self)
+
 
 class PullError(ApplianceError):
     """A model cannot be fetched; the message says what is wrong with where it is, or what is

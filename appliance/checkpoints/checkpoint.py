@@ -25,8 +25,13 @@ _CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 _HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
 """What checkpoints call the output head."""
-_HEAD_IS_EMBEDDING: Final = ("Cohere", "Gemma")
-"""Beginnings of the names of architectures that have no head, but use the embedding as one."""
+_HEAD_IS_EMBEDDING: Final = frozenset(
+    {"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "CohereForCausalLM", "Gemma2ForCausalLM"}
+)
+"""Architectures that have no head, but use the embedding as one."""
+_KV_HEADS: Final = ("num_attention_groups", "multi_query_group_num")
+_POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_sequence_length")
+"""Further names, as vLLM reads them."""
 _LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _LEFT_OUT: Final = re.compile(
     r"(^|[._])mtp[._]|\.rotary_(pos_emb\.inv_freq|emb\.(inv_freq|cos_cached|sin_cached))$"
@@ -111,9 +116,10 @@ def read_checkpoint(
     generates, tied = read_task(path, task) is Task.GENERATE, config.get("tie_word_embeddings")
     if tied or not generates:
         weight_bytes -= tensor_bytes(heads_stored, resolved)
-    packed_alone = not config.architecture.startswith(_HEAD_IS_EMBEDDING)
+    packed_alone = config.architecture not in _HEAD_IS_EMBEDDING
     if tied and generates and packed_alone and not cuda and packs(resolved):
-        weight_bytes += vocabulary * hidden * BYTES_PER_ELEMENT[resolved]
+        width = config.integer("word_embed_proj_dim", default=hidden)
+        weight_bytes += vocabulary * width * BYTES_PER_ELEMENT[resolved]
     return CatalogEntry(
         name=name,
         path=path,
@@ -121,9 +127,9 @@ def read_checkpoint(
         dtype=resolved,
         layers=layers,
         heads=heads,
-        kv_heads=config.integer("num_key_value_heads", default=heads),
+        kv_heads=config.integer("num_key_value_heads", default=config.first(*_KV_HEADS) or heads),
         head_dim=config.integer("head_dim", default=hidden // heads),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=config.integer("max_position_embeddings", default=config.first(*_POSITIONS)),
         weight_bytes=weight_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         created=max(header.mtime_ns for header in headers) // 10**9,

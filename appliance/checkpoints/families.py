@@ -51,6 +51,9 @@ TRIED: Final = frozenset(
 )
 """Architectures that `tests/engine/test_families.py` serves."""
 
+_REWARDER: Final = "Qwen2ForRewardModel"
+"""It is served in `tests/engine/test_pooling.py`."""
+
 BF16: Final = "take the model's checkpoint with weights in bfloat16 or float16"
 ANOTHER: Final = "take a model of another family: docs/models.md lists those that are served"
 TEXT: Final = "take a checkpoint of a model that reads text only"
@@ -60,8 +63,13 @@ class UnsupportedModel(CheckpointError):
     """A model of a kind that is not served here, and what to do instead."""
 
     def __init__(self, wrong: str, remedy: str) -> None:
-        super().__init__(wrong)
+        super().__init__(f"{wrong}; {remedy}")
+        self._wrong = wrong
         self.remedy = remedy
+
+    @property
+    def wrong(self) -> str:
+        return self._wrong
 
 
 def base_architecture(architecture: str) -> str | None:
@@ -89,7 +97,9 @@ def is_tried(config: ModelConfig) -> bool:
     """Whether tests serve this architecture. What is tried of one that generates holds for those
     that pool what it computes."""
     base = base_architecture(config.architecture) or ""
-    return not TRIED.isdisjoint((base, base.removesuffix("Model") + "ForCausalLM"))
+    return base == _REWARDER or not TRIED.isdisjoint(
+        (base, base.removesuffix("Model") + "ForCausalLM")
+    )
 
 
 _Found = tuple[str, str] | None
@@ -99,7 +109,8 @@ _Found = tuple[str, str] | None
 def _quantized(config: ModelConfig) -> _Found:
     for values in (config.whole, config.text):
         for name in ("quantization_config", "compression_config"):
-            if isinstance(found := values.get(name), dict):
+            found = values.get(name)
+            if found and isinstance(found, dict):
                 method = found.get("quant_method", "an unnamed method")
                 return f"its weights are quantized ({method}), which is not supported yet", BF16
     if (config.path / QUANTIZATION_FILE).exists():
@@ -116,7 +127,7 @@ def _unknown(config: ModelConfig) -> _Found:
             ANOTHER,
         )
     if base_architecture(config.architecture) is None:
-        return f"vLLM has no architecture {config.architecture}", ANOTHER
+        return f"vLLM has no architecture {config.architecture} of its own", ANOTHER
     return None
 
 
@@ -134,6 +145,7 @@ def _traits(config: ModelConfig) -> _Found:
     if (
         (known is not None and known.encoder)
         or config.get("is_causal") is False
+        or "Bidirectional" in name
         or config.get("use_bidirectional_attention") is True
     ):
         return f"{name} attends in both directions: only models that look back are served", ANOTHER

@@ -15,6 +15,8 @@ import msgspec
 from appliance.errors import CheckpointError
 
 CONFIG: Final = "config.json"
+MOST: Final = 1 << 40
+"""No number that a model is made of is as large."""
 
 
 class ModelType(msgspec.Struct, frozen=True):
@@ -74,7 +76,7 @@ class ModelConfig:
         """The first one that the file names. Raises `CheckpointError` for what is no list of
         names."""
         names = self.whole.get("architectures") or ["unknown"]
-        if not isinstance(names, list) or not isinstance(names[0], str):
+        if not (isinstance(names, list) and isinstance(names[0], str) and names[0].isidentifier()):
             raise CheckpointError(f"{self.path}/{CONFIG}: architectures is not a list of names")
         return names[0]
 
@@ -88,12 +90,16 @@ class ModelConfig:
                     return values[name]
         return known.defaults.get(key)
 
+    def first(self, *keys: str) -> Any:
+        """The value of the first of these keys that has one."""
+        return next((value for key in keys if (value := self.get(key)) is not None), None)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """The same for a positive number. Raises `CheckpointError` for anything else."""
         value = self.get(key)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MOST:
             raise CheckpointError(f"{self.path / CONFIG}: {key} must be a positive integer")
         return value
 
@@ -106,7 +112,7 @@ def read_model_config(path: Path) -> ModelConfig:
         whole = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {CONFIG}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(whole, dict):
         raise CheckpointError(f"{file} is not a JSON object")

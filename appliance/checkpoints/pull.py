@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from appliance.checkpoints import delete
 from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
 from appliance.checkpoints.checksums import SUMS, read_sums
-from appliance.checkpoints.families import check_family
+from appliance.checkpoints.families import QUANTIZATION_FILE, check_family
 from appliance.checkpoints.model_config import CONFIG, read_model_config
 from appliance.checkpoints.safetensors import read_header, verify_sums
 from appliance.checkpoints.sources import (
@@ -129,8 +129,9 @@ def _fetch(text: str, source: Source, part: Path, tell: Tell) -> None:
     )
     if needed > room:
         raise PullError(f"{text} takes {human(needed)}; {human(room)} are free on {part.parent}")
-    # First what says whether it can be served: the weights may take hours.
-    for wanted in source.wanted(sorted(taken, key=lambda name: name != CONFIG)):
+    # First what says whether it can be served, CONFIG last: the weights may take hours.
+    first = [name for name in (QUANTIZATION_FILE, CONFIG) if name in taken]
+    for wanted in source.wanted([*first, *(name for name in taken if name not in first)]):
         _take(wanted, part, tell)
         if wanted.name == CONFIG:
             check_family(read_model_config(part))

@@ -189,7 +189,7 @@ def check_checkpoint(
         found = f"{human(entry.weight_bytes)} of weights"
         return entry, ok(what, found + (_check_sums(path) if verify else ""))
     except CheckpointError as error:
-        return None, fail(what, str(error), error.remedy)
+        return None, fail(what, error.wrong, error.remedy)
     except OSError as error:
         return None, fail(what, str(error), "make it readable")
 

@@ -157,7 +157,7 @@ def _read_checkpoints(config: Config, report: ProblemReport) -> list[CatalogEntr
         try:
             entry = read_model(model, config.devices)
         except CheckpointError as error:
-            report.add(("model", index, "path"), str(error), error.remedy)
+            report.add(("model", index, "path"), error.wrong, error.remedy)
         except OSError as error:
             report.add(("model", index, "path"), str(error), "make it readable")
         if entry is not None and model.max_context > entry.max_positions:

@@ -119,7 +119,7 @@ def plain_process() -> Iterator[PlainAnswers]:
             return outputs
 
         yield run
-        questions.close()
+        process.kill()  # to end in order takes it half a minute, and nothing is to be kept
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,11 @@ import copy
 from pathlib import Path
 from typing import Any, Final
 
-from tests.engine.house import EOS, VOCAB, save_tokenizer
+from tests.engine.house import EOS, save_tokenizer
 
 HIDDEN, HEADS, HEAD_DIM, LAYERS, EXPERTS = 128, 4, 32, 2, 4
+VOCAB = 2048
+"""So many that a head takes several slabs."""
 WINDOW = 48
 """Shorter than prompts, and no multiple of a block."""
 POSITIONS = 4096

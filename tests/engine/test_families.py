@@ -29,7 +29,7 @@ DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SL
 
 FAMILIES = sorted(
     {
-        (base_architecture(config["architectures"][0]), "sliding_window" in config): name
+        (base_architecture(config["architectures"][0]), bool(config.get("sliding_window"))): name
         for name, config in sorted(CONFIGS.items(), reverse=True)
         if name not in REFUSED and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
     }.values()

@@ -154,6 +154,9 @@ def test_mixed_kv_shapes_are_refused() -> None:
         arena_worker(narrow, wide).determine_available_memory()
     with pytest.raises(UnsupportedKvCache, match="not full attention"):
         arena_worker(narrow, chunked).determine_available_memory()
+    prefix = FullAttentionSpec(head_size=32, non_causal=True, **common)
+    with pytest.raises(UnsupportedKvCache, match="not full attention"):
+        arena_worker(prefix).determine_available_memory()
     with pytest.raises(UnsupportedKvCache, match="differ in the size"):
         arena_worker().determine_available_memory()
 

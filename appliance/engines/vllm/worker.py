@@ -45,7 +45,7 @@ class InArena:
         """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
         specs = list(self.get_kv_cache_spec().values())
         for spec in specs:
-            if type(spec) is not FullAttentionSpec:
+            if type(spec) is not FullAttentionSpec or spec.non_causal:
                 raise UnsupportedKvCache(f"layers keep their KV as {spec}, not full attention")
         if len({spec.page_size_bytes for spec in specs}) != 1:
             raise UnsupportedKvCache("the model's layers differ in the size of their KV")

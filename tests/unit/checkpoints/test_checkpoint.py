@@ -105,7 +105,11 @@ def test_what_is_missing_is_named(fake_checkpoint: Make, tmp_path: Path) -> None
         read_checkpoint("tiny", tmp_path / "nowhere")
     path = fake_checkpoint()
     config = path / "config.json"
-    for text, reason in (("{", "not JSON"), ("[]", "not a JSON object")):
+    for text, reason in (
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not a JSON object"),
+    ):
         config.write_text(text, encoding="utf-8")
         with pytest.raises(CheckpointError, match=reason):
             read_checkpoint("tiny", path)
@@ -123,6 +127,7 @@ def test_what_is_missing_is_named(fake_checkpoint: Make, tmp_path: Path) -> None
     [
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be a positive integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
+        ({"head_dim": 10**400}, "head_dim must be a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
         ({"dtype": "float64"}, "cannot be served as float64"),
     ],
@@ -133,3 +138,13 @@ def test_impossible_configs_are_refused(
     """Numbers that are missing or senseless, and types no engine computes in."""
     with pytest.raises(CheckpointError, match=reason):
         read_checkpoint("tiny", fake_checkpoint(**changes))
+
+
+def test_other_names_of_sizes_are_read(fake_checkpoint: Make) -> None:
+    """As vLLM reads them, of types of models that have no table of names."""
+    changes = {"num_key_value_heads": None, "max_position_embeddings": None}
+    path = fake_checkpoint(model_type="bloom", num_attention_groups=2, seq_length=512, **changes)
+
+    entry = read_checkpoint("tiny", path)
+
+    assert (entry.kv_heads, entry.max_positions) == (2, 512)

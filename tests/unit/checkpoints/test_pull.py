@@ -89,6 +89,12 @@ def test_weights_of_a_kind_that_is_not_served_are_not_fetched(
         pull(str(source), folder, tell=told.append)
 
     assert {progress.file for progress in told} == {"config.json"}
+    told.clear()
+    modelopt = fake_checkpoint("modelopt")
+    (modelopt / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"quantized \(hf_quant_config.json\), .*; take the"):
+        pull(str(modelopt), folder, tell=told.append)
+    assert {progress.file for progress in told} == {"config.json", "hf_quant_config.json"}
 
 
 @pytest.mark.parametrize("kind", [".tar", ".tar.gz", ".tgz", ".zip"])

@@ -192,7 +192,7 @@ def test_damage_is_named(fake_checkpoint: Make) -> None:
         check_task(path)
 
 
-@pytest.mark.parametrize("names", [7, "Llama", {"a": 1}, [None]])
+@pytest.mark.parametrize("names", [7, "Llama", {"a": 1}, [None], ["\ud800"], ["no name"]])
 def test_architectures_that_are_none(fake_checkpoint: Make, names: object) -> None:
     """Are named by whoever reads them."""
     path = fake_checkpoint(architectures=names)
