@@ -117,7 +117,7 @@ def _made(config: type[Any], **values: int) -> Any:
     """The configuration that has these values and defaults; None if there is none."""
     try:
         return config(**values)
-    except Exception:
+    except Exception:  # of whatever kind: each type checks its values in its own way
         return None
 
 
