@@ -185,9 +185,6 @@ class FrontEnd:
         except CallRefused as error:
             await _refuse(scope, send, common, error.refused)
             return
-        except ConnectionError:  # this process ends
-            await _refuse(scope, send, common, _CORE_GONE)
-            return
         try:
             with self.bodies.hold(call.key, scope) as held:
                 await self._answer(call, scope, held.receiving(receive), send, common)
@@ -223,7 +220,7 @@ class FrontEnd:
             answer.close()
             if call.background:
                 await asyncio.wait(call.background)
-        except Refuse as error:
+        except (Refuse, CallRefused) as error:
             await answer.refuse(error.refused)
         except BodiesFull as error:
             await answer.refuse(as_refused(error, call.number))
@@ -417,9 +414,6 @@ _MISDIRECTED: Final = Refused(
 )
 """Only for requests that are sent while earlier ones are answered (pipelining): a connection with
 one request at a time goes back to the core."""
-_CORE_GONE: Final = Refused(
-    call=0, status=503, code="shutting_down", message="the appliance is shutting down; try again"
-)
 
 
 # --- vLLM's application --------------------------------------------------------------------------

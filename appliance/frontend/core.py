@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol, cast
+
+import msgspec
 
 from appliance import framing
 from appliance.frontend.calls import Call
@@ -39,8 +41,14 @@ from appliance.vocabulary import FinishReason, RequestId
 log = logging.getLogger(__name__)
 
 
+_GONE: Final = Refused(
+    call=0, status=503, code="shutting_down", message="the appliance is shutting down; try again"
+)
+"""What a core that is gone can no longer say itself; this process ends."""
+
+
 class CallRefused(Exception):
-    """The core refuses a call before its body is read."""
+    """The core refuses a call, or is gone."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
@@ -48,7 +56,7 @@ class CallRefused(Exception):
 
 
 class RequestRefused(Exception):
-    """The core refuses a request that was submitted."""
+    """The core refuses a request that was submitted, or is gone."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
@@ -121,11 +129,10 @@ class Core(asyncio.Protocol):
         headers: tuple[tuple[str, str], ...],
         connection: int,
     ) -> Call:
-        """Ask whether a call may go on. Raises `CallRefused`, and `ConnectionError` when the core
-        is gone."""
+        """Ask whether a call may go on. Raises `CallRefused`."""
         await self._writable.wait()
         if self.gone.is_set():
-            raise ConnectionError("the core is gone")
+            raise CallRefused(_GONE)
         number = next(self._numbers)
         answer: asyncio.Future[Entered] = asyncio.get_running_loop().create_future()
         self._entering[number] = answer
@@ -155,10 +162,10 @@ class Core(asyncio.Protocol):
         self.send(Leave(call.number))
 
     async def find_response(self, call: Call, response: str) -> FoundResponse:
-        """Ask for a stored response, once at a time for a call. Raises `ConnectionError` when the
-        core is gone."""
+        """Ask for a stored response, once at a time for a call. Raises `CallRefused` when the core
+        is gone."""
         if self.gone.is_set():
-            raise ConnectionError("the core is gone")
+            raise CallRefused(_GONE)
         answer: asyncio.Future[FoundResponse] = asyncio.get_running_loop().create_future()
         self._finding[call.number] = answer
         self.send(FindResponse(call.number, response))
@@ -170,11 +177,11 @@ class Core(asyncio.Protocol):
     # --- requests --------------------------------------------------------------------------------
 
     async def submit(self, call: Call, submit: Submit, receiver: Receiver) -> None:
-        """Submit a request; returns when it is admitted. Raises `RequestRefused`, and
-        `ConnectionError` when the core is gone."""
+        """Submit a request; returns when it is admitted. Raises `RequestRefused`."""
         await self._writable.wait()
         if self.gone.is_set():
-            raise ConnectionError("the core is gone")
+            call.refuse(_GONE)
+            raise RequestRefused(_GONE)
         admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests[submit.request] = _Request(call, receiver, admission)
         call.submit(submit.request)
@@ -303,16 +310,17 @@ class Core(asyncio.Protocol):
         self._writable.set()
         if self._transport is not None:
             self._transport.close()
-        lost = ConnectionError("the core is gone")
-        waiting: list[asyncio.Future[Any]] = [
-            self._welcome,
-            *self._entering.values(),
-            *self._finding.values(),
-            *(one.admission for one in self._requests.values() if one.admission is not None),
-        ]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(lost)
+        _fail([self._welcome], ConnectionError("the core is gone"))
+        _fail([*self._entering.values(), *self._finding.values()], CallRefused(_GONE))
+        for request, known in list(self._requests.items()):
+            if known.admission is not None:
+                self._refused(msgspec.structs.replace(_GONE, request=request))
+
+
+def _fail(waiting: Iterable[asyncio.Future[Any]], error: Exception) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_exception(error)
 
 
 def _ignored(frame: object) -> None:

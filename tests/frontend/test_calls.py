@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -663,6 +664,40 @@ async def test_a_front_end_ends_with_its_core(models: tuple[FrontModel, ...]) ->
             assert await core.end() == 0
             with pytest.raises(httpx.HTTPError):
                 (await asking).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("path", "stream"), [(CHAT, True), ("/v1/completions", False), ("/v1/messages", True)]
+)
+async def test_a_core_that_ends_before_it_admits_is_no_defect(
+    models: tuple[FrontModel, ...], tmp_path: Path, path: str, stream: bool
+) -> None:
+    """The client is told to try again, or its connection ends; the log has no exception."""
+    body = {
+        CHAT: ASKED,
+        "/v1/messages": ASKED,
+        "/v1/completions": {"model": "talker", "prompt": "hello"},
+    }[path]
+    core = StandInCore(models[:1])
+    with (tmp_path / "log").open("wb") as errors:
+        try:
+            await core.begin(errors=errors)
+            await core.ready()
+            core.admitting.clear()
+            async with httpx.AsyncClient(base_url=core.url, timeout=60) as http:
+                asking = asyncio.create_task(http.post(path, json=body | {"stream": stream}))
+                await core.seen(Submit)
+                assert await core.end() == 0
+                try:
+                    answer = await asking
+                except httpx.TransportError:
+                    pass
+                else:
+                    assert answer.status_code == 503
+                    assert "shutting down" in answer.text
+        finally:
+            await core.close()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 async def test_another_version_of_the_core_ends_a_front_end(

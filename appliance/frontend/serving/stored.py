@@ -143,7 +143,7 @@ def _sent(event: Any) -> bytes:
 
 async def recall(call: Call, core: Core, serving: Any, response: str) -> bool:
     """Have vLLM find a stored response that a request of the call goes on from. False: the key of
-    the call has none of this name. Raises `ConnectionError` when the core is gone."""
+    the call has none of this name. Raises `CallRefused` when the core is gone."""
     found = await core.find_response(call, response)
     if found.answer is None or found.messages is None:
         return False
