@@ -6,7 +6,8 @@ One word per thing:
 * instance  -- one GPU, one tensor-parallel group, or one slice of the CPU; one worker process.
 * role      -- what an instance does for requests: prefill, decode, or both (mixed).
 * slab      -- the unit of physical memory on a tier (``devices.slab`` bytes).
-* block     -- the KV cache of ``block_tokens`` consecutive tokens of one request, all layers.
+* block     -- the KV cache of ``block_tokens`` consecutive tokens of one request, in all layers of
+               a block table; or, of a table of layers that keep a state, that of one request.
 * group     -- the blocks that become usable together when their slabs are mapped on a device.
 * turn      -- a stretch of decoding that one model gets on one instance; its quota is seconds.
 * round     -- the turns of an instance, one per model with work, until every one had its own.
@@ -159,18 +160,31 @@ class Slo(Word, frozen=True):
 class KvShape(Word, frozen=True):
     """The KV cache geometry of one model on one kind of instance.
 
-    ``block_bytes`` holds ``block_tokens`` tokens of every layer. On a device, mapping
-    ``group_slabs`` slabs makes at least ``group_blocks`` blocks usable.
+    A model's layers are divided among block tables, of one size: a block has ``block_bytes``, which
+    hold ``block_tokens`` tokens of the layers of its table, or the state of one request. On a
+    device, mapping ``group_slabs`` slabs makes at least ``group_blocks`` blocks usable.
     """
 
     block_tokens: int
     block_bytes: int
     group_blocks: int
     group_slabs: int
+    tables: int = 1
+    """Block tables of layers that keep the KV of all tokens."""
+    state_blocks: int = 0
+    """Blocks of a request for layers that keep a state instead (Mamba, linear attention), however
+    many tokens it has."""
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_tokens)
+        """Blocks of a request that has `tokens` tokens in its KV cache."""
+        if not tokens:
+            return 0
+        return -(-tokens // self.block_tokens) * self.tables + self.state_blocks
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes by which a request grows with each token, without what blocks round up."""
+        return self.block_bytes * self.tables // self.block_tokens
 
     def slabs(self, blocks: int) -> int:
         """Device slabs that are enough for `blocks` blocks when none is mapped yet."""

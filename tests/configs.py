@@ -12,6 +12,13 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = json.loads(
 )
 """By name."""
 
+NOT_ON_CPU: Final = {
+    "jamba-v0.1": "not computed on the CPU",
+    "kimi-linear-48b-a3b": "not computed on the CPU",
+    "mamba-2.8b-hf": "not computed on the CPU",
+}
+"""Refused on the CPU only, with words of the reason."""
+
 REFUSED: Final = {
     "falcon-7b": "rearranged while they are loaded",
     "exaone-3.5-7.8b": "only be read with code",
@@ -24,18 +31,6 @@ REFUSED: Final = {
     "gpt-oss-20b": "quantized",
     "llama-3.1-8b-bnb-4bit": "quantized",
     "deepseek-v3": "quantized",
-    "deepseek-v2-lite": "MLA",
-    "deepseek-v3-bf16": "MLA",
-    "kimi-k2-instruct-bf16": "MLA",
-    "glm-4.7-flash": "MLA",
-    "qwen3-next-80b-a3b-instruct": "keep a state",
-    "granite-4.0-h-tiny": "keep a state",
-    "nemotron-h-8b": "keep a state",
-    "falcon-h1-1.5b-instruct": "keep a state",
-    "lfm2-1.2b": "keep a state",
-    "jamba-v0.1": "keep a state",
-    "mamba-2.8b-hf": "keep a state",
-    "kimi-linear-48b-a3b": "keep a state",
     "llama-4-scout-17b-16e-instruct": "images or sound",
     "gemma-3n-e4b-it": "images or sound",
     "gemma-3-4b-it": "images or sound",

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from appliance.checkpoints import kv_layers
 from appliance.checkpoints.families import check_family
+from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
 from appliance.checkpoints.task import AskedTask, read_task
@@ -29,7 +31,6 @@ _HEAD_IS_EMBEDDING: Final = frozenset(
     {"Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "CohereForCausalLM", "Gemma2ForCausalLM"}
 )
 """Architectures that have no head, but use the embedding as one."""
-_KV_HEADS: Final = ("num_attention_groups", "multi_query_group_num")
 _POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_sequence_length")
 """Further names, as vLLM reads them."""
 _LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
@@ -62,7 +63,7 @@ class CatalogEntry:
     layers: int
     heads: int
     kv_heads: int
-    head_dim: int
+    kv: KvLayers
     max_positions: int
     weight_bytes: int
     """Where it is served, at least: an engine pads. See `read_checkpoint`."""
@@ -73,12 +74,8 @@ class CatalogEntry:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, each with its own, as config.json has it."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of `tokens` tokens, without what blocks and slabs round up."""
-        return tokens * self.kv_bytes_per_token
+        """What all layers keep of one more token, without what blocks and slabs round up."""
+        return self.kv.attention * self.kv.token_bytes
 
 
 def read_checkpoint(
@@ -105,10 +102,9 @@ def read_checkpoint(
         )
     headers = [read_header(file) for file in weight_files(path)]
     resolved = _resolve_dtype(config, dtype, path)
-    heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
     vocabulary = config.integer("vocab_size")
-    layers = config.integer("num_hidden_layers")
+    layers = kv_layers.layers(config)
     tensors = [tensor for header in headers for tensor in header.tensors]
     kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
@@ -126,9 +122,9 @@ def read_checkpoint(
         architecture=config.architecture,
         dtype=resolved,
         layers=layers,
-        heads=heads,
-        kv_heads=config.integer("num_key_value_heads", default=config.first(*_KV_HEADS) or heads),
-        head_dim=config.integer("head_dim", default=hidden // heads),
+        heads=kv_layers.heads(config),
+        kv_heads=kv_layers.kv_heads(config),
+        kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
         max_positions=config.integer("max_position_embeddings", default=config.first(*_POSITIONS)),
         weight_bytes=weight_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),

@@ -1,8 +1,9 @@
 """Which kinds of model are served here, by what their ``config.json`` says of them.
 
-vLLM knows many architectures. What is served is what keeps keys and values of equal size in every
-layer, looks back only, reads tokens only, and has weights in the type it is computed in. The
-families that tests build, and compare with plain vLLM, are in `TRIED` (docs/models.md).
+vLLM knows many architectures. What is served is what keeps, in each layer, keys and values of one
+size or a state of one size, looks back only, reads tokens only, and has weights in the type it is
+computed in. The families that tests build, and compare with plain vLLM, are in `TRIED`
+(docs/models.md).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.errors import CheckpointError
+from appliance.platform.cpus import computes_linear_attention
 
 QUANTIZATION_FILE: Final = "hf_quant_config.json"
 """Where some tools write how weights are quantized."""
@@ -21,7 +23,10 @@ TRIED: Final = frozenset(
     {
         "Cohere2ForCausalLM",
         "CohereForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
         "Exaone4ForCausalLM",
+        "FalconH1ForCausalLM",
         "GPT2LMHeadModel",
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
@@ -29,12 +34,16 @@ TRIED: Final = frozenset(
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
+        "NemotronHForCausalLM",
         "OPTForCausalLM",
         "Olmo2ForCausalLM",
         "Olmo3ForCausalLM",
@@ -44,6 +53,7 @@ TRIED: Final = frozenset(
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
         "SmolLM3ForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
@@ -93,6 +103,34 @@ def check_family(config: ModelConfig) -> None:
             raise UnsupportedModel(f"{config.path}: {wrong}", remedy)
 
 
+def check_cpu(config: ModelConfig, dtype: str) -> None:
+    """Raise `UnsupportedModel` for a kind of model that is served on GPUs only; its numbers are of
+    type `dtype`."""
+    name = config.architecture
+    if keeps_state(config) and TRIED.isdisjoint((name, base_architecture(name) or "")):
+        raise UnsupportedModel(
+            f"{config.path}: layers of {name} keep a state that is not computed on the CPU", ANOTHER
+        )
+    if not config.get("linear_key_head_dim"):
+        return
+    if not computes_linear_attention():
+        raise UnsupportedModel(
+            f"{config.path}: this CPU lacks the instructions (avx512_bf16) for linear attention",
+            ANOTHER,
+        )
+    if dtype != "bfloat16":
+        raise UnsupportedModel(
+            f"{config.path}: linear attention is computed in bfloat16 on the CPU, not {dtype}",
+            'take dtype = "bfloat16"',
+        )
+
+
+def keeps_state(config: ModelConfig) -> bool:
+    """Whether layers keep a state of constant size, such as Mamba's, instead of keys and values."""
+    base = base_architecture(config.architecture)
+    return "state" in known_models().architectures.get(base or "", ())
+
+
 def is_tried(config: ModelConfig) -> bool:
     """Whether tests serve this architecture. What is tried of one that generates holds for those
     that pool what it computes."""
@@ -139,8 +177,6 @@ def _traits(config: ModelConfig) -> _Found:
         return f"vLLM needs libraries for {name} that are not installed", ANOTHER
     if "media" in traits:
         return f"{name} reads images or sound, which is not supported yet", TEXT
-    if "state" in traits:
-        return f"{name} has layers that keep a state instead of keys and values", ANOTHER
     known = known_models().types.get(config.model_type)
     if (
         (known is not None and known.encoder)
@@ -178,8 +214,6 @@ _REARRANGED: Final = frozenset({"FalconForCausalLM"})
 def _unequal(config: ModelConfig) -> _Found:
     name = config.architecture
     known = known_models().types.get(config.model_type)
-    if known is not None and known.mla and config.get("kv_lora_rank"):
-        return f"{name} keeps compressed KV (MLA), which is not supported yet", ANOTHER
     if config.get("attention_chunk_size"):
         return f"{name} attends to chunks of its context, which is not supported yet", ANOTHER
     if known is not None and known.unequal:

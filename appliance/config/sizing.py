@@ -11,12 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
+from appliance.checkpoints.families import check_cpu
+from appliance.checkpoints.kv_layers import BlockTables
+from appliance.checkpoints.model_config import read_model_config
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, Devices, Model
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
+from appliance.platform.cpus import has_tiles
 from appliance.units import human, no_less
 
 
@@ -39,20 +43,24 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
     it out, weights without what an engine pads, and evenly divided among ranks."""
     share = _share(entry, devices.tensor_parallel)
     weights = -(-share.weight_bytes // devices.slab_bytes)
-    geometry = _kv_geometry(share, devices)
-    blocks = -(-max_context // BLOCK_TOKENS)
+    tables = _tables(share, devices, max_context)
+    geometry = _kv_geometry(tables, devices)
     groups = max(0, devices.slabs - weights) // geometry.group_slabs
+    blocks = groups * geometry.group_blocks - tables.state_blocks
     return Least(
         weights=weights,
-        kv=-(-blocks // geometry.group_blocks) * geometry.group_slabs,
-        tokens=groups * geometry.group_blocks * BLOCK_TOKENS,
+        kv=-(-tables.blocks(max_context) // geometry.group_blocks) * geometry.group_slabs,
+        tokens=max(0, blocks // max(1, tables.tables)) * tables.block_tokens,
     )
 
 
 def read_model(model: Model, devices: Devices) -> CatalogEntry:
     """The model's checkpoint, as these devices will serve it. Raises `CheckpointError`."""
     path = Path(model.path)
-    return read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
+    entry = read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
+    if not devices.cuda:
+        check_cpu(read_model_config(path), entry.dtype)
+    return entry
 
 
 def check_sizes(config: Config, entries: list[CatalogEntry | None], report: ProblemReport) -> None:
@@ -100,11 +108,12 @@ def kv_floor_slabs(config: Config, entries: Iterable[CatalogEntry]) -> int:
     return max(
         (
             _host_slabs(
-                -(-contexts[entry.name] // BLOCK_TOKENS),
-                _kv_geometry(_share(entry, ranks), devices).block_bytes * ranks,
+                tables.blocks(contexts[entry.name]),
+                _kv_geometry(tables, devices).block_bytes * ranks,
                 slab,
             )
             for entry in entries
+            for tables in (_tables(_share(entry, ranks), devices, contexts[entry.name]),)
         ),
         default=0,
     )
@@ -132,7 +141,7 @@ def _share(entry: CatalogEntry, ranks: int) -> CatalogEntry:
     """What one of the ranks has of a model: at least so much, as small tensors are not divided."""
     return dataclasses.replace(
         entry,
-        kv_heads=-(-entry.kv_heads // ranks),
+        kv=entry.kv.share(ranks),
         weight_bytes=-(-entry.weight_bytes // ranks),
     )
 
@@ -147,12 +156,21 @@ def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:
     return -(-blocks // (run * slab_bytes // block_bytes)) * run
 
 
-def _kv_geometry(entry: CatalogEntry, devices: Devices) -> KvGeometry:
+def _tables(entry: CatalogEntry, devices: Devices, max_context: int) -> BlockTables:
+    short = entry.kv.compressed and not devices.cuda and not has_tiles()
+    return entry.kv.tables(_SHORT_TOKENS if short else BLOCK_TOKENS, max_context)
+
+
+_SHORT_TOKENS: Final = 16
+"""Of a block with compressed KV (MLA), on a CPU without instructions for tiles of matrices."""
+
+
+def _kv_geometry(tables: BlockTables, devices: Devices) -> KvGeometry:
     """On a GPU, where all layers of a block lie side by side, they count as one."""
-    layers = 1 if devices.cuda else entry.layers
+    layers = 1 if devices.cuda else tables.layers
     return KvGeometry.plan(
         layers=layers,
-        layer_block_bytes=entry.kv_bytes(BLOCK_TOKENS) // layers,
+        layer_block_bytes=tables.layers * tables.layer_block_bytes // layers,
         slab_bytes=devices.slab_bytes,
         pool_slabs=1,
         least_blocks=1,

@@ -216,7 +216,7 @@ class Cluster:
 
     def _kv_bytes_per_token(self, model: ModelName) -> int:
         shape = self.kv_shape(model)
-        return 0 if shape is None else shape.block_bytes // shape.block_tokens
+        return 0 if shape is None else shape.bytes_per_token
 
     def kv_shape(self, model: ModelName) -> KvShape | None:
         """The KV cache geometry of the model, if an instance has its engine. O(instances)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from appliance.engines.protocol import Produced
@@ -17,13 +18,20 @@ def prompts(model: str) -> list[tuple[int, ...]]:
 class Player:
     """One model's requests, of which nothing but the host tier survives between two turns."""
 
-    def __init__(self, house: House, model: str, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        house: House,
+        model: str,
+        sampling: Sampling,
+        asked: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        """`asked` are `prompts` of the model, if None."""
         self.house = house
         self.engine: Any = house.engines[model]
         self.outputs: dict[str, list[int]] = {}
         self.places: dict[str, tuple[int, ...]] = {}
         self.live: list[str] = []
-        for number, prompt in enumerate(prompts(model)):
+        for number, prompt in enumerate(prompts(model) if asked is None else asked):
             name = f"{model}/{number}"
             self.engine.add(sequence(model, name, prompt, sampling))
             self.outputs[name] = []

@@ -29,6 +29,13 @@ SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     "num_nextn_predict_layers": 0,
+    # Layers that keep a state.
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 4),
+    "linear_num_key_heads": 2,
+    **dict.fromkeys(("mamba_d_ssm",), 2 * HIDDEN),
+    **dict.fromkeys(("n_groups", "attn_layer_offset", "expert_layer_offset"), 1),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+    **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 8),
     "vocab_size": VOCAB,
     "bos_token_id": 1,
     "eos_token_id": EOS,
@@ -41,6 +48,8 @@ SIZES: Final[dict[str, int]] = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
+_PATTERN: Final = "M*-"
+"""A layer of each kind: Mamba, attention, and neither."""
 _PERIODIC: Final = ("layer_types", "no_rope_layers")
 
 
@@ -56,6 +65,8 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink(part: dict[str, Any]) -> None:
+    if "mamba" in part.get("layer_types", ()):
+        part["layer_types"] = sorted(set(part["layer_types"]))
     layers = _layers(part)
     given = {key: value for key, value in part.items() if value is not None}
     for key, size in SIZES.items():
@@ -72,6 +83,8 @@ def _shrink(part: dict[str, Any]) -> None:
     for key in _PERIODIC:
         if key in given:
             part[key] = part[key][:layers]
+    if "hybrid_override_pattern" in given:
+        part["hybrid_override_pattern"] = _PATTERN
     scaling = part.get("rope_scaling")
     if scaling and "long_factor" in scaling:
         rotary = int(HEAD_DIM * part.get("partial_rotary_factor", 1.0)) // 2
@@ -81,6 +94,10 @@ def _shrink(part: dict[str, Any]) -> None:
 
 def _layers(part: dict[str, Any]) -> int:
     """So many that each kind of layer is there."""
+    if "hybrid_override_pattern" in part:
+        return len(_PATTERN)
+    if "full_attention_interval" in part:
+        return int(part["full_attention_interval"])
     if "layer_types" in part:
         kinds: list[str] = part["layer_types"]
         return max(kinds.index(kind) for kind in set(kinds)) + 1 if len(set(kinds)) > 1 else LAYERS

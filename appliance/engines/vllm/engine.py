@@ -41,6 +41,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from appliance.checkpoints.families import keeps_state
+from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.safetensors import read_header, weight_files
 from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import (
@@ -120,7 +122,7 @@ class VllmEngine:
         self._device = placement.device
         config = core.vllm_config.model_config
         self._vocabulary: int = config.get_vocab_size()
-        self._states = RunnerStates(self._runner, self._vocabulary)
+        self._states = RunnerStates(self._runner, self._vocabulary, len(placement.tables))
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
         self.kv = self._cache.shape
         self._placed = placement.placed
@@ -131,6 +133,8 @@ class VllmEngine:
         self.weight_slabs = weights.region.slots
         self.host_slabs = self.weight_slabs
         self.layout_digest = weights.layout.digest
+        self._whole_prompts = not core.vllm_config.scheduler_config.enable_chunked_prefill
+        """vLLM's attention for MLA on a CPU wants a prompt in one step."""
         self._stepping: Sequence[RequestId] | None = None
         """The list that `_batch` holds the requests of, while nothing else moved them."""
         self._batch: list[Request] = []
@@ -198,8 +202,7 @@ class VllmEngine:
             place = partial(
                 PlacedWeights.place, model, recorded, arena, host, swapper, where, shelf, verify
             )
-            blocks = -(-max_context // BLOCK_TOKENS)
-            with placing(KvPlacement(arena, f"kv:{model}", blocks, where, place)) as placement:
+            with placing(KvPlacement(arena, f"kv:{model}", max_context, where, place)) as placement:
                 core = _start(config, ranks)
                 return cls(model, core, placement, host, swapper, task, reasoning_parser)
 
@@ -364,12 +367,14 @@ class VllmEngine:
         chunk = min(chunk_tokens, self._step_tokens - len(batch))
         if self._states.any_scored(prompts):
             chunk = min(chunk, SCORED_TOKENS)
+        if self._whole_prompts and prompts:
+            chunk = max(chunk, self.tokens_left(prompts[0]))
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
         if not batch and not computing:
             return []
         # A resident request has all blocks but that of its last token, if this begins one.
-        needed = sum(known.num_computed_tokens % BLOCK_TOKENS == 0 for known in batch)
-        self._cache.provide(needed, kv_slabs)
+        beginning = sum(known.num_computed_tokens % self.kv.block_tokens == 0 for known in batch)
+        self._cache.provide(beginning * self.kv.tables, kv_slabs)
         if not computing:
             return self._execute(batch, len(batch))
         done = self._complete(computing, chunk)
@@ -425,7 +430,7 @@ class VllmEngine:
         if known.num_computed_tokens != known.num_tokens - 1:
             raise ValueError(f"request {request} is not computed")
         held = self._scheduler.blocks_held(request)
-        if held != -(-known.num_computed_tokens // BLOCK_TOKENS):
+        if held != self.kv.blocks(known.num_computed_tokens):
             raise ValueError(f"request {request} does not have its KV on the device")
         return known
 
@@ -450,7 +455,7 @@ class VllmEngine:
         computing = [self._known(request) for request in prompts]
         for known in computing:
             held = self._scheduler.blocks_held(known.request_id)
-            if held != -(-known.num_tokens // BLOCK_TOKENS):
+            if held != self.kv.blocks(known.num_tokens):
                 raise ValueError(f"request {known.request_id} has not begun")
         return computing
 
@@ -517,9 +522,9 @@ def _configure(ranks: int, **chosen: Any) -> VllmConfig:
         use_tqdm_on_load=False,
         trust_remote_code=False,
         skip_tokenizer_init=True,
-        enable_prefix_caching=True,
+        enable_prefix_caching=not keeps_state(read_model_config(Path(chosen["model"]))),
         prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
-        disable_hybrid_kv_cache_manager=True,
+        disable_hybrid_kv_cache_manager=False,
         async_scheduling=False,
         # Any figure spares vLLM its own estimate; `ArenaWorker` gives the true one.
         kv_cache_memory_bytes=1,

@@ -23,10 +23,11 @@ from appliance.vocabulary import RequestId
 class RunnerStates:
     """The states of one model's requests, each made by `add` and removed by `forget`."""
 
-    def __init__(self, runner: GPUModelRunner, vocabulary: int) -> None:
-        """`vocabulary` is the model's, in tokens."""
+    def __init__(self, runner: GPUModelRunner, vocabulary: int, tables: int) -> None:
+        """`vocabulary` is the model's, in tokens; a request has so many block `tables`."""
         self._runner = runner
         self._vocabulary = vocabulary
+        self._tables = tables
 
     def add(
         self, sequence: SequenceSpec, asked: EngineCoreRequest, generator: torch.Generator | None
@@ -39,7 +40,7 @@ class RunnerStates:
             sampling_params=asked.sampling_params,
             pooling_params=asked.pooling_params,
             generator=generator,
-            block_ids=([],),
+            block_ids=tuple([] for _ in range(self._tables)),
             num_computed_tokens=0,
             output_token_ids=list(sequence.output),
         )
@@ -53,17 +54,21 @@ class RunnerStates:
         self._runner.num_prompt_logprobs.pop(request, None)
         self._leave_batch(request)
 
-    def place(self, request: RequestId, blocks: list[int]) -> None:
-        """The request's blocks are these now."""
+    def place(self, request: RequestId, blocks: Sequence[Sequence[int]]) -> None:
+        """The request's blocks in each of its tables are these now."""
         self._leave_batch(request)
-        self._runner.requests[request].block_ids = (list(blocks),)
+        self._runner.requests[request].block_ids = tuple(list(table) for table in blocks)
+
+    def take_blocks(self, request: RequestId) -> None:
+        """The request has no blocks any more."""
+        self.place(request, [[]] * self._tables)
 
     def withdraw(self, request: Request) -> None:
         """Nothing of the request is computed any more, and it has no blocks."""
         name = request.request_id
         if (states := self._runner.requests[name].pooling_states) is not None:
             states.clean()
-        self.place(name, [])
+        self.take_blocks(name)
         self.give_generator(request)
 
     def open_prompt(self, request: Request) -> None:

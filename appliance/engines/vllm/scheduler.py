@@ -18,7 +18,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from appliance.engines.vllm.kv.placement import current_placement
-from appliance.memory.kv_pool import BLOCK_TOKENS, KvPool
+from appliance.memory.kv_pool import KvPool
+
+Tables = tuple[list[int], ...]
+"""Numbers of a request's blocks, in each of its block tables."""
 
 
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]
@@ -33,8 +36,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     infinity. A block with a hash is full of tokens, so nothing else is in it.
     """
 
-    def __init__(self, pool: KvPool, kv_bytes: torch.Tensor, *, enable_caching: bool) -> None:
-        super().__init__(pool.geometry.blocks, enable_caching, hash_block_size=BLOCK_TOKENS)
+    def __init__(
+        self, pool: KvPool, kv_bytes: torch.Tensor, *, enable_caching: bool, hash_block_size: int
+    ) -> None:
+        super().__init__(pool.geometry.blocks, enable_caching, hash_block_size=hash_block_size)
         self.kv = pool
         self._kv_bytes = kv_bytes  # [layers, blocks, bytes]
 
@@ -104,17 +109,21 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         manager = self.kv_cache_manager
         # vLLM turns the cache off on CPUs where it is not supported; no block has a hash then.
         self.blocks = ElasticBlockPool(
-            placement.pool, placement.kv_bytes, enable_caching=manager.enable_caching
+            placement.pool,
+            placement.kv_bytes,
+            enable_caching=manager.enable_caching,
+            hash_block_size=manager.block_pool.hash_block_size,
         )
         coordinator = manager.coordinator
         for owner in (manager, coordinator, *coordinator.single_type_managers):
             # Assigning to a name that vLLM does not use would change nothing, silently.
             assert isinstance(owner.block_pool, BlockPool), f"{owner} has no block pool"
-            assert owner.block_pool.hash_block_size == BLOCK_TOKENS, "hashes are of other blocks"
             owner.block_pool = self.blocks
         for single in coordinator.single_type_managers:
             assert single._null_block.is_null, f"{single} has no null block"
             single._null_block = self.blocks.null_block
+        self._tables = coordinator.single_type_managers
+        self._shapes = placement.tables
 
     @contextmanager
     def step_only(self, requests: Sequence[Request], tokens: int) -> Iterator[None]:
@@ -142,18 +151,21 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
             request.request_id, hits.blocks, cached, num_external_computed_tokens=0
         )
         try:
-            self.blocks.provide(-(-tokens // BLOCK_TOKENS) - cached // BLOCK_TOKENS, max_slabs)
+            lacking = sum(shape.blocks(tokens) for shape in self._shapes)
+            self.blocks.provide(lacking - sum(map(len, hits.blocks)), max_slabs)
         except BaseException:
             manager.free(request)
             raise
         return int(cached)
 
-    def fill(self, request: Request, tokens: int) -> list[int]:
-        """Take what `hold` provided; the blocks of the first `tokens` tokens, in their order."""
+    def fill(self, request: Request, tokens: int) -> Tables:
+        """Take what `hold` provided; in each table the blocks of the first `tokens` tokens, in
+        their order."""
         manager = self.kv_cache_manager
         manager.coordinator.allocate_new_blocks(request.request_id, tokens, tokens)
-        (blocks,) = manager.get_block_ids(request.request_id)
-        return list(blocks)
+        for table in self._tables:
+            table.take_new_block_ids()  # they are empty; a step would empty them again, when full
+        return tuple(list(blocks) for blocks in manager.get_block_ids(request.request_id))
 
     def filled(self, request: Request, tokens: int) -> None:
         """The blocks of the first `tokens` tokens have their KV: others may share them."""
@@ -166,21 +178,24 @@ class ParkedScheduler(Scheduler):  # type: ignore[misc]
         must not be found by others; what was computed before may be.
         """
         trusted = request.num_computed_tokens - request.num_in_flight_tokens
-        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
-        self.blocks.evict_blocks(set(blocks[trusted // BLOCK_TOKENS :]))
+        for table in self._tables:
+            blocks = table.req_to_blocks.get(request.request_id, ())
+            doubtful = blocks[trusted // table.block_size :]
+            self.blocks.evict_blocks({block.block_id for block in doubtful})
         self.kv_cache_manager.free(request)
         request.num_computed_tokens = request.num_in_flight_tokens = 0
 
     def blocks_held(self, request_id: str) -> int:
-        """How many blocks a request has; asked for every request of every step."""
-        (single,) = self.kv_cache_manager.coordinator.single_type_managers
-        return len(single.req_to_blocks.get(request_id, ()))
+        """How many blocks a request has; asked for every request of every step. O(tables)."""
+        return sum([len(table.req_to_blocks.get(request_id, ())) for table in self._tables])
 
     def take_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """The request's blocks, in token order; it has none any more, and they stay in use."""
-        (single,) = self.kv_cache_manager.coordinator.single_type_managers
-        blocks: list[KVCacheBlock] = single.req_to_blocks.pop(request_id)
-        single.num_cached_block.pop(request_id, None)
+        """The request's blocks, table after table, each in token order; it has none any more, and
+        they stay in use."""
+        blocks: list[KVCacheBlock] = []
+        for table in self._tables:
+            blocks += table.req_to_blocks.pop(request_id)
+            table.num_cached_block.pop(request_id, None)
         return blocks
 
     def give_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     replace_as,
 )
 
-from appliance.engines.vllm.kv.placement import current_placement
+from appliance.engines.vllm.kv.placement import KvTable, current_placement
 from appliance.memory.kv_pool import BLOCK_TOKENS
 
 
@@ -30,6 +34,7 @@ class InArena:
     from the placement of the engine being built."""
 
     model_runner: Any
+    vllm_config: Any
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
@@ -43,13 +48,9 @@ class InArena:
 
     def determine_available_memory(self) -> int:
         """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
-        specs = list(self.get_kv_cache_spec().values())
-        for spec in specs:
-            if type(spec) is not FullAttentionSpec or spec.non_causal:
-                raise UnsupportedKvCache(f"layers keep their KV as {spec}, not full attention")
-        if len({spec.page_size_bytes for spec in specs}) != 1:
-            raise UnsupportedKvCache("the model's layers differ in the size of their KV")
-        geometry = current_placement().plan(len(specs), specs[0].page_size_bytes)
+        groups = get_kv_cache_groups(self.vllm_config, self.get_kv_cache_spec())
+        tables, (page,) = [_table(group) for group in groups], _pages(groups)
+        geometry = current_placement().plan(tables, page)
         return geometry.layers * geometry.layer_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -73,20 +74,40 @@ def _without_window(spec: KVCacheSpec) -> KVCacheSpec:
     )
 
 
+def _table(group: KVCacheGroupSpec) -> KvTable:
+    """Raises `UnsupportedKvCache` for layers that keep neither the KV of all tokens nor a state."""
+    spec = group.kv_cache_spec
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        if spec.non_causal:
+            raise UnsupportedKvCache(f"layers attend in both directions: {spec}")
+        return KvTable(len(group.layer_names), spec.block_size, has_state=False)
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
+        return KvTable(len(group.layer_names), spec.block_size, has_state=True)
+    raise UnsupportedKvCache(f"layers keep their KV as {spec}, not full attention or a state")
+
+
+def _pages(groups: Sequence[KVCacheGroupSpec]) -> set[int]:
+    """Bytes of a block in one layer: one size. Raises `UnsupportedKvCache` if there are others."""
+    pages = {group.kv_cache_spec.page_size_bytes for group in groups}
+    if len(pages) != 1:
+        raise UnsupportedKvCache("the model's layers differ in the size of their KV")
+    if len({t.block_tokens for t in map(_table, groups) if not t.has_state}) > 1:
+        raise UnsupportedKvCache("the model's layers differ in the tokens of their blocks")
+    return pages
+
+
 def _check_layout(config: KVCacheConfig) -> None:
-    """Raise `UnsupportedKvCache` unless the cache lies as `KvGeometry` says."""
+    """Raise `UnsupportedKvCache` unless the cache lies as `KvGeometry` says: each table begins
+    where the others do, as no block is in two."""
     placement = current_placement()
-    geometry = placement.geometry
-    if len(config.kv_cache_groups) != 1 or len(config.kv_cache_tensors) != 1:
-        raise UnsupportedKvCache(
-            f"{len(config.kv_cache_groups)} KV cache groups in "
-            f"{len(config.kv_cache_tensors)} tensors, where one of one is supported"
-        )
-    tensor = config.kv_cache_tensors[0]
-    found = (tensor.offset, tensor.layer_stride, tensor.block_stride, config.num_blocks)
-    wanted = (0, *placement.strides, geometry.blocks)
-    if found != wanted or len(tensor.layers) != placement.kv_layers:
-        raise UnsupportedKvCache(f"offset, strides and blocks are {found}, not {wanted}")
+    if [_table(group) for group in config.kv_cache_groups] != placement.tables:
+        raise UnsupportedKvCache("its layers are divided among other block tables than before")
+    wanted = (0, *placement.strides, placement.geometry.blocks)
+    layers = [table.layers for table in placement.tables]
+    for tensor, count in zip(config.kv_cache_tensors, layers, strict=True):
+        found = (tensor.offset, tensor.layer_stride, tensor.block_stride, config.num_blocks)
+        if found != wanted or len(tensor.layers) != count:
+            raise UnsupportedKvCache(f"offset, strides and blocks are {found}, not {wanted}")
 
 
 class _PlaceOneAllocation(TorchFunctionMode):

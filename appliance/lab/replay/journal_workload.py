@@ -432,7 +432,7 @@ class _Reader:
             "weight_bytes": built.weight_slabs * self._setup.slab_bytes * tp,
             "layers": LAYERS,
             "hidden": 0,
-            "kv_bytes_per_token": built.kv.block_bytes // built.kv.block_tokens,
+            "kv_bytes_per_token": built.kv.bytes_per_token,
             "tp": tp,
             "shape": built.kv,
         }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from appliance.vocabulary import KvShape
+
 
 def elapsed(first: float, growth: float, steps: int) -> float:
     """Seconds that the first `steps` steps take together."""
@@ -33,12 +35,12 @@ def steps_until(seconds: float, first: float, growth: float) -> int:
     return steps
 
 
-def steps_in_room(kv_tokens: Sequence[int], block_tokens: int, blocks: int, limit: int) -> int:
-    """The most steps, up to `limit`, after which the requests' KV fits in `blocks` blocks, each
-    of `block_tokens` tokens and of one request. O(requests · log limit)."""
+def steps_in_room(kv_tokens: Sequence[int], shape: KvShape, blocks: int, limit: int) -> int:
+    """The most steps, up to `limit`, after which the requests' KV fits in `blocks` blocks.
+    O(requests · log limit)."""
 
     def fits(steps: int) -> bool:
-        return sum(-(-(tokens + steps) // block_tokens) for tokens in kv_tokens) <= blocks
+        return sum(shape.blocks(tokens + steps) for tokens in kv_tokens) <= blocks
 
     if fits(limit):
         return limit

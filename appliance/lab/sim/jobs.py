@@ -107,7 +107,7 @@ class SimulatedTurn:
         held = sum(engine.blocks[life.id] for life in self.batch)
         return steps_in_room(
             [life.kv_tokens for life in self.batch],
-            shape.block_tokens,
+            shape,
             cap_blocks - (engine.used - held) - engine.leaving,
             min(life.remaining_tokens for life in self.batch),
         )

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from appliance.checkpoints.checkpoint import read_checkpoint, tensor_bytes
+from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.safetensors import read_header
 from appliance.errors import CheckpointError
 from tests.conftest import CHECKPOINT_CONFIG
@@ -25,10 +26,10 @@ def test_entry_has_the_sizes_of_the_checkpoint(fake_checkpoint: Make) -> None:
     entry = read_checkpoint("tiny", fake_checkpoint(), "float32")
 
     assert (entry.name, entry.architecture, entry.dtype) == ("tiny", "LlamaForCausalLM", "float32")
-    assert (entry.layers, entry.kv_heads, entry.head_dim) == (2, 2, 16)
+    assert (entry.layers, entry.kv_heads) == (2, 2)
     assert entry.weight_bytes == MIB
     assert entry.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert entry.kv_bytes(10) == 10 * entry.kv_bytes_per_token
+    assert entry.kv == KvLayers(attention=2, token_bytes=2 * 2 * 16 * 4)
     assert entry.max_positions == 2048
 
 
@@ -59,7 +60,8 @@ def test_older_and_nested_configs_are_understood(fake_checkpoint: Make) -> None:
 
     entry = read_checkpoint("tiny", path)
 
-    assert (entry.dtype, entry.head_dim, entry.layers, entry.kv_heads) == ("bfloat16", 96, 7, 4)
+    assert (entry.dtype, entry.layers, entry.kv_heads) == ("bfloat16", 7, 4)
+    assert entry.kv.token_bytes == 2 * 4 * 96 * 2
 
 
 def test_shards_add_up_and_integers_keep_their_size(fake_checkpoint: Make) -> None:

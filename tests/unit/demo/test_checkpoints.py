@@ -26,7 +26,7 @@ def test_there_are_six_models_with_different_kv_shapes(made: list[Path]) -> None
     """Six models, no two KV shapes alike, three architectures, each of 12 to 30 MiB."""
     entries = [read_checkpoint(path.name, path, "float32") for path in made]
 
-    assert len({(entry.layers, entry.kv_heads, entry.head_dim) for entry in entries}) == 6
+    assert len({(entry.layers, entry.kv_heads, entry.kv.token_bytes) for entry in entries}) == 6
     assert len({entry.architecture for entry in entries}) == 3
     assert all(12 << 20 < entry.weight_bytes < 30 << 20 for entry in entries)
     for entry, recipe in zip(entries, RECIPES, strict=True):

@@ -13,6 +13,7 @@ from appliance.errors import LabError
 from appliance.lab.sim.closed_form import elapsed, steps_in_room, steps_until
 from appliance.vocabulary import (
     Direction,
+    KvShape,
     Preempt,
     PrefillDeferred,
     PrefillDone,
@@ -37,14 +38,30 @@ def test_steps_until_is_the_least_number_that_takes_so_long(
     assert steps == 1 or elapsed(first, growth, steps - 1) < seconds
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 60), st.integers(1, 40))
-def test_steps_in_room_is_the_most_that_fit(kv_tokens: list[int], blocks: int, limit: int) -> None:
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    st.integers(0, 60),
+    st.integers(1, 40),
+    st.sampled_from([(1, 0), (2, 0), (1, 3), (0, 1)]),
+)
+def test_steps_in_room_is_the_most_that_fit(
+    kv_tokens: list[int], blocks: int, limit: int, tables: tuple[int, int]
+) -> None:
     """One step more would need a block too many, or is over the limit."""
+    shape = KvShape(
+        block_tokens=4,
+        block_bytes=100,
+        group_blocks=1,
+        group_slabs=1,
+        tables=tables[0],
+        state_blocks=tables[1],
+    )
 
     def needed(steps: int) -> int:
-        return sum(-(-(tokens + steps) // 4) for tokens in kv_tokens)
+        each = [-(-(tokens + steps) // 4) * tables[0] for tokens in kv_tokens]
+        return sum(each) + tables[1] * sum(tokens + steps > 0 for tokens in kv_tokens)
 
-    steps = steps_in_room(kv_tokens, 4, blocks, limit)
+    steps = steps_in_room(kv_tokens, shape, blocks, limit)
 
     assert 0 <= steps <= limit
     assert steps == 0 or needed(steps) <= blocks

@@ -17,7 +17,6 @@ from appliance.engines.vllm.runner_states import RunnerStates
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.memory.arena import PoolExhausted
 from appliance.memory.host_tier import HostTier
-from appliance.memory.kv_pool import BLOCK_TOKENS
 from appliance.memory.streams import Copy
 from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferKind
@@ -39,10 +38,12 @@ class KvCache:
         self.pool = placement.pool
         self._geometry = geometry = placement.geometry
         self.shape = KvShape(
-            block_tokens=BLOCK_TOKENS,
+            block_tokens=placement.block_tokens,
             block_bytes=geometry.block_bytes,
             group_blocks=geometry.group_blocks,
             group_slabs=geometry.group_slabs,
+            tables=sum(not table.has_state for table in placement.tables),
+            state_blocks=sum(table.has_state for table in placement.tables),
         )
         self.region = placement.region
         self.addresses = range(
@@ -113,7 +114,7 @@ class KvCache:
         places = self._places(host_offsets, self._scheduler.blocks_held(name))
         leaving = self._scheduler.take_blocks(name)
         blocks = [block.block_id for block in leaving]
-        self._states.place(name, [])
+        self._states.take_blocks(name)
         return self._swapper.start(
             TransferKind.KV_OUT,
             self.region.owner,
@@ -139,11 +140,13 @@ class KvCache:
         were computed."""
         name, computed = request.request_id, request.num_tokens - 1
         places = self._places(host_offsets, self.shape.blocks(computed))
-        cached = self._hold(request, computed, kv_slabs) // BLOCK_TOKENS
-        blocks = self._scheduler.fill(request, computed)
+        # With several tables there is no prefix cache: the first blocks are those of the only one.
+        cached = self._hold(request, computed, kv_slabs) // self.shape.block_tokens
+        tables = self._scheduler.fill(request, computed)
         self._scheduler.filled(request, computed)
         request.num_computed_tokens = computed
-        self._states.place(name, blocks)
+        self._states.place(name, tables)
+        blocks = [block for table in tables for block in table]
         # Cached blocks may be still on their way in, for others.
         shared = self._under_way() if cached else []
         transfer = self._swapper.start(

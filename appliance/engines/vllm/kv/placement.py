@@ -6,9 +6,10 @@ While an engine is being built, its placement is the value of a context variable
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,19 @@ from appliance.memory.arena import Arena, Region
 from appliance.memory.kv_pool import KvGeometry, KvPool
 
 
+class KvTable(NamedTuple):
+    """One of vLLM's groups of layers: their blocks are in one table of each request."""
+
+    layers: int
+    block_tokens: int
+    has_state: bool
+    """Whether its layers keep a state of constant size, which takes one block of a request."""
+
+    def blocks(self, tokens: int) -> int:
+        """Of a request that has `tokens` tokens in its KV cache."""
+        return min(1, tokens) if self.has_state else -(-tokens // self.block_tokens)
+
+
 class KvPlacement:
     """The KV address range of one engine; empty until the worker knows the model's KV shape."""
 
@@ -25,19 +39,21 @@ class KvPlacement:
         self,
         arena: Arena,
         owner: str,
-        least_blocks: int,
+        max_context: int,
         device: Device,
         on_loaded: Callable[[torch.nn.Module], PlacedWeights],
     ) -> None:
-        """`on_loaded` gives the parameters of the model, once it is built, their addresses."""
+        """A request of `max_context` tokens always has addresses. `on_loaded` gives the parameters
+        of the model, once it is built, their own."""
         self.device = device
         self.kv_layers = 0
-        """Layers that keep KV."""
+        """Layers of a block table; of the longest one, if there are several."""
+        self.tables: list[KvTable] = []
         self._on_loaded = on_loaded
         self._placed: PlacedWeights | None = None
         self._arena = arena
         self._owner = owner
-        self._least_blocks = least_blocks
+        self._max_context = max_context
         self._region: Region | None = None
         self._pool: KvPool | None = None
 
@@ -79,10 +95,17 @@ class KvPlacement:
             return geometry.layer_block_bytes // self.kv_layers, geometry.layer_block_bytes
         return geometry.layer_bytes, geometry.layer_block_bytes
 
-    def plan(self, layers: int, layer_block_bytes: int) -> KvGeometry:
+    @property
+    def block_tokens(self) -> int:
+        """Of the tables that grow with a request; of a model that keeps states only, its longest
+        context."""
+        return next((t.block_tokens for t in self.tables if not t.has_state), self._max_context)
+
+    def plan(self, tables: Sequence[KvTable], layer_block_bytes: int) -> KvGeometry:
         """Reserve the addresses; called once. Layers side by side in a block are one to us."""
         assert self._region is None, "a KV cache is placed once"
-        self.kv_layers = layers
+        self.tables = list(tables)
+        self.kv_layers = layers = max(table.layers for table in tables)
         if self.device.block_outermost:
             layers, layer_block_bytes = 1, layers * layer_block_bytes
         geometry = KvGeometry.plan(
@@ -90,7 +113,7 @@ class KvPlacement:
             layer_block_bytes=layer_block_bytes,
             slab_bytes=self._arena.slab_bytes,
             pool_slabs=self._arena.slabs,
-            least_blocks=self._least_blocks,
+            least_blocks=sum(table.blocks(self._max_context) for table in tables),
         )
         self._region = self._arena.reserve(self._owner, geometry.slots)
         self._pool = KvPool(geometry, self._region)

@@ -27,6 +27,7 @@ import vllm
 from appliance.checkpoints.checksums import SUMS
 from appliance.checkpoints.safetensors import WeightFile, io_errors, verify_sums
 from appliance.engines.vllm.weights import packed
+from appliance.engines.vllm.weights.convolutions import ConvolutionPacking
 from appliance.engines.vllm.weights.experts import ExpertPacking
 from appliance.engines.vllm.weights.packed import Packing
 from appliance.engines.vllm.weights.recipe import Ingredients, Origin, Write
@@ -53,7 +54,7 @@ class WeightPiece:
     dtype: torch.dtype
     elements: int
     writes: tuple[Write, ...]
-    packing: Packing | ExpertPacking | None
+    packing: Packing | ExpertPacking | ConvolutionPacking | None
 
     @property
     def as_stored(self) -> bool:
@@ -123,9 +124,9 @@ class _Bench:
         """Have the system read ahead."""
         for write in piece.writes:
             if isinstance(write.origin, Origin):
-                number, offset, dtype = write.origin
-                fd = self._descriptors[number]
-                self._files[number].read_ahead(fd, offset, write.span * dtype.itemsize)
+                origin = write.origin
+                fd, nbytes = self._descriptors[origin.file], write.span * origin.dtype.itemsize
+                self._files[origin.file].read_ahead(fd, origin.offset, nbytes)
 
     def make(self, piece: WeightPiece) -> None:
         if piece.as_stored:
@@ -164,8 +165,9 @@ class _Bench:
             return
         raw = self._buffer("raw", write.span * write.origin.dtype.itemsize)
         self._read(write, [mapping.view(raw.data_ptr(), raw.nbytes)])
-        source = raw.view(write.origin.dtype)
-        target.copy_(source.as_strided(sizes, [axis.source for axis in write.axes], 0))
+        stored = raw.view(write.origin.dtype)
+        source = stored.as_strided(sizes, [axis.source for axis in write.axes], 0)
+        target.copy_(-torch.exp(source.float()) if write.origin.decays else source)
 
     def _read(self, write: Write, views: list[memoryview]) -> None:
         assert isinstance(write.origin, Origin), "a fill reads nothing"
@@ -213,7 +215,10 @@ def made_from(
 
 def _is_read(write: Write, dtype: torch.dtype) -> bool:
     """Whether a write takes neighbouring bytes as they are."""
-    return write.plain and isinstance(write.origin, Origin) and write.origin.dtype == dtype
+    origin = write.origin
+    return (
+        write.plain and isinstance(origin, Origin) and origin.dtype == dtype and not origin.decays
+    )
 
 
 def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[WeightPiece]:

@@ -9,6 +9,7 @@ before `rehome`: their private memory was never touched.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -97,10 +98,11 @@ def rehome(
         for (_, parameter), offset in zip(_stored(model), weights.layout.offsets, strict=True)
     }
     # All of them are looked up before one is moved: aliases share the storage they are found by.
+    # A buffer is one, too, where a layer with a convolution looks at its weight in another shape.
     moves = [
         (parameter, places[parameter.untyped_storage().data_ptr()])
-        for parameter in model.parameters()
-        if parameter.numel()
+        for parameter in itertools.chain(model.parameters(), model.buffers())
+        if parameter.numel() and parameter.untyped_storage().data_ptr() in places
     ]
     for parameter, offset in moves:
         start = offset + parameter.storage_offset() * parameter.element_size()

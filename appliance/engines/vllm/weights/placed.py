@@ -13,6 +13,7 @@ import torch
 from appliance.engines.protocol import Verdict
 from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.weights import parameters
+from appliance.engines.vllm.weights.convolutions import forget_unpacked
 from appliance.engines.vllm.weights.loading import CheckpointImage, made_from
 from appliance.engines.vllm.weights.recipe import RecipeRecording
 from appliance.engines.vllm.weights.tensors import bytes_at
@@ -53,6 +54,7 @@ class PlacedWeights(NamedTuple):
         files are compared with their checksums when they are first read.
         """
         ingredients = recorded.ingredients(model)
+        forget_unpacked(model)
         packings = parameters.pack(model)
         layout = parameters.plan(model, ingredients, packings)
         cpus = process_cpus()

@@ -10,8 +10,9 @@ and transposed placeholders are views that say where they lie in their tensor:
 
     Write(origin=(file, 1024 + 2048 * 4096 * 2), axes=((8388608, 1, 1),), start=0)
 
-What computes with a placeholder, or with a parameter, cannot be written down, and is an error that
-names it. Afterwards a fill is nothing but reads (`appliance.engines.vllm.weights.loading`).
+One computation is known, ``-exp(x)`` of each number (`Origin.decays`). What computes anything else
+with a placeholder, or with a parameter, cannot be written down, and is an error that names it.
+Afterwards a fill is nothing but reads (`appliance.engines.vllm.weights.loading`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
+from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
 from appliance.errors import CheckpointError
 
@@ -56,6 +58,9 @@ class Origin(NamedTuple):
     file: int
     offset: int
     dtype: torch.dtype
+    decays: bool = False
+    """Whether each number `x` of the file becomes ``-exp(x)``: how layers with a state keep the
+    rates at which it decays (Mamba's A)."""
 
 
 class Axis(NamedTuple):
@@ -140,7 +145,7 @@ class Ingredients:
     dtype: torch.dtype
     shape: tuple[int, ...]
     writes: tuple[Write, ...]
-    packing: ExpertPacking | None = None
+    packing: ExpertPacking | ConvolutionPacking | None = None
 
     @property
     def elements(self) -> int:
@@ -245,10 +250,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: dict[int, str] = {}
         self.writes: dict[int, list[Write]] = {}
-        self.packings: dict[int, tuple[int, ExpertPacking]] = {}
+        self.packings: dict[int, tuple[int, ExpertPacking | ConvolutionPacking]] = {}
         """Of parameters that hold another one's elements, packed: that one, and how."""
         self.current = "nothing"
         self._origins: dict[int, tuple[str, Origin]] = {}
+        self._computed: dict[int, tuple[int, tuple[str, ...]]] = {}
+        """Of results: the placeholder or parameter they are computed from, and by what steps."""
         self._kept: list[torch.UntypedStorage] = []
 
     def know(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -280,11 +287,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1])
-        if func is torch.ops.aten.clone.default and _key(args[0]) in self._origins:
+        if func is torch.ops.aten.clone.default and (
+            _key(args[0]) in self._origins or self._is_known(args[0])
+        ):
             # Of what is never written to, a view is as good. Pooling models are loaded from clones.
             return torch.ops.aten.alias.default(args[0])
         if func.name() == f"_C::{PREPACK}":
             return self._pack(*args)
+        if func.name() == f"_C::{CONVOLUTION_PACK}":
+            return self._pack_convolution(*args)
+        if func in _STEPS and self._is_known(args[0]):
+            return self._compute(func, args[0])
         if func in _FILLS and _key(args[0]) in self.names:
             value = float(args[1]) if len(args) > 1 else 0.0
             self._note(args[0], torch.empty((), device="meta").expand(args[0].shape), value)
@@ -296,6 +309,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        if _key(source) in self._computed:
+            return self._copy_computed(target, source)
         known = self._origins.get(_key(source))
         if known is None:
             if _same(target, source):
@@ -311,6 +326,35 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(target, source.expand(target.shape), origin)
         return target
 
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a whole placeholder or parameter, or computed from one."""
+        key = _key(tensor)
+        return (
+            key in self._origins or key in self.names or key in self._computed
+        ) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+    def _compute(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """A result without data, of which it is known what it is computed from."""
+        root, steps = self._computed.get(_key(tensor), (_key(tensor), ()))
+        result = torch.empty(tensor.shape, dtype=torch.float32, device="meta")
+        self._kept.append(result.untyped_storage())
+        self._computed[_key(result)] = (root, (*steps, _STEPS[func]))
+        return result
+
+    def _copy_computed(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        root, steps = self._computed[_key(source)]
+        if tuple(step for step in steps if step) != _DECAYS:
+            self._refuse(" and ".join(steps), root)
+        if root == _key(target):
+            self.writes[root] = [_decaying(write) for write in self.writes[root]]
+            return target
+        name, origin = self._origins[root]
+        if _key(target) not in self.names:
+            raise UnsupportedCheckpoint(f"vLLM keeps {name} outside of the model's parameters")
+        first = origin.offset + int(source.storage_offset()) * origin.dtype.itemsize
+        self._note(target, source.expand(target.shape), origin._replace(offset=first, decays=True))
+        return target
+
     def _note(self, target: torch.Tensor, source: torch.Tensor, origin: Origin | float) -> None:
         axes = _axes(target.shape, source.stride(), target.stride())
         if target.numel():
@@ -324,9 +368,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packing = ExpertPacking(tuple(weight.shape), weight.dtype, isa)
         self.packings[_key(output)] = (_key(weight), packing)
 
-    def _refuse(self, func: object, tensor: torch.Tensor) -> None:
-        """Raise if the tensor is a placeholder or a parameter: neither holds anything yet."""
-        key = _key(tensor)
+    def _pack_convolution(self, weight: torch.Tensor) -> torch.Tensor:
+        if _key(weight) not in self.names or not weight.is_contiguous():
+            raise UnsupportedCheckpoint("vLLM packs a convolution that is no parameter of its own")
+        output = torch.empty(weight.shape, dtype=weight.dtype)
+        self._kept.append(output.untyped_storage())
+        packing = ConvolutionPacking(tuple(weight.shape), weight.dtype)
+        self.packings[_key(output)] = (_key(weight), packing)
+        return output
+
+    def _refuse(self, func: object, tensor: torch.Tensor | int) -> None:
+        """Raise if the tensor, or that of a key, is a placeholder or a parameter, or computed from
+        one: none of them holds anything yet."""
+        key = tensor if isinstance(tensor, int) else _key(tensor)
+        key, _ = self._computed.get(key, (key, ()))
         if key in self._origins:
             name = self._origins[key][0]
             raise UnsupportedCheckpoint(f"vLLM computes {func} with {name} while loading it")
@@ -337,6 +392,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _FILLS: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_STEPS: Final = {
+    torch.ops.aten._to_copy.default: "",
+    torch.ops.aten.exp.default: "exp",
+    torch.ops.aten.neg.default: "neg",
+}
+"""Operations whose results are remembered; a change of type alone has no name."""
+_DECAYS: Final = ("exp", "neg")
 _LIKE: Final = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 """These take a tensor for its shape and type alone."""
 
@@ -344,6 +406,12 @@ _LIKE: Final = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.defa
 def _key(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _decaying(write: Write) -> Write:
+    if not isinstance(write.origin, Origin) or write.origin.decays:
+        raise UnsupportedCheckpoint("vLLM computes decay rates of what is no tensor of the files")
+    return replace(write, origin=write.origin._replace(decays=True))
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,216 @@
+"""What the layers of a model keep of its requests: keys and values of each token, compressed ones
+(MLA), or a state of constant size (Mamba, linear attention, short convolutions).
+
+Known of a model before its engine is built, from ``config.json``. vLLM divides the layers among
+block tables whose blocks have one size, so a model with states has long blocks: one holds a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from appliance.checkpoints.model_config import CONFIG, MOST, ModelConfig, known_models
+from appliance.errors import CheckpointError
+
+STATE_BYTES: Final = 4
+"""Of a number of a state, where it is kept in float32."""
+_KV_HEADS: Final = ("num_attention_groups", "multi_query_group_num")
+_ALIGNED_TOKENS: Final = 128
+"""Blocks next to states are a multiple of this with MLA."""
+_FEW_MORE: Final = 1.5
+"""Tables are as long as the longer kind of layers if that is not as many times the shorter one."""
+
+
+class BlockTables(NamedTuple):
+    """How vLLM divides a model's layers among block tables."""
+
+    layers: int
+    """Of a table; the last table of a kind may have fewer, and takes as much."""
+    block_tokens: int
+    layer_block_bytes: int
+    tables: int
+    """Of layers that keep the KV of all tokens."""
+    state_blocks: int
+    """Of a request, whatever its length: one in each table of layers that keep a state."""
+
+    def blocks(self, tokens: int) -> int:
+        """Of a request of so many tokens."""
+        return -(-tokens // self.block_tokens) * self.tables + self.state_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayers:
+    """Layers by what they keep, and how large that is, in bytes."""
+
+    attention: int
+    """Layers that keep keys and values."""
+    token_bytes: int
+    """Of one token in one of those."""
+    compressed: bool = False
+    """Whether these are one vector for all heads (MLA), which each rank keeps whole."""
+    states: int = 0
+    """Layers that keep a state."""
+    state_bytes: int = 0
+    """Of one request in one of those."""
+
+    def share(self, ranks: int) -> KvLayers:
+        """What one of several ranks keeps, at least."""
+        return replace(
+            self,
+            token_bytes=self.token_bytes if self.compressed else -(-self.token_bytes // ranks),
+            state_bytes=-(-self.state_bytes // ranks),
+        )
+
+    def tables(self, block_tokens: int, max_context: int) -> BlockTables:
+        """Blocks have `block_tokens` tokens, or more where they have to hold a state. Of a model
+        with states only, one has all of a request of `max_context` tokens."""
+        if not self.states:
+            return BlockTables(self.attention, block_tokens, block_tokens * self.token_bytes, 1, 0)
+        if not self.attention:
+            return BlockTables(self.states, max_context, self.state_bytes, 0, 1)
+        step = max(block_tokens, _ALIGNED_TOKENS) if self.compressed else block_tokens
+        tokens = max(1, -(-self.state_bytes // (step * self.token_bytes))) * step
+        fewer, more = sorted((self.attention, self.states))
+        layers = more if more < fewer * _FEW_MORE else fewer
+        return BlockTables(
+            layers,
+            tokens,
+            tokens * self.token_bytes,
+            -(-self.attention // layers),
+            -(-self.states // layers),
+        )
+
+
+def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers:
+    """What a model keeps whose numbers have `number_bytes`: on GPUs, if `cuda`, else on the CPU.
+
+    Raises `CheckpointError` for a key that is no number, and if no layer keeps anything.
+    """
+    attention, states = _counts(config)
+    if not attention and not states:
+        raise CheckpointError(f"{config.path / CONFIG}: no layer attends or keeps a state")
+    compressed = _is_compressed(config)
+    if compressed:
+        elements = config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
+    elif attention:
+        elements = 2 * kv_heads(config) * head_dim(config)
+    else:
+        elements = 0
+    return KvLayers(
+        attention=attention,
+        token_bytes=elements * number_bytes,
+        compressed=compressed,
+        states=states,
+        state_bytes=_state_bytes(config, number_bytes, cuda=cuda) if states else 0,
+    )
+
+
+def heads(config: ModelConfig) -> int:
+    """Attention heads; 1 for a model without attention."""
+    return config.integer("num_attention_heads", default=None if _counts(config)[0] else 1)
+
+
+def kv_heads(config: ModelConfig) -> int:
+    """Heads for keys and values."""
+    default = config.first(*_KV_HEADS) or heads(config)
+    return config.integer("num_key_value_heads", default=default)
+
+
+def head_dim(config: ModelConfig) -> int:
+    """Numbers of a head."""
+    return config.integer("head_dim", default=config.integer("hidden_size") // heads(config))
+
+
+def layers(config: ModelConfig) -> int:
+    """Layers of any kind."""
+    kinds = _kinds(config)
+    return config.integer("num_hidden_layers", default=len(kinds) if kinds else None)
+
+
+def _is_compressed(config: ModelConfig) -> bool:
+    known = known_models().types.get(config.model_type)
+    return known is not None and known.mla and bool(config.get("kv_lora_rank"))
+
+
+def _kinds(config: ModelConfig) -> list[str] | None:
+    """What each layer is, if the file lists that; in NVIDIA's letters, M, * and others."""
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return list(pattern)
+    kinds = config.first("layers_block_type", "layer_types")
+    return [str(kind) for kind in kinds] if isinstance(kinds, list) else None
+
+
+def _counts(config: ModelConfig) -> tuple[int, int]:
+    """Layers that keep keys and values, and layers that keep a state: a layer may keep both."""
+    number, kinds = layers(config), _kinds(config)
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, dict):  # Kimi Linear
+        return _length(linear, "full_attn_layers"), _length(linear, "kda_layers")
+    if "M" in (kinds or ()):  # Nemotron-H
+        return kinds.count("*"), kinds.count("M")  # type: ignore[union-attr]
+    if kinds is not None and not _STATES.isdisjoint(kinds):
+        states = sum(kind in _STATES for kind in kinds)
+        return sum("attention" in kind for kind in kinds) - kinds.count("linear_attention"), states
+    if config.get("linear_key_head_dim"):  # Qwen3-Next, without a list of its layers
+        attention = number // config.integer("full_attention_interval", default=4)
+        return attention, number - attention
+    if config.get("attn_layer_period"):  # Jamba
+        period, offset = config.integer("attn_layer_period"), config.get("attn_layer_offset") or 0
+        attention = sum(layer % period == offset for layer in range(number))
+        return attention, number - attention
+    if config.get("mamba_d_ssm") or config.model_type == "falcon_h1":
+        return number, number
+    if config.get("state_size"):  # Mamba
+        return 0, number
+    return number, 0
+
+
+_STATES: Final = frozenset({"mamba", "conv", "linear_attention"})
+
+
+def _length(values: dict[str, Any], key: str) -> int:
+    found = values.get(key)
+    return len(found) if isinstance(found, list) else 0
+
+
+def _state_bytes(config: ModelConfig, number_bytes: int, *, cuda: bool) -> int:
+    """Of one layer: what its convolution looks back at, and what it has summed up of all tokens."""
+
+    def number(*keys: str, default: int | None = None) -> int:
+        key = next((key for key in keys if config.get(key) is not None), keys[0])
+        return config.integer(key, default=default)
+
+    hidden = config.integer("hidden_size")
+    if config.get("conv_L_cache"):  # LFM2
+        return (number("conv_L_cache") - 1) * number("conv_dim", default=hidden) * number_bytes
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, dict):  # Kimi Linear
+        dim = _of(config, linear, "head_dim")
+        width = _of(config, linear, "num_heads") * dim
+        back = _of(config, linear, "short_conv_kernel_size") - 1
+        return back * 3 * width * number_bytes + width * dim * STATE_BYTES
+    if config.get("linear_key_head_dim"):  # Gated Delta Net
+        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+        values = number("linear_num_value_heads") * number("linear_value_head_dim")
+        back = number("linear_conv_kernel_dim", default=4) - 1
+        summed = values * number("linear_key_head_dim") * (number_bytes if cuda else STATE_BYTES)
+        return back * (2 * keys + values) * number_bytes + summed
+    back = number("mamba_d_conv", "conv_kernel", default=4) - 1
+    size = number("mamba_d_state", "ssm_state_size", "state_size")
+    mamba_heads = ("mamba_n_heads", "mamba_num_heads", "num_heads")
+    if config.first(*mamba_heads) is None:  # Mamba 1
+        width = number("mamba_expand", "expand", default=2) * hidden
+        return back * width * number_bytes + width * size * number_bytes
+    width = number(*mamba_heads) * number("mamba_d_head", "mamba_head_dim", "head_dim")
+    groups = number("mamba_n_groups", "n_groups", default=1)
+    kept = STATE_BYTES if config.model_type == "nemotron_h" else number_bytes
+    return back * (width + 2 * groups * size) * number_bytes + width * size * kept
+
+
+def _of(config: ModelConfig, part: dict[str, Any], key: str) -> int:
+    value = part.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MOST:
+        raise CheckpointError(f"{config.path / CONFIG}: {key} must be a positive integer")
+    return value
