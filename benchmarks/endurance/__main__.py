@@ -1,7 +1,7 @@
 """Every answer stays right while everything changes under it.
 
     python -m benchmarks.endurance daemon [--minutes 30] [--connections 200] [--short]
-    python -m benchmarks.endurance memory [--minutes 10] [--slab 16KiB]
+    python -m benchmarks.endurance memory [--minutes 10] [--slab 16KiB] [--kinds --pool 24MiB]
 
 Both take `--seed 1` and `--json F`.
 
@@ -35,7 +35,7 @@ def main() -> int:
         prepare_environment("auto")
         seconds, count = options.minutes * 60, options.operations
         sizes = options.pool, options.slab
-        result = endure(options.seed, seconds, count, *sizes, options.families)
+        result = endure(options.seed, seconds, count, *sizes, options.families, kinds=options.kinds)
     shown = {"benchmark": f"endurance {options.layer}", **machine, **result}
     if options.json is not None:
         options.json.write_text(json.dumps(shown, indent=1) + "\n")
@@ -57,6 +57,7 @@ def _options() -> argparse.Namespace:
     memory.add_argument("--slab", type=Bytes.read, default="16KiB")
     memory.add_argument("--pool", type=Bytes.read, default="12MiB")
     memory.add_argument("--families", type=int, default=12, help="of prompts, for each model")
+    memory.add_argument("--kinds", action="store_true", help="other kinds of model as well")
     return parser.parse_args()
 
 

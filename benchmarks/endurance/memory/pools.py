@@ -1,4 +1,4 @@
-"""Two pools with engines of six models, one host tier, and the ways to make room in them."""
+"""Two pools with engines of some models, one host tier, and the ways to make room in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from appliance.demo.checkpoints import EOS_ID
 from appliance.engines.protocol import KvExhausted, SequenceSpec
 from appliance.memory.arena import POISON, Arena, PoolExhausted
 from appliance.memory.host_tier import HostTier
@@ -20,7 +19,7 @@ from appliance.memory.swapper import Swapper
 from appliance.memory.transfers import Transfer, TransferCancelled
 from appliance.memory.vmm_host import HostVmm
 from benchmarks.endurance.memory.fragmentation import Fragmentation
-from benchmarks.endurance.memory.texts import CONTEXT, Text
+from benchmarks.endurance.memory.texts import CONTEXT, Text, end_of
 
 if TYPE_CHECKING:
     from appliance.engines.vllm.engine import VllmEngine
@@ -112,6 +111,7 @@ class Pools:
                     swapper=instance.swapper,
                 )
         self.models = [path.name for path in paths]
+        self._ends = {path.name: end_of(path) for path in paths}
         self._shapes = {
             name: f"{engine.kv.block_bytes // 1024} KiB"
             for name, engine in self.instances[0].engines.items()
@@ -125,7 +125,7 @@ class Pools:
         from appliance.engines.vllm.messages import encode_params
 
         params = SamplingParams(max_tokens=job.limit, temperature=0.0)
-        params.update_from_generation_config({}, EOS_ID)
+        params.update_from_generation_config({}, self._ends[job.model])
         job.instance.engines[job.model].add(
             SequenceSpec(
                 request=job.name,

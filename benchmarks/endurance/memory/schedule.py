@@ -14,7 +14,7 @@ from appliance.demo.checkpoints import make_checkpoints
 from appliance.engines.protocol import Produced
 from appliance.memory.arena import PoolExhausted
 from benchmarks.endurance.memory.pools import BATCH, Instance, Job, Pools, Stuck
-from benchmarks.endurance.memory.texts import LONGEST, RECIPES, STEM, Text, answered
+from benchmarks.endurance.memory.texts import LONGEST, RECIPES, STEM, Text, answered, make_kinds
 
 LIVE: Final = 40
 """Requests at a time at most."""
@@ -386,17 +386,21 @@ def endure(
     pool_bytes: int,
     slab_bytes: int,
     families: int,
+    *,
+    kinds: bool = False,
 ) -> dict[str, object]:
-    """Run the schedule, in a process that vLLM's environment was prepared for; what happened."""
+    """Run the schedule, in a process that vLLM's environment was prepared for; what happened. With
+    `kinds`, small checkpoints of published models are among the models."""
     with tempfile.TemporaryDirectory() as directory:
-        paths = make_checkpoints(Path(directory), recipes=RECIPES)
+        paths = make_kinds(Path(directory)) if kinds else []
+        paths += make_checkpoints(Path(directory), recipes=RECIPES)
         generator = random.Random(seed)
         texts, dropped = answered(paths, generator, families)
         schedule = RandomSchedule(paths, texts, generator, pool_bytes, slab_bytes)
         schedule.run(seconds, operations)
         schedule.finish()
     return {
-        "what": "six models of four KV shapes on two pools, a random schedule, tokens compared",
+        "what": f"{len(paths)} models on two pools, a random schedule, tokens compared",
         "seed": seed,
         **schedule.report(),
         "prompts_left_out": dropped,

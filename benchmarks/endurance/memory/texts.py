@@ -1,4 +1,4 @@
-"""Random prompts of six models, and what plain vLLM adds to each of them."""
+"""Random prompts of some models, and what plain vLLM adds to each of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from appliance.demo.checkpoints import Recipe
+from tests.configs import CONFIGS
+from tests.engine.shrunken import make_shrunken
 
 CONTEXT: Final = 512
 LONGEST: Final = 64
@@ -46,6 +48,28 @@ RECIPES: Final = tuple(
         )
     )
 )
+
+
+PUBLISHED: Final = (
+    "deepseek-v2-lite",
+    "falcon-h1-1.5b-instruct",
+    "gemma-3-1b-it",
+    "granite-4.0-h-tiny",
+    "mixtral-8x7b-instruct-v0.1",
+    "nemotron-h-8b",
+)
+"""Published models that are made small for `--kinds`: compressed KV, states, windows, experts."""
+
+
+def make_kinds(folder: Path) -> list[Path]:
+    """Small checkpoints of `PUBLISHED`."""
+    return [Path(make_shrunken(folder, name, CONFIGS[name])) for name in PUBLISHED]
+
+
+def end_of(path: Path) -> int:
+    """The token that ends a model's output."""
+    end: int = json.loads((path / "config.json").read_text())["eos_token_id"]
+    return end
 
 
 @dataclass(frozen=True, slots=True)
