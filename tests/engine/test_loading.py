@@ -25,6 +25,7 @@ from appliance.memory.host_tier import HostTier
 from appliance.memory.transfers import Transfer, TransferCancelled, TransferFailed, TransferKind
 from appliance.memory.weight_cache.pipeline import process_cpus
 from appliance.memory.weights import Image
+from appliance.platform.cpus import computes_linear_attention
 from appliance.units import Bytes, Memory
 from tests.engine.house import MODELS, SLAB, House, Sampling, make_house, sequence
 from tests.patience import PATIENCE_SECONDS
@@ -294,6 +295,10 @@ def double_it(model: Any) -> None:
     model.w.data.mul_(2)
 
 
+def keep_a_result(model: Any) -> None:
+    model.kept = -model.w.data
+
+
 def turn_it(model: Any) -> None:
     model.w.data = model.w.data.t().contiguous()
 
@@ -302,6 +307,7 @@ def turn_it(model: Any) -> None:
     ("after", "reason"),
     [
         (replace_it, "vLLM rearranges w"),
+        (keep_a_result, "keeps what vLLM computes with its weights"),
         (double_it, r"aten\.mul_\.Tensor with the parameter w"),
         (turn_it, r"aten\.clone\.default with the parameter w"),
     ],
@@ -464,6 +470,88 @@ def test_experts_are_packed_as_they_are_read(tmp_path: Path, dtype: str) -> None
 
     assert image == expected.experts.detach().view(torch.uint8).numpy().tobytes()
     assert layout.tensors[0].packing == "experts vec"
+
+
+def exp_of_tensor(model: Any, name: str, tensor: Any) -> None:
+    """As Mamba's first version does it."""
+    import torch
+
+    model.w.data.copy_((-torch.exp(tensor.float()))[2:6])
+
+
+def exp_of_parameter(model: Any, name: str, tensor: Any) -> None:
+    """As its second version does it."""
+    import torch
+
+    model.w.data.copy_(tensor[2:6])
+    model.w.data.copy_(-torch.exp(model.w.float()))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("load", [exp_of_tensor, exp_of_parameter])
+def test_rates_of_decay_are_computed_as_they_are_read(
+    tmp_path: Path, load: Callable[..., None], stored: str
+) -> None:
+    """The one computation that is noted: ``-exp(x)`` of each number."""
+    import torch
+
+    tensors = save(tmp_path / "model.safetensors", {"stored": (8, 4)}, stored)
+    _, image = written(tmp_path / "model.safetensors", toy({"w": (4, 4)}, load, "float32"))
+    expected = -torch.exp(tensors["stored"].float()[2:6])
+    assert image == expected.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def exp_only(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.copy_(torch.exp(tensor.float()))
+
+
+def exp_twice(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.copy_(tensor)
+    model.w.data.copy_(-torch.exp(model.w.float()))
+    model.w.data.copy_(-torch.exp(model.w.float()))
+
+
+def exp_of_a_part(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.copy_(-torch.exp(tensor[:1].float()).expand(8, 4))
+
+
+@pytest.mark.parametrize("load", [exp_only, exp_twice, exp_of_a_part])
+def test_no_other_computation_is_noted(tmp_path: Path, load: Callable[..., None]) -> None:
+    from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
+
+    save(tmp_path / "model.safetensors", {"stored": (8, 4)}, "float32")
+    with pytest.raises(UnsupportedCheckpoint, match=r"exp|decay rates"):
+        written(tmp_path / "model.safetensors", toy({"w": (8, 4)}, load, "float32"))
+
+
+@pytest.mark.skipif(
+    not computes_linear_attention(), reason="vLLM packs no convolution without avx512_bf16"
+)
+def test_convolutions_are_packed_as_they_are_read(tmp_path: Path) -> None:
+    import torch
+    import vllm._custom_ops
+
+    def load(model: Any, name: str, tensor: Any) -> None:
+        model.conv.data.copy_(tensor)
+
+    def pack(model: Any) -> None:
+        plain = model.conv.view(64, 4).contiguous().clone()
+        model.unpacked = plain
+        model.conv.data = vllm._custom_ops.causal_conv1d_weight_pack(plain)
+
+    tensors = save(tmp_path / "model.safetensors", {"conv": (64, 1, 4)}, "bfloat16")
+    model = toy({"conv": (64, 1, 4)}, load, "bfloat16")
+    layout, image = written(tmp_path / "model.safetensors", model, pack)
+
+    expected = vllm._custom_ops.causal_conv1d_weight_pack(tensors["conv"].view(64, 4))
+    assert image == expected.view(torch.uint8).numpy().tobytes()
+    assert layout.tensors[0].packing == "convolution"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

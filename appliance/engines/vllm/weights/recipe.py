@@ -183,6 +183,12 @@ class RecipeRecording:
         Raises `UnsupportedCheckpoint` when a parameter is not what was loaded, or when an element
         of one was not written, or twice.
         """
+        for name, module in model.named_modules():
+            for value in (*vars(module).values(), *module.buffers(recurse=False)):
+                if isinstance(value, torch.Tensor) and self.recorder.has_computed(value):
+                    raise UnsupportedCheckpoint(
+                        f"{name or 'the model'} keeps what vLLM computes with its weights"
+                    )
         return {
             name: self._ingredients(name, parameter)
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -288,7 +294,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1])
         if func is torch.ops.aten.clone.default and (
-            _key(args[0]) in self._origins or self._is_known(args[0])
+            _key(args[0]) in self._origins or (self._is_known(args[0]) and args[0].is_contiguous())
         ):
             # Of what is never written to, a view is as good. Pooling models are loaded from clones.
             return torch.ops.aten.alias.default(args[0])
@@ -296,7 +302,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._pack(*args)
         if func.name() == f"_C::{CONVOLUTION_PACK}":
             return self._pack_convolution(*args)
-        if func in _STEPS and self._is_known(args[0]):
+        in_full = func is not _CAST or (kwargs or {}).get("dtype") is torch.float32
+        if func in _STEPS and in_full and self._is_known(args[0]):
             return self._compute(func, args[0])
         if func in _FILLS and _key(args[0]) in self.names:
             value = float(args[1]) if len(args) > 1 else 0.0
@@ -325,6 +332,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = origin._replace(offset=first, dtype=source.dtype)
         self._note(target, source.expand(target.shape), origin)
         return target
+
+    def has_computed(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is a result, which has no data."""
+        return _key(tensor) in self._computed
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Whether it is a whole placeholder or parameter, or computed from one."""
@@ -392,12 +403,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _FILLS: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_CAST: Final = torch.ops.aten._to_copy.default
 _STEPS: Final = {
-    torch.ops.aten._to_copy.default: "",
+    _CAST: "",
     torch.ops.aten.exp.default: "exp",
     torch.ops.aten.neg.default: "neg",
 }
-"""Operations whose results are remembered; a change of type alone has no name."""
+"""Operations whose results are remembered; a change to float32 alone has no name."""
 _DECAYS: Final = ("exp", "neg")
 _LIKE: Final = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 """These take a tensor for its shape and type alone."""
