@@ -77,6 +77,11 @@ class CatalogEntry:
         """What all layers keep of one more token, without what blocks and slabs round up."""
         return self.kv.attention * self.kv.token_bytes
 
+    @property
+    def state_bytes(self) -> int:
+        """What all layers keep of one request besides, however long it is."""
+        return self.kv.states * self.kv.state_bytes
+
 
 def read_checkpoint(
     name: str, path: Path, dtype: str = "auto", task: AskedTask = "auto", *, cuda: bool = False

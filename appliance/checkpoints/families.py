@@ -214,12 +214,20 @@ _REARRANGED: Final = frozenset({"FalconForCausalLM"})
 def _unequal(config: ModelConfig) -> _Found:
     name = config.architecture
     known = known_models().types.get(config.model_type)
+    if config.get("index_topk") or config.model_type in _SPARSE:
+        return (
+            f"{name} chooses which tokens to read (sparse MLA), which is not supported yet",
+            ANOTHER,
+        )
     if config.get("attention_chunk_size"):
         return f"{name} attends to chunks of its context, which is not supported yet", ANOTHER
     if known is not None and known.unequal:
         return f"{name} has layers whose keys and values have different sizes", ANOTHER
     return None
 
+
+_SPARSE: Final = frozenset({"deepseek_v32", "deepseek_v4", "deepseek_v41", "glm_moe_dsa"})
+"""Types of which each file says `index_topk`, or should."""
 
 _CHECKS: Final[tuple[Callable[[ModelConfig], _Found], ...]] = (
     _quantized,

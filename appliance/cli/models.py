@@ -133,6 +133,10 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("computed in", facts["dtype"]),
         ("weights", human(facts["weight_bytes"])),
         ("KV per token", human(facts["kv_bytes_per_token"])),
+        *(
+            [("states", f"{human(facts['state_bytes'])} of each request")]
+            * bool(facts["state_bytes"])
+        ),
         ("batch", f"at most {facts['max_batch']} requests"),
         ("files", facts["path"]),
     ]

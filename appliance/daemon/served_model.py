@@ -29,6 +29,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Its live requests at most."""
     parameters: int = 0
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0
 
     @property
     def facts(self) -> ModelFacts:
@@ -38,6 +39,7 @@ class ServedModel(msgspec.Struct, frozen=True):
             parameters=self.parameters,
             weight_bytes=self.spec.weight_bytes,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            state_bytes=self.state_bytes,
             max_context_tokens=self.spec.max_context_tokens,
             max_batch=self.spec.max_batch,
             path=self.worker.path,
@@ -102,6 +104,7 @@ def served_model(model: Model, entry: CatalogEntry) -> ServedModel:
         max_queue=terms.max_queue,
         parameters=entry.parameters,
         kv_bytes_per_token=entry.kv_bytes_per_token,
+        state_bytes=entry.state_bytes,
     )
 
 

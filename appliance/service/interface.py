@@ -344,6 +344,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
+    """Of the states that layers keep of one request, however long it is (Mamba, say)."""
     max_context_tokens: int
     """Of a prompt and its answer together."""
     max_batch: int

@@ -1,4 +1,4 @@
-"""Models whose layers keep something else than keys and values of each token, beside others' steps:
+"""Models whose layers keep something else than keys and values of each token, in mixed steps:
 compressed KV (MLA), and states (Mamba)."""
 
 from __future__ import annotations

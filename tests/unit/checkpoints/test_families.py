@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
+from appliance.checkpoints import families
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.families import (
     TRIED,
     UnsupportedModel,
     base_architecture,
+    check_cpu,
     check_family,
     is_tried,
 )
 from appliance.checkpoints.model_config import known_models, read_model_config
 from appliance.config.loader import load_config
 from appliance.errors import ConfigError
-from tests.configs import CONFIGS, REFUSED
+from tests.configs import CONFIGS, NOT_ON_CPU, REFUSED
 
 Make = Callable[..., Path]
 
@@ -89,6 +91,7 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
             "attends in both directions",
         ),
         ({"attention_chunk_size": 64}, "attends to chunks"),
+        ({"index_topk": 2048}, "chooses which tokens to read"),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -96,6 +99,29 @@ def test_what_is_not_served_is_named(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         read_checkpoint("tiny", fake_checkpoint(**changes))
+
+
+@pytest.mark.parametrize("name", NOT_ON_CPU)
+def test_what_is_computed_on_gpus_only(tmp_path: Path, name: str) -> None:
+    """A pull does not know the device; a check of the configuration does."""
+    config = read_model_config(write(tmp_path, CONFIGS[name]))
+    check_family(config)
+    assert not is_tried(config)
+
+    with pytest.raises(UnsupportedModel, match=NOT_ON_CPU[name]):
+        check_cpu(config, "float32")
+
+
+def test_linear_attention_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wants certain instructions, and bfloat16."""
+    config = read_model_config(write(tmp_path, CONFIGS["qwen3-next-80b-a3b-instruct"]))
+    monkeypatch.setattr(families, "computes_linear_attention", lambda: True)
+    check_cpu(config, "bfloat16")
+    with pytest.raises(UnsupportedModel, match="computed in bfloat16 on the CPU, not float32"):
+        check_cpu(config, "float32")
+    monkeypatch.setattr(families, "computes_linear_attention", lambda: False)
+    with pytest.raises(UnsupportedModel, match="lacks the instructions"):
+        check_cpu(config, "bfloat16")
 
 
 def test_names_and_defaults_are_those_of_transformers(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""What layers keep of a request follows from `config.json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.checkpoints.kv_layers import KvLayers, kv_layers
+from appliance.checkpoints.model_config import ModelConfig, read_model_config
+from appliance.errors import CheckpointError
+from tests.configs import CONFIGS
+
+KIB, MIB = 1 << 10, 1 << 20
+BF16 = 2
+
+
+def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "token_bytes", "states", "state_bytes"),
+    [
+        ("llama-3.1-8b-instruct", 32, 2 * 8 * 128 * BF16, 0, 0),
+        ("deepseek-v3-bf16", 61, (512 + 64) * BF16, 0, 0),
+        ("deepseek-v2-lite", 27, (512 + 64) * BF16, 0, 0),
+        (
+            "qwen3-next-80b-a3b-instruct",
+            12,
+            2 * 2 * 256 * BF16,
+            36,
+            3 * (2 * 16 * 128 + 32 * 128) * BF16 + 32 * 128 * 128 * 4,
+        ),
+        (
+            "granite-4.0-h-tiny",
+            4,
+            2 * 4 * 128 * BF16,
+            36,
+            3 * (48 * 64 + 2 * 128) * BF16 + 48 * 64 * 128 * BF16,
+        ),
+        (
+            "nemotron-h-8b",
+            4,
+            2 * 8 * 128 * BF16,
+            24,
+            3 * (128 * 64 + 2 * 8 * 128) * BF16 + 128 * 64 * 128 * 4,
+        ),
+        (
+            "falcon-h1-1.5b-instruct",
+            24,
+            2 * 2 * 128 * BF16,
+            24,
+            3 * (48 * 64 + 2 * 256) * BF16 + 48 * 64 * 256 * BF16,
+        ),
+        ("lfm2-1.2b", 6, 2 * 8 * 64 * BF16, 10, 2 * 2048 * BF16),
+        ("jamba-v0.1", 4, 2 * 8 * 128 * BF16, 28, (3 + 16) * 8192 * BF16),
+        ("mamba-2.8b-hf", 0, 0, 64, (3 + 16) * 5120 * BF16),
+        ("kimi-linear-48b-a3b", 7, (512 + 64) * BF16, 20, 3 * 3 * 4096 * BF16 + 4096 * 128 * 4),
+    ],
+)
+def test_published_models(
+    tmp_path: Path, name: str, attention: int, token_bytes: int, states: int, state_bytes: int
+) -> None:
+    found = kv_layers(config_of(tmp_path, CONFIGS[name]), BF16, cuda=False)
+
+    assert (found.attention, found.token_bytes) == (attention, token_bytes)
+    assert (found.states, found.state_bytes) == (states, state_bytes)
+
+
+def test_linear_attention_keeps_less_on_a_gpu(tmp_path: Path) -> None:
+    """There a state is of the type that the model is computed in; on the CPU, of float32."""
+    config = config_of(tmp_path, CONFIGS["qwen3-next-80b-a3b-instruct"])
+    on_cpu, on_gpu = (kv_layers(config, BF16, cuda=cuda) for cuda in (False, True))
+    assert on_cpu.state_bytes - on_gpu.state_bytes == 32 * 128 * 128 * BF16
+
+
+def test_ranks_share_all_but_compressed_kv() -> None:
+    heads = KvLayers(attention=4, token_bytes=4096, states=2, state_bytes=MIB)
+    assert heads.share(2) == KvLayers(attention=4, token_bytes=2048, states=2, state_bytes=MIB // 2)
+    assert KvLayers(attention=4, token_bytes=1152, compressed=True).share(2).token_bytes == 1152
+
+
+counts = st.integers(1, 40)
+
+
+@given(counts, st.integers(0, 40), st.integers(1, 64 * KIB), st.integers(1, 4 * MIB), counts)
+def test_tables_have_room_for_all_layers(
+    attention: int, states: int, token_bytes: int, state_bytes: int, tokens: int
+) -> None:
+    """Each layer has a place, a block holds a state, and no table is more than one layer too
+    many."""
+    kept = KvLayers(
+        attention=attention, token_bytes=token_bytes, states=states, state_bytes=state_bytes
+    )
+    tables = kept.tables(32, 4096)
+
+    assert tables.tables * tables.layers >= attention
+    assert tables.state_blocks * tables.layers >= states
+    assert (tables.tables - 1) * tables.layers < attention
+    assert tables.block_tokens % 32 == 0
+    assert tables.layer_block_bytes == tables.block_tokens * token_bytes
+    assert not states or tables.layer_block_bytes >= state_bytes
+    assert tables.blocks(tokens) == tables.state_blocks + tables.tables * -(
+        -tokens // tables.block_tokens
+    )
+
+
+@pytest.mark.parametrize("kinds", [[], ["unheard_of"] * 32])
+def test_layers_of_no_kind_that_is_known_are_usual_ones(tmp_path: Path, kinds: list[str]) -> None:
+    config = config_of(tmp_path, {**CONFIGS["llama-3.1-8b-instruct"], "layer_types": kinds})
+    assert kv_layers(config, BF16, cuda=False).attention == 32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}},
+        {"linear_attn_config": {"kda_layers": 1, "full_attn_layers": None}},
+        {"layer_types": ["mamba", "attention"], "mamba_d_state": "many"},
+        {"layer_types": ["conv", "attention"], "conv_L_cache": -3},
+    ],
+)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = config_of(tmp_path, {**CONFIGS["llama-3.1-8b-instruct"], **changes})
+    with pytest.raises(CheckpointError, match=r"config\.json: "):
+        kv_layers(config, BF16, cuda=False)
