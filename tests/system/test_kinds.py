@@ -1,0 +1,140 @@
+"""Six kinds of model in one pool that holds three of them: compressed KV, states, windows, experts.
+
+Every output is plain vLLM's, through preemption and eviction, and the death of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from appliance.config.loader import load_config
+from appliance.demo.run import free_port, running_daemon
+from appliance.engines.vllm.reference import (
+    ReferenceAnswer,
+    ReferenceModel,
+    ReferencePrompt,
+    ReferenceTask,
+)
+from tests.configs import CONFIGS
+from tests.engine.shrunken import make_shrunken
+from tests.patience import PATIENCE_SECONDS
+
+MODELS = (
+    "deepseek-v2-lite",
+    "falcon-h1-1.5b-instruct",
+    "gemma-3-1b-it",
+    "granite-4.0-h-tiny",
+    "mixtral-8x7b-instruct-v0.1",
+    "nemotron-h-8b",
+)
+CONTEXT, TOKENS = 512, 40
+PROMPTS = [tuple(3 + (i * 7 + k * 5) % 400 for k in range(5 + i * 20)) for i in range(5)]
+POOL = "20MiB"
+TOKENS_BEFORE_KILL = 15
+
+
+def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
+    paths = {name: make_shrunken(tmp_path, name, CONFIGS[name]) for name in MODELS}
+    expected = plain(paths)
+    file = tmp_path / "appliance.toml"
+    file.write_text(
+        f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\n'
+        f'[devices]\nkind = "cpu"\nmemory = "{POOL}"\nslab = "256KiB"\nhost_cache = "96MiB"\n'
+        + "".join(
+            f'[[model]]\nname = "{name}"\npath = "{path}"\ndtype = "float32"\n'
+            f"max_context = {CONTEXT}\n"
+            for name, path in paths.items()
+        )
+    )
+    with running_daemon(file, load_config(file)) as (url, _):
+        outputs, killed = asyncio.run(ask_all(url))
+        status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
+
+    assert killed
+    assert outputs == expected
+    assert status["instances"][0]["pid"] != killed
+    log = (tmp_path / "daemon.log").read_text(errors="replace")
+    assert re.search(r'"preemptions":[1-9]', log), "they took turns"
+
+
+def plain(paths: dict[str, str]) -> dict[tuple[str, int], list[int]]:
+    """What unchanged vLLM adds to each prompt, by model and number of the prompt."""
+    task = ReferenceTask(
+        [
+            ReferenceModel(path, CONTEXT, [ReferencePrompt(list(p), TOKENS) for p in PROMPTS])
+            for path in paths.values()
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.engines.vllm.reference"],
+        input=msgspec.json.encode(task),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    answers = msgspec.json.decode(done.stdout, type=list[list[ReferenceAnswer]])
+    return {
+        (name, number): answer.tokens
+        for name, of_model in zip(paths, answers, strict=True)
+        for number, answer in enumerate(of_model)
+    }
+
+
+async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
+    """All prompts of all models at once, and the worker that was killed in the midst of it."""
+    outputs: dict[tuple[str, int], list[int]] = {}
+    killed = 0
+
+    def on_token() -> None:
+        nonlocal killed
+        busy = [len(tokens) for tokens in outputs.values()]
+        if killed or sum(busy) < TOKENS_BEFORE_KILL * len(MODELS):
+            return
+        status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
+        killed = status["instances"][0]["pid"]
+        os.kill(killed, signal.SIGKILL)
+
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
+        await asyncio.gather(
+            *(
+                ask(client, name, number, outputs.setdefault((name, number), []), on_token)
+                for name in MODELS
+                for number in range(len(PROMPTS))
+            )
+        )
+    return outputs, killed
+
+
+async def ask(
+    client: httpx.AsyncClient,
+    model: str,
+    number: int,
+    tokens: list[int],
+    on_token: Callable[[], None],
+) -> None:
+    body = {
+        "model": model,
+        "prompt": PROMPTS[number],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                for choice in event["choices"]:
+                    tokens += choice["token_ids"] or []
+                    on_token()
