@@ -13,9 +13,9 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = json.loads(
 """By name."""
 
 NOT_ON_CPU: Final = {
-    "jamba-v0.1": "not computed on the CPU",
-    "kimi-linear-48b-a3b": "not computed on the CPU",
-    "mamba-2.8b-hf": "not computed on the CPU",
+    "jamba-v0.1": "no test computes on the CPU",
+    "kimi-linear-48b-a3b": "no test computes on the CPU",
+    "mamba-2.8b-hf": "no test computes on the CPU",
 }
 """Refused on the CPU only, with words of the reason."""
 

@@ -109,7 +109,8 @@ def check_cpu(config: ModelConfig, dtype: str) -> None:
     name = config.architecture
     if keeps_state(config) and TRIED.isdisjoint((name, base_architecture(name) or "")):
         raise UnsupportedModel(
-            f"{config.path}: layers of {name} keep a state that is not computed on the CPU", ANOTHER
+            f"{config.path}: layers of {name} keep a state, which no test computes on the CPU",
+            ANOTHER,
         )
     if not config.get("linear_key_head_dim"):
         return

@@ -47,8 +47,9 @@ class KvLayers:
     """Layers that keep keys and values."""
     token_bytes: int
     """Of one token in one of those."""
+    heads: int = 1
+    """Heads among which ranks divide that: each has at least one. Compressed KV (MLA) has one."""
     compressed: bool = False
-    """Whether these are one vector for all heads (MLA), which each rank keeps whole."""
     states: int = 0
     """Layers that keep a state."""
     state_bytes: int = 0
@@ -58,7 +59,8 @@ class KvLayers:
         """What one of several ranks keeps, at least."""
         return replace(
             self,
-            token_bytes=self.token_bytes if self.compressed else -(-self.token_bytes // ranks),
+            token_bytes=self.token_bytes // self.heads * -(-self.heads // ranks),
+            heads=-(-self.heads // ranks),
             state_bytes=-(-self.state_bytes // ranks),
         )
 
@@ -90,7 +92,7 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
     attention, states = _counts(config)
     if not attention and not states:
         raise CheckpointError(f"{config.path / CONFIG}: no layer attends or keeps a state")
-    compressed = _is_compressed(config)
+    compressed = is_compressed(config)
     if compressed:
         elements = config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
     elif attention:
@@ -100,6 +102,7 @@ def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers
     return KvLayers(
         attention=attention,
         token_bytes=elements * number_bytes,
+        heads=kv_heads(config) if attention and not compressed else 1,
         compressed=compressed,
         states=states,
         state_bytes=_state_bytes(config, number_bytes, cuda=cuda) if states else 0,
@@ -119,7 +122,8 @@ def kv_heads(config: ModelConfig) -> int:
 
 def head_dim(config: ModelConfig) -> int:
     """Numbers of a head."""
-    return config.integer("head_dim", default=config.integer("hidden_size") // heads(config))
+    usual = config.integer("hidden_size") // heads(config)
+    return config.integer("head_dim", default=config.first("attention_head_dim") or usual)
 
 
 def layers(config: ModelConfig) -> int:
@@ -128,7 +132,8 @@ def layers(config: ModelConfig) -> int:
     return config.integer("num_hidden_layers", default=len(kinds) if kinds else None)
 
 
-def _is_compressed(config: ModelConfig) -> bool:
+def is_compressed(config: ModelConfig) -> bool:
+    """Whether layers keep one compressed vector of each token (MLA)."""
     known = known_models().types.get(config.model_type)
     return known is not None and known.mla and bool(config.get("kv_lora_rank"))
 
@@ -138,6 +143,14 @@ def _kinds(config: ModelConfig) -> list[str] | None:
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         return list(pattern)
+    full = config.get("full_attn_idxs")
+    if isinstance(full, list) and config.get("layer_types") is None:  # LFM2
+        number = config.integer("num_hidden_layers")
+        kinds = ["conv"] * min(number, _MOST_LAYERS)
+        for layer in full:
+            if isinstance(layer, int) and 0 <= layer < len(kinds):
+                kinds[layer] = "full_attention"
+        return kinds
     kinds = config.first("layers_block_type", "layer_types")
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else None
 
@@ -152,13 +165,15 @@ def _counts(config: ModelConfig) -> tuple[int, int]:
         return kinds.count("*"), kinds.count("M")  # type: ignore[union-attr]
     if kinds is not None and not _STATES.isdisjoint(kinds):
         states = sum(kind in _STATES for kind in kinds)
-        return sum("attention" in kind for kind in kinds) - kinds.count("linear_attention"), states
+        attention = sum("attention" in kind or kind == "hybrid" for kind in kinds)
+        return attention - kinds.count("linear_attention"), states
     if config.get("linear_key_head_dim"):  # Qwen3-Next, without a list of its layers
         attention = number // config.integer("full_attention_interval", default=4)
         return attention, number - attention
     if config.get("attn_layer_period"):  # Jamba
         period, offset = config.integer("attn_layer_period"), config.get("attn_layer_offset") or 0
-        attention = sum(layer % period == offset for layer in range(number))
+        first = offset if isinstance(offset, int) and 0 <= offset < period else 0
+        attention = max(0, -(-(number - first) // period))
         return attention, number - attention
     if config.get("mamba_d_ssm") or config.model_type == "falcon_h1":
         return number, number
@@ -167,7 +182,8 @@ def _counts(config: ModelConfig) -> tuple[int, int]:
     return number, 0
 
 
-_STATES: Final = frozenset({"mamba", "conv", "linear_attention"})
+_STATES: Final = frozenset({"mamba", "conv", "linear_attention", "hybrid"})
+_MOST_LAYERS: Final = 1 << 12
 
 
 def _length(values: dict[str, Any], key: str) -> int:
@@ -184,7 +200,8 @@ def _state_bytes(config: ModelConfig, number_bytes: int, *, cuda: bool) -> int:
 
     hidden = config.integer("hidden_size")
     if config.get("conv_L_cache"):  # LFM2
-        return (number("conv_L_cache") - 1) * number("conv_dim", default=hidden) * number_bytes
+        back = max(1, number("conv_L_cache") - 1)
+        return back * number("conv_dim", default=hidden) * number_bytes
     linear = config.get("linear_attn_config")
     if isinstance(linear, dict):  # Kimi Linear
         dim = _of(config, linear, "head_dim")
@@ -199,12 +216,14 @@ def _state_bytes(config: ModelConfig, number_bytes: int, *, cuda: bool) -> int:
         return back * (2 * keys + values) * number_bytes + summed
     back = number("mamba_d_conv", "conv_kernel", default=4) - 1
     size = number("mamba_d_state", "ssm_state_size", "state_size")
-    mamba_heads = ("mamba_n_heads", "mamba_num_heads", "num_heads")
+    mamba_heads = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
     if config.first(*mamba_heads) is None:  # Mamba 1
         width = number("mamba_expand", "expand", default=2) * hidden
         return back * width * number_bytes + width * size * number_bytes
-    width = number(*mamba_heads) * number("mamba_d_head", "mamba_head_dim", "head_dim")
-    groups = number("mamba_n_groups", "n_groups", default=1)
+    width = number(*mamba_heads) * number(
+        "mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim"
+    )
+    groups = number("mamba_n_groups", "mamba_ngroups", "n_groups", default=1)
     kept = STATE_BYTES if config.model_type == "nemotron_h" else number_bytes
     return back * (width + 2 * groups * size) * number_bytes + width * size * kept
 

@@ -189,9 +189,9 @@ def _check_heads(config: Config, entries: list[CatalogEntry | None], report: Pro
     these are divided, or, if there are fewer than ranks, each is on equally many ranks."""
     ranks = config.devices.tensor_parallel
     for index, entry in enumerate(entries):
-        if entry is None or not (
-            entry.heads % ranks or max(entry.kv_heads, ranks) % min(entry.kv_heads, ranks)
-        ):
+        if entry is None or not entry.kv.attention:
+            continue
+        if not (entry.heads % ranks or max(entry.kv_heads, ranks) % min(entry.kv_heads, ranks)):
             continue
         report.add(
             ("model", index),

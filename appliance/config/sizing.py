@@ -20,7 +20,6 @@ from appliance.checkpoints.model_config import read_model_config
 from appliance.config.problems import ProblemReport
 from appliance.config.schema import Config, Devices, Model
 from appliance.memory.kv_pool import BLOCK_TOKENS, KvGeometry
-from appliance.platform.cpus import has_tiles
 from appliance.units import human, no_less
 
 
@@ -157,12 +156,12 @@ def _host_slabs(blocks: int, block_bytes: int, slab_bytes: int) -> int:
 
 
 def _tables(entry: CatalogEntry, devices: Devices, max_context: int) -> BlockTables:
-    short = entry.kv.compressed and not devices.cuda and not has_tiles()
+    short = entry.kv.compressed and not devices.cuda
     return entry.kv.tables(_SHORT_TOKENS if short else BLOCK_TOKENS, max_context)
 
 
 _SHORT_TOKENS: Final = 16
-"""Of a block with compressed KV (MLA), on a CPU without instructions for tiles of matrices."""
+"""Of a block with compressed KV (MLA) on a CPU: its kernel knows no others."""
 
 
 def _kv_geometry(tables: BlockTables, devices: Devices) -> KvGeometry:

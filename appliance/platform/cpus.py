@@ -52,11 +52,6 @@ def packs(dtype: str, cpuinfo: Path = CPUINFO) -> bool:
     return any(needed <= flags for needed in _PACKED_WITH.get(dtype, ()))
 
 
-def has_tiles(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this machine's CPU multiplies tiles of matrices (AMX)."""
-    return "amx_tile" in _flags(cpuinfo)
-
-
 def computes_linear_attention(cpuinfo: Path = CPUINFO) -> bool:
     """Whether this machine's CPU has the instructions that vLLM's linear attention needs."""
     return "avx512_bf16" in _flags(cpuinfo)

@@ -521,12 +521,41 @@ def exp_of_a_part(model: Any, name: str, tensor: Any) -> None:
     model.w.data.copy_(-torch.exp(tensor[:1].float()).expand(8, 4))
 
 
-@pytest.mark.parametrize("load", [exp_only, exp_twice, exp_of_a_part])
+def exp_of_a_turned_one(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.view(4, 8).copy_(-torch.exp(tensor.t().float()))
+
+
+def exp_of_an_expanded_one(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.copy_(-torch.exp(tensor[:1].expand(8, 4).float()))
+
+
+def exp_moved(model: Any, name: str, tensor: Any) -> None:
+    import torch
+
+    model.w.data.copy_(tensor)
+    model.w.data[:4].copy_((-torch.exp(model.w.float()))[4:])
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        exp_only,
+        exp_twice,
+        exp_of_a_part,
+        exp_of_a_turned_one,
+        exp_of_an_expanded_one,
+        exp_moved,
+    ],
+)
 def test_no_other_computation_is_noted(tmp_path: Path, load: Callable[..., None]) -> None:
     from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
 
     save(tmp_path / "model.safetensors", {"stored": (8, 4)}, "float32")
-    with pytest.raises(UnsupportedCheckpoint, match=r"exp|decay rates"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"exp|decay rates|a part of it"):
         written(tmp_path / "model.safetensors", toy({"w": (8, 4)}, load, "float32"))
 
 
@@ -542,7 +571,6 @@ def test_convolutions_are_packed_as_they_are_read(tmp_path: Path) -> None:
 
     def pack(model: Any) -> None:
         plain = model.conv.view(64, 4).contiguous().clone()
-        model.unpacked = plain
         model.conv.data = vllm._custom_ops.causal_conv1d_weight_pack(plain)
 
     tensors = save(tmp_path / "model.safetensors", {"conv": (64, 1, 4)}, "bfloat16")

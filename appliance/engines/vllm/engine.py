@@ -34,6 +34,7 @@ from vllm.transformers_utils.config import (
     get_sentence_transformer_tokenizer_config,
     try_get_dense_modules,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.core import EngineCore
@@ -42,7 +43,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.checkpoints.families import keeps_state
-from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.kv_layers import is_compressed
+from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import read_header, weight_files
 from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import (
@@ -133,8 +135,6 @@ class VllmEngine:
         self.weight_slabs = weights.region.slots
         self.host_slabs = self.weight_slabs
         self.layout_digest = weights.layout.digest
-        self._whole_prompts = not core.vllm_config.scheduler_config.enable_chunked_prefill
-        """vLLM's attention for MLA on a CPU wants a prompt in one step."""
         self._stepping: Sequence[RequestId] | None = None
         """The list that `_batch` holds the requests of, while nothing else moved them."""
         self._batch: list[Request] = []
@@ -196,6 +196,7 @@ class VllmEngine:
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}),
             **where.engine_args,
+            attention_backend=_attention(read_model_config(Path(path)), where),
         )
         check_pooling(task, config.model_config)
         with recording(files) as recorded:
@@ -367,8 +368,6 @@ class VllmEngine:
         chunk = min(chunk_tokens, self._step_tokens - len(batch))
         if self._states.any_scored(prompts):
             chunk = min(chunk, SCORED_TOKENS)
-        if self._whole_prompts and prompts:
-            chunk = max(chunk, self.tokens_left(prompts[0]))
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
         if not batch and not computing:
             return []
@@ -533,6 +532,13 @@ def _configure(ranks: int, **chosen: Any) -> VllmConfig:
         scheduler_cls=ParkedScheduler,
         **chosen,
     ).create_engine_config()
+
+
+def _attention(config: ModelConfig, device: Device) -> AttentionBackendEnum | None:
+    """What vLLM attends with; None leaves it to vLLM. For MLA on a CPU with AMX it would take one
+    that rearranges weights after they are loaded."""
+    on_cpu = device.host_memory
+    return AttentionBackendEnum.CPU_MLA if on_cpu and is_compressed(config) else None
 
 
 def _start(config: VllmConfig, ranks: int) -> EngineCore:

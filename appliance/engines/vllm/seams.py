@@ -20,7 +20,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.pool.metadata import PoolingStates
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
@@ -48,6 +50,8 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
             "num_external_computed_tokens",
         ),
     ),
+    (get_kv_cache_groups, ("vllm_config", "kv_cache_spec")),
+    (SingleTypeKVCacheManager.take_new_block_ids, ()),
     (BlockPool.__init__, ("num_gpu_blocks", "enable_caching", "hash_block_size")),
     (BlockPool.get_new_blocks, ("num_blocks",)),
     (BlockPool.free_blocks, ("ordered_blocks",)),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,7 +48,9 @@ class InArena:
 
     def determine_available_memory(self) -> int:
         """Bytes of the address range, so that vLLM plans exactly the blocks that it holds."""
-        groups = get_kv_cache_groups(self.vllm_config, self.get_kv_cache_spec())
+        specs = self.get_kv_cache_spec()
+        _check(specs.values())
+        groups = get_kv_cache_groups(self.vllm_config, specs)
         tables, (page,) = [_table(group) for group in groups], _pages(groups)
         geometry = current_placement().plan(tables, page)
         return geometry.layers * geometry.layer_bytes
@@ -74,23 +76,35 @@ def _without_window(spec: KVCacheSpec) -> KVCacheSpec:
     )
 
 
+def _check(specs: Collection[KVCacheSpec]) -> None:
+    """Raise `UnsupportedKvCache` for layers that keep neither the KV of all tokens nor a state, and
+    for KV of several sizes."""
+    for spec in specs:
+        if not (_has_state(spec) or (type(spec) in _ATTENTION and not spec.non_causal)):
+            raise UnsupportedKvCache(
+                f"layers keep their KV as {spec}, not full attention or a state"
+            )
+    if len({spec.page_size_bytes for spec in specs if not _has_state(spec)}) > 1 or not specs:
+        raise UnsupportedKvCache("the model's layers differ in the size of their KV")
+
+
+_ATTENTION: Final = (FullAttentionSpec, MLAAttentionSpec)
+
+
+def _has_state(spec: KVCacheSpec) -> bool:
+    return type(spec) is MambaSpec and spec.mamba_cache_mode == "none"
+
+
 def _table(group: KVCacheGroupSpec) -> KvTable:
-    """Raises `UnsupportedKvCache` for layers that keep neither the KV of all tokens nor a state."""
     spec = group.kv_cache_spec
-    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        if spec.non_causal:
-            raise UnsupportedKvCache(f"layers attend in both directions: {spec}")
-        return KvTable(len(group.layer_names), spec.block_size, has_state=False)
-    if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
-        return KvTable(len(group.layer_names), spec.block_size, has_state=True)
-    raise UnsupportedKvCache(f"layers keep their KV as {spec}, not full attention or a state")
+    return KvTable(len(group.layer_names), spec.block_size, _has_state(spec))
 
 
 def _pages(groups: Sequence[KVCacheGroupSpec]) -> set[int]:
     """Bytes of a block in one layer: one size. Raises `UnsupportedKvCache` if there are others."""
     pages = {group.kv_cache_spec.page_size_bytes for group in groups}
     if len(pages) != 1:
-        raise UnsupportedKvCache("the model's layers differ in the size of their KV")
+        raise UnsupportedKvCache("the model's layers differ in the size of their blocks")
     if len({t.block_tokens for t in map(_table, groups) if not t.has_state}) > 1:
         raise UnsupportedKvCache("the model's layers differ in the tokens of their blocks")
     return pages

@@ -29,7 +29,7 @@ def test_entry_has_the_sizes_of_the_checkpoint(fake_checkpoint: Make) -> None:
     assert (entry.layers, entry.kv_heads) == (2, 2)
     assert entry.weight_bytes == MIB
     assert entry.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert entry.kv == KvLayers(attention=2, token_bytes=2 * 2 * 16 * 4)
+    assert entry.kv == KvLayers(attention=2, token_bytes=2 * 2 * 16 * 4, heads=2)
     assert entry.max_positions == 2048
 
 

@@ -73,6 +73,33 @@ def test_published_models(
     assert (found.states, found.state_bytes) == (states, state_bytes)
 
 
+def test_layers_that_a_file_does_not_list(tmp_path: Path) -> None:
+    """LFM2 may say where its attention is only; Zamba 2 has layers that are of both kinds."""
+    listed = dict(CONFIGS["lfm2-1.2b"])
+    del listed["layer_types"]
+    found = kv_layers(config_of(tmp_path, listed), BF16, cuda=False)
+    assert (found.attention, found.states) == (6, 10)
+    zamba = {
+        "model_type": "zamba2",
+        "hidden_size": 2560,
+        "num_hidden_layers": 54,
+        "num_attention_heads": 32,
+        "attention_head_dim": 160,
+        "layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 9,
+        **{"n_mamba_heads": 80, "mamba_headdim": 64, "mamba_ngroups": 1, "mamba_d_state": 64},
+    }
+    found = kv_layers(config_of(tmp_path, zamba), BF16, cuda=True)
+    assert (found.attention, found.states) == (9, 54)
+    assert found.token_bytes == 2 * 32 * 160 * BF16
+    assert found.state_bytes == (3 * (80 * 64 + 2 * 64) + 80 * 64 * 64) * BF16
+
+
+def test_a_count_of_layers_that_no_model_has(tmp_path: Path) -> None:
+    """It is no loop."""
+    many = {**CONFIGS["jamba-v0.1"], "num_hidden_layers": 1 << 39}
+    assert kv_layers(config_of(tmp_path, many), BF16, cuda=True).attention == 1 << 36
+
+
 def test_linear_attention_keeps_less_on_a_gpu(tmp_path: Path) -> None:
     """There a state is of the type that the model is computed in; on the CPU, of float32."""
     config = config_of(tmp_path, CONFIGS["qwen3-next-80b-a3b-instruct"])
@@ -81,9 +108,11 @@ def test_linear_attention_keeps_less_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_ranks_share_all_but_compressed_kv() -> None:
-    heads = KvLayers(attention=4, token_bytes=4096, states=2, state_bytes=MIB)
-    assert heads.share(2) == KvLayers(attention=4, token_bytes=2048, states=2, state_bytes=MIB // 2)
+    whole = KvLayers(attention=4, token_bytes=4096, heads=8, states=2, state_bytes=MIB)
+    half = KvLayers(attention=4, token_bytes=2048, heads=4, states=2, state_bytes=MIB // 2)
+    assert whole.share(2) == half
     assert KvLayers(attention=4, token_bytes=1152, compressed=True).share(2).token_bytes == 1152
+    assert KvLayers(attention=4, token_bytes=2048, heads=4).share(8).token_bytes == 512
 
 
 counts = st.integers(1, 40)

@@ -53,8 +53,8 @@ class PlacedWeights(NamedTuple):
         Packed ones are kept on the shelf, if there is one; of others it is cleared. With `verify`,
         files are compared with their checksums when they are first read.
         """
-        ingredients = recorded.ingredients(model)
         forget_unpacked(model)
+        ingredients = recorded.ingredients(model)
         packings = parameters.pack(model)
         layout = parameters.plan(model, ingredients, packings)
         cpus = process_cpus()

@@ -293,17 +293,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1])
-        if func is torch.ops.aten.clone.default and (
-            _key(args[0]) in self._origins or (self._is_known(args[0]) and args[0].is_contiguous())
-        ):
+        if func is torch.ops.aten.clone.default and _key(args[0]) in self._origins:
             # Of what is never written to, a view is as good. Pooling models are loaded from clones.
             return torch.ops.aten.alias.default(args[0])
         if func.name() == f"_C::{PREPACK}":
             return self._pack(*args)
         if func.name() == f"_C::{CONVOLUTION_PACK}":
             return self._pack_convolution(*args)
-        in_full = func is not _CAST or (kwargs or {}).get("dtype") is torch.float32
-        if func in _STEPS and in_full and self._is_known(args[0]):
+        if func in _STEPS and self._is_known(args[0]) and _is_step(func, args[0], kwargs or {}):
             return self._compute(func, args[0])
         if func in _FILLS and _key(args[0]) in self.names:
             value = float(args[1]) if len(args) > 1 else 0.0
@@ -340,14 +337,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Whether it is a whole placeholder or parameter, or computed from one."""
         key = _key(tensor)
-        return (
-            key in self._origins or key in self.names or key in self._computed
-        ) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        return (key in self._origins or key in self.names or key in self._computed) and _is_whole(
+            tensor
+        )
 
     def _compute(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """A result without data, of which it is known what it is computed from."""
         root, steps = self._computed.get(_key(tensor), (_key(tensor), ()))
-        result = torch.empty(tensor.shape, dtype=torch.float32, device="meta")
+        dtype = tensor.dtype if func is _CLONE else torch.float32
+        result = torch.empty(tensor.shape, dtype=dtype, device="meta")
         self._kept.append(result.untyped_storage())
         self._computed[_key(result)] = (root, (*steps, _STEPS[func]))
         return result
@@ -355,8 +353,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy_computed(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         root, steps = self._computed[_key(source)]
         if tuple(step for step in steps if step) != _DECAYS:
-            self._refuse(" and ".join(steps), root)
-        if root == _key(target):
+            self._refuse(" and ".join(filter(None, steps)), root)
+        if root in self.names:
+            if root != _key(target) or not (_is_whole(target) and _is_whole(source)):
+                self._refuse("a part of it", root)
             self.writes[root] = [_decaying(write) for write in self.writes[root]]
             return target
         name, origin = self._origins[root]
@@ -380,12 +380,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.packings[_key(output)] = (_key(weight), packing)
 
     def _pack_convolution(self, weight: torch.Tensor) -> torch.Tensor:
-        if _key(weight) not in self.names or not weight.is_contiguous():
+        root, steps = self._computed.get(_key(weight), (_key(weight), ()))
+        if root not in self.names or not _is_whole(weight) or set(steps) - {"clone"}:
             raise UnsupportedCheckpoint("vLLM packs a convolution that is no parameter of its own")
         output = torch.empty(weight.shape, dtype=weight.dtype)
         self._kept.append(output.untyped_storage())
         packing = ConvolutionPacking(tuple(weight.shape), weight.dtype)
-        self.packings[_key(output)] = (_key(weight), packing)
+        self.packings[_key(output)] = (root, packing)
         return output
 
     def _refuse(self, func: object, tensor: torch.Tensor | int) -> None:
@@ -404,8 +405,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _FILLS: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 _CAST: Final = torch.ops.aten._to_copy.default
+_CLONE: Final = torch.ops.aten.clone.default
 _STEPS: Final = {
     _CAST: "",
+    _CLONE: "clone",
     torch.ops.aten.exp.default: "exp",
     torch.ops.aten.neg.default: "neg",
 }
@@ -424,6 +427,19 @@ def _decaying(write: Write) -> Write:
     if not isinstance(write.origin, Origin) or write.origin.decays:
         raise UnsupportedCheckpoint("vLLM computes decay rates of what is no tensor of the files")
     return replace(write, origin=write.origin._replace(decays=True))
+
+
+def _is_step(func: Any, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the result can be remembered: numbers are computed in float32."""
+    if func is _CAST:
+        return kwargs.get("dtype") is torch.float32
+    return func is _CLONE or tensor.dtype is torch.float32
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it is all of its storage, in order."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and nbytes == tensor.untyped_storage().nbytes()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
