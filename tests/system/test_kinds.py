@@ -26,18 +26,11 @@ from appliance.engines.vllm.reference import (
     ReferencePrompt,
     ReferenceTask,
 )
+from benchmarks.endurance.memory.texts import PUBLISHED
 from tests.configs import CONFIGS
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS
 
-MODELS = (
-    "deepseek-v2-lite",
-    "falcon-h1-1.5b-instruct",
-    "gemma-3-1b-it",
-    "granite-4.0-h-tiny",
-    "mixtral-8x7b-instruct-v0.1",
-    "nemotron-h-8b",
-)
 CONTEXT, TOKENS = 512, 40
 PROMPTS = [tuple(3 + (i * 7 + k * 5) % 400 for k in range(5 + i * 20)) for i in range(5)]
 POOL = "20MiB"
@@ -45,7 +38,7 @@ TOKENS_BEFORE_KILL = 15
 
 
 def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
-    paths = {name: make_shrunken(tmp_path, name, CONFIGS[name]) for name in MODELS}
+    paths = {name: make_shrunken(tmp_path, name, CONFIGS[name]) for name in PUBLISHED}
     expected = plain(paths)
     file = tmp_path / "appliance.toml"
     file.write_text(
@@ -98,7 +91,7 @@ async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
     def on_token() -> None:
         nonlocal killed
         busy = [len(tokens) for tokens in outputs.values()]
-        if killed or sum(busy) < TOKENS_BEFORE_KILL * len(MODELS):
+        if killed or sum(busy) < TOKENS_BEFORE_KILL * len(PUBLISHED):
             return
         status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
         killed = status["instances"][0]["pid"]
@@ -108,7 +101,7 @@ async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
         await asyncio.gather(
             *(
                 ask(client, name, number, outputs.setdefault((name, number), []), on_token)
-                for name in MODELS
+                for name in PUBLISHED
                 for number in range(len(PROMPTS))
             )
         )
