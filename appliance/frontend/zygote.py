@@ -39,7 +39,10 @@ def serve_orders(orders: socket.socket, runs: Mapping[Role, Run]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
     decoder = msgspec.msgpack.Decoder(Fork)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 2)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 2)
+        except ConnectionError:  # the core ended with answers of ours unread
+            return
         if not message:
             return
         order = decoder.decode(message)
@@ -55,9 +58,13 @@ def serve_orders(orders: socket.socket, runs: Mapping[Role, Run]) -> None:
             handles = [os.pidfd_open(child)]
         except ProcessLookupError:
             handles = []
-        socket.send_fds(orders, [msgspec.msgpack.encode(Forked(order.number))], handles)
-        for handle in handles:
-            os.close(handle)
+        try:
+            socket.send_fds(orders, [msgspec.msgpack.encode(Forked(order.number))], handles)
+        except ConnectionError:  # the core ended before its process was there
+            return
+        finally:
+            for handle in handles:
+                os.close(handle)
 
 
 def check_threads() -> None:
