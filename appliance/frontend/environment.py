@@ -32,6 +32,8 @@ def prepare_environment() -> None:
     # A call that a model writes and that cannot be parsed is the model's fault, not an operator's.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     os.environ |= {
+        # Not even asked for: a driver may start threads, and nothing can be forked then.
+        "CUDA_VISIBLE_DEVICES": "",
         # Tokenizers have threads of their own; torch only carries vectors here.
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",

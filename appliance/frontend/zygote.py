@@ -2,7 +2,11 @@
 forks one for each order.
 
 One that died is back within a fraction of a second so, and all of them share the memory of what was
-imported. Runs as ``python -m appliance.frontend.zygote FD``; `FD` is the socket of orders.
+imported. Where a library starts a thread when it is imported (pyarrow's allocator does), nothing
+can be forked afterwards: the process then starts itself anew, and each that is forked from it
+imports vLLM for itself.
+
+Runs as ``python -m appliance.frontend.zygote FD [bare]``; `FD` is the socket of orders.
 """
 
 from __future__ import annotations
@@ -12,19 +16,27 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
 
 from appliance.platform import logs
-from appliance.platform.children import FRONT_END_OOM_SCORE, go_before_the_daemon
+from appliance.platform.children import (
+    FRONT_END_OOM_SCORE,
+    go_before_the_daemon,
+    module_command,
+)
 from appliance.platform.sandbox import Sandbox
 from appliance.service.front_frames import Fork, Forked, Role
 
 ORDER_BYTES: Final = 1024
+BARE: Final = "bare"
+"""The argument with which nothing is imported before it is forked."""
 
 
 Run: TypeAlias = Callable[..., int]
@@ -70,9 +82,19 @@ def serve_orders(orders: socket.socket, runs: Mapping[Role, Run]) -> None:
 def check_threads() -> None:
     """Raises `RuntimeError` if there is a thread besides this one: its locks would stay locked in a
     process that is forked."""
-    count = len(list(Path("/proc/self/task").iterdir()))
-    if count != 1:
-        raise RuntimeError(f"importing the front half started {count - 1} threads: cannot fork")
+    if others := other_threads():
+        raise RuntimeError(f"cannot fork, as there are other threads: {', '.join(others)}")
+
+
+def other_threads() -> list[str]:
+    """The names of this process's threads but the calling one, as the system knows them."""
+    mine = str(threading.get_native_id())
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            if task.name != mine:
+                names.append((task / "comm").read_text().strip())
+    return names
 
 
 def _run(order: Fork, runs: Mapping[Role, Run], sockets: Sequence[socket.socket]) -> int:
@@ -92,17 +114,43 @@ def main(arguments: list[str]) -> None:
     go_before_the_daemon(FRONT_END_OOM_SCORE)
     logs.join("warning", front_end=0)
     Sandbox().enter()
-    from appliance.frontend.environment import import_vllm, prepare_environment
+    from appliance.frontend.environment import prepare_environment
 
     prepare_environment()
-    import_vllm()
-    from appliance.frontend import guide_compiler, process
+    if arguments[1:] != [BARE]:
+        _import_all()
+        if others := other_threads():
+            logging.getLogger("appliance.frontend").warning(
+                "importing vLLM and what it uses started threads (%s): every front end imports it "
+                "for itself, which takes seconds and memory; an environment without other "
+                "packages spares that",
+                ", ".join(others),
+            )
+            os.set_inheritable(orders.fileno(), True)
+            command = module_command("appliance.frontend.zygote", arguments[0], BARE)
+            os.execv(command[0], command)
+    serve_orders(orders, {Role.FRONT_END: _front_end, Role.GUIDE_COMPILER: _guide_compiler})
 
-    runs: dict[Role, Run] = {
-        Role.FRONT_END: process.main,
-        Role.GUIDE_COMPILER: guide_compiler.main,
-    }
-    serve_orders(orders, runs)
+
+def _import_all() -> None:
+    """What is forked needs; takes seconds for the first time."""
+    from appliance.frontend.environment import import_vllm
+
+    import_vllm()
+    from appliance.frontend import guide_compiler, process  # noqa: F401
+
+
+def _front_end(frames: socket.socket, handover: socket.socket) -> int:
+    from appliance.frontend import process
+
+    return process.main(frames, handover)
+
+
+def _guide_compiler(frames: socket.socket) -> int:
+    _import_all()
+    from appliance.frontend import guide_compiler
+
+    return guide_compiler.main(frames)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,8 @@ class Patience:
     unanswered_pings: int = 80
     """One that owes so many hangs, and is killed. Counted, as a core that was held up pings no
     more often."""
+    starting_pings: int = 480
+    """The same for one that has not been ready yet: it may have to import vLLM for itself."""
 
 
 class FrontEndProcess(asyncio.Protocol):
@@ -139,7 +141,9 @@ class FrontEndProcess(asyncio.Protocol):
         if self._process is None or self._transport is None:
             return
         unread = self._transport.get_write_buffer_size()
-        if len(self._pings) >= patience.unanswered_pings or unread > MAX_UNREAD_BYTES:
+        began = self.ready or self.worked
+        most = patience.unanswered_pings if began else patience.starting_pings
+        if len(self._pings) >= most or unread > MAX_UNREAD_BYTES:
             log.error("front end %d hangs, and is killed", self.number)
             self.kill()
             return

@@ -463,3 +463,56 @@ def test_what_children_may_and_see(daemon: Daemon) -> None:
         assert SECRET not in Path(f"/proc/{child}/environ").read_text()
     for front_end in daemon.front_ends():
         assert "NoNewPrivs:\t1" in Path(f"/proc/{front_end}/status").read_text()
+
+
+STARTS_A_THREAD = """
+import sys, threading
+if "appliance.frontend.zygote" in sys.orig_argv and sys.orig_argv[-1] != "bare":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+def test_a_library_that_starts_threads(checkpoints: Path, tmp_path: Path) -> None:
+    """Front ends are served all the same, and so are guides: each imports for itself. On the first
+    machine with a GPU some package of its environment did so, and no front end ever came."""
+    (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)
+    bind = f"127.0.0.1:{free_port()}"
+    text = write_config(checkpoints, [MODEL], bind=bind, instances=1).read_text()
+    file = tmp_path / "appliance.toml"
+    file.write_text(text.replace("[api]\n", "[api]\nprocesses = 1\n"))
+    log = tmp_path / "daemon.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "appliance", "serve", "--config", str(file)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Yes or no?"}],
+        "structured_outputs": {"choice": ["yes", "no"]},
+        "max_tokens": 16,
+    }
+    try:
+        until(lambda: process.poll() is not None or _is_up(f"http://{bind}"))
+        assert process.poll() is None, log.read_text()[-4000:]
+        answer = httpx.post(f"http://{bind}{CHAT}", json=body, timeout=PATIENCE_SECONDS)
+    finally:
+        process.terminate()
+        try:
+            process.wait(PATIENCE_SECONDS)
+        finally:
+            process.kill()
+
+    assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no")
+    said = log.read_text()
+    assert said.count("started threads (") == 1
+    assert "Traceback" not in said
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=PATIENCE_SECONDS).is_success
+    except httpx.TransportError:
+        return False
