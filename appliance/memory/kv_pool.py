@@ -24,6 +24,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import ceil, gcd, lcm
 from typing import Final, Protocol
 
@@ -34,6 +35,9 @@ BLOCK_TOKENS: Final = 32
 
 # Address space beyond what the pool can hold, for groups that are only partly used.
 SLACK: Final = 1.25
+
+WASTE: Final = 0.05
+MOST_SLABS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,12 @@ class KvGeometry:
         pool_slabs: int,
         least_blocks: int,
     ) -> KvGeometry:
-        """The smallest groups that always hold a block, in a range that outgrows the pool.
+        """The smallest groups that always hold a block, in a range that outgrows the pool. Where
+        all layers are one, as on a GPU, the smallest of those that waste next to nothing.
 
         `least_blocks` are addressable whatever the pool's size.
         """
-        extent_slabs = -(-layer_block_bytes // slab_bytes)
-        while not (blocks := _fewest_blocks(extent_slabs * slab_bytes, layer_block_bytes)):
-            extent_slabs += 1
+        extent_slabs, blocks = _extent(layer_block_bytes, slab_bytes, sparing=layers == 1)
         groups = max(ceil(SLACK * pool_slabs / (layers * extent_slabs)), -(-least_blocks // blocks))
         # Layers begin on slab boundaries, and hold a whole number of blocks.
         unit = lcm(slab_bytes, layer_block_bytes)
@@ -102,6 +105,12 @@ class KvGeometry:
     def group_of(self, block: int) -> int:
         return block * self.layer_block_bytes // (self.extent_slabs * self.slab_bytes)
 
+    def null_slots(self) -> list[int]:
+        """The slots in which block 0 lies, in every layer: a part of group 0."""
+        per_layer = self.layer_bytes // self.slab_bytes
+        slabs = -(-self.layer_block_bytes // self.slab_bytes)
+        return [layer * per_layer + slab for layer in range(self.layers) for slab in range(slabs)]
+
     def slots_of(self, group: int) -> list[int]:
         """The slots of the address range that a group covers, in every layer."""
         per_layer = self.layer_bytes // self.slab_bytes
@@ -110,6 +119,24 @@ class KvGeometry:
             for layer in range(self.layers)
             for slab in range(self.extent_slabs)
         ]
+
+
+def _extent(block_bytes: int, slab_bytes: int, *, sparing: bool) -> tuple[int, int]:
+    """Slabs of a group in one layer, and the blocks that each such group holds at least.
+
+    The smallest that holds one. If `sparing`, the smallest that wastes at most `WASTE` of its
+    bytes, or, if there is none up to `MOST_SLABS`, the one that wastes least.
+    """
+    least = -(-block_bytes // slab_bytes)
+    best: tuple[float, int, int] | None = None
+    for slabs in count(least):
+        blocks = _fewest_blocks(slabs * slab_bytes, block_bytes)
+        wasted = 1 - blocks * block_bytes / (slabs * slab_bytes)
+        if blocks and (best is None or wasted < best[0]):
+            best = (wasted, slabs, blocks)
+        if best is not None and (not sparing or best[0] <= WASTE or slabs >= MOST_SLABS):
+            return best[1:]
+    raise AssertionError("a range without end has ended")
 
 
 def _fewest_blocks(extent: int, block: int) -> int:
