@@ -42,10 +42,11 @@ class Region:
         self.address = address
         self._arena = arena
         self._slabs: dict[int, int] = {}  # slot -> slab; guarded by the arena's lock
+        self._aside: set[int] = set()  # slots among these that the slab is not mapped under yet
 
     @property
     def mapped(self) -> int:
-        """Slots that have a slab."""
+        """Slots that have a slab, or one put aside."""
         return len(self._slabs)
 
     def slot_address(self, slot: int) -> int:
@@ -59,8 +60,18 @@ class Region:
         """
         self._arena._map(self, slots)
 
+    def set_aside(self, slots: Sequence[int]) -> None:
+        """Take free slabs for these slots, all of them or none, to be put under them by
+        `map_aside`. To everyone else they are mapped from now on. Raises as `map` does."""
+        self._arena._set_aside(self, slots)
+
+    def map_aside(self, slots: Iterable[int]) -> None:
+        """Put the slabs there that were set aside for these slots. Raises `ValueError` for a slot
+        that none is set aside for, `OSError` when the system refuses."""
+        self._arena._map_aside(self, list(slots))
+
     def unmap(self, slots: Iterable[int]) -> None:
-        """Give the slabs under these slots back. Raises `ValueError` for a slot without one."""
+        """Give the slabs of these slots back. Raises `ValueError` for a slot without one."""
         self._arena._unmap(self, list(slots))
 
     def release(self) -> None:
@@ -135,27 +146,50 @@ class Arena:
 
     def _map(self, region: Region, slots: Sequence[int]) -> None:
         with self._lock:
-            if len(set(slots)) != len(slots):
-                raise ValueError(f"{region.owner} names a slot twice")
-            for slot in slots:
-                if not 0 <= slot < region.slots or slot in region._slabs:
-                    raise ValueError(f"slot {slot} of {region.owner} cannot be mapped")
-            if len(slots) > len(self._free):
-                raise PoolExhausted(
-                    f"{region.owner} needs {len(slots)} slabs, {len(self._free)} are free"
-                )
-            slabs = self._free.take(len(slots))
+            self._take(region, slots)
             try:
-                for first, slab, count in _runs(slots, slabs):
-                    self.vmm.map(region.slot_address(first), slab, count)
-                    region._slabs.update((first + i, slab + i) for i in range(count))
-                    self._fill_poison(region, range(first, first + count))
+                self._put(region, slots)
             except BaseException:
-                mapped = [slot for slot in slots if slot in region._slabs]
-                self._free.give(set(slabs) - {region._slabs[slot] for slot in mapped})
-                self._give_back(region, mapped)
+                self._give_back(region, slots)
                 raise
-            self._high_water = max(self._high_water, self.slabs - len(self._free))
+            self._note_high_water()
+
+    def _set_aside(self, region: Region, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._take(region, slots)
+            self._note_high_water()
+
+    def _map_aside(self, region: Region, slots: Sequence[int]) -> None:
+        with self._lock:
+            for slot in slots:
+                if slot not in region._aside:
+                    raise ValueError(f"no slab is set aside for slot {slot} of {region.owner}")
+            self._put(region, slots)
+
+    def _take(self, region: Region, slots: Sequence[int]) -> None:
+        """Set free slabs aside for these slots, all or none."""
+        if len(set(slots)) != len(slots):
+            raise ValueError(f"{region.owner} names a slot twice")
+        for slot in slots:
+            if not 0 <= slot < region.slots or slot in region._slabs:
+                raise ValueError(f"slot {slot} of {region.owner} cannot be mapped")
+        if len(slots) > len(self._free):
+            raise PoolExhausted(
+                f"{region.owner} needs {len(slots)} slabs, {len(self._free)} are free"
+            )
+        region._slabs.update(zip(slots, self._free.take(len(slots)), strict=True))
+        region._aside.update(slots)
+
+    def _note_high_water(self) -> None:
+        self._high_water = max(self._high_water, self.slabs - len(self._free))
+
+    def _put(self, region: Region, slots: Sequence[int]) -> None:
+        """Map the slabs that are set aside for these slots."""
+        slabs = [region._slabs[slot] for slot in slots]
+        for first, slab, count in _runs(slots, slabs):
+            self.vmm.map(region.slot_address(first), slab, count)
+            region._aside.difference_update(range(first, first + count))
+            self._fill_poison(region, range(first, first + count))
 
     def _unmap(self, region: Region, slots: list[int]) -> None:
         with self._lock:
@@ -167,7 +201,10 @@ class Arena:
             self._give_back(region, slots)
 
     def _give_back(self, region: Region, slots: Iterable[int]) -> None:
-        ordered = sorted(slots)
+        aside = region._aside.intersection(slots)
+        region._aside -= aside
+        self._free.give(region._slabs.pop(slot) for slot in aside)
+        ordered = sorted(set(slots) - aside)
         for first, _, count in _runs(ordered, ordered):
             self.vmm.unmap(region.slot_address(first), count)
             self._free.give(region._slabs.pop(first + i) for i in range(count))

@@ -31,6 +31,10 @@ from appliance.memory.transfers import Transfer, TransferCancelled, TransferKind
 
 ALIGNMENT: Final = 256
 
+MAPPED_AHEAD_BYTES: Final = 64 << 20
+"""What is mapped at one go, just before it is copied. A GPU's driver takes half as long to map a
+GiB of slabs of 2 MiB as a link to copy it, so the copy must not wait for all of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -177,18 +181,20 @@ class DeviceWeights:
         self._master = master
 
     def begin_load(self) -> Transfer:
-        """Map the region and start to bring the image in, unless that was done already.
+        """Take slabs for the region and start to bring the image in, unless that was done already.
+        They are mapped by the thread that copies, just before each part of the image.
 
-        Raises `PoolExhausted` with nothing mapped.
+        Raises `PoolExhausted` with nothing taken.
         """
         if self._transfer is not None:
             return self._transfer
-        self.region.map(range(self.region.slots))
         if self._master is None:
+            self.region.map(range(self.region.slots))
             self._transfer = self._new_transfer(self.region.owner)
             self._swapper.follow(self._transfer)
             threading.Thread(target=self._read_files, args=(self._transfer,), daemon=True).start()
         else:
+            self.region.set_aside(range(self.region.slots))
             self._transfer = self._swapper.start(
                 TransferKind.WEIGHTS,
                 self.region.owner,
@@ -242,11 +248,18 @@ class DeviceWeights:
                 transfer.land(size)
 
     def _copies(self, master: Image) -> Iterator[Copy]:
-        """From the master image to the region, first byte to last."""
-        address = self.region.address
-        for source, nbytes in master.parts(0, self.layout.nbytes):
-            yield Copy(address, source, nbytes)
-            address += nbytes
+        """From the master image to the region, first byte to last, each part of which is mapped
+        when it is asked for."""
+        step = max(1, MAPPED_AHEAD_BYTES // self._slab_bytes)
+        for first in range(0, self.region.slots, step):
+            slots = range(first, min(first + step, self.region.slots))
+            self.region.map_aside(slots)
+            start = first * self._slab_bytes
+            size = min(len(slots) * self._slab_bytes, self.layout.nbytes - start)
+            address = self.region.address + start
+            for source, nbytes in master.parts(start, size):
+                yield Copy(address, source, nbytes)
+                address += nbytes
 
 
 class _Staging(Transfer):

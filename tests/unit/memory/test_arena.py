@@ -27,31 +27,49 @@ class ArenaMachine(RuleBasedStateMachine):
         self.vmm = RecordingVmm(12)
         self.arena = Arena(self.vmm)
         self.mapped: dict[Region, set[int]] = {}
+        self.aside: dict[Region, set[int]] = {}
         self.most = 0
 
     @rule(target=regions, slots=st.integers(1, 9), owner=st.sampled_from("ab"))
     def reserve(self, slots: int, owner: str) -> Region:
         region = self.arena.reserve(owner, slots)
         self.mapped[region] = set()
+        self.aside[region] = set()
         return region
 
-    @rule(region=regions, slots=st.sets(st.integers(-1, 9), max_size=6))
-    def map(self, region: Region, slots: set[int]) -> None:
+    @rule(
+        region=regions,
+        slots=st.sets(st.integers(-1, 9), max_size=6),
+        aside=st.booleans(),
+    )
+    def map(self, region: Region, slots: set[int], aside: bool) -> None:
+        take = region.set_aside if aside else region.map
         legal = slots <= set(range(region.slots)) - self.mapped[region]
         room = len(slots) <= 12 - self.held
         if legal and room:
-            region.map(sorted(slots))
+            take(sorted(slots))
             self.mapped[region] |= slots
+            self.aside[region] |= slots if aside else set()
             self.most = max(self.most, self.held)
         else:
             with pytest.raises(PoolExhausted if legal else ValueError):
-                region.map(sorted(slots))
+                take(sorted(slots))
+
+    @rule(region=regions, slots=st.sets(st.integers(-1, 9), max_size=6))
+    def map_aside(self, region: Region, slots: set[int]) -> None:
+        if slots <= self.aside[region]:
+            region.map_aside(sorted(slots))
+            self.aside[region] -= slots
+        else:
+            with pytest.raises(ValueError, match="no slab is set aside"):
+                region.map_aside(sorted(slots))
 
     @rule(region=regions, slots=st.sets(st.integers(-1, 9), max_size=6))
     def unmap(self, region: Region, slots: set[int]) -> None:
         if slots <= self.mapped[region]:
             region.unmap(sorted(slots))
             self.mapped[region] -= slots
+            self.aside[region] -= slots
         else:
             with pytest.raises(ValueError, match="has no slab"):
                 region.unmap(sorted(slots))
@@ -60,6 +78,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def release(self, region: Region) -> None:
         region.release()
         del self.mapped[region]
+        del self.aside[region]
 
     @property
     def held(self) -> int:
@@ -70,11 +89,13 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.check_integrity()
         usage = self.arena.usage()
         assert usage.pop("free") == self.arena.free == 12 - self.held
-        assert sum(usage.values()) == self.held == len(self.vmm.placed)
+        aside = sum(map(len, self.aside.values()))
+        assert sum(usage.values()) == self.held == len(self.vmm.placed) + aside
         assert self.arena.high_water == self.most
         for region, slots in self.mapped.items():
             assert region.mapped == len(slots)
-            assert {region.slot_address(slot) for slot in slots} <= set(self.vmm.placed)
+            there = slots - self.aside[region]
+            assert {region.slot_address(slot) for slot in there} <= set(self.vmm.placed)
 
 
 TestArenaMachine = ArenaMachine.TestCase
@@ -94,6 +115,26 @@ def test_failure_half_way_maps_nothing() -> None:
     assert list(vmm.placed) == [region.slot_address(4)]
     assert arena.free == 8
     assert region.mapped == 1
+    arena.check_integrity()
+
+
+def test_what_is_set_aside_waits_for_its_mapping() -> None:
+    """A system that refuses one leaves it set aside: it can be given back without having been
+    mapped, and nobody else gets it before."""
+    vmm = RecordingVmm(6, fail_after=2)
+    arena = Arena(vmm)
+    region, other = arena.reserve("a", 6), arena.reserve("b", 6)
+    region.set_aside(range(5))
+    region.map_aside([0, 1])
+
+    with pytest.raises(OSError, match="ENOMEM"):
+        region.map_aside([2, 4])  # the second of two calls
+
+    assert [region.slot_address(slot) for slot in (0, 1, 2)] == list(vmm.placed)
+    with pytest.raises(PoolExhausted):
+        other.map([0, 1])
+    region.unmap(range(5))
+    assert (vmm.placed, arena.free, arena.high_water) == ({}, 6, 5)
     arena.check_integrity()
 
 

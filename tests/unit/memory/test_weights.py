@@ -177,6 +177,35 @@ def test_load_brings_a_scattered_image(bench: Bench) -> None:
     assert weights.transfer is None
 
 
+def test_weights_are_mapped_as_they_are_copied(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slabs are taken at once, so that nobody else gets them; each part is mapped when the
+    copies before it have been handed out."""
+    monkeypatch.setattr("appliance.memory.weights.MAPPED_AHEAD_BYTES", PAGE)
+    bench.weights.store([6 * PAGE, 0, 3 * PAGE], fill=True)
+    steps: list[str] = []
+    map_slab = bench.arena.vmm.map
+
+    def noted(address: int, slab: int, count: int = 1) -> None:
+        steps.append(f"map {count}")
+        map_slab(address, slab, count)
+
+    monkeypatch.setattr(bench.arena.vmm, "map", noted)
+    region = bench.weights.region
+    region.set_aside(range(region.slots))
+    assert (bench.arena.free, steps) == (1, [])
+    assert bench.weights.master is not None
+
+    for copy in bench.weights._copies(bench.weights.master):
+        mapping.copy(copy.destination, copy.source, copy.nbytes)
+        steps.append("copy")
+
+    assert steps == ["map 1", "copy"] * 3
+    assert bench.on_device() == bench.content
+    region.unmap(range(region.slots))
+
+
 def test_an_image_of_another_instance_is_not_filled(bench: Bench) -> None:
     """What lies in the tier is what comes onto the device."""
     for page, offset in enumerate((6 * PAGE, 0, 3 * PAGE)):
