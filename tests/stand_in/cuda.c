@@ -21,13 +21,16 @@
 
 enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        ALREADY_MAPPED = 208, NOT_MAPPED = 211, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
-       ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
+       ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
+       CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, ILLEGAL_STATE = 401 };
 static const struct { int code; const char *name, *why; } NAMES[] = {
   {OK, "CUDA_SUCCESS", "no error"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
   {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
   {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
   {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-  {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}};
+  {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+  {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
+  {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"}};
 
 typedef uint64_t u64;
 #define GRANULARITY ((u64)2 << 20)
@@ -49,6 +52,17 @@ static Mapping mappings[65536];
 static int n_ranges, n_pinned, n_mappings, sticky, initialised, retained;
 static u64 budget = (u64)1 << 30, taken, live_handles, live_streams, live_events;
 static __thread void *current;
+// One capture at a time. What it forbids is forbidden to the thread that captures, and to all others
+// if its mode is global, unless a thread's own mode is relaxed; such a call spoils the capture.
+enum { GLOBAL, THREAD_LOCAL, RELAXED };
+static struct { Stream *stream; pthread_t thread; int mode, spoilt; } capture;
+static __thread int thread_mode;
+static int forbidden(void) {
+  if (!capture.stream || capture.mode == RELAXED || thread_mode == RELAXED) return 0;
+  int mine = pthread_equal(capture.thread, pthread_self());
+  if (!mine && (capture.mode == THREAD_LOCAL || thread_mode == THREAD_LOCAL)) return 0;
+  return capture.spoilt = 1;
+}
 
 // Failures: the n-th call of a name from now on returns a code.
 static struct { char name[64]; int in, code; } failing[16];
@@ -65,6 +79,7 @@ static int injected(const char *name) {
   int code = !initialised ? NOT_INITIALIZED : sticky ? sticky : context && !current ? INVALID_CONTEXT : injected(name); \
   if (code) goto end;
 #define FAIL(error) do { code = error; goto end; } while (0)
+#define NO_CAPTURE if (forbidden()) FAIL(CAPTURE_UNSUPPORTED);
 #define END end: pthread_mutex_unlock(&lock); return code
 
 static u64 now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1000000000ull + t.tv_nsec; }
@@ -201,10 +216,24 @@ int cuMemUnmap(u64 p, u64 n) {
 
 int cuStreamCreate(Stream **s, unsigned flags) { CALL("cuStreamCreate", 1) *s = calloc(1, sizeof **s); live_streams++; END; }
 int cuStreamDestroy(Stream *s) { CALL("cuStreamDestroy", 1) code = settle(s, s->given); live_streams--; END; }  // kept: events name it
-int cuStreamSynchronize(Stream *s) { CALL("cuStreamSynchronize", 1) s = line(s); code = settle(s, s->given); END; }
+int cuStreamSynchronize(Stream *s) { CALL("cuStreamSynchronize", 1) NO_CAPTURE s = line(s); code = settle(s, s->given); END; }
 int cuStreamWaitEvent(Stream *s, Event *e, unsigned flags) {
   CALL("cuStreamWaitEvent", 1)
   if (e->stream) { Op *op = put(line(s), WAIT); op->other = e->stream, op->seq = e->seq; }  // else never recorded: no wait
+  END;
+}
+int cuThreadExchangeStreamCaptureMode(int *mode) { CALL("cuThreadExchangeStreamCaptureMode", 0) int before = thread_mode; thread_mode = *mode; *mode = before; END; }
+int cuStreamBeginCapture(Stream *s, int mode) {
+  CALL("cuStreamBeginCapture", 1)
+  if (!s || s == LEGACY || capture.stream) FAIL(ILLEGAL_STATE);
+  capture.stream = s, capture.thread = pthread_self(), capture.mode = mode, capture.spoilt = 0;
+  END;
+}
+int cuStreamEndCapture(Stream *s, void **graph) {
+  CALL("cuStreamEndCapture", 1)
+  if (capture.stream != s) FAIL(ILLEGAL_STATE);
+  capture.stream = 0, *graph = 0;
+  if (capture.spoilt) FAIL(CAPTURE_INVALIDATED);
   END;
 }
 int cuEventCreate(Event **e, unsigned flags) {
@@ -215,8 +244,8 @@ int cuEventCreate(Event **e, unsigned flags) {
 }
 int cuEventDestroy(Event *e) { CALL("cuEventDestroy", 1) live_events--; END; }  // kept: what is in line names it
 int cuEventRecord(Event *e, Stream *s) { CALL("cuEventRecord", 1) s = line(s); put(s, MARK)->event = e; e->stream = s, e->seq = s->given; END; }
-int cuEventSynchronize(Event *e) { CALL("cuEventSynchronize", 1) if (e->stream) code = settle(e->stream, e->seq); END; }
-int cuEventQuery(Event *e) { CALL("cuEventQuery", 1) if (e->stream) code = advance(e->stream, e->seq); END; }
+int cuEventSynchronize(Event *e) { CALL("cuEventSynchronize", 1) NO_CAPTURE if (e->stream) code = settle(e->stream, e->seq); END; }
+int cuEventQuery(Event *e) { CALL("cuEventQuery", 1) NO_CAPTURE if (e->stream) code = advance(e->stream, e->seq); END; }
 int cuEventElapsedTime(float *ms, Event *from, Event *to) {
   CALL("cuEventElapsedTime", 1)
   if (!from->stream || !to->stream || (from->flags & 2) || (to->flags & 2)) FAIL(INVALID_HANDLE);
@@ -249,12 +278,14 @@ int cuMemcpy2DAsync(const Area *a, Stream *s) {
 }
 int cuMemHostRegister(void *p, u64 n, unsigned flags) {
   CALL("cuMemHostRegister", 1)
+  NO_CAPTURE
   for (int i = 0; i < n_pinned; i++) if ((u64)p < pinned[i].start + pinned[i].n && pinned[i].start < (u64)p + n) FAIL(ALREADY_REGISTERED);
   pinned[n_pinned++] = (Range){(u64)p, n};
   END;
 }
 int cuMemHostUnregister(void *p) {
   CALL("cuMemHostUnregister", 1)
+  NO_CAPTURE
   Range *range = in(pinned, n_pinned, (u64)p);
   if (!range || range->start != (u64)p) FAIL(NOT_REGISTERED);
   *range = pinned[--n_pinned];
@@ -278,6 +309,7 @@ void standin_hold(Stream *s, int held) {
 void standin_reset(u64 bytes) {  // a new driver, as far as failures and the budget go
   pthread_mutex_lock(&lock);
   memset(failing, 0, sizeof failing);
+  capture.stream = 0;
   sticky = 0, calls_end = 0, calls[0] = 0, legacy.held = 0;
   if (bytes) budget = bytes;
   pthread_mutex_unlock(&lock);

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -61,12 +63,35 @@ class CudaContext:
         """
         call("cuCtxSetCurrent", self._handle)
 
+    def adopt_thread(self) -> None:
+        """As `use`, once, for a thread of its own that captures no graph: it goes on as it would
+        while another thread captures one."""
+        self.use()
+        call("cuThreadExchangeStreamCaptureMode", _relaxed_mode())
+
     def close(self) -> None:
         """Let go of it; idempotent. It lives on while another user needs it."""
         with self._closing:
             if self._handle is not None:
                 self._handle = None
                 call("cuDevicePrimaryCtxRelease", self._ordinal)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Within, this thread may call what CUDA forbids while a graph is captured, by it or others.
+
+    vLLM captures in the mode in which such a call of any thread fails and spoils the graph.
+    """
+    before = call("cuThreadExchangeStreamCaptureMode", _relaxed_mode())
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
+def _relaxed_mode() -> Any:
+    return driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def _check(bindings: Any, name: str, result: tuple[Any, ...], of: str) -> Any:

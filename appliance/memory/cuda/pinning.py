@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
+from appliance.memory import mapping
 from appliance.memory.cuda.driver import CudaContext, CudaError, call, driver
 from appliance.memory.streams import Copy
 
@@ -70,13 +71,16 @@ class HostPinning:
 
     def _pin(self) -> None:
         try:
-            self._context.use()
+            self._context.adopt_thread()
             # Portable: whatever context of this process copies from it finds it locked.
             portable = driver().CU_MEMHOSTREGISTER_PORTABLE
             for start in range(0, self.nbytes, self._chunk_bytes):
                 if self._stopping:
                     return
                 size = min(self._chunk_bytes, self.nbytes - start)
+                # While the driver makes pages itself, 2 GB of them a second, all other calls wait.
+                with contextlib.suppress(OSError):  # of a kernel that does not know how
+                    mapping.populate(self._address + start, size)
                 where = f"{size} bytes, {start} into the host tier"
                 call("cuMemHostRegister", self._address + start, size, portable, of=where)
                 self.pinned_bytes = start + size

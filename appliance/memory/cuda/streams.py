@@ -180,7 +180,7 @@ class CudaStream:
 
     def _issue_all(self) -> None:
         with contextlib.suppress(CudaError):  # what is broken shows with the first transfer
-            self._context.use()
+            self._context.adopt_thread()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._line or self._closed)
@@ -254,7 +254,7 @@ class CudaStream:
 
     def _land_all(self) -> None:
         with contextlib.suppress(CudaError):
-            self._context.use()
+            self._context.adopt_thread()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._marks)

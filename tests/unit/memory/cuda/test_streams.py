@@ -409,6 +409,28 @@ def test_the_host_tier_is_pinned_in_chunks(device: Device) -> None:
     device.vmm.copy(device.base, device.at(100), nbytes)
 
 
+def test_neither_pinning_nor_copies_spoil_a_capture(device: Device) -> None:
+    """vLLM captures graphs in the mode that forbids calls to all threads; ours go on."""
+    pinning = device.vmm.register(device.at(0), 1 << 20)
+    pinning.wait()
+    call("cuStreamBeginCapture", device.compute, 0)
+    with pytest.raises(CudaError, match="CAPTURE_UNSUPPORTED from cuStreamSynchronize"):
+        call("cuStreamSynchronize", DEFAULT)  # of a thread that is not told to be relaxed
+    with pytest.raises(CudaError, match="CAPTURE_INVALIDATED from cuStreamEndCapture"):
+        call("cuStreamEndCapture", device.compute)
+
+    call("cuStreamBeginCapture", device.compute, 0)
+    late = device.vmm.register(device.at(2 << 20), 4 << 20, chunk_bytes=1 << 20)
+    moved = device.give(
+        device.first, TransferKind.WEIGHTS, Copy(device.base, device.at(0), 1 << 20)
+    )
+    late.wait()
+    moved.wait()
+    call("cuStreamEndCapture", device.compute)
+
+    assert late.pinned_bytes == 4 << 20
+
+
 def test_pinning_that_is_refused(device: Device) -> None:
     """What the driver will not lock stays usable, and the error is named."""
     device.driver.fail("cuMemHostRegister", 2, 2)
