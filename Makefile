@@ -13,7 +13,7 @@ COVERED := tests/unit/scheduling
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu test-clients fuzz chaos pins lint format generate results results-quick clean
+.PHONY: help install demo demo-plain-pip serve deb check test test-unit test-coverage test-frontend test-engine test-system test-deb test-top test-gpu gpu-lease test-clients fuzz chaos pins lint format generate results results-quick clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,10 @@ test-engine: $(VENV)/.dev ## Memory and engines on real vLLM
 
 test-gpu: $(VENV)/.dev ## What needs a real GPU; not part of `make test` (docs/gpu.md)
 	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m pytest -q tests/gpu_engines
+
+gpu-lease: $(VENV)/.dev ## What a borrowed GPU is to measure, section by section (docs/gpu.md)
+	$(BIN)/python benchmarks/gpu_lease.py --list
 
 test-system: $(VENV)/.dev ## The whole appliance
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder \

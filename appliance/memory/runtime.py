@@ -52,10 +52,14 @@ class RuntimeMemory:
         region.release()
 
     def charge(self, slabs: int) -> None:
-        """Count slabs that the runtime maps elsewhere for good. Raises `PoolExhausted`."""
+        """Count slabs that are mapped elsewhere, until `discharge`. Raises `PoolExhausted`."""
         if self.used + slabs > self.slabs:
             raise PoolExhausted(
                 f"{slabs} more slabs for activations, workspaces and CUDA graphs: {self.used} of "
                 f"{self.slabs} are in use; set devices.runtime to more"
             )
         self.used += slabs
+
+    def discharge(self, slabs: int) -> None:
+        """Count slabs no longer that `charge` counted."""
+        self.used -= slabs

@@ -299,6 +299,36 @@ def test_a_mixed_step_that_fails(
     assert [outputs["r"], outputs["p"]] == plain_vllm(MODEL, list(words.values()), [SEEDED] * 2)
 
 
+def test_nothing_is_unmapped_while_it_may_be_computed(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU may still be at a step that failed half way, or empty the blocks of a prompt that has
+    begun. A CPU is not, but is asked as well."""
+    engine, region = box.engine, box.engine._cache.region
+    events: list[str] = []
+    unmap = region.unmap
+    monkeypatch.setattr(engine._device, "settle", lambda: events.append("settle"))
+    monkeypatch.setattr(region, "unmap", lambda slots: (events.append("unmap"), unmap(slots)))
+    box.add("p", prompt(70))
+    engine.begin_prefill("p", PLENTY)
+    engine.forget("p")
+    engine.trim(0)
+    forgotten = events[:]
+    del events[:]
+
+    box.add("f", prompt(70))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._core.model_executor, "execute_model", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.prefill("f", PLENTY)
+    engine.trim(0)
+    engine.forget("f")
+
+    for seen in (forgotten, events):
+        assert "unmap" in seen
+        assert "settle" in seen[: seen.index("unmap")]
+
+
 def test_wrong_calls_are_refused(box: Box) -> None:
     """Calls out of order raise before anything is touched."""
     engine = box.engine

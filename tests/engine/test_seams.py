@@ -116,17 +116,19 @@ def test_preemption_is_impossible(house: House) -> None:
 
 
 def test_sampler_draws_one_integer_per_token() -> None:
-    """`seeded_generator` replays what vLLM's CPU sampler takes from a request's generator."""
+    """A request that resumes has its generator in the state that vLLM's CPU sampler left it in."""
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from appliance.engines.vllm.device import HostDevice
 
     source = inspect.getsource(TopKTopPSampler.forward_cpu)
     assert "seeds[i] = torch.randint(\n                0, 2**31, (1,), generator=gen" in source
     sampler = TopKTopPSampler()
-    used, replayed = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+    used = torch.Generator().manual_seed(9)
     for _ in range(3):
         sampler(torch.zeros(1, 64), {0: used}, None, None)
-        torch.randint(0, 2**31, (1,), generator=replayed, dtype=torch.long)
+    replayed = HostDevice().generator(9, 3, 64)
     assert torch.equal(used.get_state(), replayed.get_state())
 
 

@@ -19,13 +19,13 @@ __all__ = ["floor"]
 
 class TestVmm(VmmConformance):
     def test_the_driver_knows_what_is_mapped(self, bench: Bench) -> None:
-        """Mapping twice, and unmapping nothing, are the driver's errors."""
+        """Mapping twice is the driver's error. Unmapping nothing is not: CUDA 13 ignores it."""
         vmm = bench.vmm(2)
         base = vmm.reserve(2 * SLAB)
         vmm.map(base, 0)
-        for wrong in (lambda: vmm.map(base, 1), lambda: vmm.unmap(base + SLAB)):
-            with pytest.raises(CudaError, match=r"^CUDA_ERROR_\w+ from cuMem"):
-                wrong()
+        with pytest.raises(CudaError, match=r"^CUDA_ERROR_\w+ from cuMem"):
+            vmm.map(base, 1)
+        vmm.unmap(base + SLAB)
         vmm.release(base, 2 * SLAB)
 
     def test_a_size_below_the_granularity(self, bench: Bench) -> None:

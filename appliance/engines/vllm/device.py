@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -41,6 +41,19 @@ class Device(Protocol):
         """What is computed from now on comes after these bytes of a transfer: the first `nbytes`,
         or all. Raises `TransferFailed` if it is known that they will not arrive."""
 
+    def settle(self) -> None:
+        """Return when nothing that was given to the device to compute is under way: what it
+        touches may be unmapped."""
+
+    def generator(self, seed: int, tokens_drawn: int, vocabulary: int) -> torch.Generator:
+        """What a request draws from after `tokens_drawn` tokens of so many, with vLLM's sampler of
+        the device. Raises `ValueError` for a seed that is beyond 64 bits."""
+        ...
+
+    def retired(self, null_blocks: Sequence[int]) -> None:
+        """An engine has given back its addresses. The `null_blocks` were the slots of its KV cache
+        in which vLLM's null block lies."""
+
 
 class HostDevice:
     """The CPU. Addresses are the process's own, and a wait blocks its thread."""
@@ -58,3 +71,26 @@ class HostDevice:
 
     def wait(self, transfer: Transfer, nbytes: int | None = None) -> None:
         transfer.wait(nbytes)
+
+    def settle(self) -> None:
+        """Compute is over when its call returns."""
+
+    def generator(self, seed: int, tokens_drawn: int, vocabulary: int) -> torch.Generator:
+        """vLLM's CPU sampler draws one integer for each token, as here."""
+        generator = seeded("cpu", seed)
+        for _ in range(tokens_drawn):
+            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        return generator
+
+    def retired(self, null_blocks: Sequence[int]) -> None:
+        """The null block has no memory."""
+
+
+def seeded(device: str, seed: int) -> torch.Generator:
+    """A generator before its first draw. Raises `ValueError` for a seed that is beyond 64 bits."""
+    generator = torch.Generator(device=device)
+    try:
+        generator.manual_seed(seed)
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"seed {seed} is beyond 64 bits") from error
+    return generator

@@ -12,7 +12,9 @@ The CUDA context, kernels and what libraries take past torch lie outside, too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import inspect
 import logging
 import math
@@ -22,13 +24,17 @@ from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.workspace import reset_workspace_manager
 
+from appliance.engines.vllm.device import seeded
+from appliance.engines.vllm.kv.placement import KvPlacement
 from appliance.engines.vllm.seams import SeamMoved
 from appliance.memory.arena import Arena, PoolExhausted, Region
-from appliance.memory.cuda.driver import call, driver
+from appliance.memory.cuda.driver import CudaError, call, relaxed_capture
 from appliance.memory.cuda.scratch import Scratch
 from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.runtime import RuntimeMemory
@@ -42,6 +48,9 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (Worker.compile_or_warm_up_model, ()),
     (Worker._get_cudagraph_capture_context, ()),
     (Worker._init_workspace_and_model_runner, ()),
+    (Worker.execute_model, ("scheduler_output",)),
+    (parallel_state.graph_capture, ("device",)),
+    (parallel_state.GraphCaptureContext, ("stream",)),
     (GPUModelRunner.initialize_kv_cache, ("kv_cache_config", "is_profiling")),
 )
 
@@ -82,6 +91,7 @@ class CudaDevice:
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(stream)
         vmm.compute_stream = stream.cuda_stream
+        self._capture_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # Kept: torch has the bare addresses of the two functions.
         self._functions = (_Malloc(self._malloc), _Free(self._free))
         entries = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self._functions]
@@ -89,6 +99,9 @@ class CudaDevice:
         self._pool = torch.cuda.MemPool(self._allocator)
         self._graphs = torch.cuda.MemPool(self._allocator)
         type(current_platform)._global_graph_pool = self._graphs.id
+        self._leaving: list[int] = []
+        """Addresses that torch has given back, which the device may still use."""
+        self._draws: dict[int, int] = {}
         self._using: AbstractContextManager[None] | None = None
         self._enter()
 
@@ -102,39 +115,87 @@ class CudaDevice:
         """The compute stream waits, this thread only until the copy is in line."""
         self._vmm.compute_waits(transfer, nbytes)
 
+    def settle(self) -> None:
+        # After an error that broke the context nothing computes any more.
+        with contextlib.suppress(CudaError):
+            call("cuStreamSynchronize", self._vmm.compute_stream)
+
+    def generator(self, seed: int, tokens_drawn: int, vocabulary: int) -> torch.Generator:
+        """vLLM draws a row of noise for each token, in whose state (Philox) only an offset moves,
+        always by as much."""
+        generator = seeded(f"cuda:{self._index}", seed)
+        if tokens_drawn:
+            generator.set_offset(tokens_drawn * self._draw(vocabulary))
+        return generator
+
+    def _draw(self, vocabulary: int) -> int:
+        """By how much the offset moves for a token: measured once for a vocabulary."""
+        if vocabulary not in self._draws:
+            measured = seeded(f"cuda:{self._index}", 0)
+            row = torch.empty(vocabulary, dtype=torch.float32, device=measured.device)
+            row.exponential_(generator=measured)
+            self._draws[vocabulary] = measured.get_offset()
+        return self._draws[vocabulary]
+
+    def retired(self, null_blocks: Sequence[int]) -> None:
+        """Collects what was the engine's at once, on this thread: a tensor that another thread
+        collects waits for torch's allocator, which may wait for the interpreter. vLLM has exempted
+        its objects from collection."""
+        self.runtime.discharge(len(null_blocks))
+        reset_workspace_manager()  # the last engine's, which keeps its worker; all set their own
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        torch.cuda.empty_cache()
+
     @contextmanager
     def loading(self) -> Iterator[None]:
         """While vLLM builds a model: large empty tensors are scratch, and may not be kept."""
         try:
             with _OnScratch(self._scratch, self.bytes_at):
                 yield
-            torch.cuda.synchronize()
         finally:
-            self._scratch.release()
+            try:
+                torch.cuda.synchronize()
+            finally:
+                self._scratch.release()
+
+    def keep_null_block(self, placement: KvPlacement) -> None:
+        """Have memory under vLLM's null block for the engine's life: attention of a padded row, and
+        of the first runs, reads it. Raises `PoolExhausted`, `OSError`."""
+        slots = placement.geometry.null_slots()
+        self.runtime.charge(len(slots))
+        try:
+            placement.region.map(slots)
+        except BaseException:
+            self.runtime.discharge(len(slots))
+            raise
+        placement.null_block = slots
 
     @contextmanager
-    def warming_up(self, weights: Region, kv: Region, group: list[int]) -> Iterator[None]:
-        """While vLLM runs a model for the first time, with no weights there.
-
-        `group` are the slots of the KV cache in which vLLM's null block lies.
-        """
-        # Attention of a padded row, and of the first runs, reads the null block.
-        self.runtime.charge(len(group))
-        kv.map(group)
+    def warming_up(self, weights: Region) -> Iterator[None]:
+        """While vLLM runs a model for the first time, with no weights there."""
         with self._scratch.under(weights.address, weights.slots):
-            yield
-            torch.cuda.synchronize()
+            try:
+                yield
+            finally:
+                torch.cuda.synchronize()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Within, torch's own memory is in use, so that graphs get theirs from their own pool:
-        of two pools in use, torch takes from the first."""
+        of two pools in use, torch takes from the first. All engines capture on one stream: cuBLAS
+        takes 32 MiB for each that it is used on, and keeps them."""
+        on_any_stream = parallel_state.GraphCaptureContext
         self._leave()
         try:
+            parallel_state.GraphCaptureContext = lambda _: on_any_stream(self._capture_stream)
             yield
-        finally:
             torch.cuda.empty_cache()
+        finally:
+            parallel_state.GraphCaptureContext = on_any_stream
             self._enter()
+            self._let_go()
 
     def check_no_scratch(self, model: torch.nn.Module) -> None:
         """Raise `SeamMoved` if a buffer of the model was made of scrap."""
@@ -154,19 +215,28 @@ class CudaDevice:
     def _malloc(self, nbytes: int, device: int, stream: int | None) -> int | None:
         """Called by torch, which reports None as out of memory."""
         try:
-            with _relaxed():
+            with relaxed_capture():
                 return self.runtime.take(nbytes)
         except (PoolExhausted, OSError) as error:
             log.error("torch gets no memory: %s", error)
             return None
 
     def _free(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
+        self._leaving.append(address)
+        if torch.cuda.is_current_stream_capturing():
+            return  # to wait for the device would spoil the graph
         try:
-            with _relaxed():
-                call("cuCtxSynchronize")
-                self.runtime.give(address)
+            self._let_go()
         except (ValueError, OSError):
             log.exception("torch gives back what is not its own")
+
+    def _let_go(self) -> None:
+        """Raises `OSError`, `ValueError` for what was never given out."""
+        if self._leaving:
+            with relaxed_capture():
+                call("cuCtxSynchronize")
+                while self._leaving:
+                    self.runtime.give(self._leaving.pop())
 
 
 class _OnScratch(TorchFunctionMode):
@@ -192,17 +262,6 @@ class _OnScratch(TorchFunctionMode):
                 made = self._bytes_at(self._scratch.reserve(nbytes), nbytes).view(like.dtype)
                 return made.view(like.shape).requires_grad_(like.requires_grad)
         return func(*args, **named)
-
-
-@contextmanager
-def _relaxed() -> Iterator[None]:
-    """Within, this thread may map memory although a graph is being captured."""
-    relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
-    try:
-        yield
-    finally:
-        call("cuThreadExchangeStreamCaptureMode", before)
 
 
 def _check_seams() -> None:

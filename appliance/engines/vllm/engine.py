@@ -70,7 +70,7 @@ from appliance.engines.vllm.pooling import (
 )
 from appliance.engines.vllm.reasoning import ThinkingBudgets, parser_of
 from appliance.engines.vllm.runner_states import RunnerStates
-from appliance.engines.vllm.sampling import check_sampling, seeded_generator
+from appliance.engines.vllm.sampling import check_sampling
 from appliance.engines.vllm.scheduler import ParkedScheduler
 from appliance.engines.vllm.seams import check_seams
 from appliance.engines.vllm.weights import parameters
@@ -124,7 +124,9 @@ class VllmEngine:
         self._device = placement.device
         config = core.vllm_config.model_config
         self._vocabulary: int = config.get_vocab_size()
-        self._states = RunnerStates(self._runner, self._vocabulary, len(placement.tables))
+        self._states = RunnerStates(
+            self._runner, self._vocabulary, len(placement.tables), self._device
+        )
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
         self.kv = self._cache.shape
         self._placed = placement.placed
@@ -220,13 +222,19 @@ class VllmEngine:
 
     def retire(self) -> None:
         """What is left are vLLM's objects, which go when Python collects them, or with the
-        process."""
+        process. Nothing of this one may be used any more."""
         for request in list(self._scheduler.requests):
             self.forget(request)
-        self.evict_weights()
-        self._placed.weights.region.release()
-        self._cache.region.release()
-        _forget_checkpoints()
+        device, null_block = self._device, self._cache.null_block
+        try:
+            device.settle()
+            self.evict_weights()
+            self._placed.weights.region.release()
+            self._cache.region.release()
+        finally:
+            _forget_checkpoints()
+            vars(self).clear()
+            device.retired(null_block)
 
     def verify(self) -> Verdict:
         return self._placed.compare()
@@ -246,10 +254,9 @@ class VllmEngine:
             raise ValueError(f"request {name} is known already")
         asked = decode_request(sequence.body)
         self._check_prompt(asked, sequence)
-        params, generator = asked.sampling_params, None
+        params = asked.sampling_params
         if params is not None:
             self._check_sampling(params, sequence)
-            generator = seeded_generator(params, len(sequence.output))
         elif asked.pooling_params is not None:
             self._check_pooling(asked, sequence)
         request = Request(
@@ -268,8 +275,8 @@ class VllmEngine:
             request.append_output_token_ids(list(sequence.output))
         request.status = RequestStatus.RUNNING
         request.prefill_stats = None
+        self._states.add(sequence, asked)
         self._scheduler.requests[name] = request
-        self._states.add(sequence, asked, generator)
 
     def _check_prompt(self, asked: EngineCoreRequest, sequence: SequenceSpec) -> None:
         """Raises `ValueError`."""
@@ -316,6 +323,7 @@ class VllmEngine:
     def forget(self, request: RequestId) -> None:
         self._stepping = None
         self._cache.join(request)
+        self._device.settle()  # a prompt that has begun: its blocks are being emptied
         self._scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
         self._forget_state(request)
 
@@ -434,8 +442,9 @@ class VllmEngine:
         return known
 
     def _withdraw(self, request: Request) -> None:
-        """Nothing of the request is computed."""
+        """Nothing of the request is computed, and its blocks may be unmapped at once."""
         self._stepping = None
+        self._device.settle()  # a step that failed half way, or blocks that are being emptied
         self._scheduler.withdraw(request)
         self._states.withdraw(request)
 

@@ -43,25 +43,26 @@ class ReferenceModel(msgspec.Struct):
 
 
 class ReferenceTask(msgspec.Struct):
-    """What to compute, greedily."""
+    """What to compute, greedily, on the CPU or a GPU (``cuda:N``)."""
 
     checkpoints: list[ReferenceModel]
+    device: str = "cpu"
 
 
 def main() -> None:
     """Answer the task on standard input: a `ReferenceAnswer` per prompt of each model."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=ReferenceTask)
-    prepare_environment("auto")
+    prepare_environment("auto", task.device)
     # vLLM and its libraries write to standard output; it is kept for the answer.
     answer = os.dup(1)
     os.dup2(2, 1)
-    outputs = [_generate(checkpoint) for checkpoint in task.checkpoints]
+    outputs = [_generate(checkpoint, task.device) for checkpoint in task.checkpoints]
     os.write(answer, msgspec.json.encode(outputs))
     # vLLM's threads may outlast its engines; there is nothing left to do for them.
     os._exit(0)
 
 
-def _generate(checkpoint: ReferenceModel) -> list[ReferenceAnswer]:
+def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     if checkpoint.tensor_parallel > 1:
@@ -80,6 +81,8 @@ def _generate(checkpoint: ReferenceModel) -> list[ReferenceAnswer]:
         kv_cache_memory_bytes=256 << 20,
         max_num_seqs=8,
         tensor_parallel_size=checkpoint.tensor_parallel,
+        # vLLM wants to see so much of a GPU free, whatever it then takes; others may be at work.
+        **({} if device == "cpu" else {"gpu_memory_utilization": 0.1}),
     )
     prompts = [prompt.tokens or _rendered(checkpoint, prompt) for prompt in checkpoint.prompts]
     answers = llm.generate(

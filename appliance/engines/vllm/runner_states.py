@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.engines.protocol import SequenceSpec
+from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.sampling import logprobs_asked, seeded_generator
 from appliance.vocabulary import RequestId
 
@@ -23,16 +25,19 @@ from appliance.vocabulary import RequestId
 class RunnerStates:
     """The states of one model's requests, each made by `add` and removed by `forget`."""
 
-    def __init__(self, runner: GPUModelRunner, vocabulary: int, tables: int) -> None:
+    def __init__(
+        self, runner: GPUModelRunner, vocabulary: int, tables: int, device: Device
+    ) -> None:
         """`vocabulary` is the model's, in tokens; a request has so many block `tables`."""
         self._runner = runner
+        self._device = device
         self._vocabulary = vocabulary
         self._tables = tables
 
-    def add(
-        self, sequence: SequenceSpec, asked: EngineCoreRequest, generator: torch.Generator | None
-    ) -> None:
-        """A request without blocks, nothing of which is computed."""
+    def add(self, sequence: SequenceSpec, asked: EngineCoreRequest) -> None:
+        """A request without blocks, nothing of which is computed. Raises `ValueError` for a seed
+        that is beyond 64 bits."""
+        generator = self._generator(asked.sampling_params, len(sequence.output))
         self._runner.requests[sequence.request] = CachedRequestState(
             req_id=sequence.request,
             prompt_token_ids=list(sequence.prompt),
@@ -98,12 +103,15 @@ class RunnerStates:
     def give_generator(self, request: Request) -> None:
         """The request draws from its own generator from the next step on, if it is to have one."""
         state = self._runner.requests[request.request_id]
-        if state.sampling_params is None:
-            return
-        generator = seeded_generator(state.sampling_params, request.num_output_tokens)
+        generator = self._generator(state.sampling_params, request.num_output_tokens)
         if generator is not None:
             self._leave_batch(request.request_id)
             state.generator = generator
+
+    def _generator(self, params: SamplingParams | None, drawn: int) -> torch.Generator | None:
+        if params is None:
+            return None
+        return seeded_generator(params, drawn, self._vocabulary, self._device)
 
     def _leave_batch(self, request: RequestId) -> None:
         with torch.inference_mode():  # as vLLM does: tensors of the batch were made in it

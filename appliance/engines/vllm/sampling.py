@@ -10,6 +10,7 @@ from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingType
 
+from appliance.engines.vllm.device import Device
 from appliance.engines.vllm.messages import MAX_OUTPUT_BYTES
 
 ALL_LOGPROBS: Final = -1
@@ -59,19 +60,13 @@ def logprobs_asked(logprobs: int, vocabulary: int) -> int:
     return vocabulary if logprobs == ALL_LOGPROBS else logprobs
 
 
-def seeded_generator(params: SamplingParams, tokens_drawn: int) -> torch.Generator | None:
+def seeded_generator(
+    params: SamplingParams, tokens_drawn: int, vocabulary: int, device: Device
+) -> torch.Generator | None:
     """Its state after `tokens_drawn` tokens; None for a request without a seed.
 
-    vLLM's CPU sampler draws one integer per token from it, as here. Raises `ValueError` for a seed
-    that is beyond 64 bits.
+    Raises `ValueError` for a seed that is beyond 64 bits.
     """
     if params.sampling_type != SamplingType.RANDOM_SEED:
         return None
-    generator = torch.Generator(device="cpu")
-    try:
-        generator.manual_seed(params.seed)
-    except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"seed {params.seed} is beyond 64 bits") from error
-    for _ in range(tokens_drawn):
-        torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
-    return generator
+    return device.generator(params.seed, tokens_drawn, vocabulary)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
-from vllm.v1.worker.workspace import current_workspace_manager
 
 from appliance.engines.vllm.device_cuda import CudaDevice
 from appliance.engines.vllm.kv.placement import current_placement
@@ -18,10 +19,9 @@ class ArenaWorker(InArena, Worker):  # type: ignore[misc]
     """Builds a model whose weights have addresses, and captures its graphs there."""
 
     def _init_workspace_and_model_runner(self) -> None:
-        """Keeps this engine's workspace: the next engine's takes its place in the process, but
-        graphs go on using the memory that they were captured with."""
+        """Keeps this engine's workspace: the next engine's takes its place in the process."""
         super()._init_workspace_and_model_runner()
-        self._workspace = current_workspace_manager()
+        self._workspace = workspace.current_workspace_manager()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         device = _device()
@@ -41,9 +41,18 @@ class ArenaWorker(InArena, Worker):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         placement = current_placement()
-        group = placement.geometry.slots_of(0)
-        with _device().warming_up(placement.placed.weights.region, placement.region, group):
+        _device().keep_null_block(placement)
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        with _device().warming_up(placement.placed.weights.region):
+            # vLLM's profile, which is skipped, would have had the workspace grow to what the
+            # largest step takes; it is locked once graphs are captured.
+            self.model_runner._dummy_run(most, skip_eplb=True, remove_lora=False)
             return super().compile_or_warm_up_model()
+
+    def execute_model(self, *arguments: Any, **named: Any) -> Any:
+        """In this engine's workspace: the graphs use the memory they were captured with."""
+        workspace._manager = self._workspace
+        return super().execute_model(*arguments, **named)
 
     def _get_cudagraph_capture_context(self) -> AbstractContextManager[None]:
         return _device().capturing()

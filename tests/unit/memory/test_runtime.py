@@ -31,7 +31,7 @@ def test_memory_is_taken_and_given_back() -> None:
 
 
 def test_slabs_mapped_elsewhere_count() -> None:
-    """What an engine keeps for good is of the same budget."""
+    """What an engine keeps for its life is of the same budget."""
     runtime = RuntimeMemory(Arena(HostVmm(8, SLAB)), 2)
 
     runtime.charge(1)
@@ -41,6 +41,8 @@ def test_slabs_mapped_elsewhere_count() -> None:
     with pytest.raises(PoolExhausted):
         runtime.charge(2)
     assert runtime.used == 1
+    runtime.discharge(1)
+    assert runtime.take(2 * SLAB)
 
 
 def test_a_pool_that_others_emptied_leaves_no_trace() -> None:

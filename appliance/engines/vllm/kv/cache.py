@@ -49,6 +49,8 @@ class KvCache:
         self.addresses = range(
             self.region.address, self.region.address + geometry.layers * geometry.layer_bytes
         )
+        self.null_block = placement.null_block
+        """The slots with memory in which the block lies that vLLM calls null."""
         self._model = model
         self._device = placement.device
         self._scheduler = scheduler

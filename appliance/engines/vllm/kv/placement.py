@@ -49,6 +49,9 @@ class KvPlacement:
         self.kv_layers = 0
         """Layers of a block table; of the longest one, if there are several."""
         self.tables: list[KvTable] = []
+        self.null_block: Sequence[int] = ()
+        """The slots in which vLLM's null block lies, once they have memory; on a CPU they have
+        none."""
         self._on_loaded = on_loaded
         self._placed: PlacedWeights | None = None
         self._arena = arena
@@ -122,8 +125,10 @@ class KvPlacement:
     def discard(self) -> None:
         """Undo `plan`, if it got that far."""
         if self._region is not None:
+            self.device.settle()
             self._region.release()
             self._region = self._pool = None
+            self.device.retired(self.null_block)
 
 
 _current: ContextVar[KvPlacement] = ContextVar("kv placement")
