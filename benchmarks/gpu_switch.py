@@ -28,7 +28,7 @@ from appliance.memory.cuda.vmm import CudaVmm
 from appliance.memory.host_tier import HostTier
 from appliance.memory.streams import Copy
 from appliance.memory.transfers import Transfer, TransferKind
-from benchmarks.provenance import made
+from benchmarks.provenance import made, write
 
 MIB: Final = 1 << 20
 RANDOM_BYTES: Final = 256 * MIB
@@ -131,7 +131,8 @@ class TorchCompute:
                     self._weights[key] = raw_bytes.view(torch.bfloat16).view(outputs, inputs)
                 if inputs not in self._inputs:
                     shape = (self._tokens, inputs)
-                    self._inputs[inputs] = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+                    # Zeros would flatter: a GPU computes them with less power.
+                    self._inputs[inputs] = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
                 self._inputs[inputs] @ self._weights[key].T
                 start += size
 
@@ -258,17 +259,21 @@ def main() -> None:
     result = {"what": "switches and swaps on a GPU"} | about(options)
     rig = Rig(options, models)
     result["ceilings"] = tell("ceilings", ceilings(rig))
+    write(result, options.json)
     bandwidth = result["ceilings"]["h2d_bytes_per_second"]
-    result["switches"] = [tell(model.name, switches(rig, model, bandwidth)) for model in models]
+    result["switches"] = []
+    for model in models:
+        result["switches"].append(tell(model.name, switches(rig, model, bandwidth)))
+        write(result, options.json)
     shapes = dict(list(KV_SHAPES.items())[:2]) if options.smoke else KV_SHAPES
     sizes = options.kv_mib * MIB
-    result["kv"] = [
-        tell(f"KV of {name}", kv(rig, name, *shape, sizes)) for name, shape in shapes.items()
-    ]
+    result["kv"] = []
+    for name, shape in shapes.items():
+        result["kv"].append(tell(f"KV of {name}", kv(rig, name, *shape, sizes)))
+        write(result, options.json)
     result["overlap"] = tell("overlap", overlap(rig, models[-1]))
+    write(result, options.json)
     rig.close()
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def tell(what: str, value: Any) -> Any:

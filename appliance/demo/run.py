@@ -89,7 +89,7 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
             _describe(console, config, url)
             session = _session(directory)
             answers, broken = asyncio.run(_send(console, url, chats, session))
-            rows = _rows(config, answers, expected, metrics_by_model(url))
+            rows = rows_by_model(config, answers, expected, metrics_by_model(url))
             complaints = _complaints(rows, answers)
             _report(console, rows, complaints, as_json)
             if keep:
@@ -152,10 +152,12 @@ def answered(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, 
     """The prompt and the tokens of every chat on plain vLLM, one process for all models."""
     mine = {m.name: [chat for chat in chats if chat.model == m.name] for m in config.models}
     task = {
+        "device": "cuda:0" if config.devices.cuda else "cpu",
         "checkpoints": [
             {
                 "path": model.path,
                 "max_context": model.max_context,
+                "dtype": model.dtype,
                 "tensor_parallel": config.devices.tensor_parallel,
                 "prompts": [
                     {"tokens": [], "max_tokens": chat.max_tokens, "chat": chat.prompt}
@@ -163,7 +165,7 @@ def answered(config: Config, chats: Sequence[ChatRequest]) -> dict[ChatRequest, 
                 ],
             }
             for model in config.models
-        ]
+        ],
     }
     done = subprocess.run(
         module_command("appliance.engines.vllm.reference"),
@@ -281,12 +283,13 @@ def metrics_by_model(url: str) -> dict[tuple[str, str], float]:
     return sums
 
 
-def _rows(
+def rows_by_model(
     config: Config,
     answers: Sequence[TimedAnswer],
     expected: dict[ChatRequest, list[int]],
     metrics: dict[tuple[str, str], float],
 ) -> list[Row]:
+    """A row for each model: what its clients saw, and what the daemon counted."""
     rows = []
     for name in [model.name for model in config.models]:
         mine = [answer for answer in answers if answer.chat.model == name]
@@ -300,10 +303,10 @@ def _rows(
             Row(
                 model=name,
                 requests=len(mine),
-                ttft_p50=_percentile(ttfts, 50),
-                ttft_p99=_percentile(ttfts, 99),
-                tbt_p50=_percentile(gaps, 50),
-                tbt_p99=_percentile(gaps, 99),
+                ttft_p50=percentile(ttfts, 50),
+                ttft_p99=percentile(ttfts, 99),
+                tbt_p50=percentile(gaps, 50),
+                tbt_p99=percentile(gaps, 99),
                 switches=count("appliance_switches_total"),
                 preemptions=count("appliance_preemptions_total"),
                 kv_swapped_bytes=count("appliance_kv_swapped_bytes_total"),
@@ -314,7 +317,7 @@ def _rows(
     return rows
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
+def percentile(values: Sequence[float], percent: int) -> float:
     """The nearest-rank percentile; 0 of nothing."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0

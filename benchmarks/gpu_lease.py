@@ -1,0 +1,148 @@
+"""All that a borrowed GPU is to measure, in sections that each end well within ten minutes.
+
+    python3 benchmarks/gpu_lease.py --out "$OUT" SECTION...      run these, in this order
+    python3 benchmarks/gpu_lease.py --list                       what there is
+
+Every section is a process of its own with a limit; what it prints goes to ``SECTION.log``, what it
+measures to ``SECTION.json`` in the folder `--out`, and ``summary.json`` says how each ended. A
+section that fails or runs out of time does not keep the next ones. `--limit` bounds all of them
+together: a section is cut short at it, and left for another call if 20 seconds or less remain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[1]
+LEAST_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One process. ``{json}`` in its command is the file that it writes."""
+
+    what: str
+    seconds: float
+    command: tuple[str, ...]
+
+
+TEST: Final = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+SECTIONS: Final = {
+    "memory": Section(
+        "slabs, streams, events and kernels on the driver itself", 240, (*TEST, "tests/gpu")
+    ),
+    "engines": Section("engines of vLLM in one worker", 240, (*TEST, "tests/gpu_engines")),
+    "probes": Section(
+        "what the driver does where its documentation is silent",
+        150,
+        ("benchmarks/gpu_probes.py", "--json", "{json}"),
+    ),
+    "switch": Section(
+        "ceilings, switches of 1B and 8B, KV of four shapes, overlap",
+        240,
+        ("benchmarks/gpu_switch.py", "--models", "1B", "8B", "--rounds", "5", "--json", "{json}"),
+    ),
+    "switch-14b": Section(
+        "the same of 14B",
+        300,
+        ("benchmarks/gpu_switch.py", "--models", "14B", "--rounds", "5", "--json", "{json}"),
+    ),
+    "switch-slab16": Section(
+        "8B in slabs of 16 MiB",
+        240,
+        (
+            *("benchmarks/gpu_switch.py", "--models", "8B", "--rounds", "5", "--slab-mib", "16"),
+            *("--json", "{json}"),
+        ),
+    ),
+    "pool-small": Section(
+        "three models in a pool for two, tokens compared with stock vLLM's",
+        300,
+        ("benchmarks/gpu_pool.py", "--models", "3", "--layers", "12", "--json", "{json}"),
+    ),
+    "pool": Section(
+        "eight models in a pool for two, tokens compared with stock vLLM's",
+        540,
+        ("benchmarks/gpu_pool.py", "--json", "{json}"),
+    ),
+    "serve": Section(
+        "the daemon: six models in a pool for two, through the API",
+        420,
+        ("benchmarks/gpu_serve.py", "--json", "{json}"),
+    ),
+    "serve-smoke": Section(
+        "the daemon with tiny models", 240, ("benchmarks/gpu_serve.py", "--smoke")
+    ),
+    "pool-smoke": Section("engines in turns, tiny", 240, ("benchmarks/gpu_pool.py", "--smoke")),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", metavar="SECTION")
+    parser.add_argument("--out", type=Path, default=Path("gpu-lease"))
+    parser.add_argument("--limit", type=float, default=540, help="seconds of all together")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    if options.list:
+        for name, section in SECTIONS.items():
+            print(f"{name:14} {section.seconds:4.0f} s  {section.what}")
+        return
+    unknown = [name for name in options.sections if name not in SECTIONS]
+    if unknown or not options.sections:
+        parser.error(f"name sections of {', '.join(SECTIONS)}, not {', '.join(unknown) or 'none'}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + options.limit
+    summary: dict[str, Any] = {}
+    for name in options.sections:
+        summary[name] = run(name, options.out, deadline)
+        (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print(f"{name}: {json.dumps(summary[name])}", flush=True)
+    sys.exit(0 if all(one["status"] == 0 for one in summary.values()) else 1)
+
+
+def run(name: str, out: Path, deadline: float) -> dict[str, Any]:
+    """Run a section, and say how it ended."""
+    section = SECTIONS[name]
+    left = deadline - time.monotonic()
+    if left < LEAST_SECONDS:
+        return {"status": None, "why": f"{left:.0f} s are left: name it in another call"}
+    limit = min(section.seconds, left)
+    command = [part.format(json=out.resolve() / f"{name}.json") for part in section.command]
+    began = time.monotonic()
+    with (out / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(limit)
+            why = ""
+        except subprocess.TimeoutExpired:
+            status, why = None, f"ran longer than {limit:.0f} s"
+        finally:
+            # It, and what it started.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    seconds = round(time.monotonic() - began, 1)
+    return {"status": status, "seconds": seconds, **({"why": why} if why else {})}
+
+
+if __name__ == "__main__":
+    main()
