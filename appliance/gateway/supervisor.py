@@ -234,6 +234,7 @@ class FrontEndProcess(asyncio.Protocol):
                 self._has_room()
             case Ready():
                 self.ready = True
+                self._pings.clear()  # those of its start, which it may answer yet
                 log.info("front end %d is ready", self.number)
                 self._session.received(frame)
                 self._has_room()

@@ -20,15 +20,16 @@ import pytest
 import uvicorn
 import uvloop
 
+from appliance import framing
 from appliance.api.operator_socket import OperatorProtocol
 from appliance.daemon.lifecycle import Server
 from appliance.frontend.zygote import check_threads
-from appliance.gateway.supervisor import Patience, Supervisor
+from appliance.gateway.supervisor import FrontEndProcess, Patience, Supervisor
 from appliance.http.connections import Connection
 from appliance.http.errors import ApiError
 from appliance.platform.admin_socket import open_socket
 from appliance.platform.tls import LiveTls, Pair, read_pair
-from appliance.service.front_frames import LARGE_BYTES, Down, Handover, Hello, Up
+from appliance.service.front_frames import LARGE_BYTES, Down, Handover, Hello, Ready, Up
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.doubles import front_end as front_end_double
 from tests.unit.doubles.certificates import certify
@@ -290,6 +291,37 @@ async def test_one_that_hangs_for_long_is_replaced() -> None:
         assert other != stuck
         assert (await house.ask())["pid"] == other
         assert house.supervisor.restarts == 1
+
+
+async def test_one_that_starts_slowly_may_take_longer() -> None:
+    """What it owed while it imported does not count once it is ready; what it owes then does."""
+    patience = Patience(unanswered_pings=3, starting_pings=8)
+    handover, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handover.setblocking(False)
+    ours, frames = socket.socketpair()
+    process = FrontEndProcess(
+        1, handover, SessionDouble, lambda: None, lambda connection, about: connection.close()
+    )
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_accepted_socket(lambda: process, ours)
+    child = await asyncio.create_subprocess_exec("sleep", "600")
+    process.forked(os.pidfd_open(child.pid))
+    try:
+        for _ in range(6):
+            process.ping(patience)
+        process.data_received(framing.encode(Ready()))
+        for _ in range(3):
+            process.ping(patience)
+        assert not transport.is_closing()
+
+        process.ping(patience)
+
+        assert transport.is_closing()
+        assert await asyncio.wait_for(child.wait(), PATIENCE_SECONDS) == -signal.SIGKILL
+    finally:
+        theirs.close()
+        frames.close()
+        await process.over.wait()
 
 
 async def test_one_that_dies_ends_its_connections_and_no_others() -> None:
