@@ -62,7 +62,7 @@ class Region:
 
     def set_aside(self, slots: Sequence[int]) -> None:
         """Take free slabs for these slots, all of them or none, to be put under them by
-        `map_aside`. To everyone else they are mapped from now on. Raises as `map` does."""
+        `map_aside`. To other regions they are taken from now on. Raises as `map` does."""
         self._arena._set_aside(self, slots)
 
     def map_aside(self, slots: Iterable[int]) -> None:

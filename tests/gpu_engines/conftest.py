@@ -100,32 +100,20 @@ class Engine:
     ) -> None:
         """A request with a prompt of so many tokens; greedy unless `sampling` says otherwise."""
         from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
-        from appliance.engines.vllm.messages import encode_request
+        from appliance.engines.vllm.messages import encode_params
 
         params = SamplingParams(
             **({"temperature": 0.0, "max_tokens": 64, "ignore_eos": True} | sampling)
         )
         tokens = tuple(5 + i * i % 1999 for i in range(prompt))
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=list(tokens),
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
         self.raw.add(
             SequenceSpec(
                 request=name,
                 model=self.raw.model,
                 prompt=tokens,
                 output=output,
-                body=encode_request(request),
+                body=encode_params(params),
                 prefix_salt=name,
             )
         )

@@ -120,7 +120,7 @@ def test_failure_half_way_maps_nothing() -> None:
 
 def test_what_is_set_aside_waits_for_its_mapping() -> None:
     """A system that refuses one leaves it set aside: it can be given back without having been
-    mapped, and nobody else gets it before."""
+    mapped, and no other region gets it before."""
     vmm = RecordingVmm(6, fail_after=2)
     arena = Arena(vmm)
     region, other = arena.reserve("a", 6), arena.reserve("b", 6)

@@ -180,7 +180,7 @@ def test_load_brings_a_scattered_image(bench: Bench) -> None:
 def test_weights_are_mapped_as_they_are_copied(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All slabs are taken at once, so that nobody else gets them; each part is mapped when the
+    """All slabs are taken at once, so that no other model gets them; each part is mapped when the
     copies before it have been handed out."""
     monkeypatch.setattr("appliance.memory.weights.MAPPED_AHEAD_BYTES", PAGE)
     bench.weights.store([6 * PAGE, 0, 3 * PAGE], fill=True)
