@@ -39,14 +39,10 @@ REFUSED: Final = {
     "qwen3-vl-8b-instruct": "images or sound",
     "pixtral-12b": "images or sound",
     "whisper-large-v3": "images or sound",
-    "bge-small-en-v1.5": "both directions",
-    "multilingual-e5-large": "both directions",
-    "bge-reranker-v2-m3": "both directions",
-    "gte-modernbert-base": "both directions",
     "embeddinggemma-300m": "both directions",
     "nomic-embed-text-v1.5": "both directions",
-    "all-minilm-l6-v2": "both directions",
     "modernbert-base": "no architecture",
+    "all-mpnet-base-v2": "no architecture",
     "jina-reranker-v3": "not computed here",
 }
 """By name, words of the reason."""

@@ -14,7 +14,7 @@ from appliance.checkpoints.families import check_family
 from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
-from appliance.checkpoints.task import AskedTask, read_task
+from appliance.checkpoints.task import AskedTask, read_task, sentence_tokens
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import packs
 from appliance.vocabulary import Task
@@ -33,6 +33,7 @@ _HEAD_IS_EMBEDDING: Final = frozenset(
 """Architectures that have no head, but use the embedding as one."""
 _POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_sequence_length")
 """Further names, as vLLM reads them."""
+_PADDED: Final = ("Roberta", "XLMRoberta")
 _LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _LEFT_OUT: Final = re.compile(
     r"(^|[._])mtp[._]|\.rotary_(pos_emb\.inv_freq|emb\.(inv_freq|cos_cached|sin_cached))$"
@@ -130,11 +131,21 @@ def read_checkpoint(
         heads=kv_layers.heads(config),
         kv_heads=kv_layers.kv_heads(config),
         kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
-        max_positions=config.integer("max_position_embeddings", default=config.first(*_POSITIONS)),
+        max_positions=_max_positions(config),
         weight_bytes=weight_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         created=max(header.mtime_ns for header in headers) // 10**9,
     )
+
+
+def _max_positions(config: ModelConfig) -> int:
+    """Tokens of the longest prompt. RoBERTa's positions begin behind that of padding, and models of
+    sentence-transformers may say less than config.json."""
+    most = config.integer("max_position_embeddings", default=config.first(*_POSITIONS))
+    if config.architecture.startswith(_PADDED):
+        padding = config.get("pad_token_id")
+        most -= 1 + (padding if isinstance(padding, int) else 1)
+    return min(most, sentence_tokens(config.path) or most)
 
 
 def _is_left_out(tensor: TensorEntry, layers: int) -> bool:

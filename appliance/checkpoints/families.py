@@ -61,6 +61,21 @@ TRIED: Final = frozenset(
 )
 """Architectures that `tests/engine/test_families.py` serves."""
 
+ENCODERS: Final = frozenset(
+    {
+        "BertForSequenceClassification",
+        "BertModel",
+        "ModernBertForSequenceClassification",
+        "ModernBertModel",
+        "RobertaForSequenceClassification",
+        "RobertaModel",
+        "XLMRobertaForSequenceClassification",
+        "XLMRobertaModel",
+    }
+)
+"""Architectures whose tokens attend in both directions, served in `tests/engine/test_encoders.py`:
+a prompt is computed in one step, and nothing of it is kept."""
+
 _REWARDER: Final = "Qwen2ForRewardModel"
 """It is served in `tests/engine/test_pooling.py`."""
 
@@ -136,8 +151,10 @@ def is_tried(config: ModelConfig) -> bool:
     """Whether tests serve this architecture. What is tried of one that generates holds for those
     that pool what it computes."""
     base = base_architecture(config.architecture) or ""
-    return base == _REWARDER or not TRIED.isdisjoint(
-        (base, base.removesuffix("Model") + "ForCausalLM")
+    return (
+        base == _REWARDER
+        or base in ENCODERS
+        or not TRIED.isdisjoint((base, base.removesuffix("Model") + "ForCausalLM"))
     )
 
 
@@ -178,14 +195,22 @@ def _traits(config: ModelConfig) -> _Found:
         return f"vLLM needs libraries for {name} that are not installed", ANOTHER
     if "media" in traits:
         return f"{name} reads images or sound, which is not supported yet", TEXT
-    known = known_models().types.get(config.model_type)
-    if (
-        (known is not None and known.encoder)
-        or config.get("is_causal") is False
-        or "Bidirectional" in name
-        or config.get("use_bidirectional_attention") is True
-    ):
-        return f"{name} attends in both directions: only models that look back are served", ANOTHER
+    if not config.is_encoder:
+        return None
+    if name not in ENCODERS:
+        return (
+            f"{name} attends in both directions: of such models only {', '.join(sorted(ENCODERS))} "
+            "are served",
+            ANOTHER,
+        )
+    positions = config.get("position_embedding_type")
+    if positions is None and name == "XLMRobertaModel":
+        return (
+            "it does not say position_embedding_type, which vLLM needs",
+            'add "position_embedding_type": "absolute"',
+        )
+    if positions not in (None, "absolute"):
+        return f"positions of {name} are {positions}: only absolute ones are served", ANOTHER
     return None
 
 

@@ -66,7 +66,10 @@ class KvLayers:
 
     def tables(self, block_tokens: int, max_context: int) -> BlockTables:
         """Blocks have `block_tokens` tokens, or more where they have to hold a state. Of a model
-        with states only, one has all of a request of `max_context` tokens."""
+        with states only, one has all of a request of `max_context` tokens; of one that keeps
+        nothing, no request takes any."""
+        if not self.states and not self.attention:
+            return BlockTables(1, max_context, 1, 0, 0)
         if not self.states:
             return BlockTables(self.attention, block_tokens, block_tokens * self.token_bytes, 1, 0)
         if not self.attention:
@@ -86,9 +89,12 @@ class KvLayers:
 
 def kv_layers(config: ModelConfig, number_bytes: int, *, cuda: bool) -> KvLayers:
     """What a model keeps whose numbers have `number_bytes`: on GPUs, if `cuda`, else on the CPU.
+    Nothing, if its tokens attend in both directions: each prompt is computed in one step.
 
-    Raises `CheckpointError` for a key that is no number, and if no layer keeps anything.
+    Raises `CheckpointError` for a key that is no number, and if no layer attends or keeps a state.
     """
+    if config.is_encoder:
+        return KvLayers(attention=0, token_bytes=0)
     attention, states = _counts(config)
     if not attention and not states:
         raise CheckpointError(f"{config.path / CONFIG}: no layer attends or keeps a state")

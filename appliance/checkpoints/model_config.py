@@ -80,6 +80,17 @@ class ModelConfig:
             raise CheckpointError(f"{self.path}/{CONFIG}: architectures is not a list of names")
         return names[0]
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether tokens attend to those behind them, too. Such a model embeds or scores."""
+        known = known_models().types.get(self.model_type)
+        return (
+            (known is not None and known.encoder)
+            or self.get("is_causal") is False
+            or "Bidirectional" in self.architecture
+            or self.get("use_bidirectional_attention") is True
+        )
+
     def get(self, key: str) -> Any:
         """The value of a key of the language model, by transformers' usual name for it. None if
         there is none."""

@@ -56,6 +56,8 @@ _DENSE: Final = frozenset(
 _MODES: Final = frozenset(
     {"lasttoken", "pooling_mode_lasttoken", "mean", "pooling_mode_mean_tokens"}
 )
+_FIRST: Final = frozenset({"cls", "pooling_mode_cls_token"})
+"""How models whose tokens attend in both directions may pool, too: by the first token."""
 
 
 def read_task(path: Path, asked: AskedTask = "auto") -> Task:
@@ -90,8 +92,17 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
             f"{path}: {architecture} gives no score, for which it would have to be a sequence "
             "classification"
         )
+    if config.is_encoder and task is Task.GENERATE:
+        raise CheckpointError(
+            f"{path}: {architecture} attends in both directions: it can embed or score, not "
+            "generate"
+        )
+    if task is Task.EMBED and architecture.endswith(_SCORERS):
+        raise CheckpointError(
+            f"{path}: {architecture} gives a score, for which its task would have to be score"
+        )
     if task is Task.EMBED:
-        _check_modules(path, modules)
+        _check_modules(path, modules, _MODES | _FIRST if config.is_encoder else _MODES)
     return task
 
 
@@ -104,7 +115,8 @@ def check_pooler(path: Path, task: Task, asked: Mapping[str, PoolerValue]) -> st
         for key in asked:
             raise PoolerRefused(key, "it generates text, and pools nothing", "leave it out")
         return ""
-    architecture = read_model_config(path).architecture
+    config = read_model_config(path)
+    architecture, first = config.architecture, config.is_encoder
     tasks = POOLING_TASKS[task][1:] if is_rewarder(architecture) else POOLING_TASKS[task]
     pooled = str(asked.get("task", tasks[0]))
     if pooled not in tasks:
@@ -117,7 +129,11 @@ def check_pooler(path: Path, task: Task, asked: Mapping[str, PoolerValue]) -> st
         raise PoolerRefused(
             "pooling_type",
             f"{kind} is not for the task {pooled}",
-            "use ALL" if each else "use LAST or MEAN",
+            "use ALL" if each else f"use {', '.join(['CLS'] * first + ['LAST', 'MEAN'])}",
+        )
+    if kind == "CLS" and not first:
+        raise PoolerRefused(
+            "pooling_type", "its first token has not seen the others", "use LAST or MEAN"
         )
     for key, of in _KEYS_OF.items():
         if key in asked and pooled not in of:
@@ -147,6 +163,24 @@ class PoolerRefused(ValueError):
         self.key = key
         self.wrong = wrong
         self.remedy = remedy
+
+
+def sentence_tokens(path: Path) -> int | None:
+    """Tokens of the longest prompt, if the files of sentence-transformers in `path` say it. Raises
+    `CheckpointError` for what is no number."""
+    for file in _sentence_files(path):
+        tokens = _read(file, dict).get("max_seq_length")
+        if tokens is None:
+            continue
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise CheckpointError(f"{file}: max_seq_length must be a positive integer")
+        return tokens
+    return None
+
+
+def _sentence_files(path: Path) -> list[Path]:
+    """What sentence-transformers says of texts; vLLM knows the file by seven names."""
+    return sorted(path.glob("sentence_*_config.json"))
 
 
 def is_rewarder(architecture: str) -> bool:
@@ -180,11 +214,14 @@ def _own_task(architecture: str, modules: list[Any]) -> Task:
     return Task.EMBED
 
 
-def _check_modules(path: Path, modules: list[Any]) -> None:
+def _check_modules(path: Path, modules: list[Any], supported: frozenset[str]) -> None:
     """Raise `CheckpointError` for modules of sentence-transformers that are not computed here."""
-    file = path / "sentence_bert_config.json"
-    if file.exists() and _read(file, dict).get("do_lower_case"):
-        raise CheckpointError(f"{file}: do_lower_case is not supported")
+    for file in _sentence_files(path):
+        found = _read(file, dict)
+        if found.get("do_lower_case") and found.get("max_seq_length") is None:
+            raise CheckpointError(
+                f"{file}: vLLM reads do_lower_case only next to max_seq_length, which is missing"
+            )
     for module in modules:
         kind = module.get("type")
         if kind in _DENSE:
@@ -197,10 +234,10 @@ def _check_modules(path: Path, modules: list[Any]) -> None:
         modes = {key for key, value in pooling.items() if value is True and "mode" in key}
         if isinstance(named := pooling.get("pooling_mode"), str):
             modes.add(named)
-        if modes and not modes & _MODES:
+        if modes and not modes & supported:
             raise CheckpointError(
-                f"{path}: it pools by {', '.join(sorted(modes))}: only pooling by the last token, "
-                "or by the mean, is supported"
+                f"{path}: it pools by {', '.join(sorted(modes))}, but is served only if it pools "
+                f"by {', '.join(sorted(supported))}"
             )
 
 

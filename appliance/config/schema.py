@@ -484,9 +484,10 @@ class Pooler(Section, kw_only=True):
         ),
     ] = "auto"
     pooling_type: Annotated[
-        Literal["auto", "LAST", "MEAN", "ALL"],
+        Literal["auto", "CLS", "LAST", "MEAN", "ALL"],
         Meta(
-            description="From which tokens: `LAST` and `MEAN` give one vector, `ALL` one for each."
+            description="From which tokens: `CLS` (the first), `LAST` and `MEAN` give one vector, "
+            "`ALL` one for each."
         ),
     ] = "auto"
     use_activation: Annotated[

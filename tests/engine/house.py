@@ -149,6 +149,8 @@ class House:
         max_logprobs: int = 20,
         dtype: str = "",
         task: Task = Task.GENERATE,
+        max_context: int = 1024,
+        pooler_config: dict[str, Any] | None = None,
     ) -> Any:
         """Build an engine and store its weights (in the image of another engine, if given)."""
         from appliance.engines.vllm.engine import VllmEngine
@@ -158,12 +160,13 @@ class House:
             path,
             dtype=dtype or MODELS[model][1],
             task=task,
-            max_context=1024,
+            max_context=max_context,
             max_batch=16,
             arena=self.arena,
             host=self.host,
             swapper=self.swapper,
             max_logprobs=max_logprobs,
+            pooler_config=pooler_config,
         )
         self.images[model] = image or self.places(engine.weight_slabs, self.arena.slab_bytes)
         engine.store_weights(self.images[model], fill=not image)

@@ -130,6 +130,8 @@ class VllmEngine:
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
         self.kv = self._cache.shape
         self._placed = placement.placed
+        self._whole_prompts = not self._scheduler.scheduler_config.enable_chunked_prefill
+        """Whether a prompt is computed in one step, as its tokens attend in both directions."""
         weights, model_of_vllm = self._placed.weights, self._runner.get_model()
         pool_in_chunks(task, config, model_of_vllm)
         parameters.check_moved(model_of_vllm, weights, self._placed.packings, self._cache.addresses)
@@ -191,6 +193,9 @@ class VllmEngine:
         shelf = images.shelf(path, dtype, ranks) if images is not None else None
         config = _configure(
             ranks,
+            read_model_config(Path(path)),
+            task,
+            where,
             model=path,
             dtype=dtype,
             max_model_len=max_context,
@@ -198,7 +203,6 @@ class VllmEngine:
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}),
             **where.engine_args,
-            attention_backend=_attention(read_model_config(Path(path)), where),
         )
         check_pooling(task, config.model_config)
         with recording(files) as recorded:
@@ -377,6 +381,8 @@ class VllmEngine:
         if self._states.any_scored(prompts):
             chunk = min(chunk, SCORED_TOKENS)
         computing = self._check_prompts(prompts, len(batch), chunk) if prompts else []
+        if self._whole_prompts and computing:
+            computing, chunk = _whole(computing, chunk)
         if not batch and not computing:
             return []
         # A resident request has all blocks but that of its last token, if this begins one.
@@ -521,16 +527,22 @@ class VllmEngine:
         self._scheduler.finished_req_ids.discard(request)
 
 
-def _configure(ranks: int, **chosen: Any) -> VllmConfig:
-    """vLLM's configuration of an engine: `chosen` for it, the rest the same for all."""
+def _configure(
+    ranks: int, checkpoint: ModelConfig, task: Task, device: Device, **chosen: Any
+) -> VllmConfig:
+    """vLLM's configuration of an engine: `chosen` for it, the rest follows from the model."""
+    encoder = task is not Task.GENERATE and checkpoint.is_encoder
+    whole = chosen["max_model_len"] if encoder else 0
     return EngineArgs(
-        max_num_batched_tokens=max(BATCHED_TOKENS, chosen["max_num_seqs"]),
+        max_num_batched_tokens=max(BATCHED_TOKENS, chosen["max_num_seqs"], whole),
+        # vLLM would not do it for means; `pool_in_chunks` does.
+        enable_chunked_prefill=not encoder,
         block_size=BLOCK_TOKENS,
         load_format=LOAD_FORMAT,
         use_tqdm_on_load=False,
         trust_remote_code=False,
         skip_tokenizer_init=True,
-        enable_prefix_caching=not keeps_state(read_model_config(Path(chosen["model"]))),
+        enable_prefix_caching=not encoder and not keeps_state(checkpoint),
         prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
         disable_hybrid_kv_cache_manager=False,
         async_scheduling=False,
@@ -539,6 +551,7 @@ def _configure(ranks: int, **chosen: Any) -> VllmConfig:
         tensor_parallel_size=ranks,
         distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
         scheduler_cls=ParkedScheduler,
+        attention_backend=_attention(checkpoint, device),
         **chosen,
     ).create_engine_config()
 
@@ -590,6 +603,18 @@ def _because_of_guide(token: Produced, batch: Sequence[Request]) -> Produced:
     if took_too_long(ended):
         return msgspec.structs.replace(token, finished=FinishReason.INVALID_GUIDE)
     return token
+
+
+def _whole(prompts: Sequence[Request], tokens: int) -> tuple[list[Request], int]:
+    """The prompts of a step that computes none in parts: the first, and those behind it for as long
+    as all have `tokens` tokens at most; and how many tokens these have."""
+    taken, total = [prompts[0]], prompts[0].num_tokens
+    for prompt in prompts[1:]:
+        if total + prompt.num_tokens > tokens:
+            break
+        taken.append(prompt)
+        total += prompt.num_tokens
+    return taken, total
 
 
 def _only(tokens: Sequence[int]) -> int:

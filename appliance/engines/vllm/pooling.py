@@ -2,7 +2,8 @@
 
 Such a model has no head. Its prompt is computed like any other, in chunks, and then pooled: the
 hidden state of the last token, or the mean of all, becomes a vector, or a score, or one for each of
-several classes; or each token's does. No token follows.
+several classes; or each token's does. No token follows. Where tokens attend in both directions,
+a prompt is computed in one step, and may be pooled by its first token.
 
 What is pooled from all tokens needs all of them computed: such a prompt takes nothing from the
 prefix cache.
@@ -23,6 +24,7 @@ from vllm.model_executor.layers.pooler.special import DispatchPooler
 from vllm.tasks import SupportedTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
+from appliance.checkpoints.families import ENCODERS
 from appliance.checkpoints.task import POOLING_TASKS, PoolerValue, is_rewarder, pools_tokens
 from appliance.engines.vllm.messages import MAX_OUTPUT_BYTES
 from appliance.vocabulary import Task
@@ -54,8 +56,6 @@ def engine_args(task: Task, pooler_config: Mapping[str, PoolerValue]) -> dict[st
         "runner": "pooling",
         "convert": "auto",
         "pooler_config": PoolerConfig(**pooler_config),
-        # vLLM does not do it for means; `pool_in_chunks` does.
-        "enable_chunked_prefill": True,
     }
 
 
@@ -72,10 +72,11 @@ def check_pooling(task: Task, config: ModelConfig) -> None:
     if task is Task.GENERATE:
         return
     architecture = config.architectures[0]
-    if config.attn_type != "decoder":
+    encoder = config.attn_type == "encoder_only"
+    if encoder is not (architecture in ENCODERS):
         raise UnsupportedPooling(
-            f"{architecture} attends in both directions ({config.attn_type}): only models that "
-            "look back, as those that generate do, can embed or score here"
+            f"{architecture} attends in both directions ({config.attn_type}), or vLLM believes so: "
+            f"of such models only {', '.join(sorted(ENCODERS))} are served"
         )
     pooler = config.pooler_config
     if pools_tokens(pooling_task(task, config)):
@@ -84,10 +85,10 @@ def check_pooling(task: Task, config: ModelConfig) -> None:
                 f"{architecture} pools tokens by {pooler.tok_pooling_type}: only pooling of all "
                 "tokens is supported"
             )
-    elif pooler.seq_pooling_type not in ("LAST", "MEAN"):
+    elif pooler.seq_pooling_type not in ("LAST", "MEAN") and not encoder:
         raise UnsupportedPooling(
             f"{architecture} pools by {pooler.seq_pooling_type}: only pooling by the last token, "
-            "or by the mean, is supported"
+            "or by the mean, is supported where prompts are computed in chunks"
         )
     if task is Task.EMBED and config.embedding_size > MAX_DIMENSIONS:
         raise UnsupportedPooling(
@@ -126,10 +127,39 @@ def complete_pooling(
     if params.late_interaction_params is not None:
         raise ValueError("texts are not compared token by token")
     params.verify(config)
+    params.extra_kwargs = _second_text(params.extra_kwargs, config, tokens)
     check_size(config, params, tokens)
     if config.pooler_config.seq_pooling_type == "MEAN":
         params.skip_reading_prefix_cache = True
     cast(Pooler, model.pooler).get_pooling_updates(params.task).apply(params)
+
+
+def _second_text(
+    extra: dict[str, Any] | None, config: ModelConfig, tokens: int
+) -> dict[str, Any] | None:
+    """What vLLM says of where a second text begins in a prompt of so many tokens, if anywhere: its
+    tokens get another type. A type that the model does not have would fail the step of all. Raises
+    `ValueError` for a model that does not tell texts apart."""
+    extra = extra or {}
+    begin = extra.get(_SECOND_TEXT)
+    if extra.keys() - {_SECOND_TEXT} or not isinstance(begin, int | None):
+        raise ValueError(f"a prompt that is pooled has no such arguments: {sorted(extra)}")
+    if begin is None or begin >= tokens:
+        return None
+    types = getattr(config.hf_config, "type_vocab_size", 0)
+    if begin < 0 or types < 2 or config.architectures[0] not in _TELL_TEXTS_APART:
+        raise ValueError("the model does not tell two texts apart by the types of their tokens")
+    return {_SECOND_TEXT: begin}
+
+
+_SECOND_TEXT: Final = "compressed_token_type_ids"
+_TELL_TEXTS_APART: Final = frozenset(
+    {
+        "BertForSequenceClassification",
+        "RobertaForSequenceClassification",
+        "XLMRobertaForSequenceClassification",
+    }
+)
 
 
 def check_size(config: ModelConfig, params: PoolingParams, tokens: int) -> int:

@@ -56,14 +56,17 @@ class InArena:
         return geometry.layers * geometry.layer_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        _check_layout(kv_cache_config)
+        if kv_cache_config.kv_cache_groups:
+            _check_layout(kv_cache_config)
+        else:  # its tokens attend in both directions: vLLM did not ask for memory
+            current_placement().plan_none()
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """`kv_cache` only: for the other tags the device's own memory is the right one."""
-        if tag != "kv_cache":
-            return nullcontext()
         placement = current_placement()
+        if tag != "kv_cache" or not placement.tables:
+            return nullcontext()
         size = placement.geometry.layers * placement.geometry.layer_bytes
         return _PlaceOneAllocation(placement.device.bytes_at(placement.region.address, size))
 

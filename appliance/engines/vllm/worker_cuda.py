@@ -41,7 +41,8 @@ class ArenaWorker(InArena, Worker):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         placement = current_placement()
-        _device().keep_null_block(placement)
+        if placement.tables:
+            _device().keep_null_block(placement)
         most = self.vllm_config.scheduler_config.max_num_batched_tokens
         with _device().warming_up(placement.placed.weights.region):
             # vLLM's profile, which is skipped, would have had the workspace grow to what the

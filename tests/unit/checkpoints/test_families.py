@@ -87,6 +87,18 @@ def test_another_file_may_say_that_weights_are_quantized(fake_checkpoint: Make) 
         ),
         ({"is_causal": False}, "attends in both directions"),
         (
+            {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"},
+            'does not say position_embedding_type, .*; add "position_embedding_type": "absolute"',
+        ),
+        (
+            {
+                "architectures": ["BertModel"],
+                "model_type": "bert",
+                "position_embedding_type": "relative_key",
+            },
+            "positions of BertModel are relative_key",
+        ),
+        (
             {"architectures": ["VoyageQwen3BidirectionalEmbedModel"], "model_type": "qwen3"},
             "attends in both directions",
         ),

@@ -28,6 +28,7 @@ def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
     ("name", "attention", "token_bytes", "states", "state_bytes"),
     [
         ("llama-3.1-8b-instruct", 32, 2 * 8 * 128 * BF16, 0, 0),
+        ("bge-m3", 0, 0, 0, 0),
         ("deepseek-v3-bf16", 61, (512 + 64) * BF16, 0, 0),
         ("deepseek-v2-lite", 27, (512 + 64) * BF16, 0, 0),
         (

@@ -146,6 +146,70 @@ def test_a_pooler_that_is_impossible_is_refused_with_the_reason(
         check_pooler(fake_checkpoint(), task, asked)
 
 
+def test_the_first_token_may_stand_for_a_prompt(fake_checkpoint: Make) -> None:
+    """If it has seen the others, as those of BERT have."""
+    path = fake_checkpoint(architectures=["BertModel"], model_type="bert")
+    modules(path, {"pooling_mode_cls_token": True})
+
+    assert check_task(path) is Task.EMBED
+    assert check_pooler(path, Task.EMBED, {"pooling_type": "CLS"}) == "embed"
+    with pytest.raises(PoolerRefused, match="use CLS, LAST, MEAN"):
+        check_pooler(path, Task.EMBED, {"pooling_type": "ALL"})
+    with pytest.raises(PoolerRefused, match="has not seen the others; use LAST or MEAN"):
+        check_pooler(fake_checkpoint("other"), Task.EMBED, {"pooling_type": "CLS"})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "asked", "why"),
+    [
+        ("BertModel", "generate", "can embed or score, not generate"),
+        ("BertForSequenceClassification", "generate", "can embed or score, not generate"),
+        ("BertForSequenceClassification", "embed", "would have to be score"),
+    ],
+)
+def test_what_an_encoder_cannot_do_is_refused(
+    fake_checkpoint: Make, architecture: str, asked: AskedTask, why: str
+) -> None:
+    path = fake_checkpoint(architectures=[architecture], model_type="bert")
+
+    with pytest.raises(CheckpointError, match=why):
+        check_task(path, asked)
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "tokens"),
+    [
+        ({"architectures": ["BertModel"], "model_type": "bert"}, None, 512),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, {"max_seq_length": 256}, 256),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, {"max_seq_length": 4096}, 512),
+        ({"architectures": ["RobertaModel"], "model_type": "roberta"}, {}, 510),
+        (
+            {"architectures": ["RobertaModel"], "model_type": "roberta", "pad_token_id": 0},
+            {},
+            511,
+        ),
+    ],
+)
+def test_a_prompt_is_as_long_as_positions_reach(
+    fake_checkpoint: Make, config: dict[str, Any], said: dict[str, Any] | None, tokens: int
+) -> None:
+    """RoBERTa's begin behind that of padding; sentence-transformers may say less."""
+    path = fake_checkpoint(**config, max_position_embeddings=512)
+    if said is not None:
+        (path / "sentence_roberta_config.json").write_text(json.dumps(said))
+
+    assert read_checkpoint("tiny", path).max_positions == tokens
+
+
+@pytest.mark.parametrize("wrong", [0, True, "512"])
+def test_a_length_that_is_no_number_is_named(fake_checkpoint: Make, wrong: object) -> None:
+    path = fake_checkpoint()
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": wrong}))
+
+    with pytest.raises(CheckpointError, match="max_seq_length must be a positive integer"):
+        read_checkpoint("tiny", path)
+
+
 @pytest.mark.parametrize(
     ("pooling", "more", "why"),
     [
@@ -165,12 +229,12 @@ def test_what_is_not_computed_is_named(
         check_task(path)
 
 
-def test_texts_are_read_as_they_are(fake_checkpoint: Make) -> None:
-    """A model that wants its texts in small letters is refused, not given others."""
+def test_texts_are_read_as_the_model_wants_them(fake_checkpoint: Make) -> None:
+    """In small letters, if vLLM learns of it."""
     path = fake_checkpoint()
     modules(path, LAST)
     beside = path / "sentence_bert_config.json"
-    beside.write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    beside.write_text(json.dumps({"max_seq_length": 512, "do_lower_case": True}))
     assert check_task(path) is Task.EMBED
     beside.write_text(json.dumps({"do_lower_case": True}))
 

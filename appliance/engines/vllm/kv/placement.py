@@ -111,12 +111,23 @@ class KvPlacement:
         self.kv_layers = layers = max(table.layers for table in tables)
         if self.device.block_outermost:
             layers, layer_block_bytes = 1, layers * layer_block_bytes
+        least_blocks = sum(table.blocks(self._max_context) for table in tables)
+        return self._reserve(layers, layer_block_bytes, self._arena.slabs, least_blocks)
+
+    def plan_none(self) -> None:
+        """Reserve addresses for a model that keeps nothing of its requests: those of two blocks of
+        a slab, which no request takes."""
+        self._reserve(1, self._arena.slab_bytes, 1, 1)
+
+    def _reserve(
+        self, layers: int, layer_block_bytes: int, pool_slabs: int, least_blocks: int
+    ) -> KvGeometry:
         geometry = KvGeometry.plan(
             layers=layers,
             layer_block_bytes=layer_block_bytes,
             slab_bytes=self._arena.slab_bytes,
-            pool_slabs=self._arena.slabs,
-            least_blocks=sum(table.blocks(self._max_context) for table in tables),
+            pool_slabs=pool_slabs,
+            least_blocks=least_blocks,
         )
         self._region = self._arena.reserve(self._owner, geometry.slots)
         self._pool = KvPool(geometry, self._region)

@@ -1,0 +1,188 @@
+"""Embedders and rerankers whose tokens attend in both directions, next to a model that generates,
+in a pool that does not hold them all: texts in, and plain vLLM's vectors and scores out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from appliance.config.loader import load_config
+from appliance.demo.run import free_port, running_daemon
+from tests.configs import CONFIGS
+from tests.engine.shrunken import make_shrunken
+from tests.patience import PATIENCE_SECONDS
+
+EMBEDDER, CROSS, RERANKER, CHAT = (
+    "all-minilm-l6-v2",
+    "ms-marco-minilm-l6-v2",
+    "bge-reranker-v2-m3",
+    "llama-3.2-1b",
+)
+CONTEXT = 128
+POOL = "6MiB"
+"""One of them fits."""
+QUERY = "What flows through Rome?"
+TEXTS = [
+    "The Tiber.",
+    "A river, which is LONG, and flows through Rome.",
+    "Nothing at all, " * 5,
+    "Ponte Milvio",
+]
+CHATS, TOKENS = 4, 40
+PLAIN = """
+import json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # vLLM prints; answers have a channel of their own
+from vllm import LLM
+embedder, *scorers, query, texts = json.load(sys.stdin)
+options = {"runner": "pooling", "dtype": "float32", "enforce_eager": True, "max_model_len": 128}
+llms = [LLM(path, **options) for path in (embedder, *scorers)]
+vectors = [output.outputs.embedding for output in llms[0].embed(texts, use_tqdm=False)]
+scores = [[o.outputs.score for o in llm.score(query, texts, use_tqdm=False)] for llm in llms[1:]]
+print(json.dumps([vectors, *scores]), file=answers, flush=True)
+os._exit(0)
+"""
+
+
+def save_wordpiece(folder: Path) -> None:
+    """The kind of tokenizer that BERT has: in it, the tokens of a second text have another type."""
+    import transformers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters)]
+    encoder = Tokenizer(
+        models.WordPiece(vocab={word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    encoder.normalizer = normalizers.BertNormalizer(lowercase=False)
+    encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    encoder.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=encoder,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)
+
+
+def make(folder: Path) -> dict[str, str]:
+    """Paths of the models. The embedder takes means, of texts in small letters."""
+    names = (EMBEDDER, CROSS, RERANKER, CHAT)
+    paths = {name: make_shrunken(folder, name, CONFIGS[name]) for name in names}
+    for name in (EMBEDDER, CROSS):
+        save_wordpiece(Path(paths[name]))
+    embedder = Path(paths[EMBEDDER])
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    (embedder / "modules.json").write_text(
+        json.dumps(
+            [
+                {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+                for i, (path, kind) in enumerate(kinds)
+            ]
+        )
+    )
+    (embedder / "1_Pooling").mkdir()
+    (embedder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (embedder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": CONTEXT, "do_lower_case": True})
+    )
+    return paths
+
+
+def plain(paths: dict[str, str]) -> list[Any]:
+    """Vectors of the texts, and their scores by each of the scorers."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN],
+        input=json.dumps([paths[EMBEDDER], paths[CROSS], paths[RERANKER], QUERY, TEXTS]),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+async def ask(url: str) -> list[list[Any]]:
+    """The outcomes of several rounds, in the form of `plain`, while chats go on; before the second
+    round the worker is killed."""
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
+
+        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        async def chat() -> None:
+            body = {"model": CHAT, "prompt": QUERY, "max_tokens": TOKENS, "ignore_eos": True}
+            assert (await post("/v1/completions", body))["usage"]["completion_tokens"] == TOKENS
+
+        async def outcomes() -> list[Any]:
+            scoring = {"text_1": QUERY, "text_2": TEXTS}
+            embedded, *scored = await asyncio.gather(
+                post("/v1/embeddings", {"model": EMBEDDER, "input": TEXTS}),
+                post("/score", {"model": CROSS, **scoring}),
+                post("/score", {"model": RERANKER, **scoring}),
+            )
+            vectors = [one["embedding"] for one in embedded["data"]]
+            return [vectors, *([one["score"] for one in scores["data"]] for scores in scored)]
+
+        chats = [asyncio.create_task(chat()) for _ in range(CHATS)]
+        rounds = [await outcomes()]
+        status = (await client.get("/api/status")).json()
+        os.kill(status["instances"][0]["pid"], signal.SIGKILL)
+        for _ in range(2):
+            rounds.append(await outcomes())
+        await asyncio.gather(*chats)
+        return rounds
+
+
+def test_outcomes_equal_plain_vllm(tmp_path: Path) -> None:
+    paths = make(tmp_path)
+    expected = plain(paths)
+    file = tmp_path / "appliance.toml"
+    file.write_text(
+        f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\n'
+        f'[devices]\nkind = "cpu"\nmemory = "{POOL}"\nslab = "256KiB"\nhost_cache = "32MiB"\n'
+        + "".join(
+            f'[[model]]\nname = "{name}"\npath = "{path}"\ndtype = "float32"\n'
+            f"max_context = {CONTEXT}\n"
+            for name, path in paths.items()
+        )
+    )
+    with running_daemon(file, load_config(file)) as (url, _):
+        rounds = asyncio.run(ask(url))
+        ranked = httpx.post(
+            f"{url}/v1/rerank",
+            json={"model": CROSS, "query": QUERY, "documents": TEXTS},
+            timeout=PATIENCE_SECONDS,
+        ).json()
+        shown = httpx.get(f"{url}/api/models/{EMBEDDER}", timeout=PATIENCE_SECONDS).json()
+
+    for found in rounds:
+        for outcome, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(outcome, wanted, rtol=1e-3, atol=1e-5)
+    assert [one["index"] for one in ranked["results"]] == sorted(
+        range(len(TEXTS)), key=lambda index: -expected[1][index]
+    )
+    assert len({round(score, 5) for score in expected[1]}) == len(TEXTS)
+    assert shown["kv_bytes_per_token"] == 0
+    log = (tmp_path / "daemon.log").read_text(errors="replace")
+    assert not re.search(r"Traceback", log)
