@@ -196,13 +196,11 @@ class VllmEngine:
             read_model_config(Path(path)),
             task,
             where,
-            model=path,
             dtype=dtype,
             max_model_len=max_context,
             max_num_seqs=max_batch,
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}),
-            **where.engine_args,
         )
         check_pooling(task, config.model_config)
         with recording(files) as recorded:
@@ -551,7 +549,9 @@ def _configure(
         tensor_parallel_size=ranks,
         distributed_executor_backend="uni" if ranks == 1 else "external_launcher",
         scheduler_cls=ParkedScheduler,
+        model=str(checkpoint.path),
         attention_backend=_attention(checkpoint, device),
+        **device.engine_args,
         **chosen,
     ).create_engine_config()
 

@@ -387,7 +387,7 @@ async def test_a_journal_replays_without_the_clock(
 
     install(tmp_path, "sleeper", SLEEPER.format(gate="gate_of_sleep"))
     path = tmp_path / "journal"
-    limits = Limits(queue=100, progress_seconds=60.0, policy_seconds=0.01)
+    limits = Limits(queue=100, progress_seconds=60.0, policy_seconds=1.0)
     box = make_box("abc", instances=2, policy="serverlessllm", journal=path, limits=limits)
     box.start()
     await box.daemon.set_policy(PolicyChoice(use=("aegaeon",), decisions={"decode": "sleeper"}))
