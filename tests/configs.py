@@ -39,7 +39,6 @@ REFUSED: Final = {
     "qwen3-vl-8b-instruct": "images or sound",
     "pixtral-12b": "images or sound",
     "whisper-large-v3": "images or sound",
-    "embeddinggemma-300m": "both directions",
     "nomic-embed-text-v1.5": "both directions",
     "modernbert-base": "no architecture",
     "all-mpnet-base-v2": "no architecture",

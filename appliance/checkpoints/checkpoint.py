@@ -14,7 +14,7 @@ from appliance.checkpoints.families import check_family
 from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
-from appliance.checkpoints.task import AskedTask, read_task, sentence_tokens
+from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import packs
 from appliance.vocabulary import Task
@@ -33,6 +33,8 @@ _HEAD_IS_EMBEDDING: Final = frozenset(
 """Architectures that have no head, but use the embedding as one."""
 _POSITIONS: Final = ("seq_length", "max_seq_len", "model_max_length", "max_sequence_length")
 """Further names, as vLLM reads them."""
+_DENSE_DTYPE: Final = "float32"
+"""Of dense layers behind the pooling, whatever the model is computed in."""
 _PADDED: Final = ("Roberta", "XLMRoberta")
 _LAYER: Final = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _LEFT_OUT: Final = re.compile(
@@ -122,6 +124,10 @@ def read_checkpoint(
     if tied and generates and packed_alone and not cuda and packs(resolved):
         width = config.integer("word_embed_proj_dim", default=hidden)
         weight_bytes += vocabulary * width * BYTES_PER_ELEMENT[resolved]
+    if not generates:
+        dense = [read_header(file) for file in dense_files(path)]
+        beside = [tensor for header in dense for tensor in header.tensors]
+        weight_bytes += tensor_bytes(beside, _DENSE_DTYPE)
     return CatalogEntry(
         name=name,
         path=path,

@@ -65,6 +65,7 @@ ENCODERS: Final = frozenset(
     {
         "BertForSequenceClassification",
         "BertModel",
+        "Gemma3TextModel",
         "ModernBertForSequenceClassification",
         "ModernBertModel",
         "RobertaForSequenceClassification",

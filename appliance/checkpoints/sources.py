@@ -30,6 +30,8 @@ its square."""
 MAX_TEXT_BYTES: Final = 1 << 30
 
 _WEIGHTS: Final = ".safetensors"
+_DENSE: Final = re.compile(r"\d+_Dense\w*", re.ASCII)
+"""Folders of dense layers that sentence-transformers puts behind the pooling."""
 _TEXT: Final = frozenset({".json", ".txt", ".model", ".jinja"})
 _TEXT_BELOW: Final = frozenset({".json", ".txt"})
 _NAMES: Final = frozenset({"SHA256SUMS", "LICENSE", "NOTICE"})
@@ -142,7 +144,8 @@ def is_taken(name: str) -> bool:
     if any(part.startswith((".", "__MACOSX")) for part in path.parts):
         return False
     if len(path.parts) > 1:
-        return path.suffix in _TEXT_BELOW
+        dense = len(path.parts) == 2 and _DENSE.fullmatch(path.parts[0]) is not None
+        return path.suffix in _TEXT_BELOW or (dense and path.name == "model.safetensors")
     return path.suffix in _TEXT or path.suffix == _WEIGHTS or path.name in _NAMES
 
 

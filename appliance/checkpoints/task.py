@@ -4,6 +4,7 @@ small files next to the weights, as vLLM reads them."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -52,6 +53,8 @@ _DENSE: Final = frozenset(
     }
 )
 """Modules of sentence-transformers."""
+
+_FOLDER: Final = re.compile(r"\w[\w.-]*", re.ASCII)
 
 _MODES: Final = frozenset(
     {"lasttoken", "pooling_mode_lasttoken", "mean", "pooling_mode_mean_tokens"}
@@ -165,6 +168,27 @@ class PoolerRefused(ValueError):
         self.remedy = remedy
 
 
+def dense_files(path: Path) -> list[Path]:
+    """Weights of the dense layers that vectors go through behind the pooling, in their order; of a
+    model of sentence-transformers in `path`.
+
+    Raises `CheckpointError` for a layer without a folder of its own with weights as safetensors.
+    """
+    files = []
+    for module in _files(path)[1]:
+        if module.get("type") not in _DENSE:
+            continue
+        folder = module.get("path")
+        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
+            raise CheckpointError(f"{path / 'modules.json'}: {folder!r} is no folder's name")
+        if not (file := path / folder / "model.safetensors").is_file():
+            raise CheckpointError(
+                f"{path}: its vectors go through a layer in {file}: it is missing"
+            )
+        files.append(file)
+    return files
+
+
 def sentence_tokens(path: Path) -> int | None:
     """Tokens of the longest prompt, if the files of sentence-transformers in `path` say it. Raises
     `CheckpointError` for what is no number."""
@@ -222,12 +246,9 @@ def _check_modules(path: Path, modules: list[Any], supported: frozenset[str]) ->
             raise CheckpointError(
                 f"{file}: vLLM reads do_lower_case only next to max_seq_length, which is missing"
             )
+    dense_files(path)
     for module in modules:
         kind = module.get("type")
-        if kind in _DENSE:
-            raise CheckpointError(
-                f"{path}: its vectors go through a dense layer ({kind}): that is not supported"
-            )
         if kind not in _POOLING:
             continue
         pooling = _read(path / str(module.get("path", "")) / "config.json", dict)

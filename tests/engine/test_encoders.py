@@ -21,7 +21,7 @@ from appliance.units import Bytes, Memory
 from appliance.vocabulary import FinishReason, Task
 from tests.configs import CONFIGS, REFUSED
 from tests.engine.house import SLAB, House, make_house
-from tests.engine.shrunken import VOCAB, make_shrunken
+from tests.engine.shrunken import HIDDEN, VOCAB, make_shrunken
 
 CONTEXT = 1024
 SLABS = 8
@@ -34,6 +34,8 @@ MODELS = sorted(
     }.values()
 )
 """One model of each architecture."""
+DENSE = "embeddinggemma-300m"
+"""Its vectors go through dense layers."""
 PLAIN = """
 import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
@@ -84,7 +86,43 @@ def pooling_task(name: str) -> str:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("encoders")
-    return {name: make_shrunken(folder, name, CONFIGS[name]) for name in MODELS}
+    made = {name: make_shrunken(folder, name, CONFIGS[name]) for name in MODELS}
+    add_dense_layers(Path(made[DENSE]))
+    return made
+
+
+def add_dense_layers(path: Path) -> None:
+    """As sentence-transformers writes them: means, which go through two layers."""
+    from safetensors.numpy import save_file
+
+    kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+    modules = [
+        {
+            "idx": number,
+            "name": str(number),
+            "path": f"{number}_{kind}" if number else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for number, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    numbers = np.random.default_rng(7)
+    for number, (inputs, outputs) in ((2, (HIDDEN, 2 * HIDDEN)), (3, (2 * HIDDEN, HIDDEN))):
+        layer = path / f"{number}_Dense"
+        layer.mkdir()
+        described = {
+            "in_features": inputs,
+            "out_features": outputs,
+            "bias": number == 3,
+            "activation_function": "torch.nn.modules.linear.Identity",
+        }
+        (layer / "config.json").write_text(json.dumps(described))
+        weights = {"linear.weight": numbers.normal(size=(outputs, inputs)).astype(np.float32)}
+        if number == 3:
+            weights["linear.bias"] = numbers.normal(size=outputs).astype(np.float32)
+        save_file(weights, layer / "model.safetensors")
 
 
 @pytest.fixture(scope="module")

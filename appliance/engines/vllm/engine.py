@@ -45,8 +45,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
-from appliance.checkpoints.safetensors import read_header, weight_files
-from appliance.checkpoints.task import PoolerValue
+from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
+from appliance.checkpoints.task import PoolerValue, dense_files
 from appliance.engines.protocol import (
     NO_TOKEN,
     KvBytes,
@@ -187,7 +187,7 @@ class VllmEngine:
         cannot do its `task` here, and whatever vLLM raises for a checkpoint that it cannot load.
         """
         check_seams()
-        files = [read_header(file) for file in weight_files(Path(path))]
+        files, dense = _headers(Path(path), task)
         parameters.forbid_packing()
         where: Device = device or HostDevice()
         shelf = images.shelf(path, dtype, ranks) if images is not None else None
@@ -203,7 +203,7 @@ class VllmEngine:
             **engine_args(task, pooler_config or {}),
         )
         check_pooling(task, config.model_config)
-        with recording(files) as recorded:
+        with recording(files, dense) as recorded:
             place = partial(
                 PlacedWeights.place, model, recorded, arena, host, swapper, where, shelf, verify
             )
@@ -554,6 +554,12 @@ def _configure(
         **device.engine_args,
         **chosen,
     ).create_engine_config()
+
+
+def _headers(path: Path, task: Task) -> tuple[list[WeightFile], list[WeightFile]]:
+    """Of a checkpoint's files, and of those of dense layers behind the pooling."""
+    dense = dense_files(path) if task is not Task.GENERATE else []
+    return [read_header(f) for f in weight_files(path)], [read_header(f) for f in dense]
 
 
 def _attention(config: ModelConfig, device: Device) -> AttentionBackendEnum | None:

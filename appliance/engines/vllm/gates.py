@@ -50,6 +50,8 @@ class Gates:
             module = model.get_submodule(owner)
             if not parameter.numel() or isinstance(module, ParallelLMHead):
                 continue
+            if owner.startswith("pooler."):  # behind the gate of all, and not always called
+                continue
             end = parameter.data_ptr() - weights.region.address
             end += parameter.numel() * parameter.element_size()
             gate = layer_of(model, name) or owner

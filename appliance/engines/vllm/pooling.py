@@ -12,6 +12,7 @@ prefix cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -25,6 +26,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
 from appliance.checkpoints.families import ENCODERS
+from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.task import POOLING_TASKS, PoolerValue, is_rewarder, pools_tokens
 from appliance.engines.vllm.messages import MAX_OUTPUT_BYTES
 from appliance.vocabulary import Task
@@ -73,10 +75,15 @@ def check_pooling(task: Task, config: ModelConfig) -> None:
         return
     architecture = config.architectures[0]
     encoder = config.attn_type == "encoder_only"
-    if encoder is not (architecture in ENCODERS):
+    if encoder is not read_model_config(Path(config.model)).is_encoder:
         raise UnsupportedPooling(
-            f"{architecture} attends in both directions ({config.attn_type}), or vLLM believes so: "
-            f"of such models only {', '.join(sorted(ENCODERS))} are served"
+            f"vLLM has {architecture} attend otherwise ({config.attn_type}) than its config.json "
+            "says"
+        )
+    if encoder and architecture not in ENCODERS:
+        raise UnsupportedPooling(
+            f"{architecture} attends in both directions: of such models only "
+            f"{', '.join(sorted(ENCODERS))} are served"
         )
     pooler = config.pooler_config
     if pools_tokens(pooling_task(task, config)):

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models import adapters
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -72,6 +73,7 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (PoolingParams.verify, ("model_config",)),
     (MeanPool.forward, ("hidden_states", "pooling_metadata")),
     (PoolingStates.clean, ()),
+    (adapters._load_dense_weights, ("linear", "folder", "model_config")),
     (
         CachedRequestState.__init__,
         (

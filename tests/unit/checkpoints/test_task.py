@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.checkpoints.task import (
@@ -201,6 +203,29 @@ def test_a_prompt_is_as_long_as_positions_reach(
     assert read_checkpoint("tiny", path).max_positions == tokens
 
 
+def test_dense_layers_have_folders_of_their_own(fake_checkpoint: Make) -> None:
+    """Within the checkpoint's; their weights are counted."""
+    path = fake_checkpoint()
+    modules(path, LAST, "Dense")
+    (path / "2_Dense").mkdir()
+    save_file(
+        {"linear.weight": np.zeros((256, 64), np.float32)}, path / "2_Dense" / "model.safetensors"
+    )
+
+    assert check_task(path) is Task.EMBED
+    with_dense = read_checkpoint("tiny", path)
+    listed = json.loads((path / "modules.json").read_text())
+    (path / "modules.json").write_text(json.dumps(listed[:-1]))
+    without = read_checkpoint("tiny", path)
+    assert with_dense.weight_bytes - without.weight_bytes == 256 * 64 * 4
+    for folder in ("../2_Dense", "", ".", None):
+        (path / "modules.json").write_text(
+            json.dumps([*listed[:-1], listed[-1] | {"path": folder}])
+        )
+        with pytest.raises(CheckpointError, match="is no folder's name"):
+            check_task(path)
+
+
 @pytest.mark.parametrize("wrong", [0, True, "512"])
 def test_a_length_that_is_no_number_is_named(fake_checkpoint: Make, wrong: object) -> None:
     path = fake_checkpoint()
@@ -215,7 +240,7 @@ def test_a_length_that_is_no_number_is_named(fake_checkpoint: Make, wrong: objec
     [
         ({"pooling_mode_max_tokens": True}, (), "pools by pooling_mode_max_tokens"),
         ({"pooling_mode": "cls"}, (), "pools by cls"),
-        (LAST, ("Dense",), "dense layer"),
+        (LAST, ("Dense",), r"through a layer in .*2_Dense/model.safetensors: it is missing"),
     ],
 )
 def test_what_is_not_computed_is_named(

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_iter
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models import adapters
 
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
@@ -155,9 +156,19 @@ class Ingredients:
 class RecipeRecording:
     """What vLLM did with the placeholders of `files`; filled by the loader of one build."""
 
-    def __init__(self, files: Sequence[WeightFile]) -> None:
-        self.files = tuple(files)
+    def __init__(self, files: Sequence[WeightFile], dense_files: Sequence[WeightFile]) -> None:
+        """`dense_files` are those of dense layers behind the pooling, each in a folder."""
+        self.files = (*files, *dense_files)
         self.recorder = _Recorder()
+        self._models_files = len(files)
+        self._dense: dict[str, torch.nn.Linear] = {}
+
+    def expect_dense(self, layer: torch.nn.Linear, folder: str, config: ModelConfig) -> bool:
+        """For vLLM's function that reads a dense layer from a folder of the checkpoint, as soon as
+        the layer is made; whether it did. vLLM makes one for each way of pooling: they share."""
+        first = self._dense.setdefault(folder, layer)
+        layer.weight, layer.bias = first.weight, first.bias
+        return True
 
     def load(self, model: torch.nn.Module) -> None:
         """Have vLLM load placeholders into the model, whose parameters stay untouched.
@@ -167,15 +178,38 @@ class RecipeRecording:
         """
         if getattr(model, "secondary_weights", ()):
             raise UnsupportedCheckpoint(f"{type(model).__name__} wants weights from elsewhere, too")
+        if self._dense:  # vLLM keeps them where a model's parameters are not looked for
+            layers = torch.nn.ModuleList(self._dense.values())
+            model.pooler.add_module("dense_layers", layers)  # type: ignore[union-attr]
         for name, parameter in model.named_parameters():
             self.recorder.know(name, parameter)
         with self.recorder:
             try:
-                model.load_weights(self.recorder.placeholders(self.files))  # type: ignore[operator]
+                files = self.files[: self._models_files]
+                model.load_weights(self.recorder.placeholders(files))  # type: ignore[operator]
+                self._load_dense()
             except AssertionError as error:
                 raise UnsupportedCheckpoint(
                     f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
                 ) from error
+
+    def _load_dense(self) -> None:
+        numbers = {
+            file.path.parent.name: number
+            for number, file in enumerate(self.files)
+            if number >= self._models_files
+        }
+        for folder, layer in self._dense.items():
+            number = numbers[folder]
+            file = self.files[number]
+            for name, placeholder in self.recorder.placeholders([file], number):
+                parameter = getattr(layer, name.rpartition(".")[2], None)
+                if parameter is None or parameter.shape != placeholder.shape:
+                    raise UnsupportedCheckpoint(
+                        f"{self.recorder.current} does not fit the layer that config.json next to "
+                        "it describes"
+                    )
+                parameter.data.copy_(placeholder)
 
     def ingredients(self, model: torch.nn.Module) -> Mapping[str, Ingredients]:
         """By the name of each parameter that holds anything, aliases included.
@@ -214,13 +248,17 @@ _current: ContextVar[RecipeRecording] = ContextVar("recording")
 
 
 @contextmanager
-def recording(files: Sequence[WeightFile]) -> Iterator[RecipeRecording]:
+def recording(
+    files: Sequence[WeightFile], dense_files: Sequence[WeightFile] = ()
+) -> Iterator[RecipeRecording]:
     """The engine built in this context reads no weights: its recipe is recorded instead."""
-    made = RecipeRecording(files)
+    made = RecipeRecording(files, dense_files)
     token = _current.set(made)
+    read_dense, adapters._load_dense_weights = adapters._load_dense_weights, made.expect_dense
     try:
         yield made
     finally:
+        adapters._load_dense_weights = read_dense
         _current.reset(token)
 
 
@@ -269,8 +307,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.append(parameter.untyped_storage())
         self.names.setdefault(_key(parameter), name)
 
-    def placeholders(self, files: Iterable[WeightFile]) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, file in enumerate(files):
+    def placeholders(
+        self, files: Iterable[WeightFile], first: int = 0
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of all tensors of files that are numbered from `first` on, and the tensors' names."""
+        for number, file in enumerate(files, first):
             for entry in file.tensors:
                 self.current = f"{entry.name} {list(entry.shape)} of {file.path}"
                 yield entry.name, self._placeholder(number, entry)
