@@ -44,6 +44,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
+from appliance.checkpoints.language_models import language_config, language_tensors
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import read_header, weight_files
 from appliance.checkpoints.task import PoolerValue
@@ -185,7 +186,11 @@ class VllmEngine:
         cannot do its `task` here, and whatever vLLM raises for a checkpoint that it cannot load.
         """
         check_seams()
-        files = [read_header(file) for file in weight_files(Path(path))]
+        checkpoint = read_model_config(Path(path))
+        files = [
+            language_tensors(read_header(file), checkpoint.architecture)
+            for file in weight_files(Path(path))
+        ]
         parameters.forbid_packing()
         where: Device = device or HostDevice()
         shelf = images.shelf(path, dtype, ranks) if images is not None else None
@@ -198,7 +203,7 @@ class VllmEngine:
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}),
             **where.engine_args,
-            attention_backend=_attention(read_model_config(Path(path)), where),
+            attention_backend=_attention(checkpoint, where),
         )
         check_pooling(task, config.model_config)
         with recording(files) as recorded:
@@ -530,6 +535,7 @@ def _configure(ranks: int, **chosen: Any) -> VllmConfig:
         use_tqdm_on_load=False,
         trust_remote_code=False,
         skip_tokenizer_init=True,
+        hf_overrides=language_config,
         enable_prefix_caching=not keeps_state(read_model_config(Path(chosen["model"]))),
         prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
         disable_hybrid_kv_cache_manager=False,

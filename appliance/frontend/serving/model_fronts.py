@@ -21,6 +21,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from appliance.checkpoints.language_models import language_config
 from appliance.frontend.core import Core
 from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
@@ -193,6 +194,7 @@ def arguments(model: FrontModel) -> Namespace:
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(options))
     args.served_model_name = list(names_of(model.name))
+    args.hf_overrides = language_config
     return args
 
 
