@@ -91,8 +91,8 @@ def read_checkpoint(
 
     `dtype` "auto" is the stored type, but bfloat16 for float32. The weights are without tensors
     that an engine leaves out, such as the output head of a model that embeds or scores, or what
-    reads images. A head that is tied to the embedding is the embedding, whether the files have it or not, but where the
-    CPU packs weights: rows for one, packed for the other.
+    reads images. A head that is tied to the embedding is the embedding, whether the files have it
+    or not, but where the CPU packs weights: rows for one, packed for the other.
 
     Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
     missing or damaged, or says something that cannot be served (`UnsupportedModel`, if no model

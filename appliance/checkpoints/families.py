@@ -179,7 +179,7 @@ def _traits(config: ModelConfig) -> _Found:
         return f"vLLM needs libraries for {name} that are not installed", ANOTHER
     if "media" in traits and name not in MEDIA:
         return (
-            f"{name} reads images or sound, which is not supported yet, and no test serves its text",
+            f"{name} reads images or sound, which is not supported yet; no test serves its text",
             TEXT,
         )
     if served_architecture(config) not in TRIED and name in MEDIA:

@@ -3,13 +3,15 @@ of text that they are. What reads images (towers, and projectors behind them) is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile
-
+from appliance.errors import CheckpointError
 
 
 class Media(NamedTuple):
@@ -37,8 +39,8 @@ MEDIA: Final[Mapping[str, Media]] = {
     "Qwen2_5_VLForConditionalGeneration": Media(_VISUAL, {"qwen2_5_vl_text": "Qwen2ForCausalLM"}),
     "Qwen3VLForConditionalGeneration": Media(_VISUAL, {"qwen3_vl_text": "Qwen3ForCausalLM"}),
 }
-"""By architecture. These are what `tests/engine/test_language_models.py` serves: of others it is not
-known what is to be left out, and how the rest is to be computed."""
+"""By architecture. These are what `tests/engine/test_language_models.py` serves: of others it is
+not known what is to be left out, and how the rest is to be computed."""
 
 _RENAMED: Final = (
     ("model.language_model.", "model."),
@@ -50,6 +52,8 @@ are names of transformers before its version 4.52, and after."""
 
 _OF_ALL: Final = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """What the configuration of a language model takes over from that of the whole."""
+_TEMPLATE: Final = "chat_template.json"
+_NEWER_TEMPLATE: Final = "chat_template.jinja"
 _SECTIONS: Final = ("mrope_section", "mrope_interleaved")
 
 
@@ -100,6 +104,24 @@ def language_config(config: Any) -> Any:
             if key not in _SECTIONS
         }
     return text
+
+
+def processor_template(path: Path) -> str:
+    """The chat template of the checkpoint in `path`, if it is one of `MEDIA` and the file of what
+    prepares images has it; empty otherwise. Tokenizers do not read that file.
+
+    Raises `CheckpointError` for files that cannot be read.
+    """
+    file = path / _TEMPLATE
+    if read_model_config(path).architecture not in MEDIA:
+        return ""
+    if not file.exists() or (path / _NEWER_TEMPLATE).exists():
+        return ""
+    try:
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} has no chat_template: {error}") from error
+    return str(template)
 
 
 def _renamed(name: str) -> str:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from appliance.checkpoints.language_models import language_config
+from appliance.checkpoints.language_models import language_config, processor_template
 from appliance.frontend.core import Core
 from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
@@ -195,6 +196,7 @@ def arguments(model: FrontModel) -> Namespace:
     args: Namespace = deepcopy(_parser().parse_args(options))
     args.served_model_name = list(names_of(model.name))
     args.hf_overrides = language_config
+    args.chat_template = processor_template(Path(model.path)) or None
     return args
 
 
