@@ -54,3 +54,21 @@ def stand_in() -> None:
         return fn()  # a process of its own would lack the stand-in
 
     registry._run_in_subprocess = run_here
+
+
+def main() -> None:
+    """What `appliance.engines.vllm.reference` does, also for models with images."""
+    from appliance.engines.vllm import reference
+
+    prepare = reference.prepare_environment
+
+    def prepare_and_stand_in(*where: str) -> None:
+        prepare(*where)
+        stand_in()
+
+    reference.prepare_environment = prepare_and_stand_in
+    reference.main()
+
+
+if __name__ == "__main__":
+    main()
