@@ -43,6 +43,9 @@ async def core(generator: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     (last / "chat_template.json").write_text(
         json.dumps({"chat_template": template}), encoding="utf-8"
     )
+    # Mistral's own files, which vLLM would read instead of those of transformers.
+    for file in ("params.json", "consolidated.safetensors"):
+        (paths["mistral-small-3.1-24b-instruct-2503"] / file).write_text("{}", encoding="utf-8")
     models = [model_at(path, name) for name, path in paths.items()]
     async with front_end([*models, model_at(generator, "talker")]) as core:
         yield core

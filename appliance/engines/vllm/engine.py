@@ -46,7 +46,7 @@ from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
 from appliance.checkpoints.language_models import language_config, language_tensors
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
-from appliance.checkpoints.safetensors import read_header, weight_files
+from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue
 from appliance.engines.protocol import (
     NO_TOKEN,
@@ -186,11 +186,7 @@ class VllmEngine:
         cannot do its `task` here, and whatever vLLM raises for a checkpoint that it cannot load.
         """
         check_seams()
-        checkpoint = read_model_config(Path(path))
-        files = [
-            language_tensors(read_header(file), checkpoint.architecture)
-            for file in weight_files(Path(path))
-        ]
+        files = _files(Path(path))
         parameters.forbid_packing()
         where: Device = device or HostDevice()
         shelf = images.shelf(path, dtype, ranks) if images is not None else None
@@ -203,7 +199,7 @@ class VllmEngine:
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}),
             **where.engine_args,
-            attention_backend=_attention(checkpoint, where),
+            attention_backend=_attention(read_model_config(Path(path)), where),
         )
         check_pooling(task, config.model_config)
         with recording(files) as recorded:
@@ -535,6 +531,7 @@ def _configure(ranks: int, **chosen: Any) -> VllmConfig:
         use_tqdm_on_load=False,
         trust_remote_code=False,
         skip_tokenizer_init=True,
+        config_format="hf",  # the file that the daemon reads, where there are others, too
         hf_overrides=language_config,
         enable_prefix_caching=not keeps_state(read_model_config(Path(chosen["model"]))),
         prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
@@ -547,6 +544,12 @@ def _configure(ranks: int, **chosen: Any) -> VllmConfig:
         scheduler_cls=ParkedScheduler,
         **chosen,
     ).create_engine_config()
+
+
+def _files(path: Path) -> list[WeightFile]:
+    """The checkpoint's files, with the tensors that are loaded."""
+    architecture = read_model_config(path).architecture
+    return [language_tensors(read_header(file), architecture) for file in weight_files(path)]
 
 
 def _attention(config: ModelConfig, device: Device) -> AttentionBackendEnum | None:

@@ -178,7 +178,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
 def arguments(model: FrontModel) -> Namespace:
     """The command line that `vllm serve` would need for the model."""
     options = [
-        *("--model", model.path, "--dtype", model.dtype),
+        *("--model", model.path, "--config-format", "hf", "--dtype", model.dtype),
         *("--max-model-len", str(model.max_context), "--max-num-seqs", str(model.max_batch)),
         *("--max-logprobs", str(model.max_logprobs)),
         *("--disable-log-stats", "--language-model-only"),
