@@ -19,7 +19,7 @@ from appliance.config.sizing import least, read_model
 from appliance.units import Bytes, Memory
 from tests.configs import CONFIGS, REFUSED
 from tests.engine.conftest import plain_process
-from tests.engine.house import SLAB, PlainAnswers, Sampling, make_house
+from tests.engine.house import SLAB, PlainAnswers, Sampling, make_house, sequence, tokens
 from tests.engine.player import Player, prompts
 from tests.engine.shrunken import make_shrunken
 
@@ -34,10 +34,20 @@ NAMES = sorted(
 )
 
 
+GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[PlainAnswers]:
     with plain_process(WITH_IMAGES) as answers:
         yield answers
+
+
+def texts_of(plain: PlainAnswers, path: str, asked: list[tuple[int, ...]]) -> list[list[int]]:
+    """What plain vLLM's whole model says, of which the towers alone are not loaded."""
+    options = {"skip_tokenizer_init": True, "language_model_only": True}
+    answers = plain(path, "float32", asked, [GREEDY] * len(asked), **options)
+    return [answer["sequences"][0] for answer in answers]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,23 +61,33 @@ def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str
     engine = house.build(name, path, dtype="float32")
     assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
-    sampling = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
-    player = Player(house, name, sampling, prompts(name))
+    player = Player(house, name, GREEDY, prompts(name))
 
     while player.live:
         player.turn(3, SLABS)
 
-    answers = plain(
-        path,
-        "float32",
-        prompts(name),
-        [sampling] * 3,
-        skip_tokenizer_init=True,
-        language_model_only=True,
-    )
-    assert list(player.outputs.values()) == [answer["sequences"][0] for answer in answers]
+    answers = texts_of(plain, path, prompts(name))
+    assert list(player.outputs.values()) == answers
     longest = [*player.outputs.values()][-1]
     assert len(set(longest)) > 2, "it says the same token again and again"
+    engine.retire()
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b-instruct", "qwen3-vl-8b-instruct"])
+def test_a_request_goes_on_with_its_output(tmp_path: Path, plain: PlainAnswers, name: str) -> None:
+    """Computed anew from its prompt and what it said so far, with the positions it had."""
+    path = make_shrunken(tmp_path, name, CONFIGS[name])
+    *_, prompt = prompts(name)
+    (whole,) = texts_of(plain, path, [prompt])
+    engine = make_house().build(name, path, dtype="float32")
+    engine.begin_load().wait()
+
+    engine.add(sequence(name, "again", prompt, GREEDY, tuple(whole[:7])))
+    output = whole[:7] + tokens(engine.prefill("again", SLABS))
+    while len(output) < LENGTH:
+        output += tokens(engine.step(["again"], SLABS))
+
+    assert output == whole
     engine.retire()
 
 
