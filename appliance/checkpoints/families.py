@@ -136,8 +136,8 @@ def keeps_state(config: ModelConfig) -> bool:
 def is_tried(config: ModelConfig) -> bool:
     """Whether tests serve this architecture. What is tried of one that generates holds for those
     that pool what it computes."""
-    base = base_architecture(served_architecture(config)) or ""
-    return base == _REWARDER or not TRIED.isdisjoint(
+    base = base_architecture(config.architecture) or ""
+    return base in {_REWARDER, *MEDIA} or not TRIED.isdisjoint(
         (base, base.removesuffix("Model") + "ForCausalLM")
     )
 
@@ -182,7 +182,7 @@ def _traits(config: ModelConfig) -> _Found:
             f"{name} reads images or sound, which is not supported yet; no test serves its text",
             TEXT,
         )
-    if served_architecture(config) not in TRIED and name in MEDIA:
+    if not served_architecture(config):
         return (
             f"{name} reads images, which is not supported yet, and no test serves its text with a "
             f"language model of type {config.model_type}",

@@ -34,7 +34,9 @@ MEDIA: Final[Mapping[str, Media]] = {
     "LlavaForConditionalGeneration": Media(
         _PROJECTED, {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
     ),
-    "Mistral3ForConditionalGeneration": Media(_PROJECTED, {"mistral": "MistralForCausalLM"}),
+    "Mistral3ForConditionalGeneration": Media(
+        _PROJECTED, {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"}
+    ),
     "Qwen2VLForConditionalGeneration": Media(_VISUAL, {"qwen2_vl_text": "Qwen2ForCausalLM"}),
     "Qwen2_5_VLForConditionalGeneration": Media(_VISUAL, {"qwen2_5_vl_text": "Qwen2ForCausalLM"}),
     "Qwen3VLForConditionalGeneration": Media(_VISUAL, {"qwen3_vl_text": "Qwen3ForCausalLM"}),
