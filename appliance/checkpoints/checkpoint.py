@@ -12,6 +12,7 @@ from typing import Final
 from appliance.checkpoints import kv_layers
 from appliance.checkpoints.families import check_family
 from appliance.checkpoints.kv_layers import KvLayers
+from appliance.checkpoints.language_models import MEDIA, language_tensors, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
 from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
@@ -71,7 +72,7 @@ class CatalogEntry:
     weight_bytes: int
     """Where it is served, at least: an engine pads. See `read_checkpoint`."""
     parameters: int
-    """Elements of all tensors, as they are stored."""
+    """Elements of all tensors, as they are stored, but of those that read images."""
     created: int
     """When the weights were written (Unix seconds)."""
 
@@ -92,9 +93,9 @@ def read_checkpoint(
     """Describe the checkpoint in `path` as it will be served: on GPUs, if `cuda`, else on the CPU.
 
     `dtype` "auto" is the stored type, but bfloat16 for float32. The weights are without tensors
-    that an engine leaves out, such as the output head of a model that embeds or scores. A head
-    that is tied to the embedding is the embedding, whether the files have it or not, but where the
-    CPU packs weights: rows for one, packed for the other.
+    that an engine leaves out, such as the output head of a model that embeds or scores, or what
+    reads images. A head that is tied to the embedding is the embedding, whether the files have it
+    or not, but where the CPU packs weights: rows for one, packed for the other.
 
     Raises `CheckpointError` when the directory, its ``config.json`` or a safetensors file is
     missing or damaged, or says something that cannot be served (`UnsupportedModel`, if no model
@@ -108,7 +109,8 @@ def read_checkpoint(
         raise CheckpointError(
             f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
         )
-    headers = [read_header(file) for file in weight_files(path)]
+    architecture = config.architecture
+    headers = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
     resolved = _resolve_dtype(config, dtype, path)
     hidden = config.integer("hidden_size")
     vocabulary = config.integer("vocab_size")
@@ -118,9 +120,11 @@ def read_checkpoint(
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)
     generates, tied = read_task(path, task) is Task.GENERATE, config.get("tie_word_embeddings")
+    if architecture in MEDIA:  # the file says it in one of two places, or in neither
+        tied = not heads_stored
     if tied or not generates:
         weight_bytes -= tensor_bytes(heads_stored, resolved)
-    packed_alone = config.architecture not in _HEAD_IS_EMBEDDING
+    packed_alone = served_architecture(config) not in _HEAD_IS_EMBEDDING
     if tied and generates and packed_alone and not cuda and packs(resolved):
         width = config.integer("word_embed_proj_dim", default=hidden)
         weight_bytes += vocabulary * width * BYTES_PER_ELEMENT[resolved]
@@ -131,7 +135,7 @@ def read_checkpoint(
     return CatalogEntry(
         name=name,
         path=path,
-        architecture=config.architecture,
+        architecture=architecture,
         dtype=resolved,
         layers=layers,
         heads=kv_layers.heads(config),
@@ -173,7 +177,8 @@ def _resolve_dtype(config: ModelConfig, wanted: str, path: Path) -> str:
     if wanted != "auto":
         dtype = wanted
     else:
-        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        whole = config.whole.get("dtype") or config.whole.get("torch_dtype")
+        stored = whole or config.get("dtype") or config.get("torch_dtype") or "float32"
         # What vLLM makes of "auto": weights stored in full are served in half the bytes.
         dtype = "bfloat16" if stored == "float32" else str(stored)
     if dtype not in BYTES_PER_ELEMENT:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.errors import CheckpointError
@@ -144,7 +145,7 @@ def check_cpu(config: ModelConfig, dtype: str) -> None:
 
 def keeps_state(config: ModelConfig) -> bool:
     """Whether layers keep a state of constant size, such as Mamba's, instead of keys and values."""
-    base = base_architecture(config.architecture)
+    base = base_architecture(served_architecture(config))
     return "state" in known_models().architectures.get(base or "", ())
 
 
@@ -152,10 +153,8 @@ def is_tried(config: ModelConfig) -> bool:
     """Whether tests serve this architecture. What is tried of one that generates holds for those
     that pool what it computes."""
     base = base_architecture(config.architecture) or ""
-    return (
-        base == _REWARDER
-        or base in ENCODERS
-        or not TRIED.isdisjoint((base, base.removesuffix("Model") + "ForCausalLM"))
+    return base in {_REWARDER, *ENCODERS, *MEDIA} or not TRIED.isdisjoint(
+        (base, base.removesuffix("Model") + "ForCausalLM")
     )
 
 
@@ -194,8 +193,17 @@ def _traits(config: ModelConfig) -> _Found:
     name = config.architecture
     if "libraries" in traits:
         return f"vLLM needs libraries for {name} that are not installed", ANOTHER
-    if "media" in traits:
-        return f"{name} reads images or sound, which is not supported yet", TEXT
+    if "media" in traits and name not in MEDIA:
+        return (
+            f"{name} reads images or sound, which is not supported yet; no test serves its text",
+            TEXT,
+        )
+    if not served_architecture(config):
+        return (
+            f"{name} reads images, which is not supported yet, and no test serves its text with a "
+            f"language model of type {config.model_type}",
+            TEXT,
+        )
     if not config.is_encoder:
         return None
     if name not in ENCODERS:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.errors import CheckpointError
 from appliance.vocabulary import Task
@@ -84,6 +85,11 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
         raise CheckpointError(
             f"{path}: {architecture} gives values for tokens of a prompt in a way that is not "
             "computed here: of such models those called ForRewardModel are supported"
+        )
+    if architecture in MEDIA and task is not Task.GENERATE:
+        raise CheckpointError(
+            f"{path}: {architecture} reads images, of which the text that it generates is served, "
+            f"and nothing else: its task would have to be generate, not {task}"
         )
     if is_rewarder(architecture) and task is not Task.SCORE:
         raise CheckpointError(

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import click
 import httpx
 
+from appliance.checkpoints.language_models import MEDIA
 from appliance.cli.output import json_option, print_json
 from appliance.client import ANSWER_SECONDS, call, checked, connect, get, unreachable, url_option
 from appliance.units import human
@@ -128,6 +129,7 @@ def show(model: str, url: str, as_json: bool) -> None:
 def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("architecture", facts["architecture"]),
+        *([("reads", "text only, no images")] * (facts["architecture"] in MEDIA)),
         ("parameters", _count(facts["parameters"])),
         ("context", f"{facts['max_context_tokens']} tokens"),
         ("computed in", facts["dtype"]),

@@ -12,6 +12,7 @@ from typing import Final
 from appliance.access.keys import KeyFile
 from appliance.checkpoints.checkpoint import CatalogEntry
 from appliance.checkpoints.families import is_tried
+from appliance.checkpoints.language_models import MEDIA
 from appliance.checkpoints.model_config import read_model_config
 from appliance.checkpoints.task import PoolerRefused, check_pooler, check_task
 from appliance.config.problems import ProblemReport
@@ -213,16 +214,21 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"api.keys: others than its owner can read or write {config.api.keys}; `chmod 600` it"
         )
-    found += [warning for model in config.models if (warning := _untried(model))]
+    found += [warning for model in config.models if (warning := _of_model(model))]
     if rest := config.devices.memory_bytes % config.devices.slab_bytes:
         found.append(f"devices.memory: the last {human(rest)} are less than a slab and stay unused")
     return found
 
 
-def _untried(model: Model) -> str:
-    """A warning if no test serves the model's architecture."""
+def _of_model(model: Model) -> str:
+    """A warning if a model reads what is not served, or if no test serves its architecture."""
     try:
         checkpoint = read_model_config(Path(model.path))
+        if checkpoint.architecture in MEDIA:
+            return (
+                f"model.{model.name}: {checkpoint.architecture} is served for text only; requests "
+                "with images are refused"
+            )
         if is_tried(checkpoint):
             return ""
     except (CheckpointError, OSError):  # which is a problem of its own

@@ -87,10 +87,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @contextmanager
-def plain_process() -> Iterator[PlainAnswers]:
-    """What unchanged vLLM tells of prompts, in a process of its own."""
+def plain_process(first: str = "") -> Iterator[PlainAnswers]:
+    """What unchanged vLLM tells of prompts, in a process of its own, which runs `first` first."""
     with subprocess.Popen(
-        [sys.executable, "-c", BASELINE],
+        [sys.executable, "-c", first + BASELINE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

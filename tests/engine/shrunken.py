@@ -4,6 +4,7 @@ narrower, with random weights."""
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +52,28 @@ SIZES: Final[dict[str, int]] = {
 _PATTERN: Final = "M*-"
 """A layer of each kind: Mamba, attention, and neither."""
 _PERIODIC: Final = ("layer_types", "no_rope_layers")
+_LEFT_OUT: Final[dict[str, dict[str, int]]] = {
+    "gemma3_text": {"vocab_size": VOCAB, "sliding_window_pattern": 2},
+    "llama": {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+    },
+}
+"""What files of a type leave to transformers' defaults, which are those of a large model."""
+_VISION: Final[dict[str, Any]] = {
+    **dict.fromkeys(("hidden_size", "out_hidden_size", "embed_dim"), HIDDEN),
+    "intermediate_size": 2 * HIDDEN,
+    **dict.fromkeys(("num_hidden_layers", "depth"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), HEADS),
+    "head_dim": HEAD_DIM,
+    "image_size": 56,
+    "patch_size": 14,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+}
+"""Of a tower that reads images."""
 
 
 def shrunken(config: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +82,8 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     for part in (small, small.get("text_config")):
         if isinstance(part, dict):
             _shrink(part)
+    if isinstance(vision := small.get("vision_config"), dict):
+        vision.update((key, value) for key, value in _VISION.items() if key in vision)
     small["torch_dtype"] = "float32"
     small.pop("auto_map", None)
     return small
@@ -80,12 +105,18 @@ def _shrink(part: dict[str, Any]) -> None:
         part["num_key_value_heads"] = max(1, HEADS // shared)
     if "head_dim" in given:
         part["head_dim"] = HEAD_DIM
+    for key, size in _LEFT_OUT.get(part.get("model_type", ""), {}).items():
+        if key not in given:
+            part[key] = size
     for key in _PERIODIC:
         if key in given:
             part[key] = part[key][:layers]
     if "hybrid_override_pattern" in given:
         part["hybrid_override_pattern"] = _PATTERN
     scaling = part.get("rope_scaling")
+    if scaling and "mrope_section" in scaling:
+        sections = scaling["mrope_section"]
+        scaling["mrope_section"] = [n * HEAD_DIM // (2 * sum(sections)) for n in sections]
     if scaling and "long_factor" in scaling:
         rotary = int(HEAD_DIM * part.get("partial_rotary_factor", 1.0)) // 2
         for key in ("long_factor", "short_factor"):
@@ -111,6 +142,9 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     import transformers
 
     small = shrunken(config)
+    as_published = json.dumps(small)
+    if "vision_config" in small:  # its head is its own, unless its language model says otherwise
+        small.setdefault("tie_word_embeddings", small["model_type"] == "gemma3")
     made = transformers.CONFIG_MAPPING[small["model_type"]](
         **{key: value for key, value in small.items() if key != "model_type"}
     )
@@ -125,5 +159,7 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
                 values.normal_(0.0, 0.02 if tied else 0.2 if values.dim() > 1 else 0.05)
     path = folder / name
     model.to(torch.float32).save_pretrained(path)
+    if "vision_config" in small:  # transformers writes what published files leave out
+        (path / "config.json").write_text(as_published)
     save_tokenizer(path)
     return str(path)

@@ -1,4 +1,5 @@
-"""Six kinds of model in one pool that holds three of them: compressed KV, states, windows, experts.
+"""Seven kinds of model in one pool that holds three of them: compressed KV, states, windows,
+experts, and the text of one that reads images.
 
 Every output is plain vLLM's, through preemption and eviction, and the death of the worker.
 """
@@ -32,13 +33,19 @@ from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS
 
 CONTEXT, TOKENS = 512, 40
+READER = "qwen2.5-vl-7b-instruct"
+NAMES = (*PUBLISHED, READER)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PROMPTS = [tuple(3 + (i * 7 + k * 5) % 400 for k in range(5 + i * 20)) for i in range(5)]
 POOL = "20MiB"
+PNG = "data:image/png;base64,iVBORw0KGgo="
 TOKENS_BEFORE_KILL = 15
 
 
 def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
-    paths = {name: make_shrunken(tmp_path, name, CONFIGS[name]) for name in PUBLISHED}
+    paths = {name: make_shrunken(tmp_path, name, CONFIGS[name]) for name in NAMES}
+    with_images = Path(paths[READER], "chat_template.json")
+    with_images.write_text(json.dumps({"chat_template": TEMPLATE}))
     expected = plain(paths)
     file = tmp_path / "appliance.toml"
     file.write_text(
@@ -52,13 +59,23 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     )
     with running_daemon(file, load_config(file)) as (url, _):
         outputs, killed = asyncio.run(ask_all(url))
+        chats = [chat(url, "hello"), chat(url, [{"type": "image_url", "image_url": {"url": PNG}}])]
         status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
 
+    assert [answer.status_code for answer in chats] == [200, 400]
+    assert f"{READER} is served for text only" in chats[1].text
     assert killed
     assert outputs == expected
     assert status["instances"][0]["pid"] != killed
     log = (tmp_path / "daemon.log").read_text(errors="replace")
     assert re.search(r'"preemptions":[1-9]', log), "they took turns"
+
+
+def chat(url: str, content: object) -> httpx.Response:
+    """With the model that reads images elsewhere."""
+    messages = [{"role": "user", "content": content}]
+    asked = {"model": READER, "messages": messages, "max_tokens": 3}
+    return httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE_SECONDS)
 
 
 def plain(paths: dict[str, str]) -> dict[tuple[str, int], list[int]]:
@@ -70,7 +87,7 @@ def plain(paths: dict[str, str]) -> dict[tuple[str, int], list[int]]:
         ]
     )
     done = subprocess.run(
-        [sys.executable, "-m", "appliance.engines.vllm.reference"],
+        [sys.executable, "-m", "tests.engine.image_libraries"],
         input=msgspec.json.encode(task),
         stdout=subprocess.PIPE,
         check=True,
@@ -91,7 +108,7 @@ async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
     def on_token() -> None:
         nonlocal killed
         busy = [len(tokens) for tokens in outputs.values()]
-        if killed or sum(busy) < TOKENS_BEFORE_KILL * len(PUBLISHED):
+        if killed or sum(busy) < TOKENS_BEFORE_KILL * len(NAMES):
             return
         status = httpx.get(f"{url}/api/status", timeout=PATIENCE_SECONDS).json()
         killed = status["instances"][0]["pid"]
@@ -101,7 +118,7 @@ async def ask_all(url: str) -> tuple[dict[tuple[str, int], list[int]], int]:
         await asyncio.gather(
             *(
                 ask(client, name, number, outputs.setdefault((name, number), []), on_token)
-                for name in PUBLISHED
+                for name in NAMES
                 for number in range(len(PROMPTS))
             )
         )

@@ -44,6 +44,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from appliance.checkpoints.families import keeps_state
 from appliance.checkpoints.kv_layers import is_compressed
+from appliance.checkpoints.language_models import language_config, language_tensors
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile, read_header, weight_files
 from appliance.checkpoints.task import PoolerValue, dense_files
@@ -540,6 +541,8 @@ def _configure(
         use_tqdm_on_load=False,
         trust_remote_code=False,
         skip_tokenizer_init=True,
+        config_format="hf",  # the file that the daemon reads, where there are others, too
+        hf_overrides=language_config,
         enable_prefix_caching=not encoder and not keeps_state(checkpoint),
         prefix_caching_hash_algo="sha256_cbor",  # the default would serialise with pickle
         disable_hybrid_kv_cache_manager=False,
@@ -557,9 +560,12 @@ def _configure(
 
 
 def _headers(path: Path, task: Task) -> tuple[list[WeightFile], list[WeightFile]]:
-    """Of a checkpoint's files, and of those of dense layers behind the pooling."""
+    """Of a checkpoint's files, with the tensors that are loaded, and of those of dense layers
+    behind the pooling."""
+    architecture = read_model_config(path).architecture
+    files = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
     dense = dense_files(path) if task is not Task.GENERATE else []
-    return [read_header(f) for f in weight_files(path)], [read_header(f) for f in dense]
+    return files, [read_header(file) for file in dense]
 
 
 def _attention(config: ModelConfig, device: Device) -> AttentionBackendEnum | None:

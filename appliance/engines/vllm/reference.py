@@ -76,6 +76,7 @@ def _generate(checkpoint: ReferenceModel, device: str) -> list[ReferenceAnswer]:
         dtype=checkpoint.dtype,
         max_model_len=checkpoint.max_context,
         skip_tokenizer_init=True,
+        language_model_only=True,  # prompts are text, whatever else a model may read
         enforce_eager=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=256 << 20,

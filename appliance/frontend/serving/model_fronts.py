@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from appliance.checkpoints.language_models import language_config, processor_template
 from appliance.frontend.core import Core
 from appliance.frontend.serving import stored
 from appliance.frontend.serving.engine_client import FrontLLM
@@ -176,7 +178,7 @@ def build(core: Core, model: FrontModel) -> ModelFront:
 def arguments(model: FrontModel) -> Namespace:
     """The command line that `vllm serve` would need for the model."""
     options = [
-        *("--model", model.path, "--dtype", model.dtype),
+        *("--model", model.path, "--config-format", "hf", "--dtype", model.dtype),
         *("--max-model-len", str(model.max_context), "--max-num-seqs", str(model.max_batch)),
         *("--max-logprobs", str(model.max_logprobs)),
         *("--disable-log-stats", "--language-model-only"),
@@ -193,6 +195,8 @@ def arguments(model: FrontModel) -> Namespace:
     # vLLM writes into what it parses, and defaults are the same objects for all models.
     args: Namespace = deepcopy(_parser().parse_args(options))
     args.served_model_name = list(names_of(model.name))
+    args.hf_overrides = language_config
+    args.chat_template = processor_template(Path(model.path)) or None
     return args
 
 

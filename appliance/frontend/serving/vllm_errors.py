@@ -23,6 +23,12 @@ _KEYS: Final = (
     (b"--reasoning-parser", b"reasoning_parser"),
 )
 """Flags of ``vllm serve``, and the keys of a model's table that stand for them."""
+_NO_IMAGES: Final = (
+    b" is not a multimodal model",
+    b" is served for text only: leave out images, sound and videos",
+)
+"""What vLLM says of a part of a message that is no text, and what is said here: the model may well
+read images elsewhere."""
 _TOO_DEEP: Final = b"maximum recursion depth exceeded"
 """How Python says so of JSON in a text, such as the arguments of a call."""
 _NESTED: Final = "JSON in a message is nested too deeply"
@@ -72,8 +78,8 @@ class VllmErrors:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _reshaped(self, status: int, body: bytes) -> bytes:
-        for flag, key in _KEYS:
-            body = body.replace(flag, key)
+        for theirs, ours in (*_KEYS, _NO_IMAGES):
+            body = body.replace(theirs, ours)
         if not self._scope["path"].startswith(ANTHROPIC):
             return body
         try:

@@ -45,10 +45,12 @@ MODEL = ModelActivity(
 class OneModel(FakeService):
     """Knows what `MODEL` does now."""
 
+    model = MODEL
+
     def model_activity(self, name: str) -> ModelActivity:
         if name != MODEL.model:
             raise ModelNotFound(name)
-        return MODEL
+        return self.model
 
 
 @pytest.fixture
@@ -81,6 +83,21 @@ async def test_a_model_is_shown(call: Call) -> None:
             "requests      2 running, 1 waiting; takes no new ones",
         ],
     )
+
+
+async def test_that_images_are_not_read_is_shown(
+    monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """Of a model that would read them elsewhere."""
+    facts = msgspec.structs.replace(MODEL.facts, architecture="Gemma3ForConditionalGeneration")
+    monkeypatch.setattr(OneModel, "model", msgspec.structs.replace(MODEL, facts=facts))
+
+    shown = await call("org/small")
+
+    assert shown.stdout.splitlines()[:2] == [
+        "architecture  Gemma3ForConditionalGeneration",
+        "reads         text only, no images",
+    ]
 
 
 async def test_a_program_gets_all_of_it(call: Call) -> None:

@@ -1,0 +1,133 @@
+"""The language models in checkpoints that read images as well: they alone are served, as the models
+of text that they are. What reads images (towers, and projectors behind them) is not loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from appliance.checkpoints.model_config import ModelConfig, read_model_config
+from appliance.checkpoints.safetensors import WeightFile
+from appliance.errors import CheckpointError
+
+
+class Media(NamedTuple):
+    """What is known of an architecture that reads images."""
+
+    towers: frozenset[str]
+    """What its parts are called that are not loaded."""
+    languages: Mapping[str, str]
+    """The architectures of its language models, by their types."""
+
+
+_PROJECTED: Final = frozenset({"vision_tower", "multi_modal_projector"})
+_VISUAL: Final = frozenset({"visual"})
+
+MEDIA: Final[Mapping[str, Media]] = {
+    "Gemma3ForConditionalGeneration": Media(_PROJECTED, {"gemma3_text": "Gemma3ForCausalLM"}),
+    "InternVLForConditionalGeneration": Media(
+        _PROJECTED, {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    ),
+    "LlavaForConditionalGeneration": Media(
+        _PROJECTED, {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+    ),
+    "Mistral3ForConditionalGeneration": Media(
+        _PROJECTED, {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"}
+    ),
+    "Qwen2VLForConditionalGeneration": Media(_VISUAL, {"qwen2_vl_text": "Qwen2ForCausalLM"}),
+    "Qwen2_5_VLForConditionalGeneration": Media(_VISUAL, {"qwen2_5_vl_text": "Qwen2ForCausalLM"}),
+    "Qwen3VLForConditionalGeneration": Media(_VISUAL, {"qwen3_vl_text": "Qwen3ForCausalLM"}),
+}
+"""By architecture. These are what `tests/engine/test_language_models.py` serves: of others it is
+not known what is to be left out, and how the rest is to be computed."""
+
+_RENAMED: Final = (
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.", ""),
+)
+"""What names of tensors begin with, and with what they begin in a checkpoint of text alone: there
+are names of transformers before its version 4.52, and after."""
+
+_OF_ALL: Final = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+"""What the configuration of a language model takes over from that of the whole."""
+_TEMPLATE: Final = "chat_template.json"
+_NEWER_TEMPLATE: Final = "chat_template.jinja"
+_SECTIONS: Final = ("mrope_section", "mrope_interleaved")
+
+
+def served_architecture(config: ModelConfig) -> str:
+    """The architecture that is computed: of the language model alone, if the checkpoint is one of
+    `MEDIA`; empty if that is of a type that is not known here."""
+    media = MEDIA.get(config.architecture)
+    return config.architecture if media is None else media.languages.get(config.model_type, "")
+
+
+def language_tensors(file: WeightFile, architecture: str) -> WeightFile:
+    """The file without what is not loaded, if the architecture is one of `MEDIA`: the tensors that
+    are left have the names of a checkpoint of text alone."""
+    media = MEDIA.get(architecture)
+    if media is None:
+        return file
+    return replace(
+        file,
+        tensors=tuple(
+            tensor._replace(name=_renamed(tensor.name))
+            for tensor in file.tensors
+            if tensor.name.removeprefix("model.").partition(".")[0] not in media.towers
+        ),
+    )
+
+
+def language_config(config: Any) -> Any:
+    """The part of transformers' configuration of a checkpoint that is about its language model, for
+    vLLM's `hf_overrides`; other configurations as they are.
+
+    Rotary embeddings with three positions (M-RoPE) become those with one: a token of text has the
+    same one three times.
+    """
+    (architecture, *_) = config.architectures or ("",)
+    if architecture not in MEDIA:
+        return config
+    text = config.get_text_config()
+    text.architectures = [MEDIA[architecture].languages[text.model_type]]
+    text.tie_word_embeddings = config.tie_word_embeddings
+    for key in _OF_ALL:
+        if (value := getattr(config, key, None)) is not None:
+            setattr(text, key, value)
+    rope = text.rope_parameters
+    if isinstance(rope, dict) and not rope.keys().isdisjoint(_SECTIONS):
+        text.rope_parameters = {
+            key: "default" if value == "mrope" else value
+            for key, value in rope.items()
+            if key not in _SECTIONS
+        }
+    return text
+
+
+def processor_template(path: Path) -> str:
+    """The chat template of the checkpoint in `path`, if it is one of `MEDIA` and the file of what
+    prepares images has it; empty otherwise. Tokenizers do not read that file.
+
+    Raises `CheckpointError` for files that cannot be read.
+    """
+    file = path / _TEMPLATE
+    if read_model_config(path).architecture not in MEDIA:
+        return ""
+    if not file.exists() or (path / _NEWER_TEMPLATE).exists():
+        return ""
+    try:
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} has no chat_template: {error}") from error
+    return str(template)
+
+
+def _renamed(name: str) -> str:
+    for old, new in _RENAMED:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

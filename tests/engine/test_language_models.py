@@ -1,0 +1,110 @@
+"""Checkpoints that read images as well answer prompts of text as plain vLLM's models of them do,
+of which the appliance builds the language models alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from appliance.checkpoints.checkpoint import tensor_bytes
+from appliance.checkpoints.language_models import MEDIA
+from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.safetensors import read_header, weight_files
+from appliance.config.schema import Devices, Model
+from appliance.config.sizing import least, read_model
+from appliance.units import Bytes, Memory
+from tests.configs import CONFIGS, REFUSED
+from tests.engine.conftest import plain_process
+from tests.engine.house import SLAB, PlainAnswers, Sampling, make_house, sequence, tokens
+from tests.engine.player import Player, prompts
+from tests.engine.shrunken import make_shrunken
+
+CONTEXT, LENGTH, SLABS = 1024, 16, 48
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+WITH_IMAGES: Final = "from tests.engine.image_libraries import stand_in; stand_in()\n"
+
+NAMES = sorted(
+    name
+    for name, config in CONFIGS.items()
+    if config["architectures"][0] in MEDIA and name not in REFUSED
+)
+
+
+GREEDY = Sampling(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[PlainAnswers]:
+    with plain_process(WITH_IMAGES) as answers:
+        yield answers
+
+
+def texts_of(plain: PlainAnswers, path: str, asked: list[tuple[int, ...]]) -> list[list[int]]:
+    """What plain vLLM's whole model says, of which the towers alone are not loaded."""
+    options = {"skip_tokenizer_init": True, "language_model_only": True}
+    answers = plain(path, "float32", asked, [GREEDY] * len(asked), **options)
+    return [answer["sequences"][0] for answer in answers]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_equal_plain_vllm(tmp_path: Path, plain: PlainAnswers, name: str) -> None:
+    """Its positions of tokens included, which Qwen's models have three of. Weights are reloaded and
+    KV is swapped between every three tokens; what reads images takes no memory."""
+    path = make_shrunken(tmp_path, name, CONFIGS[name])
+    model = Model(name=name, path=path, dtype="float32", max_context=CONTEXT)
+    house = make_house()
+    known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
+    engine = house.build(name, path, dtype="float32")
+    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    player = Player(house, name, GREEDY, prompts(name))
+
+    while player.live:
+        player.turn(3, SLABS)
+
+    answers = texts_of(plain, path, prompts(name))
+    assert list(player.outputs.values()) == answers
+    longest = [*player.outputs.values()][-1]
+    assert len(set(longest)) > 2, "it says the same token again and again"
+    engine.retire()
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b-instruct", "qwen3-vl-8b-instruct"])
+def test_a_request_goes_on_with_its_output(tmp_path: Path, plain: PlainAnswers, name: str) -> None:
+    """Computed anew from its prompt and what it said so far, with the positions it had."""
+    path = make_shrunken(tmp_path, name, CONFIGS[name])
+    *_, prompt = prompts(name)
+    (whole,) = texts_of(plain, path, [prompt])
+    engine = make_house().build(name, path, dtype="float32")
+    engine.begin_load().wait()
+
+    engine.add(sequence(name, "again", prompt, GREEDY, tuple(whole[:7])))
+    output = whole[:7] + tokens(engine.prefill("again", SLABS))
+    while len(output) < LENGTH:
+        output += tokens(engine.step(["again"], SLABS))
+
+    assert output == whole
+    engine.retire()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_have_what_reads_images(tmp_path: Path, name: str) -> None:
+    """So much that it would show if it were loaded."""
+    path = Path(make_shrunken(tmp_path, name, CONFIGS[name]))
+    files = [read_header(file) for file in weight_files(path)]
+    stored = tensor_bytes((tensor for file in files for tensor in file.tensors), "float32")
+    model = Model(name=name, path=str(path), dtype="float32", max_context=CONTEXT)
+    assert stored - read_model(model, DEVICES).parameters * 4 > 2 * SLAB
+
+
+def test_all_that_is_said_to_be_tried_is(tmp_path: Path) -> None:
+    tried = set()
+    for name in NAMES:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+        config = read_model_config(tmp_path)
+        tried.add((config.architecture, config.model_type))
+    assert tried == {(name, kind) for name, media in MEDIA.items() for kind in media.languages}

@@ -1,0 +1,206 @@
+"""Of checkpoints that read images, the language model alone is described, loaded and configured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.families import UnsupportedModel, check_family, is_tried
+from appliance.checkpoints.language_models import (
+    MEDIA,
+    language_config,
+    language_tensors,
+    processor_template,
+    served_architecture,
+)
+from appliance.checkpoints.model_config import known_models, read_model_config
+from appliance.checkpoints.safetensors import TensorEntry, WeightFile
+from appliance.checkpoints.task import check_task
+from appliance.config.checks import warnings
+from appliance.config.loader import load_config
+from appliance.errors import CheckpointError, ConfigError
+from tests.configs import CONFIGS
+
+Make = Callable[..., Path]
+GEMMA, QWEN = "gemma-3-4b-it", "qwen2.5-vl-7b-instruct"
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_all_that_is_tried_is_known() -> None:
+    """To vLLM, with its language models, none of which reads images itself."""
+    for name, media in MEDIA.items():
+        assert "media" in known_models().architectures[name]
+        assert set(media.languages) <= set(known_models().types)
+        for language in media.languages.values():
+            assert known_models().architectures[language] == ()
+
+
+def test_what_is_computed(tmp_path: Path) -> None:
+    gemma = read_model_config(write(tmp_path, CONFIGS[GEMMA]))
+    assert served_architecture(gemma) == "Gemma3ForCausalLM"
+    assert is_tried(gemma)
+    assert served_architecture(read_model_config(write(tmp_path, CONFIGS["gpt2"]))) == (
+        "GPT2LMHeadModel"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "no test serves its text"),
+        (
+            {"text_config": CONFIGS[GEMMA]["text_config"] | {"model_type": "gemma2"}},
+            "no test serves its text with a language model of type gemma2",
+        ),
+    ],
+)
+def test_what_is_not_tried_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    config = read_model_config(write(tmp_path, CONFIGS[GEMMA] | changes))
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        check_family(config)
+    assert caught.value.remedy == "take a checkpoint of a model that reads text only"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        (
+            "Gemma3ForConditionalGeneration",
+            {
+                "language_model.model.layers.0.mlp.gate.weight": "model.layers.0.mlp.gate.weight",
+                "language_model.lm_head.weight": "lm_head.weight",
+                "vision_tower.vision_model.embeddings.patch_embedding.weight": None,
+                "multi_modal_projector.mm_input_projection_weight": None,
+                # The same since version 4.52 of transformers.
+                "model.language_model.norm.weight": "model.norm.weight",
+                "lm_head.weight": "lm_head.weight",
+                "model.vision_tower.ln_pre.weight": None,
+                "model.multi_modal_projector.linear_1.weight": None,
+            },
+        ),
+        (
+            "Qwen2_5_VLForConditionalGeneration",
+            {
+                "model.embed_tokens.weight": "model.embed_tokens.weight",
+                "visual.merger.ln_q.weight": None,
+                "model.language_model.embed_tokens.weight": "model.embed_tokens.weight",
+                "model.visual.merger.ln_q.weight": None,
+            },
+        ),
+        ("LlamaForCausalLM", {"model.visual.weight": "model.visual.weight"}),
+    ],
+)
+def test_names_of_tensors(architecture: str, names: dict[str, str | None]) -> None:
+    tensors = tuple(TensorEntry(name, "F32", (1,), 0, 4) for name in names)
+    file = WeightFile(Path("model.safetensors"), 4, 0, 0, tensors)
+    kept = language_tensors(file, architecture).tensors
+    assert [tensor.name for tensor in kept] == [name for name in names.values() if name]
+
+
+def test_sizes_are_those_of_the_language_model(fake_checkpoint: Make) -> None:
+    """KV as well: geometry is in the part of the file about it."""
+    numbers = np.zeros((16, 256), np.float32)
+    path = fake_checkpoint("text")
+    names = ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.gate.weight")
+    save_file(dict.fromkeys(names, numbers), path / "model.safetensors")
+    text = read_checkpoint("text", path)
+    whole = json.loads((path / "config.json").read_text())
+    path = fake_checkpoint(
+        "reader",
+        architectures=["LlavaForConditionalGeneration"],
+        model_type="llava",
+        text_config=whole | {"model_type": "llama"},
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 1024},
+        num_hidden_layers=99,
+        num_attention_heads=99,
+    )
+    towers = {"vision_tower.weight": numbers, "multi_modal_projector.weight": numbers}
+    tensors = {f"language_model.{name}": numbers for name in names} | towers
+    save_file(tensors, path / "model.safetensors")
+    reader = read_checkpoint("reader", path)
+    assert (reader.kv, reader.layers) == (text.kv, text.layers)
+    assert (reader.weight_bytes, reader.parameters) == (text.weight_bytes, text.parameters)
+    assert reader.architecture == "LlavaForConditionalGeneration"
+
+
+def test_it_generates_and_nothing_else(tmp_path: Path) -> None:
+    path = write(tmp_path, CONFIGS[QWEN])
+    check_task(path)
+    with pytest.raises(CheckpointError, match="its task would have to be generate, not embed"):
+        check_task(path, "embed")
+
+
+def test_a_check_of_the_configuration_says_that_images_are_refused(
+    fake_checkpoint: Make, tmp_path: Path
+) -> None:
+    text = json.loads((fake_checkpoint("text") / "config.json").read_text())
+    changes = {"model_type": "llava", "text_config": text | {"model_type": "llama"}}
+    path = fake_checkpoint(architectures=["LlavaForConditionalGeneration"], **changes)
+    file = tmp_path / "appliance.toml"
+    table = '[[model]]\nname = "a"\npath = "tiny"\nmax_context = 256\n'
+    file.write_text(f'[devices]\nmemory = "8MiB"\n{table}')
+    (warning,) = warnings(load_config(file))
+    assert warning == (
+        "model.a: LlavaForConditionalGeneration is served for text only; requests with images are "
+        "refused"
+    )
+
+    config = json.loads((path / "config.json").read_text())
+    write(path, config | {"architectures": ["LlavaNextForConditionalGeneration"]})
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    (problem,) = caught.value.problems
+    assert "LlavaNextForConditionalGeneration reads images or sound" in problem.wrong
+    assert problem.remedy.startswith("take a checkpoint")
+
+
+def test_vllm_is_given_the_language_models_configuration() -> None:
+    """With what the whole one says of it, and rotary embeddings with one position."""
+    text = SimpleNamespace(
+        model_type="qwen2_5_vl_text",
+        dtype=None,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+        rope_parameters={"type": "mrope", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    )
+    whole = SimpleNamespace(
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        dtype="bfloat16",
+        eos_token_id=2,
+        tie_word_embeddings=True,
+        get_text_config=lambda: text,
+    )
+    assert language_config(whole) is text
+    assert text.architectures == ["Qwen2ForCausalLM"]
+    assert (text.dtype, text.eos_token_id, text.tie_word_embeddings) == ("bfloat16", 2, True)
+    assert text.rope_parameters == {"type": "default", "rope_theta": 1e6}
+    other = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    assert language_config(other) is other
+
+
+def test_templates_of_what_prepares_images(tmp_path: Path) -> None:
+    """They are taken where a newer file has none."""
+    path = write(tmp_path, CONFIGS[GEMMA])
+    assert processor_template(path) == ""
+    (path / "chat_template.json").write_text('{"chat_template": "{{ old }}"}')
+    assert processor_template(path) == "{{ old }}"
+    (path / "chat_template.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="has no chat_template"):
+        processor_template(path)
+    (path / "chat_template.jinja").write_text("{{ new }}")
+    assert processor_template(path) == ""
+    write(tmp_path, CONFIGS["gpt2"])
+    (path / "chat_template.jinja").unlink()
+    assert processor_template(path) == ""
