@@ -30,7 +30,8 @@ import msgspec
 
 from appliance.config.loader import load_config
 from appliance.config.schema import Config, Model
-from appliance.demo.checkpoints import RECIPES, Recipe, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES, Recipe
 from appliance.demo.run import (
     answered,
     free_port,

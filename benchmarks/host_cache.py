@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from appliance.demo.checkpoints import Recipe, make_checkpoints
+from appliance.demo.checkpoints import make_checkpoints
+from appliance.demo.recipes import Recipe
 from appliance.engines.vllm import prepare_environment
 from appliance.memory.arena import Arena
 from appliance.memory.host_tier import HostTier

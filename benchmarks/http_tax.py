@@ -35,7 +35,8 @@ from typing import NamedTuple
 import httpx
 
 from appliance.config.loader import load_config
-from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES
 from appliance.demo.run import free_port, running_daemon
 from benchmarks.pool_tax import LARGER
 from benchmarks.provenance import made_on_cpu

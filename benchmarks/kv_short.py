@@ -25,7 +25,8 @@ from typing import Final
 from appliance import journal
 from appliance.config.loader import load_config
 from appliance.config.sizing import least, read_model
-from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES
 from appliance.demo.run import Known, answered, free_port, metrics_by_model, running_daemon
 from appliance.demo.traffic import ChatRequest, send
 from appliance.memory.kv_pool import BLOCK_TOKENS

@@ -19,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from appliance.demo.checkpoints import RECIPES, make_checkpoints
+from appliance.demo.checkpoints import make_checkpoints
+from appliance.demo.recipes import RECIPES
 from appliance.memory.kv_pool import BLOCK_TOKENS
 from benchmarks.kv_short import FITTING, MAX_CONTEXT, OUTPUT_TOKENS, REQUESTS, chats_for
 from benchmarks.provenance import made_on_cpu

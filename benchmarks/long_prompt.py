@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from appliance.config.loader import load_config
-from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import ChatRequest, TimedAnswer, send
 from benchmarks.provenance import made_on_cpu

@@ -24,7 +24,8 @@ from pathlib import Path
 import msgspec
 
 from appliance.config.loader import load_config
-from appliance.demo.checkpoints import RECIPES, Recipe, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES, Recipe
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import ChatRequest
 from appliance.serve import share_cpus

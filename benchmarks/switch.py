@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.demo.checkpoints import Recipe, make_checkpoints
+from appliance.demo.checkpoints import make_checkpoints
+from appliance.demo.recipes import Recipe
 from appliance.engines.protocol import SequenceSpec
 from appliance.engines.vllm import prepare_environment
 from appliance.memory import mapping

@@ -1,4 +1,4 @@
-"""Small, deterministic checkpoints: six models, three architectures, six shapes of KV cache.
+"""Small, deterministic checkpoints, of the kinds and shapes in `appliance.demo.recipes`.
 
 They are real checkpoints (safetensors, config, byte-level BPE tokenizer, chat template) with
 random weights: what they say means nothing, but every token depends on the whole context, so a
@@ -9,30 +9,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from appliance.demo.recipes import (
+    BOS,
+    BOS_ID,
+    EOS,
+    EOS_ID,
+    KINDS,
+    MAX_POSITIONS,
+    PAD,
+    PAD_ID,
+    RECIPES,
+    SPECIAL_TOKENS,
+    VOCABULARY_SIZE,
+    Recipe,
+    model_config,
+    weights,
+)
 
 RECIPE_VERSION: Final = 1
 """Raised whenever the made bytes change on purpose, so that older checkpoints are made anew."""
 
 MARKER: Final = "complete.json"
-VOCABULARY_SIZE: Final = 2048
-MAX_POSITIONS: Final = 2048
-BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-SPECIAL_TOKENS: Final = (BOS, EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>")
-BOS_ID, EOS_ID, PAD_ID = range(3)
-
 CHAT_TEMPLATE: Final = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -44,68 +51,19 @@ CHAT_TEMPLATE: Final = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-Tensors: TypeAlias = dict[str, NDArray[np.float32]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """The shape of one demo model; `family` is the model type of its ``config.json``."""
-
-    name: str
-    family: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    seed: int
-
-
-RECIPES: Final = tuple(
-    Recipe(
-        name=name,
-        family=family,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        seed=seed,
-    )
-    for seed, (
-        name, family, layers, hidden, intermediate, heads, kv_heads, head_dim
-    ) in enumerate(
-        (
-            ("llama-a", "llama", 4, 256, 768, 4, 4, 64),
-            ("llama-b", "llama", 4, 320, 896, 10, 10, 32),
-            ("llama-c", "llama", 4, 288, 768, 3, 3, 96),
-            ("qwen2-a", "qwen2", 4, 256, 896, 4, 2, 64),
-            ("qwen2-b", "qwen2", 3, 384, 768, 6, 2, 64),
-            ("qwen3-a", "qwen3", 6, 256, 640, 4, 2, 128),
-        ),
-        start=1,
-    )
-)  # fmt: skip
-
-ARCHITECTURES: Final = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
 
 def make_checkpoints(
     directory: Path, names: Iterable[str] | None = None, recipes: Iterable[Recipe] = RECIPES
 ) -> list[Path]:
-    """Make the named models (default: all) below `directory`; returns their directories.
+    """Make the named models below `directory`, by default all of `recipes`; returns their
+    directories.
 
     A checkpoint that is already there and whole (its bytes match its marker) is left alone.
     Raises `ValueError` for a name without a recipe.
     """
-    known = {recipe.name: recipe for recipe in recipes}
-    wanted = list(known if names is None else names)
+    recipes = list(recipes)
+    known = {recipe.name: recipe for recipe in (*recipes, *KINDS)}
+    wanted = [recipe.name for recipe in recipes] if names is None else list(names)
     if unknown := sorted(set(wanted) - set(known)):
         raise ValueError(f"no demo model {', '.join(unknown)}; there are {', '.join(known)}")
     directory.mkdir(parents=True, exist_ok=True)
@@ -134,7 +92,7 @@ def write_config(
 ) -> Path:
     """Write ``appliance.toml`` for the checkpoints made in `directory`; returns its path.
 
-    The default pool holds the weights of about a third of the six models, and their KV cache.
+    The default pool holds the weights of about a third of six models, and their KV cache.
     """
     chosen = [recipe.name for recipe in RECIPES] if names is None else list(names)
     sections = [
@@ -203,9 +161,9 @@ def _make(path: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:
         if leftover.exists():
             shutil.rmtree(leftover)
     partial.mkdir()
-    save_file(_weights(recipe), partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights(recipe), partial / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(partial / "tokenizer.json"))
-    _write_json(partial / "config.json", _model_config(recipe))
+    _write_json(partial / "config.json", model_config(recipe))
     _write_json(partial / "tokenizer_config.json", _tokenizer_config())
     _write_json(
         partial / "generation_config.json",
@@ -240,30 +198,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _model_config(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "architectures": [ARCHITECTURES[recipe.family]],
-        "model_type": recipe.family,
-        "dtype": "float32",
-        "vocab_size": VOCABULARY_SIZE,
-        "hidden_size": recipe.hidden,
-        "intermediate_size": recipe.intermediate,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "head_dim": recipe.head_dim,
-        "max_position_embeddings": MAX_POSITIONS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-    }
-
-
 def _tokenizer_config() -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -274,68 +208,4 @@ def _tokenizer_config() -> dict[str, Any]:
         "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
-    }
-
-
-# --- weights -------------------------------------------------------------------------------------
-
-
-class _Dice:
-    """Normal float32 matrices from one seeded PCG64 stream, drawn in a fixed order."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = np.random.Generator(np.random.PCG64(seed))
-
-    def vector(self, size: int, std: float) -> NDArray[np.float32]:
-        return self._generator.standard_normal(size, dtype=np.float32) * np.float32(std)
-
-    def matrix(self, rows: int, columns: int, gain: float = 1.0) -> NDArray[np.float32]:
-        """A projection that multiplies the length of a random input by about `gain`."""
-        drawn = self._generator.standard_normal((rows, columns), dtype=np.float32)
-        return drawn * np.float32(gain / math.sqrt(columns))
-
-
-def _weights(recipe: Recipe) -> Tensors:
-    dice = _Dice(recipe.seed)
-    embedding = dice.matrix(VOCABULARY_SIZE, recipe.hidden, gain=math.sqrt(recipe.hidden))
-    head = dice.matrix(VOCABULARY_SIZE, recipe.hidden)
-    # Greedy text can end by itself (EOS), but never contains the other special tokens.
-    head[[id_ for id_ in range(len(SPECIAL_TOKENS)) if id_ != EOS_ID]] = 0.0
-    tensors: Tensors = {
-        "model.embed_tokens.weight": embedding,
-        "model.norm.weight": np.ones(recipe.hidden, np.float32),
-        "lm_head.weight": head,
-    }
-    for layer in range(recipe.layers):
-        prefix = f"model.layers.{layer}"
-        tensors[f"{prefix}.input_layernorm.weight"] = np.ones(recipe.hidden, np.float32)
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = np.ones(recipe.hidden, np.float32)
-        tensors |= _attention(f"{prefix}.self_attn", recipe, dice)
-        tensors |= _mlp(f"{prefix}.mlp", recipe, dice)
-    return tensors
-
-
-def _attention(prefix: str, recipe: Recipe, dice: _Dice) -> Tensors:
-    queries, keys = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
-    # Sharp attention (large queries and keys) makes each token depend on particular earlier ones.
-    tensors: Tensors = {
-        f"{prefix}.q_proj.weight": dice.matrix(queries, recipe.hidden, gain=1.5),
-        f"{prefix}.k_proj.weight": dice.matrix(keys, recipe.hidden, gain=1.5),
-        f"{prefix}.v_proj.weight": dice.matrix(keys, recipe.hidden),
-        f"{prefix}.o_proj.weight": dice.matrix(recipe.hidden, queries, gain=1.5),
-    }
-    if recipe.family == "qwen2":
-        for projection, size in (("q", queries), ("k", keys), ("v", keys)):
-            tensors[f"{prefix}.{projection}_proj.bias"] = dice.vector(size, 0.1)
-    if recipe.family == "qwen3":
-        for norm in ("q_norm", "k_norm"):
-            tensors[f"{prefix}.{norm}.weight"] = np.full(recipe.head_dim, 1.5, np.float32)
-    return tensors
-
-
-def _mlp(prefix: str, recipe: Recipe, dice: _Dice) -> Tensors:
-    return {
-        f"{prefix}.gate_proj.weight": dice.matrix(recipe.intermediate, recipe.hidden, gain=1.5),
-        f"{prefix}.up_proj.weight": dice.matrix(recipe.intermediate, recipe.hidden, gain=1.5),
-        f"{prefix}.down_proj.weight": dice.matrix(recipe.hidden, recipe.intermediate),
     }

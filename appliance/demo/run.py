@@ -1,4 +1,4 @@
-"""The demonstration: six models served from memory for two, every token checked.
+"""The demonstration: six models of four kinds served from memory for two, every token checked.
 
 Makes the checkpoints, runs them on plain vLLM for reference, starts a daemon whose pools hold about
 a third of the weights, sends it a burst of chats for all models at once, and compares. What the
@@ -33,6 +33,7 @@ from rich.table import Table
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import DEMO
 from appliance.demo.session import recorded
 from appliance.demo.traffic import ChatRequest, TimedAnswer, burst, send
 from appliance.platform.admin_socket import AUTO
@@ -77,9 +78,9 @@ def main(*, keep: bool, directory: Path | None, instances: int, policy: str, as_
     with ExitStack() as stack:
         place = directory or _directory(stack, keep)
         console.print(f"making six checkpoints in {place}")
-        make_checkpoints(place)
+        make_checkpoints(place, DEMO)
         file = write_config(
-            place, instances=instances, policy=policy, bind=f"127.0.0.1:{free_port()}"
+            place, DEMO, instances=instances, policy=policy, bind=f"127.0.0.1:{free_port()}"
         )
         config = load_config(file)
         chats = burst([model.name for model in config.models], CHATS_PER_MODEL)

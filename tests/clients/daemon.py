@@ -11,7 +11,8 @@ from pathlib import Path
 from safetensors.numpy import load_file, save_file
 
 from appliance.config.loader import load_config
-from appliance.demo.checkpoints import EOS_ID, make_checkpoints
+from appliance.demo.checkpoints import make_checkpoints
+from appliance.demo.recipes import EOS_ID
 from appliance.demo.run import free_port, running_daemon
 from tests.parrot import make_parrot
 

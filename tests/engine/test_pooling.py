@@ -479,7 +479,15 @@ def test_only_its_own_task(pooled: House) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "config", "mode", "task", "shape", "why"),
     [
-        ("bert", "BertModel", "BertConfig", "cls", Task.EMBED, {}, "both directions"),
+        (
+            "both",
+            "Qwen3Model",
+            "Qwen3Config",
+            "mean_tokens",
+            Task.EMBED,
+            {"is_causal": False},
+            "both directions",
+        ),
         ("first", "Qwen3Model", "Qwen3Config", "cls_token", Task.EMBED, {}, "pools by CLS"),
     ],
 )

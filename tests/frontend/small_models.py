@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from appliance.demo.checkpoints import EOS_ID, train_tokenizer
+from appliance.demo.checkpoints import train_tokenizer
+from appliance.demo.recipes import EOS_ID
 from appliance.engines.vllm.messages import encode_output
 from appliance.service.front_frames import FrontModel, Submit
 from appliance.vocabulary import Task

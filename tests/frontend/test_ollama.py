@@ -21,7 +21,8 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
-from appliance.demo.checkpoints import EOS_ID, train_tokenizer
+from appliance.demo.checkpoints import train_tokenizer
+from appliance.demo.recipes import EOS_ID
 from appliance.engines.vllm.messages import decode_request, encode_output
 from appliance.service.front_frames import Abort, Entered, FrontModel, Refused, Submit
 from appliance.vocabulary import FinishReason, RequestId, Task

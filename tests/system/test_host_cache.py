@@ -11,7 +11,8 @@ from appliance import journal
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
 from appliance.config.sizing import kv_floor_slabs
-from appliance.demo.checkpoints import RECIPES, write_config
+from appliance.demo.checkpoints import write_config
+from appliance.demo.recipes import RECIPES
 from appliance.demo.run import free_port, running_daemon
 from appliance.demo.traffic import ChatRequest, send
 from appliance.vocabulary import ModelLoaded, StoreWeights

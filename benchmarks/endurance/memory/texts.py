@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from appliance.demo.checkpoints import Recipe
+from appliance.demo.recipes import Recipe
 from tests.configs import CONFIGS
 from tests.engine.shrunken import make_shrunken
 

@@ -8,7 +8,8 @@ import pytest
 
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
-from appliance.demo.checkpoints import Recipe, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import Recipe
 from appliance.serve import make_daemon
 from appliance.worker import frames
 

@@ -11,7 +11,8 @@ import pytest
 
 from appliance.config.loader import load_config
 from appliance.daemon.kv_disk import KvDisk
-from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES
 from appliance.journal import read
 from appliance.memory.host_tier import HostTier
 from appliance.memory.kv_files import KvFiles

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from appliance.checkpoints.checkpoint import read_checkpoint
 from appliance.config.loader import load_config
-from appliance.demo import checkpoints
-from appliance.demo.checkpoints import RECIPES, checkpoint_digest, make_checkpoints, write_config
+from appliance.demo import checkpoints, recipes
+from appliance.demo.checkpoints import checkpoint_digest, make_checkpoints, write_config
+from appliance.demo.recipes import DEMO, KINDS, RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,21 @@ def test_there_are_six_models_with_different_kv_shapes(made: list[Path]) -> None
         kv_width = recipe.kv_heads * recipe.head_dim
         assert entry.kv_bytes_per_token == 2 * recipe.layers * kv_width * 4
         assert entry.name == recipe.name
+
+
+def test_the_demonstration_shows_several_kinds(tmp_path: Path) -> None:
+    """Six models: one has experts, one a window, one keeps states; the sizes are those of the
+    others, so that two instances hold about a third of each."""
+    paths = make_checkpoints(tmp_path, DEMO)
+    entries = {path.name: read_checkpoint(path.name, path, "float32") for path in paths}
+
+    assert len(entries) == 6
+    assert {recipe.name for recipe in KINDS} < set(entries)
+    assert all(12 << 20 < entry.weight_bytes < 30 << 20 for entry in entries.values())
+    assert {name for name, entry in entries.items() if entry.state_bytes} == {"granite-h-a"}
+    config = {path.name: json.loads((path / "config.json").read_text()) for path in paths}
+    assert [name for name in DEMO if config[name].get("sliding_window")] == ["mistral-a"]
+    assert [name for name in DEMO if config[name].get("num_local_experts")] == ["mixtral-a"]
 
 
 def test_same_bytes_on_every_run(made: list[Path], tmp_path: Path) -> None:
@@ -79,11 +95,11 @@ def test_tokenizer_fills_the_vocabulary_and_keeps_any_text(made: list[Path]) -> 
 
     ids = tokenizer.encode(text).ids
 
-    assert tokenizer.get_vocab_size() == checkpoints.VOCABULARY_SIZE
+    assert tokenizer.get_vocab_size() == recipes.VOCABULARY_SIZE
     assert ids[0] == checkpoints.BOS_ID
     assert tokenizer.decode(ids) == text
     assert len(ids) < len(text.encode()) * 0.7
-    for id_, token in enumerate(checkpoints.SPECIAL_TOKENS):
+    for id_, token in enumerate(recipes.SPECIAL_TOKENS):
         assert tokenizer.token_to_id(token) == id_
 
 

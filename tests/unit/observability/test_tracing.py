@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from appliance.config.loader import load_config
-from appliance.demo.checkpoints import RECIPES, make_checkpoints, write_config
+from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES
 from appliance.errors import ConfigError
 from appliance.observability.tracing import OPERATIONS, Traces, otlp
 from appliance.serve import make_daemon
