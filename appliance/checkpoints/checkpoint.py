@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable
@@ -12,8 +13,13 @@ from typing import Final
 from appliance.checkpoints import kv_layers
 from appliance.checkpoints.families import check_family
 from appliance.checkpoints.kv_layers import KvLayers
-from appliance.checkpoints.language_models import MEDIA, language_tensors, served_architecture
-from appliance.checkpoints.model_config import ModelConfig, read_model_config
+from appliance.checkpoints.language_models import (
+    MEDIA,
+    language_tensors,
+    processor_template,
+    served_architecture,
+)
+from appliance.checkpoints.model_config import MOST, ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
 from appliance.checkpoints.task import AskedTask, dense_files, read_task, sentence_tokens
 from appliance.errors import CheckpointError
@@ -109,6 +115,7 @@ def read_checkpoint(
         raise CheckpointError(
             f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
         )
+    processor_template(path)  # which the front ends read
     architecture = config.architecture
     headers = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
     resolved = _resolve_dtype(config, dtype, path)
@@ -119,7 +126,8 @@ def read_checkpoint(
     kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)
-    generates, tied = read_task(path, task) is Task.GENERATE, config.get("tie_word_embeddings")
+    own_task, tied = read_task(path, task), config.get("tie_word_embeddings")
+    generates = own_task is Task.GENERATE
     if architecture in MEDIA:  # the file says it in one of two places, or in neither
         tied = not heads_stored
     if tied or not generates:
@@ -128,10 +136,7 @@ def read_checkpoint(
     if tied and generates and packed_alone and not cuda and packs(resolved):
         width = config.integer("word_embed_proj_dim", default=hidden)
         weight_bytes += vocabulary * width * BYTES_PER_ELEMENT[resolved]
-    if not generates:
-        dense = [read_header(file) for file in dense_files(path)]
-        beside = [tensor for header in dense for tensor in header.tensors]
-        weight_bytes += tensor_bytes(beside, _DENSE_DTYPE)
+    weight_bytes += _dense_bytes(path) if own_task is Task.EMBED else 0
     return CatalogEntry(
         name=name,
         path=path,
@@ -141,21 +146,41 @@ def read_checkpoint(
         heads=kv_layers.heads(config),
         kv_heads=kv_layers.kv_heads(config),
         kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
-        max_positions=_max_positions(config),
+        max_positions=_max_positions(config, pools=not generates),
         weight_bytes=weight_bytes,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         created=max(header.mtime_ns for header in headers) // 10**9,
     )
 
 
-def _max_positions(config: ModelConfig) -> int:
-    """Tokens of the longest prompt. RoBERTa's positions begin behind that of padding, and models of
-    sentence-transformers may say less than config.json."""
+def _dense_bytes(path: Path) -> int:
+    """Of dense layers behind the pooling."""
+    headers = [read_header(file) for file in dense_files(path)]
+    return tensor_bytes((tensor for file in headers for tensor in file.tensors), _DENSE_DTYPE)
+
+
+def _max_positions(config: ModelConfig, *, pools: bool) -> int:
+    """Tokens of the longest prompt. RoBERTa's positions begin behind that of padding. Of models
+    that pool, the tokenizer and sentence-transformers may say less than config.json."""
     most = config.integer("max_position_embeddings", default=config.first(*_POSITIONS))
     if config.architecture.startswith(_PADDED):
         padding = config.get("pad_token_id")
         most -= 1 + (padding if isinstance(padding, int) else 1)
+    if pools and config.get("position_embedding_type") == "absolute":  # vLLM asks for it then only
+        most = min(most, _tokenizer_tokens(config.path) or most)
     return min(most, sentence_tokens(config.path) or most)
+
+
+def _tokenizer_tokens(path: Path) -> int | None:
+    """Tokens of the longest prompt, if the tokenizer's configuration says it. Raises
+    `CheckpointError` for a file that cannot be read."""
+    file = path / "tokenizer_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    tokens = found.get("model_max_length") if isinstance(found, dict) else None
+    return int(tokens) if isinstance(tokens, int | float) and 1 <= tokens < MOST else None
 
 
 def _is_left_out(tensor: TensorEntry, layers: int) -> bool:

@@ -1,9 +1,9 @@
 """Which kinds of model are served here, by what their ``config.json`` says of them.
 
-vLLM knows many architectures. What is served is what keeps, in each layer, keys and values of one
-size or a state of one size, looks back only, reads tokens only, and has weights in the type it is
-computed in. The families that tests build, and compare with plain vLLM, are in `TRIED`
-(docs/models.md).
+vLLM knows many architectures. What is served keeps, in each layer, keys and values of one size or a
+state of one size, and looks back only; or it attends in both directions, keeps nothing, and embeds
+or scores. It reads text, and has weights in the type it is computed in. The families that tests
+build, and compare with plain vLLM, are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
 """
 
 from __future__ import annotations

@@ -123,7 +123,9 @@ def processor_template(path: Path) -> str:
         template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} has no chat_template: {error}") from error
-    return str(template)
+    if not isinstance(template, str) or "{" not in template:  # vLLM would take it for a path
+        raise CheckpointError(f"{file}: chat_template is no template")
+    return template
 
 
 def _renamed(name: str) -> str:

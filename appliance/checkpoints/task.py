@@ -55,13 +55,29 @@ _DENSE: Final = frozenset(
 )
 """Modules of sentence-transformers."""
 
+_ACTIVATIONS: Final = (
+    "gelu",
+    "relu",
+    "sigmoid",
+    "silu",
+    "tanh",
+    "torch.nn.modules.linear.identity",
+)
+"""Of dense layers; all but the last may be called torch.nn.modules.activation.NAME, too."""
 _FOLDER: Final = re.compile(r"\w[\w.-]*", re.ASCII)
 
-_MODES: Final = frozenset(
-    {"lasttoken", "pooling_mode_lasttoken", "mean", "pooling_mode_mean_tokens"}
-)
-_FIRST: Final = frozenset({"cls", "pooling_mode_cls_token"})
-"""How models whose tokens attend in both directions may pool, too: by the first token."""
+_MODES: Final = {
+    "cls": "cls",
+    "pooling_mode_cls_token": "cls",
+    "lasttoken": "lasttoken",
+    "pooling_mode_lasttoken": "lasttoken",
+    "mean": "mean",
+    "pooling_mode_mean_tokens": "mean",
+}
+"""Older and newer names of ways to pool."""
+_SEES_ALL: Final = frozenset({"cls", "lasttoken", "mean"})
+_LOOKS_BACK: Final = _SEES_ALL - {"cls"}
+"""Ways to pool: the first token says something of a prompt if it has seen the others."""
 
 
 def read_task(path: Path, asked: AskedTask = "auto") -> Task:
@@ -111,7 +127,7 @@ def check_task(path: Path, asked: AskedTask = "auto") -> Task:
             f"{path}: {architecture} gives a score, for which its task would have to be score"
         )
     if task is Task.EMBED:
-        _check_modules(path, modules, _MODES | _FIRST if config.is_encoder else _MODES)
+        _check_modules(path, modules, _SEES_ALL if config.is_encoder else _LOOKS_BACK)
     return task
 
 
@@ -191,26 +207,55 @@ def dense_files(path: Path) -> list[Path]:
             raise CheckpointError(
                 f"{path}: its vectors go through a layer in {file}: it is missing"
             )
+        _check_dense(path / folder / "config.json")
         files.append(file)
     return files
+
+
+def _check_dense(file: Path) -> None:
+    """Raise `CheckpointError` for what vLLM cannot make a layer of: it would leave all out."""
+    layer = _read(file, dict)
+    for key in ("in_features", "out_features"):
+        if type(layer.get(key)) is not int or layer[key] < 1:
+            raise CheckpointError(f"{file}: {key} must be a positive integer")
+    name = layer.get("activation_function")
+    if name and str(name).lower().removeprefix("torch.nn.modules.activation.") not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"{file}: the activation {name} is not supported; there are {', '.join(_ACTIVATIONS)}"
+        )
 
 
 def sentence_tokens(path: Path) -> int | None:
     """Tokens of the longest prompt, if the files of sentence-transformers in `path` say it. Raises
     `CheckpointError` for what is no number."""
-    for file in _sentence_files(path):
-        tokens = _read(file, dict).get("max_seq_length")
-        if tokens is None:
-            continue
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise CheckpointError(f"{file}: max_seq_length must be a positive integer")
-        return tokens
-    return None
+    file, said = _sentences(path)
+    if "max_seq_length" not in said:
+        return None
+    tokens = said["max_seq_length"]
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise CheckpointError(f"{file}: max_seq_length must be a positive integer, or left out")
+    return tokens
 
 
-def _sentence_files(path: Path) -> list[Path]:
-    """What sentence-transformers says of texts; vLLM knows the file by seven names."""
-    return sorted(path.glob("sentence_*_config.json"))
+def _sentences(path: Path) -> tuple[Path, dict[str, Any]]:
+    """What sentence-transformers says of texts: the first of its files that says anything, as vLLM
+    looks for them, and what that says."""
+    for kind in _SENTENCE_KINDS:
+        file = path / f"sentence_{kind}_config.json"
+        if file.exists() and (said := _read(file, dict)):
+            return file, said
+    return path, {}
+
+
+_SENTENCE_KINDS: Final = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "camembert",
+    "albert",
+    "xlm-roberta",
+    "xlnet",
+)
 
 
 def is_rewarder(architecture: str) -> bool:
@@ -246,12 +291,11 @@ def _own_task(architecture: str, modules: list[Any]) -> Task:
 
 def _check_modules(path: Path, modules: list[Any], supported: frozenset[str]) -> None:
     """Raise `CheckpointError` for modules of sentence-transformers that are not computed here."""
-    for file in _sentence_files(path):
-        found = _read(file, dict)
-        if found.get("do_lower_case") and found.get("max_seq_length") is None:
-            raise CheckpointError(
-                f"{file}: vLLM reads do_lower_case only next to max_seq_length, which is missing"
-            )
+    file, said = _sentences(path)
+    if said.get("do_lower_case") and "max_seq_length" not in said:
+        raise CheckpointError(
+            f"{file}: vLLM reads do_lower_case only next to max_seq_length, which is missing"
+        )
     dense_files(path)
     for module in modules:
         kind = module.get("type")
@@ -261,10 +305,11 @@ def _check_modules(path: Path, modules: list[Any], supported: frozenset[str]) ->
         modes = {key for key, value in pooling.items() if value is True and "mode" in key}
         if isinstance(named := pooling.get("pooling_mode"), str):
             modes.add(named)
-        if modes and not modes & supported:
+        found = {_MODES.get(mode, mode) for mode in modes}
+        if len(found) > 1 or not found <= supported:
             raise CheckpointError(
-                f"{path}: it pools by {', '.join(sorted(modes))}, but is served only if it pools "
-                f"by {', '.join(sorted(supported))}"
+                f"{path}: it pools by {' and '.join(sorted(modes))}, but is served only if it "
+                f"pools by one of {', '.join(sorted(supported))}"
             )
 
 

@@ -43,6 +43,8 @@ def least(entry: CatalogEntry, max_context: int, devices: Devices) -> Least:
     share = _share(entry, devices.tensor_parallel)
     weights = -(-share.weight_bytes // devices.slab_bytes)
     tables = _tables(share, devices, max_context)
+    if not tables.tables and not tables.state_blocks:  # it keeps nothing of a request
+        return Least(weights=weights, kv=0, tokens=max_context)
     geometry = _kv_geometry(tables, devices)
     groups = max(0, devices.slabs - weights) // geometry.group_slabs
     blocks = groups * geometry.group_blocks - tables.state_blocks
@@ -76,7 +78,8 @@ def check_sizes(config: Config, entries: list[CatalogEntry | None], report: Prob
         if need.slabs > devices.slabs:
             runtime = devices.runtime_slabs * slab
             reserved = f" after devices.runtime ({human(runtime)})" if runtime else ""
-            shorter = f", or max_context to {need.tokens} or less" if need.tokens else ""
+            helps = need.kv > 0 and need.tokens > 0
+            shorter = f", or max_context to {need.tokens} or less" if helps else ""
             report.add(
                 ("model", index),
                 f"{model.name} needs {human(need.weights * slab)} for its weights and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -246,6 +247,50 @@ def test_each_token_can_be_pooled(paths: dict[str, str]) -> None:
 
     assert rows.shape == (90, 128)
     np.testing.assert_allclose(cut, rows[0][:32] / np.linalg.norm(rows[0][:32]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ms-marco-minilm-l6-v2", "gte-reranker-modernbert-base"])
+def test_classes_of_each_token_come_with_the_weights(paths: dict[str, str], name: str) -> None:
+    """They do not go through the layers that classes of a prompt go through: none is waited for."""
+    engine = make_house().build(
+        name,
+        paths[name],
+        dtype="float32",
+        task=Task.SCORE,
+        pooler_config={"task": "token_classify", "pooling_type": "ALL"},
+    )
+    prompt = prompts_of(name)[1]
+    found = []
+    for _ in range(2):
+        engine.begin_load()
+        engine.add(asked(name, "r", prompt, task="token_classify"))
+        found.append(values(engine.prefill("r", 0)[0]))
+        engine.evict_weights()
+
+    assert found[0] == found[1]
+    assert len(found[0]) == len(prompt.tokens)
+
+
+def test_dense_layers_that_vllm_does_not_make_are_refused(
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It logs why, and goes on without them; here the build of the engine fails, also for a reason
+    that is not known before."""
+    from appliance.checkpoints import task
+    from appliance.engines.vllm.weights.recipe import UnsupportedCheckpoint
+
+    monkeypatch.setattr(task, "_check_dense", lambda file: None)
+    path = tmp_path / "damaged"
+    shutil.copytree(paths[DENSE], path)
+    file = path / "modules.json"
+    file.write_text(file.read_text().replace("2_Dense", "4_Dense"))
+    (path / "2_Dense").rename(path / "4_Dense")
+    (path / "4_Dense" / "config.json").write_text(
+        '{"in_features": 128, "out_features": 256, "activation_function": "unheard of"}'
+    )
+
+    with pytest.raises(UnsupportedCheckpoint, match="makes no dense layers of 4_Dense, 3_Dense"):
+        build(make_house(), DENSE, str(path))
 
 
 @pytest.mark.parametrize(

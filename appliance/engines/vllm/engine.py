@@ -564,7 +564,7 @@ def _headers(path: Path, task: Task) -> tuple[list[WeightFile], list[WeightFile]
     behind the pooling."""
     architecture = read_model_config(path).architecture
     files = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
-    dense = dense_files(path) if task is not Task.GENERATE else []
+    dense = dense_files(path) if task is Task.EMBED else []
     return files, [read_header(file) for file in dense]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -32,6 +32,10 @@ class WeightGate(NamedTuple):
     end: int
 
 
+_BEHIND: Final = frozenset({"pooler", "pooling", "classifier"})
+"""Modules that only a pooler calls, if its way of pooling needs them: it waits for all weights."""
+
+
 class Gates:
     """The gates of one model, whose parameters lie in the region of `weights`."""
 
@@ -43,6 +47,7 @@ class Gates:
             for name, module in model.named_modules()
             if isinstance(module, LogitsProcessor) or name == "pooler"
         ]
+        pools = any(name == "pooler" for name, _ in last)
         # Without a module to hold back, nothing can be: all must be there before the pass begins.
         self._ahead = 0 if last else weights.layout.nbytes
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -50,7 +55,7 @@ class Gates:
             module = model.get_submodule(owner)
             if not parameter.numel() or isinstance(module, ParallelLMHead):
                 continue
-            if owner.startswith("pooler."):  # behind the gate of all, and not always called
+            if pools and not _BEHIND.isdisjoint(owner.split(".")):
                 continue
             end = parameter.data_ptr() - weights.region.address
             end += parameter.numel() * parameter.element_size()

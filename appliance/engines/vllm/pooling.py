@@ -69,8 +69,8 @@ def supported_tasks(task: Task, config: ModelConfig) -> tuple[SupportedTask, ...
 
 
 def check_pooling(task: Task, config: ModelConfig) -> None:
-    """Raise `UnsupportedPooling` unless prompts can be computed in chunks, and pooled to vectors
-    or to scores afterwards."""
+    """Raise `UnsupportedPooling` unless prompts can be computed in chunks, or whole where tokens
+    attend in both directions, and pooled to vectors or to scores afterwards."""
     if task is Task.GENERATE:
         return
     architecture = config.architectures[0]
@@ -149,7 +149,7 @@ def _second_text(
     `ValueError` for a model that does not tell texts apart."""
     extra = extra or {}
     begin = extra.get(_SECOND_TEXT)
-    if extra.keys() - {_SECOND_TEXT} or not isinstance(begin, int | None):
+    if extra.keys() - {_SECOND_TEXT} or type(begin) not in (int, type(None)):
         raise ValueError(f"a prompt that is pooled has no such arguments: {sorted(extra)}")
     if begin is None or begin >= tokens:
         return None

@@ -56,10 +56,15 @@ class InArena:
         return geometry.layers * geometry.layer_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        if kv_cache_config.kv_cache_groups:
-            _check_layout(kv_cache_config)
-        else:  # its tokens attend in both directions: vLLM did not ask for memory
+        encoder = self.vllm_config.model_config.attn_type == "encoder_only"
+        if encoder is bool(kv_cache_config.kv_cache_groups):
+            raise UnsupportedKvCache(
+                "a model whose tokens attend in both directions keeps no KV, and any other does"
+            )
+        if encoder:  # vLLM did not ask for memory
             current_placement().plan_none()
+        else:
+            _check_layout(kv_cache_config)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:

@@ -212,6 +212,13 @@ def test_dense_layers_have_folders_of_their_own(fake_checkpoint: Make) -> None:
         {"linear.weight": np.zeros((256, 64), np.float32)}, path / "2_Dense" / "model.safetensors"
     )
 
+    described = {
+        "in_features": 64,
+        "out_features": 256,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (path / "2_Dense" / "config.json").write_text(json.dumps(described))
+
     assert check_task(path) is Task.EMBED
     with_dense = read_checkpoint("tiny", path)
     listed = json.loads((path / "modules.json").read_text())
@@ -226,7 +233,62 @@ def test_dense_layers_have_folders_of_their_own(fake_checkpoint: Make) -> None:
             check_task(path)
 
 
-@pytest.mark.parametrize("wrong", [0, True, "512"])
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (None, "2_Dense has no config.json"),
+        ({"in_features": 64}, "out_features must be a positive integer"),
+        (
+            {"in_features": 64, "out_features": 64, "activation_function": "identity"},
+            "activation identity is not supported",
+        ),
+        ({"in_features": 0, "out_features": 64}, "in_features must be a positive integer"),
+        (
+            {
+                "in_features": 64,
+                "out_features": 64,
+                "activation_function": "torch.nn.modules.activation.LeakyReLU",
+            },
+            "activation torch.nn.modules.activation.LeakyReLU is not supported; there are gelu",
+        ),
+    ],
+)
+def test_a_dense_layer_that_vllm_would_leave_out_is_refused(
+    fake_checkpoint: Make, layer: dict[str, Any] | None, why: str
+) -> None:
+    """It logs what it cannot make, and vectors would be others."""
+    path = fake_checkpoint()
+    modules(path, LAST, "Dense")
+    (path / "2_Dense").mkdir()
+    save_file({"weight": np.zeros((64, 64), np.float32)}, path / "2_Dense" / "model.safetensors")
+    if layer is not None:
+        (path / "2_Dense" / "config.json").write_text(json.dumps(layer))
+
+    with pytest.raises(CheckpointError, match=why):
+        check_task(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "tokens"),
+    [
+        ({"position_embedding_type": "absolute"}, "embed", 256),
+        ({"position_embedding_type": "absolute"}, "generate", 512),
+        ({}, "embed", 512),
+    ],
+)
+def test_the_tokenizer_may_say_how_long_a_prompt_is(
+    fake_checkpoint: Make, config: dict[str, Any], task: AskedTask, tokens: int
+) -> None:
+    """Under the conditions under which vLLM asks it."""
+    path = fake_checkpoint(**config, max_position_embeddings=512)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps({"model_max_length": 256}))
+    assert read_checkpoint("tiny", path, task=task).max_positions == tokens
+    file.write_text(json.dumps({"model_max_length": 1e30}))
+    assert read_checkpoint("tiny", path, task=task).max_positions == 512
+
+
+@pytest.mark.parametrize("wrong", [0, True, "512", None])
 def test_a_length_that_is_no_number_is_named(fake_checkpoint: Make, wrong: object) -> None:
     path = fake_checkpoint()
     (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": wrong}))
@@ -240,6 +302,11 @@ def test_a_length_that_is_no_number_is_named(fake_checkpoint: Make, wrong: objec
     [
         ({"pooling_mode_max_tokens": True}, (), "pools by pooling_mode_max_tokens"),
         ({"pooling_mode": "cls"}, (), "pools by cls"),
+        (
+            {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True},
+            (),
+            "pools by pooling_mode_lasttoken and pooling_mode_mean_tokens, but",
+        ),
         (LAST, ("Dense",), r"through a layer in .*2_Dense/model.safetensors: it is missing"),
     ],
 )

@@ -117,6 +117,7 @@ class KvPlacement:
     def plan_none(self) -> None:
         """Reserve addresses for a model that keeps nothing of its requests: those of two blocks of
         a slab, which no request takes."""
+        self.kv_layers = 1
         self._reserve(1, self._arena.slab_bytes, 1, 1)
 
     def _reserve(

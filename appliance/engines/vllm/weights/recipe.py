@@ -163,12 +163,11 @@ class RecipeRecording:
         self._models_files = len(files)
         self._dense: dict[str, torch.nn.Linear] = {}
 
-    def expect_dense(self, layer: torch.nn.Linear, folder: str, config: ModelConfig) -> bool:
-        """For vLLM's function that reads a dense layer from a folder of the checkpoint, as soon as
-        the layer is made; whether it did. vLLM makes one for each way of pooling: they share."""
+    def expect_dense(self, layer: torch.nn.Linear, folder: str) -> None:
+        """The weights of a dense layer are in a folder of the checkpoint. vLLM makes a layer for
+        each way of pooling: they share."""
         first = self._dense.setdefault(folder, layer)
         layer.weight, layer.bias = first.weight, first.bias
-        return True
 
     def load(self, model: torch.nn.Module) -> None:
         """Have vLLM load placeholders into the model, whose parameters stay untouched.
@@ -178,6 +177,9 @@ class RecipeRecording:
         """
         if getattr(model, "secondary_weights", ()):
             raise UnsupportedCheckpoint(f"{type(model).__name__} wants weights from elsewhere, too")
+        folders = [file.path.parent.name for file in self.files[self._models_files :]]
+        if list(self._dense) != folders:  # vLLM logs what it cannot make a layer of, and goes on
+            raise UnsupportedCheckpoint(f"vLLM makes no dense layers of {', '.join(folders)}")
         if self._dense:  # vLLM keeps them where a model's parameters are not looked for
             layers = torch.nn.ModuleList(self._dense.values())
             model.pooler.add_module("dense_layers", layers)  # type: ignore[union-attr]
@@ -254,12 +256,25 @@ def recording(
     """The engine built in this context reads no weights: its recipe is recorded instead."""
     made = RecipeRecording(files, dense_files)
     token = _current.set(made)
-    read_dense, adapters._load_dense_weights = adapters._load_dense_weights, made.expect_dense
     try:
         yield made
     finally:
-        adapters._load_dense_weights = read_dense
         _current.reset(token)
+
+
+_read_dense: Final = adapters._load_dense_weights
+
+
+def _load_dense_weights(linear: torch.nn.Linear, folder: str, model_config: ModelConfig) -> bool:
+    """Instead of vLLM's function that reads a dense layer: within `recording`, it is noted."""
+    recorded = _current.get(None)
+    if recorded is None:
+        return bool(_read_dense(linear, folder, model_config))
+    recorded.expect_dense(linear, folder)
+    return True
+
+
+adapters._load_dense_weights = _load_dense_weights
 
 
 @register_model_loader(LOAD_FORMAT)
