@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from appliance.checkpoints import kv_layers
-from appliance.checkpoints.families import check_family
+from appliance.checkpoints import kv_layers, quantization
+from appliance.checkpoints.families import BF16, UnsupportedModel, check_family
 from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import TensorEntry, read_header, weight_files
@@ -68,7 +68,7 @@ class CatalogEntry:
     weight_bytes: int
     """Where it is served, at least: an engine pads. See `read_checkpoint`."""
     parameters: int
-    """Elements of all tensors, as they are stored."""
+    """Weights in all tensors: as many as there are elements, but for those that are quantized."""
     created: int
     """When the weights were written (Unix seconds)."""
 
@@ -111,7 +111,13 @@ def read_checkpoint(
     vocabulary = config.integer("vocab_size")
     layers = kv_layers.layers(config)
     tensors = [tensor for header in headers for tensor in header.tensors]
-    kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
+    if wrong := quantization.why_not_shapes(config, tensors):
+        raise UnsupportedModel(f"{path}: {wrong}", BF16)
+    kept = [
+        tensor
+        for tensor in tensors
+        if not (_is_left_out(tensor, layers) or quantization.is_unused(config, tensor))
+    ]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)
     generates, tied = read_task(path, task) is Task.GENERATE, config.get("tie_word_embeddings")
@@ -132,7 +138,7 @@ def read_checkpoint(
         kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
         max_positions=config.integer("max_position_embeddings", default=config.first(*_POSITIONS)),
         weight_bytes=weight_bytes,
-        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        parameters=quantization.parameters(config, tensors),
         created=max(header.mtime_ns for header in headers) // 10**9,
     )
 
