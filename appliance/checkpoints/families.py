@@ -172,7 +172,7 @@ def _quantized(config: ModelConfig) -> _Found:
         return f"{reason}, which is not supported yet", BF16
     found = quantization.quantization(config)
     name = config.architecture
-    if found is not None and base_architecture(name) not in quantization.TRIED:
+    if found is not None and name not in quantization.TRIED:
         method = quantization.method_of(found)
         return f"no test serves {name} with weights that are quantized ({method})", BF16
     return None

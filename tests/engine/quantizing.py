@@ -1,11 +1,20 @@
-"""Quantizes the linear layers of a small checkpoint to 4 bits, as GPTQ and AWQ store them."""
+"""Quantizes the linear layers of small checkpoints to 4 bits, as GPTQ and AWQ store them.
+
+``python -m tests.engine.quantizing FOLDER NAME…`` makes the checkpoints of these models
+(`tests.configs`), not quantized yet. vLLM replaces some classes of transformers that it has built a
+model of, so that a process can make no more checkpoints with them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from tests.configs import CONFIGS
+from tests.engine.shrunken import make_shrunken
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +45,8 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
     store = _gptq if config["quant_method"] == "gptq" else _awq
     tensors: dict[str, torch.Tensor] = {}
     for name, values in load_file(file).items():
-        if values.ndim == 2 and re.search(r"\.\d+\.", name):
-            stem = name.removesuffix("weight")
+        stem = name.removesuffix("weight")
+        if values.ndim == 2 and re.search(r"\.\d+\.", name) and not _is_left(stem[:-1], config):
             group = config["group_size"] if config["group_size"] > 0 else values.shape[1]
             made = store(values.float().t(), group)
             tensors |= {f"{stem}{own}": tensor.contiguous() for own, tensor in made.items()}
@@ -49,6 +58,14 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
     read = json.loads(settings.read_text())
     read.pop("dtype", None)
     settings.write_text(json.dumps({**read, "torch_dtype": dtype, "quantization_config": config}))
+
+
+def _is_left(layer: str, config: dict[str, Any]) -> bool:
+    """Whether a layer is not quantized, as the configuration says."""
+    patterns = [name for name in config.get("dynamic", ()) if name.startswith("-:")]
+    return any(part in layer for part in config.get("modules_to_not_convert", ())) or any(
+        re.match(pattern.removeprefix("-:"), layer) for pattern in patterns
+    )
 
 
 def _gptq(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
@@ -92,3 +109,8 @@ def _words(numbers: torch.Tensor, dimension: int, order: tuple[int, ...]) -> tor
     packed = sum(eights[..., source] << (4 * place) for place, source in enumerate(order))
     assert isinstance(packed, torch.Tensor)
     return packed.movedim(-1, dimension).to(torch.uint32).view(torch.int32)
+
+
+if __name__ == "__main__":
+    for made in sys.argv[2:]:
+        make_shrunken(Path(sys.argv[1]), made, CONFIGS[made])

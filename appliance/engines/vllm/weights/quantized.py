@@ -25,8 +25,9 @@ from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQLinearMeth
 
 TRIED_COLUMNS: Final = 32
 """Output columns of a trial: the fewest that the kernel takes."""
-SLICE_BYTES: Final = 1 << 20
-"""About what is converted at a time, before: it takes 40 times as much while it is converted."""
+SLICE_BYTES: Final = 1 << 18
+"""About what is converted at a time: it takes many times as much meanwhile, and should stay in a
+cache."""
 
 _METHODS: Final = (AutoGPTQLinearMethod, AutoAWQMarlinLinearMethod)
 
