@@ -113,10 +113,9 @@ def read_checkpoint(
     tensors = [tensor for header in headers for tensor in header.tensors]
     if wrong := quantization.why_not_shapes(config, tensors):
         raise UnsupportedModel(f"{path}: {wrong}", BF16)
+    unused = quantization.unused(config, tensors)
     kept = [
-        tensor
-        for tensor in tensors
-        if not (_is_left_out(tensor, layers) or quantization.is_unused(config, tensor))
+        tensor for tensor in tensors if not (_is_left_out(tensor, layers) or tensor.name in unused)
     ]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)

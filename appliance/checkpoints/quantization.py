@@ -149,20 +149,30 @@ def why_not_shapes(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str |
                 f"{tensor.name} has {rows} rows and {columns} columns, which are no multiples of "
                 f"{_MULTIPLE}"
             )
-        group = found.get("group_size", found.get("q_group_size", -1))
+        # A pattern may give some layers groups of another size.
+        group = -1 if found.get("dynamic") else found.get("group_size", found.get("q_group_size"))
         if group > 0 and rows % group:
             return f"{tensor.name} has {rows} rows, which are no multiple of its groups of {group}"
     return None
 
 
-def is_unused(config: ModelConfig, tensor: TensorEntry) -> bool:
-    """Whether engines read nothing of a tensor, as the weights are quantized."""
+def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
+    """Names of the tensors that engines read nothing of, as the weights are quantized.
+
+    Tools store a bias, of zeros, for quantized layers that have none. Which do have one is not
+    known here, so none is counted.
+    """
     found = quantization(config)
     if found is None:
-        return False
-    return tensor.name.endswith(".g_idx") or (
-        method_of(found) == "gptq" and tensor.name.endswith(".qzeros")
-    )
+        return set()
+    names = {tensor.name for tensor in tensors}
+    endings = (".g_idx", ".qzeros") if method_of(found) == "gptq" else (".g_idx",)
+    return {
+        name
+        for name in names
+        if name.endswith(endings)
+        or (name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in names)
+    }
 
 
 def parameters(config: ModelConfig, tensors: Iterable[TensorEntry]) -> int:

@@ -37,7 +37,8 @@ def awq_config(group: int, **changes: Any) -> dict[str, Any]:
 
 
 def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None:
-    """Rewrite the checkpoint: linear layers as `config` says, the rest in `dtype`."""
+    """Rewrite the checkpoint: linear layers as `config` says, the rest in `dtype`. GPTQ's tools
+    store a bias of zeros where a layer has none."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -50,6 +51,8 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
             group = config["group_size"] if config["group_size"] > 0 else values.shape[1]
             made = store(values.float().t(), group)
             tensors |= {f"{stem}{own}": tensor.contiguous() for own, tensor in made.items()}
+            if store is _gptq:
+                tensors.setdefault(f"{stem}bias", torch.zeros(values.shape[0]))
         else:
             tensors[name] = values
     wanted = getattr(torch, dtype)

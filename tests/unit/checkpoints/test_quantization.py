@@ -97,6 +97,7 @@ def gptq_tensors(rows: int, columns: int, groups: int) -> dict[str, Any]:
         "l.qzeros": ((groups, columns // 8), np.int32),
         "l.scales": ((groups, columns), np.float16),
         "l.g_idx": ((rows,), np.int32),
+        "l.bias": ((columns,), np.float16),
     }
 
 
@@ -109,8 +110,8 @@ def awq_tensors(rows: int, columns: int, groups: int) -> dict[str, Any]:
 
 
 def test_sizes_are_those_of_what_the_kernel_reads(fake_checkpoint: Make) -> None:
-    """GPTQ's zero points and the order of its groups are not among it. What a model is said to have
-    are weights, not the words that they are in."""
+    """GPTQ's zero points, the order of its groups, and a bias that may be none are not. What a model
+    is said to have are weights, not the words that they are in."""
     groups = ROWS // 128
     words, scales, zeros = ROWS * COLUMNS // 2, groups * COLUMNS * 2, groups * COLUMNS // 2
     gptq = store(
@@ -122,7 +123,7 @@ def test_sizes_are_those_of_what_the_kernel_reads(fake_checkpoint: Make) -> None
 
     assert one.weight_bytes == words + scales
     assert other.weight_bytes == words + scales + zeros
-    assert one.parameters == other.parameters == ROWS * COLUMNS
+    assert one.parameters == other.parameters + COLUMNS == ROWS * COLUMNS + COLUMNS
 
 
 @pytest.mark.parametrize(
