@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from appliance.checkpoints.families import UnsupportedModel, base_architecture, check_family
@@ -22,11 +23,13 @@ from appliance.engines.protocol import Verdict
 from appliance.memory.weight_cache.image_writer import ImageWriter
 from appliance.memory.weight_cache.images import ImageFolder
 from appliance.units import Bytes, Memory
+from appliance.vocabulary import Task
 from tests.configs import CONFIGS
 from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house
 from tests.engine.player import Player, prompts
 from tests.engine.quantizing import awq_config, gptq_config, quantize
 from tests.engine.test_families import FAMILIES
+from tests.engine.test_pooling import BASELINE, pool
 
 Make = Callable[..., str]
 
@@ -261,6 +264,27 @@ def test_without_an_image_they_are_converted_at_every_load(
     house.build(LLAMA, path, dtype="bfloat16").store_weights((), fill=False)
 
     assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
+
+
+@pytest.mark.parametrize("config", METHODS, ids=label)
+def test_vectors_are_those_of_plain_vllm(make: Make, config: dict[str, Any]) -> None:
+    """A model that generates may embed, too; its vectors have length 1."""
+    name = SERVED["Qwen3ForCausalLM"]
+    path = make(name, config)
+    jobs = [(name, path, prompts(name), "embed", False, {})]
+    told = subprocess.run(
+        [sys.executable, "-c", BASELINE.replace("float32", "bfloat16")],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    engine = make_house().build(name, path, dtype="bfloat16", task=Task.EMBED)
+    engine.begin_load()
+
+    found = [pool(engine, prompt) for prompt in prompts(name)]
+
+    np.testing.assert_allclose(found, json.loads(told.stdout)[name], atol=1e-3)
 
 
 def test_converted_bytes_are_verified(make: Make) -> None:

@@ -110,8 +110,8 @@ def awq_tensors(rows: int, columns: int, groups: int) -> dict[str, Any]:
 
 
 def test_sizes_are_those_of_what_the_kernel_reads(fake_checkpoint: Make) -> None:
-    """GPTQ's zero points, the order of its groups, and a bias that may be none are not. What a model
-    is said to have are weights, not the words that they are in."""
+    """GPTQ's zero points, the order of its groups, and a bias that may be none are not. The number
+    of parameters counts weights, not the words that they are in."""
     groups = ROWS // 128
     words, scales, zeros = ROWS * COLUMNS // 2, groups * COLUMNS * 2, groups * COLUMNS // 2
     gptq = store(
