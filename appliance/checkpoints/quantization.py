@@ -93,9 +93,8 @@ def why_not(config: ModelConfig) -> str | None:
 
 
 def _why_not(method: str, found: dict[str, Any]) -> str | None:
-    said = {}
+    said = {key: _said(found, key) for key in _KEYS[method]}
     for key, names in _KEYS[method].items():
-        said[key] = next((found[name] for name in names if name in found), None)
         if said[key] is None:
             return f"config.json does not say {names[-1]}"
     if said["bits"] != 4:
@@ -116,6 +115,12 @@ def _why_not(method: str, found: dict[str, Any]) -> str | None:
         return None if form in ("gptq", "gptq_v2") else f"stored as {form}"
     version = str(found.get("version") or "gemm").lower()
     return None if version == "gemm" else f"stored as {version}"
+
+
+def _said(found: dict[str, Any], key: str) -> Any:
+    """What is said of a key, by the first of its names that is there. None if nothing is."""
+    names = _KEYS[method_of(found)][key]
+    return next((found[name] for name in names if name in found), None)
 
 
 def _why_not_parts(found: dict[str, Any]) -> str | None:
@@ -150,7 +155,7 @@ def why_not_shapes(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str |
                 f"{_MULTIPLE}"
             )
         # A pattern may give some layers groups of another size.
-        group = -1 if found.get("dynamic") else found.get("group_size", found.get("q_group_size"))
+        group = -1 if found.get("dynamic") else _said(found, "group_size")
         if group > 0 and rows % group:
             return f"{tensor.name} has {rows} rows, which are no multiple of its groups of {group}"
     return None
