@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from appliance.checkpoints import kv_layers
-from appliance.checkpoints.families import check_family
+from appliance.checkpoints import kv_layers, quantization
+from appliance.checkpoints.families import BF16, UnsupportedModel, check_family
 from appliance.checkpoints.kv_layers import KvLayers
 from appliance.checkpoints.language_models import (
     MEDIA,
@@ -78,7 +78,8 @@ class CatalogEntry:
     weight_bytes: int
     """Where it is served, at least: an engine pads. See `read_checkpoint`."""
     parameters: int
-    """Elements of all tensors, as they are stored, but of those that read images."""
+    """Weights in all tensors but those that read images: as many as there are elements, but for
+    those that are quantized."""
     created: int
     """When the weights were written (Unix seconds)."""
 
@@ -107,15 +108,7 @@ def read_checkpoint(
     missing or damaged, or says something that cannot be served (`UnsupportedModel`, if no model
     of its kind is).
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory")
-    config = read_model_config(path)
-    check_family(config)
-    if not any(next(path.glob(name), None) for name in _TOKENIZERS):
-        raise CheckpointError(
-            f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
-        )
-    processor_template(path)  # which the front ends read
+    config = _checked_config(path)
     architecture = config.architecture
     headers = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
     resolved = _resolve_dtype(config, dtype, path)
@@ -123,7 +116,12 @@ def read_checkpoint(
     vocabulary = config.integer("vocab_size")
     layers = kv_layers.layers(config)
     tensors = [tensor for header in headers for tensor in header.tensors]
-    kept = [tensor for tensor in tensors if not _is_left_out(tensor, layers)]
+    if wrong := quantization.why_not_shapes(config, tensors):
+        raise UnsupportedModel(f"{path}: {wrong}", BF16)
+    unused = quantization.unused(config, tensors)
+    kept = [
+        tensor for tensor in tensors if not (_is_left_out(tensor, layers) or tensor.name in unused)
+    ]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)
     own_task, tied = read_task(path, task), config.get("tie_word_embeddings")
@@ -148,9 +146,23 @@ def read_checkpoint(
         kv=kv_layers.kv_layers(config, BYTES_PER_ELEMENT[resolved], cuda=cuda),
         max_positions=_max_positions(config, pools=not generates),
         weight_bytes=weight_bytes,
-        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        parameters=quantization.parameters(config, tensors),
         created=max(header.mtime_ns for header in headers) // 10**9,
     )
+
+
+def _checked_config(path: Path) -> ModelConfig:
+    """The configuration of a kind of model that is served, with the files that front ends read."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+    config = read_model_config(path)
+    check_family(config)
+    if not any(next(path.glob(name), None) for name in _TOKENIZERS):
+        raise CheckpointError(
+            f"{path} has no tokenizer: none of {', '.join(_TOKENIZERS)}; copy the model's there"
+        )
+    processor_template(path)
+    return config
 
 
 def _dense_bytes(path: Path) -> int:

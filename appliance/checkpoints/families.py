@@ -2,8 +2,9 @@
 
 vLLM knows many architectures. What is served keeps, in each layer, keys and values of one size or a
 state of one size, and looks back only; or it attends in both directions, keeps nothing, and embeds
-or scores. It reads text, and has weights in the type it is computed in. The families that tests
-build, and compare with plain vLLM, are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
+or scores. It reads text, and has weights in the type it is computed in, or in 4 bits
+(`appliance.checkpoints.quantization`). The families that tests build, and compare with plain vLLM,
+are in `TRIED`, `ENCODERS` and `MEDIA` (docs/models.md).
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from appliance.checkpoints import quantization
 from appliance.checkpoints.language_models import MEDIA, served_architecture
 from appliance.checkpoints.model_config import ModelConfig, known_models
 from appliance.checkpoints.task import POOLING_ENDINGS
 from appliance.errors import CheckpointError
 from appliance.platform.cpus import computes_linear_attention
-
-QUANTIZATION_FILE: Final = "hf_quant_config.json"
-"""Where some tools write how weights are quantized."""
 
 TRIED: Final = frozenset(
     {
@@ -120,10 +119,23 @@ def check_family(config: ModelConfig) -> None:
             raise UnsupportedModel(f"{config.path}: {wrong}", remedy)
 
 
-def check_cpu(config: ModelConfig, dtype: str) -> None:
+def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
     """Raise `UnsupportedModel` for a kind of model that is served on GPUs only; its numbers are of
-    type `dtype`."""
+    type `dtype`, and `ranks` have a shard of it each."""
     name = config.architecture
+    found = quantization.quantization(config)
+    method = quantization.method_of(found) if found is not None else ""
+    if found is not None and dtype == "float32":
+        raise UnsupportedModel(
+            f"{config.path}: quantized weights ({method}) are computed in bfloat16 or float16, not "
+            f"{dtype}",
+            'take dtype = "bfloat16"',
+        )
+    if found is not None and ranks > 1:
+        raise UnsupportedModel(
+            f"{config.path}: quantized weights ({method}) are not served by several ranks yet",
+            "take devices.tensor_parallel = 1",
+        )
     if keeps_state(config) and TRIED.isdisjoint((name, base_architecture(name) or "")):
         raise UnsupportedModel(
             f"{config.path}: layers of {name} keep a state, which no test computes on the CPU",
@@ -140,6 +152,17 @@ def check_cpu(config: ModelConfig, dtype: str) -> None:
         raise UnsupportedModel(
             f"{config.path}: linear attention is computed in bfloat16 on the CPU, not {dtype}",
             'take dtype = "bfloat16"',
+        )
+
+
+def check_cuda(config: ModelConfig) -> None:
+    """Raise `UnsupportedModel` for a kind of model that is served on the CPU only."""
+    found = quantization.quantization(config)
+    if found is not None:
+        method = quantization.method_of(found)
+        raise UnsupportedModel(
+            f"{config.path}: its weights are quantized ({method}), which was only tried on the CPU",
+            BF16,
         )
 
 
@@ -163,14 +186,13 @@ _Found = tuple[str, str] | None
 
 
 def _quantized(config: ModelConfig) -> _Found:
-    for values in (config.whole, config.text):
-        for name in ("quantization_config", "compression_config"):
-            found = values.get(name)
-            if found and isinstance(found, dict):
-                method = found.get("quant_method", "an unnamed method")
-                return f"its weights are quantized ({method}), which is not supported yet", BF16
-    if (config.path / QUANTIZATION_FILE).exists():
-        return f"its weights are quantized ({QUANTIZATION_FILE}), which is not supported yet", BF16
+    if reason := quantization.why_not(config):
+        return f"{reason}, which is not supported yet", BF16
+    found = quantization.quantization(config)
+    name = config.architecture
+    if found is not None and name not in quantization.TRIED:
+        method = quantization.method_of(found)
+        return f"no test serves {name} with weights that are quantized ({method})", BF16
     return None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from appliance.checkpoints.checkpoint import CatalogEntry, read_checkpoint
-from appliance.checkpoints.families import check_cpu
+from appliance.checkpoints.families import check_cpu, check_cuda
 from appliance.checkpoints.kv_layers import BlockTables
 from appliance.checkpoints.model_config import read_model_config
 from appliance.config.problems import ProblemReport
@@ -59,8 +59,11 @@ def read_model(model: Model, devices: Devices) -> CatalogEntry:
     """The model's checkpoint, as these devices will serve it. Raises `CheckpointError`."""
     path = Path(model.path)
     entry = read_checkpoint(model.name, path, model.dtype, model.task, cuda=devices.cuda)
-    if not devices.cuda:
-        check_cpu(read_model_config(path), entry.dtype)
+    config = read_model_config(path)
+    if devices.cuda:
+        check_cuda(config)
+    else:
+        check_cpu(config, entry.dtype, devices.tensor_parallel)
     return entry
 
 

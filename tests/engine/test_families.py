@@ -32,10 +32,12 @@ FAMILIES = sorted(
         (base_architecture(config["architectures"][0]), bool(config.get("sliding_window"))): name
         for name, config in sorted(CONFIGS.items(), reverse=True)
         if name not in {**REFUSED, **NOT_ON_CPU}
+        and "quantization_config" not in config
         and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
     }.values()
 )
-"""One model of each architecture, and of each that has windows."""
+"""One model of each architecture, and of each that has windows; `test_quantized` serves those whose
+weights are quantized."""
 ALONE = frozenset({"glm-4.7-flash", "lfm2-1.2b"})
 """Plain vLLM's own answers to these prompts depend on what else is in a step: by the last bit of a
 number, which random weights make another token of."""

@@ -15,6 +15,7 @@ from vllm.config import ModelConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.pooler.seqwise.methods import MeanPool
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
@@ -70,6 +71,7 @@ SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
     (BaseModelLoader.load_weights, ("model", "model_config")),
     (BaseModelLoader.download_model, ("model_config",)),
     (LogitsProcessor.forward, ("lm_head", "hidden_states")),
+    (QuantizeMethodBase.process_weights_after_loading, ("layer",)),
     (PoolingParams.verify, ("model_config",)),
     (MeanPool.forward, ("hidden_states", "pooling_metadata")),
     (PoolingStates.clean, ()),

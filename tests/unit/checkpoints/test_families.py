@@ -63,7 +63,7 @@ def test_a_check_of_the_configuration_names_the_remedy(
 
     (problem,) = caught.value.problems
     assert (problem.key, problem.line) == ("model[0].path", 5)
-    assert "its weights are quantized (awq)" in problem.wrong
+    assert "its weights are quantized (awq: config.json does not say bits)" in problem.wrong
     assert problem.remedy.startswith("take the model's checkpoint with weights in bfloat16")
 
 

@@ -83,9 +83,9 @@ def test_a_directory_is_copied(source: Path, folder: Path, told: list[Progress])
 def test_weights_of_a_kind_that_is_not_served_are_not_fetched(
     fake_checkpoint: Make, folder: Path, told: list[Progress]
 ) -> None:
-    source = fake_checkpoint("packed", quantization_config={"quant_method": "awq"})
+    source = fake_checkpoint("packed", quantization_config={"quant_method": "fp8"})
 
-    with pytest.raises(CheckpointError, match=r"weights are quantized \(awq\)"):
+    with pytest.raises(CheckpointError, match=r"weights are quantized \(fp8\)"):
         pull(str(source), folder, tell=told.append)
 
     assert {progress.file for progress in told} == {"config.json"}

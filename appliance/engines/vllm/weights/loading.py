@@ -5,6 +5,7 @@ The image is cut in pieces, which several threads make in the order in which the
     as stored             read to its place
     another type, strided read to a buffer, converted, copied to its place
     packed                either of the two to a buffer, packed, copied to its place
+    quantized             the same for all tensors of a layer, which are converted together
 
 Files are read, not mapped: one that becomes shorter is an error then, and not the end of the
 process.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,7 +32,7 @@ from appliance.engines.vllm.weights import packed
 from appliance.engines.vllm.weights.convolutions import ConvolutionPacking
 from appliance.engines.vllm.weights.experts import ExpertPacking
 from appliance.engines.vllm.weights.packed import Packing
-from appliance.engines.vllm.weights.recipe import Ingredients, Origin, Write
+from appliance.engines.vllm.weights.recipe import Ingredients, LayerRecipe, Origin, Write
 from appliance.memory import mapping
 from appliance.memory.transfers import Transfer
 from appliance.memory.weight_cache.pipeline import make_pieces
@@ -62,6 +64,22 @@ class WeightPiece:
         return self.packing is None and all(_is_read(write, self.dtype) for write in self.writes)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPiece:
+    """`nbytes` bytes of the image, at `offset`: all tensors of a quantized layer, of which each
+    `starts` at its own offset in the image."""
+
+    offset: int
+    nbytes: int
+    recipe: LayerRecipe
+    starts: Mapping[str, int]
+
+    @property
+    def writes(self) -> tuple[Write, ...]:
+        """Of all tensors that the layer is loaded into."""
+        return tuple(write for _, stored in self.recipe.stored for write in stored.writes)
+
+
 class CheckpointImage:
     """Writes the image of one engine from its checkpoint: an `appliance.memory.weights.Write`."""
 
@@ -79,16 +97,15 @@ class CheckpointImage:
         self._files = tuple(files)
         self._cpus = cpus
         self._unverified: list[Path] = [files[0].path.parent] if verify else []
-        self._pieces = [
-            piece
-            for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
-            for piece in _pieces(ingredients[tensor.name], packings.get(tensor.name), offset)
-        ]
+        self._pieces = list(_all_pieces(layout, ingredients, packings))
 
     @property
     def packs(self) -> bool:
-        """Whether any weights are packed; all others can be read about as fast from anywhere."""
-        return any(piece.packing is not None for piece in self._pieces)
+        """Whether any weights are packed or converted; all others can be read about as fast from
+        anywhere."""
+        return any(
+            isinstance(piece, LayerPiece) or piece.packing is not None for piece in self._pieces
+        )
 
     def __call__(self, transfer: Transfer, image: Image) -> None:
         """Write the image; the transfer lands piece by piece, in order.
@@ -120,7 +137,7 @@ class _Bench:
         self._image = image
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def announce(self, piece: WeightPiece) -> None:
+    def announce(self, piece: WeightPiece | LayerPiece) -> None:
         """Have the system read ahead."""
         for write in piece.writes:
             if isinstance(write.origin, Origin):
@@ -128,7 +145,10 @@ class _Bench:
                 fd, nbytes = self._descriptors[origin.file], write.span * origin.dtype.itemsize
                 self._files[origin.file].read_ahead(fd, origin.offset, nbytes)
 
-    def make(self, piece: WeightPiece) -> None:
+    def make(self, piece: WeightPiece | LayerPiece) -> None:
+        if isinstance(piece, LayerPiece):
+            self._convert(piece)
+            return
         if piece.as_stored:
             for write in piece.writes:
                 start = piece.offset + write.start * piece.dtype.itemsize
@@ -151,6 +171,21 @@ class _Bench:
         for first in range(0, len(rows), each):
             piece.packing.pack(rows[first : first + each], place)
         assert end == piece.offset + piece.nbytes, f"{end} is not the end of {piece}"
+
+    def _convert(self, piece: LayerPiece) -> None:
+        """Make all tensors of a quantized layer."""
+        stored = {}
+        for name, made_of in piece.recipe.stored:
+            nbytes = made_of.elements * made_of.dtype.itemsize
+            plain = self._buffer(f"stored {name}", nbytes).view(made_of.dtype)
+            for write in made_of.writes:
+                self._assemble(write, plain)
+            stored[name] = plain.view(made_of.shape)
+
+        def place(name: str, start: int, part: torch.Tensor) -> None:
+            self._image.put(piece.starts[name] + start, part.data_ptr(), part.nbytes)
+
+        piece.recipe.conversion.convert(stored, place)
 
     def _assemble(self, write: Write, plain: torch.Tensor) -> None:
         """Do one write of a piece in a buffer."""
@@ -219,6 +254,24 @@ def _is_read(write: Write, dtype: torch.dtype) -> bool:
     return (
         write.plain and isinstance(origin, Origin) and origin.dtype == dtype and not origin.decays
     )
+
+
+def _all_pieces(
+    layout: WeightLayout, ingredients: Mapping[str, Ingredients], packings: Mapping[str, Packing]
+) -> Iterator[WeightPiece | LayerPiece]:
+    """The pieces of an image, in order."""
+    placed = zip(layout.tensors, layout.offsets, strict=True)
+    for recipe, group in itertools.groupby(placed, lambda item: ingredients[item[0].name].layer):
+        if recipe is None:
+            for tensor, offset in group:
+                yield from _pieces(ingredients[tensor.name], packings.get(tensor.name), offset)
+            continue
+        tensors = list(group)
+        starts = {tensor.name.rpartition(".")[2]: offset for tensor, offset in tensors}
+        missing = {form.name for form in recipe.conversion.kernel} - starts.keys()
+        assert not missing, f"{missing} do not lie next to {tensors[0][0].name}"
+        (_, first), (last, end) = tensors[0], tensors[-1]
+        yield LayerPiece(first, end + last.nbytes - first, recipe, starts)
 
 
 def _pieces(made_of: Ingredients, linear: Packing | None, offset: int) -> Iterator[WeightPiece]:

@@ -78,11 +78,18 @@ def plan(
             shape=tuple(parameter.shape),
             stride=tuple(parameter.stride()),
             nbytes=parameter.untyped_storage().nbytes(),
-            packing=packing.digest if packing is not None else "",
+            packing=_digest(made_of[name], packings.get(name)),
         )
         for name, parameter in _stored(model)
-        for packing in (packings.get(name) or made_of[name].packing,)
     )
+
+
+def _digest(made_of: Ingredients, linear: Packing | None) -> str:
+    """What tells apart how the bytes of a parameter are read; empty for plain ones."""
+    if made_of.layer is not None:
+        return made_of.layer.conversion.digest
+    packing = linear or made_of.packing
+    return packing.digest if packing is not None else ""
 
 
 def rehome(

@@ -10,7 +10,8 @@ and transposed placeholders are views that say where they lie in their tensor:
 
     Write(origin=(file, 1024 + 2048 * 4096 * 2), axes=((8388608, 1, 1),), start=0)
 
-One computation is known, ``-exp(x)`` of each number (`Origin.decays`). What computes anything else
+One computation is known, ``-exp(x)`` of each number (`Origin.decays`), and quantized layers are
+converted as a whole (`LayerRecipe`). What computes anything else
 with a placeholder, or with a parameter, cannot be written down, and is an error that names it.
 Afterwards a fill is nothing but reads (`appliance.engines.vllm.weights.loading`).
 """
@@ -36,6 +37,7 @@ from vllm.model_executor.models import adapters
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
+from appliance.engines.vllm.weights.quantized import LayerConversion, convert_layers
 from appliance.errors import CheckpointError
 
 LOAD_FORMAT: Final = "appliance"
@@ -141,16 +143,25 @@ class Write:
 @dataclass(frozen=True, slots=True)
 class Ingredients:
     """Everything that makes up the storage of one parameter: `elements` of `dtype`, packed
-    afterwards if there is a packing."""
+    afterwards if there is a packing. What is converted has no writes, but those of its layer."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     writes: tuple[Write, ...]
     packing: ExpertPacking | ConvolutionPacking | None = None
+    layer: LayerRecipe | None = None
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecipe:
+    """A quantized layer: what it is loaded into, by name within the layer, and the conversion."""
+
+    conversion: LayerConversion
+    stored: tuple[tuple[str, Ingredients], ...]
 
 
 class RecipeRecording:
@@ -162,6 +173,8 @@ class RecipeRecording:
         self.recorder = _Recorder()
         self._models_files = len(files)
         self._dense: dict[str, torch.nn.Linear] = {}
+        self._layers: dict[int, LayerRecipe] = {}
+        """Of parameters that a layer's tensors are converted to."""
 
     def expect_dense(self, layer: torch.nn.Linear, folder: str) -> None:
         """The weights of a dense layer are in a folder of the checkpoint. vLLM makes a layer for
@@ -194,6 +207,15 @@ class RecipeRecording:
                 raise UnsupportedCheckpoint(
                     f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
                 ) from error
+        for name, layer in convert_layers(model):
+            stored = tuple(
+                (own, self._ingredients(f"{name}.{own}", parameter))
+                for own, parameter in layer.stored.items()
+            )
+            recipe = LayerRecipe(layer.conversion, stored)
+            for parameter in layer.kernel.values():
+                self.recorder.keep(parameter)
+                self._layers[_key(parameter)] = recipe
 
     def _load_dense(self) -> None:
         numbers = {
@@ -233,6 +255,8 @@ class RecipeRecording:
 
     def _ingredients(self, name: str, parameter: torch.nn.Parameter) -> Ingredients:
         key = _key(parameter)
+        if key in self._layers:
+            return Ingredients(parameter.dtype, tuple(parameter.shape), (), layer=self._layers[key])
         key, packing = self.recorder.packings.get(key, (key, None))
         if key not in self.recorder.names:
             raise UnsupportedCheckpoint(
@@ -319,8 +343,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def know(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Nothing but copies may be written to this parameter from now on."""
-        self._kept.append(parameter.untyped_storage())
+        self.keep(parameter)
         self.names.setdefault(_key(parameter), name)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """No other storage has the identity of this one's from now on."""
+        self._kept.append(tensor.untyped_storage())
 
     def placeholders(
         self, files: Iterable[WeightFile], first: int = 0

@@ -1,0 +1,190 @@
+"""Weights that are quantized: what ``config.json`` says of them, and which of them are served.
+
+Those of GPTQ and AWQ in 4 bits are, as vLLM's CPU kernel computes with them:
+
+    NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
+    NAME.scales   a factor for each group of rows   [in / group, out]
+    NAME.qzeros   int32, what is zero in each group [in / group, out / 8]     unused by GPTQ here
+    NAME.g_idx    the group of each row             unused, as groups lie in order
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Final
+
+from appliance.checkpoints.model_config import ModelConfig
+from appliance.checkpoints.safetensors import TensorEntry
+
+QUANTIZATION_FILE: Final = "hf_quant_config.json"
+"""Where some tools write how weights are quantized."""
+
+GROUP_SIZES: Final = (-1, 32, 64, 128)
+"""Rows that share a factor; -1: all."""
+TRIED: Final = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "Exaone4ForCausalLM",
+        "GPTNeoXForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "GraniteForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "OPTForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+    }
+)
+"""Architectures that `tests/engine/test_quantized.py` serves with weights of GPTQ and of AWQ."""
+
+NUMBERS: Final = 8
+"""Weights in an element of a ``qweight``."""
+_MULTIPLE: Final = 32
+"""What the kernel wants the rows and the columns of a layer to be a multiple of."""
+_KEYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "gptq": {"bits": ("bits",), "group_size": ("group_size",), "zeros": ("sym",)},
+    "awq": {
+        "bits": ("w_bit", "bits"),
+        "group_size": ("q_group_size", "group_size"),
+        "zeros": ("zero_point",),
+    },
+}
+"""What vLLM wants to be said, by each of its names."""
+
+
+def quantization(config: ModelConfig) -> dict[str, Any] | None:
+    """What the file says of quantized weights; None if they are not."""
+    for values in (config.whole, config.text):
+        for name in ("quantization_config", "compression_config"):
+            found = values.get(name)
+            if found and isinstance(found, dict):
+                return found
+    return None
+
+
+def method_of(found: dict[str, Any]) -> str:
+    """The name of the method by which weights are quantized."""
+    return str(found.get("quant_method", "an unnamed method"))
+
+
+def why_not(config: ModelConfig) -> str | None:
+    """Why the model's weights are not served as they are quantized. None if they are, or are not
+    quantized at all."""
+    found = quantization(config)
+    if found is None:
+        file = (config.path / QUANTIZATION_FILE).exists()
+        return f"its weights are quantized ({QUANTIZATION_FILE})" if file else None
+    method = method_of(found)
+    if method not in _KEYS:
+        return f"its weights are quantized ({method})"
+    reason = _why_not(method, found)
+    if reason is None and method == "gptq":
+        reason = _why_not_parts(found)
+    return reason and f"its weights are quantized ({method}: {reason})"
+
+
+def _why_not(method: str, found: dict[str, Any]) -> str | None:
+    said = {key: _said(found, key) for key in _KEYS[method]}
+    for key, names in _KEYS[method].items():
+        if said[key] is None:
+            return f"config.json does not say {names[-1]}"
+    if said["bits"] != 4:
+        return f"{said['bits']} bits, not 4"
+    if said["group_size"] not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        return f"groups of {said['group_size']} rows, not one of {sizes}"
+    if said["zeros"] is not True:
+        return "not symmetric" if method == "gptq" else "without zero points"
+    if found.get("lm_head"):
+        return "the output head, too"
+    if method == "gptq":
+        if "desc_act" not in found:
+            return "config.json does not say desc_act"
+        if found["desc_act"] and said["group_size"] != -1:
+            return "groups in the order of activations, desc_act"
+        form = found.get("checkpoint_format") or "gptq"
+        return None if form in ("gptq", "gptq_v2") else f"stored as {form}"
+    version = str(found.get("version") or "gemm").lower()
+    return None if version == "gemm" else f"stored as {version}"
+
+
+def _said(found: dict[str, Any], key: str) -> Any:
+    """What is said of a key, by the first of its names that is there. None if nothing is."""
+    names = _KEYS[method_of(found)][key]
+    return next((found[name] for name in names if name in found), None)
+
+
+def _why_not_parts(found: dict[str, Any]) -> str | None:
+    """Of GPTQ, which may treat some layers in another way: those that a pattern is for."""
+    rules = found.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        return "dynamic is no table of patterns"
+    for pattern, changes in rules.items():
+        if pattern.startswith("-:") or not isinstance(changes, dict):
+            continue
+        if reason := _why_not("gptq", {**found, **changes}):
+            return f"{reason}, where {pattern} matches"
+    return None
+
+
+def why_not_shapes(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str | None:
+    """Why the CPU's kernel cannot compute with these tensors; None if it can."""
+    found = quantization(config)
+    for tensor in tensors:
+        if not tensor.name.endswith(".qweight"):
+            continue
+        if found is None:
+            return f"{tensor.name} is quantized, and config.json does not say how"
+        if len(tensor.shape) != 2:
+            return f"{tensor.name} is no matrix"
+        gptq = method_of(found) == "gptq"
+        rows, columns = tensor.shape
+        rows, columns = (rows * NUMBERS, columns) if gptq else (rows, columns * NUMBERS)
+        if rows % _MULTIPLE or columns % _MULTIPLE:
+            return (
+                f"{tensor.name} has {rows} rows and {columns} columns, which are no multiples of "
+                f"{_MULTIPLE}"
+            )
+        # A pattern may give some layers groups of another size.
+        group = -1 if found.get("dynamic") else _said(found, "group_size")
+        if group > 0 and rows % group:
+            return f"{tensor.name} has {rows} rows, which are no multiple of its groups of {group}"
+    return None
+
+
+def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
+    """Names of the tensors that engines read nothing of, as the weights are quantized.
+
+    Tools store a bias, of zeros, for quantized layers that have none. Which do have one is not
+    known here, so none is counted.
+    """
+    found = quantization(config)
+    if found is None:
+        return set()
+    names = {tensor.name for tensor in tensors}
+    endings = (".g_idx", ".qzeros") if method_of(found) == "gptq" else (".g_idx",)
+    return {
+        name
+        for name in names
+        if name.endswith(endings)
+        or (name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in names)
+    }
+
+
+def parameters(config: ModelConfig, tensors: Iterable[TensorEntry]) -> int:
+    """Weights of the model, however many of them are in an element of a tensor."""
+    quantized = quantization(config) is not None
+    return sum(
+        math.prod(tensor.shape) * (NUMBERS if tensor.name.endswith(".qweight") else 1)
+        for tensor in tensors
+        if not (quantized and tensor.name.endswith((".qzeros", ".scales", ".g_idx")))
+    )

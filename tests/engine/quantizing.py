@@ -1,0 +1,119 @@
+"""Quantizes the linear layers of small checkpoints to 4 bits, as GPTQ and AWQ store them.
+
+``python -m tests.engine.quantizing FOLDER NAME…`` makes the checkpoints of these models
+(`tests.configs`), not quantized yet. vLLM replaces some classes of transformers that it has built a
+model of, so that a process can make no more checkpoints with them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.configs import CONFIGS
+from tests.engine.shrunken import make_shrunken
+
+if TYPE_CHECKING:
+    import torch
+
+AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight neighbours lies in each four bits of a word."""
+IN_ORDER: Final = tuple(range(8))
+
+
+def gptq_config(group: int, **changes: Any) -> dict[str, Any]:
+    """What a checkpoint of GPTQ says of itself."""
+    told = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True}
+    return {**told, **changes}
+
+
+def awq_config(group: int, **changes: Any) -> dict[str, Any]:
+    """What a checkpoint of AWQ says of itself."""
+    told = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+    return {**told, "version": "gemm", **changes}
+
+
+def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None:
+    """Rewrite the checkpoint: linear layers as `config` says, the rest in `dtype`. GPTQ's tools
+    store a bias of zeros where a layer has none."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file, settings = Path(path) / "model.safetensors", Path(path) / "config.json"
+    store = _gptq if config["quant_method"] == "gptq" else _awq
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in load_file(file).items():
+        stem = name.removesuffix("weight")
+        if values.ndim == 2 and re.search(r"\.\d+\.", name) and not _is_left(stem[:-1], config):
+            group = config["group_size"] if config["group_size"] > 0 else values.shape[1]
+            made = store(values.float().t(), group)
+            tensors |= {f"{stem}{own}": tensor.contiguous() for own, tensor in made.items()}
+            if store is _gptq:
+                tensors.setdefault(f"{stem}bias", torch.zeros(values.shape[0]))
+        else:
+            tensors[name] = values
+    wanted = getattr(torch, dtype)
+    floats = {n: t.to(wanted) if t.is_floating_point() else t for n, t in tensors.items()}
+    save_file(floats, file, metadata={"format": "pt"})
+    read = json.loads(settings.read_text())
+    read.pop("dtype", None)
+    settings.write_text(json.dumps({**read, "torch_dtype": dtype, "quantization_config": config}))
+
+
+def _is_left(layer: str, config: dict[str, Any]) -> bool:
+    """Whether a layer is not quantized, as the configuration says."""
+    patterns = [name for name in config.get("dynamic", ()) if name.startswith("-:")]
+    return any(part in layer for part in config.get("modules_to_not_convert", ())) or any(
+        re.match(pattern.removeprefix("-:"), layer) for pattern in patterns
+    )
+
+
+def _gptq(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+    """Of a weight ``[in, out]``: symmetric, eight rows in a word."""
+    import torch
+
+    rows, columns = weight.shape
+    groups = weight.reshape(rows // group, group, columns)
+    scales = groups.abs().amax(1) / 7
+    numbers = (groups / scales[:, None]).round().clamp(-8, 7).to(torch.int64) + 8
+    return {
+        "qweight": _words(numbers.reshape(rows, columns), 0, IN_ORDER),
+        "qzeros": torch.full((rows // group, columns // 8), 0x77777777, dtype=torch.int32),
+        "scales": scales,
+        "g_idx": (torch.arange(rows) // group).to(torch.int32),
+    }
+
+
+def _awq(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+    """Of a weight ``[in, out]``: with zero points, eight columns in a word."""
+    import torch
+
+    rows, columns = weight.shape
+    groups = weight.reshape(rows // group, group, columns)
+    low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+    scales = (high - low) / 15
+    zeros = (-low / scales).round().clamp(0, 15).to(torch.int64)
+    numbers = ((groups / scales[:, None]).round() + zeros[:, None]).clamp(0, 15).to(torch.int64)
+    return {
+        "qweight": _words(numbers.reshape(rows, columns), 1, AWQ_ORDER),
+        "qzeros": _words(zeros, 1, AWQ_ORDER),
+        "scales": scales,
+    }
+
+
+def _words(numbers: torch.Tensor, dimension: int, order: tuple[int, ...]) -> torch.Tensor:
+    """Eight numbers of four bits each, neighbours along a dimension, in each word."""
+    import torch
+
+    eights = numbers.movedim(dimension, -1).unflatten(-1, (-1, 8))
+    packed = sum(eights[..., source] << (4 * place) for place, source in enumerate(order))
+    assert isinstance(packed, torch.Tensor)
+    return packed.movedim(-1, dimension).to(torch.uint32).view(torch.int32)
+
+
+if __name__ == "__main__":
+    for made in sys.argv[2:]:
+        make_shrunken(Path(sys.argv[1]), made, CONFIGS[made])

@@ -1,0 +1,329 @@
+"""Weights of GPTQ and AWQ in 4 bits: the tokens of plain vLLM, and images that can be shared and
+kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from appliance.checkpoints.families import UnsupportedModel, base_architecture, check_family
+from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.quantization import TRIED
+from appliance.config.schema import Devices, Model
+from appliance.config.sizing import least, read_model
+from appliance.engines.protocol import Verdict
+from appliance.memory.weight_cache.image_writer import ImageWriter
+from appliance.memory.weight_cache.images import ImageFolder
+from appliance.units import Bytes, Memory
+from appliance.vocabulary import Task
+from tests.configs import CONFIGS
+from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house
+from tests.engine.player import Player, prompts
+from tests.engine.quantizing import awq_config, gptq_config, quantize
+from tests.engine.test_families import FAMILIES
+from tests.engine.test_pooling import BASELINE, pool
+
+Make = Callable[..., str]
+
+CONTEXT = 1024
+SLABS = 48
+GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
+DEVICES = Devices(kind="cpu", memory_bytes=Memory(64 << 20), slab_bytes=Bytes(SLAB))
+
+SERVED = {
+    architecture: name
+    for name in FAMILIES
+    if (architecture := base_architecture(CONFIGS[name]["architectures"][0])) in TRIED
+}
+LLAMA = SERVED["LlamaForCausalLM"]
+EXPERTS = "mixtral-8x7b-instruct-v0.1"
+METHODS = [gptq_config(32), awq_config(32)]
+
+
+def label(config: dict[str, Any]) -> str:
+    return f"{config['quant_method']}-{config['group_size']}"
+
+
+@pytest.fixture(scope="module")
+def plain_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small checkpoints that are not quantized."""
+    folder = tmp_path_factory.mktemp("plain")
+    command = [sys.executable, "-m", "tests.engine.quantizing", str(folder)]
+    subprocess.run([*command, *SERVED.values(), EXPERTS], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path: Path, plain_checkpoints: Path) -> Make:
+    """Makes a quantized checkpoint; its path."""
+
+    def make(name: str, config: dict[str, Any], dtype: str = "bfloat16") -> str:
+        path = str(shutil.copytree(plain_checkpoints / name, tmp_path / name))
+        quantize(path, config, dtype)
+        return path
+
+    return make
+
+
+def answers(house: House, model: str) -> list[list[int]]:
+    """With weights reloaded and KV swapped between every three tokens."""
+    player = Player(house, model, GREEDY)
+    while player.live:
+        player.turn(3, SLABS)
+    return list(player.outputs.values())
+
+
+def plain(answer: PlainAnswers, path: str, model: str, dtype: str) -> list[list[int]]:
+    asked = prompts(model)
+    found = answer(path, dtype, asked, [GREEDY] * len(asked))
+    return [one["sequences"][0] for one in found]
+
+
+def image(house: House, model: str) -> list[tuple[str, bytes]]:
+    """The bytes of each tensor of the master image, by name."""
+    weights = house.engines[model]._placed.weights
+    layout = weights.layout
+    return [
+        (tensor.name, b"".join(map(bytes, weights.master.views(offset, tensor.nbytes))))
+        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+    ]
+
+
+def converted(engine: Any) -> dict[str, int]:
+    """Offsets of the tensors of layers that vLLM's kernel for 4-bit weights computes, by name."""
+    layout = engine._placed.weights.layout
+    return {
+        tensor.name: offset
+        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+        if "CPUWNA16LinearKernel" in tensor.packing
+    }
+
+
+@pytest.mark.parametrize("config", METHODS, ids=label)
+@pytest.mark.parametrize("architecture", sorted(TRIED))
+def test_outputs_equal_plain_vllm(
+    make: Make, plain_answers: PlainAnswers, architecture: str, config: dict[str, Any]
+) -> None:
+    """And a model takes the memory that is known before it is built."""
+    name = SERVED[architecture]
+    path = make(name, config)
+    model = Model(name=name, path=path, dtype="bfloat16", max_context=CONTEXT)
+    known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
+    house = make_house()
+
+    engine = house.build(name, path, dtype="bfloat16")
+
+    assert converted(engine)
+    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    found = answers(house, name)
+    assert found == plain(plain_answers, path, name, "bfloat16")
+    assert len(set(found[-1])) > 2, "it says the same token again and again"
+    engine.retire()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [gptq_config(128), gptq_config(-1, desc_act=True), awq_config(128), awq_config(-1)],
+    ids=label,
+)
+def test_groups_of_other_sizes(
+    make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
+) -> None:
+    """In float16. The linear layers take about a quarter of their bytes."""
+    path = make(LLAMA, config, "float16")
+    house = make_house()
+    engine = house.build(LLAMA, path, dtype="float16")
+
+    assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "float16")
+
+    sizes = {tensor.name: tensor.nbytes for tensor in engine._placed.weights.layout.tensors}
+    linear = sum(sizes[name] for name in converted(engine))
+    words = sum(sizes[name] for name in converted(engine) if name.endswith(".qweight"))
+    assert words <= linear <= 1.1 * words, f"{linear} bytes for {2 * words} weights"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        gptq_config(32, dynamic={"-:.*down_proj": {}}),
+        awq_config(32, modules_to_not_convert=["down_proj"]),
+    ],
+    ids=label,
+)
+def test_some_layers_are_not_quantized(
+    make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
+) -> None:
+    """As the checkpoint says; these are packed like those of other models."""
+    path = make(LLAMA, config)
+    house = make_house()
+    engine = house.build(LLAMA, path, dtype="bfloat16")
+
+    assert converted(engine)
+    assert not any("down_proj" in name for name in converted(engine))
+    assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
+
+
+@pytest.mark.parametrize("config", METHODS, ids=label)
+def test_slices_give_the_bytes_of_whole_layers(
+    make: Make, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    """The layers of these checkpoints are so small that they are converted as a whole, unless a
+    slice is smaller still."""
+    from appliance.engines.vllm.weights import quantized
+
+    path = make(LLAMA, config)
+    whole, sliced = make_house(), make_house()
+    whole.build(LLAMA, path, dtype="bfloat16")
+    processed = quantized._processed
+    rounds: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        rounds.append(1)
+        return processed(*arguments)
+
+    monkeypatch.setattr(quantized, "SLICE_BYTES", 4096)
+    engine = sliced.build(LLAMA, path, dtype="bfloat16", image=whole.images[LLAMA])
+    monkeypatch.setattr(quantized, "_processed", counted)
+    engine.store_weights(sliced.images[LLAMA], fill=True)
+
+    layers = {name.rpartition(".")[0] for name in converted(engine)}
+    assert len(rounds) > 3 * len(layers)
+    assert image(sliced, LLAMA) == image(whole, LLAMA)
+
+
+@pytest.mark.parametrize("config", METHODS, ids=label)
+def test_an_image_is_kept(
+    make: Make, tmp_path: Path, plain_answers: PlainAnswers, config: dict[str, Any]
+) -> None:
+    """The second start reads it; it has the bytes of the first one, and the right tokens."""
+    from appliance.engines.vllm.engine import VllmEngine
+
+    path, folder = make(LLAMA, config), tmp_path / "images"
+    folder.mkdir()
+    images, packed = [], []
+    for _ in range(2):
+        house = make_house()
+        writer = ImageWriter(house.host)
+        engine: Any = VllmEngine.build(
+            LLAMA,
+            path,
+            dtype="bfloat16",
+            max_context=CONTEXT,
+            max_batch=16,
+            arena=house.arena,
+            host=house.host,
+            swapper=house.swapper,
+            images=ImageFolder(folder, 0, writer),
+            verify=True,
+        )
+        house.engines[LLAMA] = engine
+        house.images[LLAMA] = house.places(engine.host_slabs, SLAB)
+        engine.store_weights(house.images[LLAMA], fill=True)
+        writer.join()
+        packed.append(engine._placed.kept.packed)
+        images.append(image(house, LLAMA))
+        assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
+        house.host.close()
+
+    assert packed == [True, False]
+    assert images[0] == images[1]
+
+
+@pytest.mark.parametrize("config", METHODS, ids=label)
+def test_two_instances_share_an_image(
+    make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
+) -> None:
+    path = make(LLAMA, config)
+    one, other = make_house(), make_house()
+    other.host = one.host
+    first = one.build(LLAMA, path, dtype="bfloat16")
+    other._next = 64 << 20
+
+    second = other.build(LLAMA, path, dtype="bfloat16", image=one.images[LLAMA])
+
+    assert second.layout_digest == first.layout_digest
+    expected = plain(plain_answers, path, LLAMA, "bfloat16")
+    assert answers(other, LLAMA) == answers(one, LLAMA) == expected
+
+
+@pytest.mark.parametrize("config", METHODS, ids=label)
+def test_without_an_image_they_are_converted_at_every_load(
+    make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
+) -> None:
+    path = make(LLAMA, config)
+    house = make_house()
+    house.build(LLAMA, path, dtype="bfloat16").store_weights((), fill=False)
+
+    assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
+
+
+@pytest.mark.parametrize("config", METHODS, ids=label)
+def test_vectors_are_those_of_plain_vllm(make: Make, config: dict[str, Any]) -> None:
+    """A model that generates may embed, too; its vectors have length 1."""
+    name = SERVED["Qwen3ForCausalLM"]
+    path = make(name, config)
+    jobs = [(name, path, prompts(name), "embed", False, {})]
+    told = subprocess.run(
+        [sys.executable, "-c", BASELINE.replace("float32", "bfloat16")],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    engine = make_house().build(name, path, dtype="bfloat16", task=Task.EMBED)
+    engine.begin_load()
+
+    found = [pool(engine, prompt) for prompt in prompts(name)]
+
+    np.testing.assert_allclose(found, json.loads(told.stdout)[name], atol=1e-3)
+
+
+def test_converted_bytes_are_verified(make: Make) -> None:
+    """One bit of each of a layer's tensors is seen."""
+    house = make_house()
+    engine = house.build(LLAMA, make(LLAMA, awq_config(32)), dtype="bfloat16")
+    engine.begin_load().wait()
+    assert engine.verify() is Verdict.OK
+
+    for offset in list(converted(engine).values())[:3]:
+        slab, start = divmod(offset + 5, SLAB)
+        byte = house.host.view(house.images[LLAMA][slab] + start, 1)
+        byte[0] ^= 1
+        assert engine.verify() is Verdict.DIFFERS
+        byte[0] ^= 1
+    assert engine.verify() is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "said", "reason"),
+    [
+        (LLAMA, gptq_config(32), {"bits": 8}, "does not support weight_bits"),
+        (LLAMA, gptq_config(32), {"sym": False}, "bits=4, sym=False"),
+        (LLAMA, gptq_config(32), {"desc_act": True}, "desc_act=True"),
+        (LLAMA, gptq_config(16), {}, "group_size = 16"),
+        (LLAMA, awq_config(32), {"bits": 8}, "Unsupported num_bits = 8"),
+        (EXPERTS, gptq_config(32), {}, "No WNA16 MoE backend"),
+    ],
+)
+def test_what_is_refused_cannot_be_built(
+    make: Make, name: str, stored: dict[str, Any], said: dict[str, Any], reason: str
+) -> None:
+    """vLLM's reason is another one than that of the check."""
+    path = make(name, stored)
+    settings = Path(path) / "config.json"
+    read = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**read, "quantization_config": {**stored, **said}}))
+    with pytest.raises(UnsupportedModel, match="quantized"):
+        check_family(read_model_config(Path(path)))
+
+    with pytest.raises((ValueError, NotImplementedError), match=reason):
+        make_house().build(name, path, dtype="bfloat16")

@@ -1,0 +1,171 @@
+"""Quantized weights: which are let through, with what reason others are refused, and their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.families import UnsupportedModel, check_family
+from appliance.checkpoints.model_config import read_model_config
+from appliance.config.schema import Devices, Model
+from appliance.config.sizing import read_model
+from appliance.units import Bytes, Memory
+
+Make = Callable[..., Path]
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+ROWS, COLUMNS = 256, 64
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        GPTQ,
+        {**GPTQ, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        {**GPTQ, "group_size": -1, "desc_act": True},
+        {**GPTQ, "dynamic": {"-:.*gate.*": {}, "+:.*down.*": {"group_size": 64}}},
+        AWQ,
+        {**AWQ, "version": "GEMM", "modules_to_not_convert": None},
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True},
+    ],
+)
+def test_what_is_served(fake_checkpoint: Make, quantization: dict[str, Any]) -> None:
+    check_family(read_model_config(fake_checkpoint(quantization_config=quantization)))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ({**GPTQ, "bits": 8}, r"\(gptq: 8 bits, not 4\)"),
+        ({**GPTQ, "bits": 3}, r"\(gptq: 3 bits, not 4\)"),
+        ({**GPTQ, "group_size": 16}, r"groups of 16 rows, not one of -1, 32, 64, 128"),
+        ({**GPTQ, "sym": False}, "not symmetric"),
+        ({**GPTQ, "desc_act": True}, "desc_act"),
+        ({**GPTQ, "lm_head": True}, "the output head, too"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "stored as marlin"),
+        ({**GPTQ, "dynamic": {".*down.*": {"bits": 8}}}, r"8 bits, not 4, where \.\*down"),
+        ({"quant_method": "gptq", "bits": 4}, "does not say group_size"),
+        ({k: v for k, v in GPTQ.items() if k != "desc_act"}, "does not say desc_act"),
+        ({**AWQ, "bits": 8}, r"\(awq: 8 bits, not 4\)"),
+        ({**AWQ, "zero_point": False}, "without zero points"),
+        ({**AWQ, "version": "gemv"}, "stored as gemv"),
+        ({"quant_method": "fp8"}, r"quantized \(fp8\)"),
+        ({"quant_method": "mxfp4"}, r"quantized \(mxfp4\)"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantized \(bitsandbytes\)"),
+        ({"quant_method": "compressed-tensors"}, r"quantized \(compressed-tensors\)"),
+        ({"bits": 4}, "an unnamed method"),
+    ],
+)
+def test_what_is_not(fake_checkpoint: Make, quantization: dict[str, Any], reason: str) -> None:
+    """With the reason, and a remedy."""
+    config = read_model_config(fake_checkpoint(quantization_config=quantization))
+
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        check_family(config)
+
+    assert caught.value.remedy.startswith("take the model's checkpoint with weights in bfloat16")
+
+
+def test_families_that_no_test_serves_so(fake_checkpoint: Make) -> None:
+    """Though they are served with plain weights: those with experts, for one."""
+    path = fake_checkpoint(
+        architectures=["MixtralForCausalLM"], model_type="mixtral", quantization_config=GPTQ
+    )
+
+    with pytest.raises(UnsupportedModel, match=r"no test serves MixtralForCausalLM .* \(gptq\)"):
+        check_family(read_model_config(path))
+
+
+def store(path: Path, shapes: Mapping[str, tuple[tuple[int, ...], type[np.generic]]]) -> Path:
+    save_file(
+        {name: np.zeros(shape, kind) for name, (shape, kind) in shapes.items()},
+        path / "model.safetensors",
+    )
+    return path
+
+
+def gptq_tensors(rows: int, columns: int, groups: int) -> dict[str, Any]:
+    return {
+        "l.qweight": ((rows // 8, columns), np.int32),
+        "l.qzeros": ((groups, columns // 8), np.int32),
+        "l.scales": ((groups, columns), np.float16),
+        "l.g_idx": ((rows,), np.int32),
+        "l.bias": ((columns,), np.float16),
+    }
+
+
+def awq_tensors(rows: int, columns: int, groups: int) -> dict[str, Any]:
+    return {
+        "l.qweight": ((rows, columns // 8), np.int32),
+        "l.qzeros": ((groups, columns // 8), np.int32),
+        "l.scales": ((groups, columns), np.float16),
+    }
+
+
+def test_sizes_are_those_of_what_the_kernel_reads(fake_checkpoint: Make) -> None:
+    """GPTQ's zero points, the order of its groups, and a bias that may be none are not. The number
+    of parameters counts weights, not the words that they are in."""
+    groups = ROWS // 128
+    words, scales, zeros = ROWS * COLUMNS // 2, groups * COLUMNS * 2, groups * COLUMNS // 2
+    gptq = store(
+        fake_checkpoint("g", quantization_config=GPTQ), gptq_tensors(ROWS, COLUMNS, groups)
+    )
+    awq = store(fake_checkpoint("a", quantization_config=AWQ), awq_tensors(ROWS, COLUMNS, groups))
+
+    one, other = read_checkpoint("g", gptq), read_checkpoint("a", awq)
+
+    assert one.weight_bytes == words + scales
+    assert other.weight_bytes == words + scales + zeros
+    assert one.parameters == other.parameters + COLUMNS == ROWS * COLUMNS + COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensors", "reason"),
+    [
+        (GPTQ, gptq_tensors(ROWS, 48, 2), "l.qweight has 256 rows and 48 columns"),
+        (AWQ, awq_tensors(ROWS, 48, 2), "l.qweight has 256 rows and 48 columns"),
+        (AWQ, awq_tensors(16, COLUMNS, 1), "16 rows and 64 columns, which are no multiples of 32"),
+        (GPTQ, gptq_tensors(192, COLUMNS, 2), "no multiple of its groups of 128"),
+        (None, gptq_tensors(ROWS, COLUMNS, 2), "l.qweight is quantized, and config.json does not"),
+    ],
+)
+def test_tensors_that_the_kernel_does_not_take(
+    fake_checkpoint: Make,
+    quantization: dict[str, Any] | None,
+    tensors: dict[str, Any],
+    reason: str,
+) -> None:
+    path = store(fake_checkpoint(quantization_config=quantization), tensors)
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_checkpoint("tiny", path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "ranks", "reason"),
+    [
+        ("cpu", "float32", 1, "computed in bfloat16 or float16, not float32"),
+        ("cuda", "bfloat16", 1, r"quantized \(awq\), which was only tried on the CPU"),
+        ("cpu", "bfloat16", 2, "not served by several ranks"),
+    ],
+)
+def test_where_they_are_not_served(
+    fake_checkpoint: Make, kind: Any, dtype: Any, ranks: int, reason: str
+) -> None:
+    path = store(fake_checkpoint(quantization_config=AWQ), awq_tensors(ROWS, COLUMNS, 2))
+    devices = Devices(
+        kind=kind,
+        tensor_parallel=ranks,
+        memory_bytes=Memory(8 << 20),
+        slab_bytes=Bytes(2 << 20),
+    )
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_model(Model(name="a", path=str(path), dtype=dtype, max_context=64), devices)
