@@ -88,9 +88,10 @@ def write_config(
     host_cache: str = "512MiB",
     policy: str = "appliance",
     max_context: int = 1024,
-    dtype: str = "float32",
+    dtype: str = "auto",
 ) -> Path:
-    """Write ``appliance.toml`` for the checkpoints made in `directory`; returns its path.
+    """Write ``appliance.toml`` for the checkpoints made in `directory`; returns its path. `dtype`
+    "auto" is what a model's recipe says.
 
     The default pool holds the weights of about a third of six models, and their KV cache.
     """
@@ -105,7 +106,7 @@ def write_config(
     sections += [
         f"[[model]]\nname = {json.dumps(name)}\n"
         f"path = {json.dumps(str((directory / name).absolute()))}\n"
-        f"max_context = {max_context}\ndtype = {json.dumps(dtype)}\n"
+        f"max_context = {max_context}\ndtype = {json.dumps(_dtype(name, dtype))}\n"
         'slo = { ttft = "10s", tbt = "100ms" }\n'
         for name in chosen
     ]
@@ -114,6 +115,13 @@ def write_config(
     path = directory / "appliance.toml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _dtype(name: str, asked: str) -> str:
+    """What a model is computed in: if nothing is asked, what its recipe says."""
+    if asked != "auto":
+        return asked
+    return next((r.dtype for r in (*RECIPES, *KINDS) if r.name == name), "float32")
 
 
 def train_tokenizer() -> Tokenizer:

@@ -23,8 +23,10 @@ STATE_HEAD_DIM: Final = 64
 STATE_SIZE: Final = 32
 """Numbers that a head of a layer with a state (Mamba 2) keeps for each of its dimensions."""
 CONVOLUTION: Final = 4
+GROUP: Final = 64
+"""Rows that share a factor, where weights are in 4 bits."""
 
-Tensors: TypeAlias = dict[str, NDArray[np.float32]]
+Tensors: TypeAlias = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,13 @@ class Recipe:
     kv_heads: int
     head_dim: int
     seed: int
+    quantized: bool = False
+    """Whether its linear layers are stored in 4 bits, by GPTQ."""
+
+    @property
+    def dtype(self) -> str:
+        """What it is computed in: the CPU computes with 4 bits in 16 bits only."""
+        return "float16" if self.quantized else "float32"
 
 
 RECIPES: Final = tuple(
@@ -83,11 +92,15 @@ KINDS: Final = (
         name="granite-h-a", family="granitemoehybrid", layers=4, hidden=256, intermediate=768,
         heads=4, kv_heads=2, head_dim=64, seed=9,
     ),
+    Recipe(
+        name="qwen3-4bit-a", family="qwen3", layers=6, hidden=512, intermediate=1536,
+        heads=4, kv_heads=2, head_dim=128, seed=10, quantized=True,
+    ),
 )  # fmt: skip
-"""A mixture of experts, a model with a sliding window, and one in which every other layer keeps a
-state."""
+"""A mixture of experts, a model with a sliding window, one in which every other layer keeps a
+state, and one with weights in 4 bits."""
 
-DEMO: Final = ("mixtral-a", "mistral-a", "granite-h-a", "llama-b", "qwen2-b", "qwen3-a")
+DEMO: Final = ("mixtral-a", "mistral-a", "granite-h-a", "qwen3-4bit-a", "llama-b", "qwen2-b")
 """What the demonstration serves. The one with experts is the first: in a process of plain vLLM,
 none can come after a model without."""
 
@@ -107,7 +120,7 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
     config = {
         "architectures": [ARCHITECTURES[recipe.family]],
         "model_type": recipe.family,
-        "dtype": "float32",
+        "dtype": recipe.dtype,
         "vocab_size": VOCABULARY_SIZE,
         "hidden_size": recipe.hidden,
         "intermediate_size": recipe.intermediate,
@@ -125,6 +138,8 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
     }
+    if recipe.quantized:
+        config |= {"quantization_config": _QUANTIZATION}
     match recipe.family:
         case "mistral":
             return config | {"sliding_window": WINDOW}
@@ -134,6 +149,15 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
         case "granitemoehybrid":
             return config | _hybrid(recipe)
     return config
+
+
+_QUANTIZATION: Final = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": True,
+    "desc_act": False,
+}
 
 
 def _hybrid(recipe: Recipe) -> dict[str, Any]:
@@ -181,7 +205,39 @@ class _Dice:
 
 
 def weights(recipe: Recipe) -> Tensors:
-    """Its tensors by name, float32."""
+    """Its tensors by name, as a checkpoint stores them."""
+    tensors = _numbers(recipe)
+    return _quantized(tensors) if recipe.quantized else tensors
+
+
+def _quantized(tensors: Tensors) -> Tensors:
+    """The same, linear layers of GPTQ in 4 bits, and the rest in 16."""
+    stored: Tensors = {}
+    for name, values in tensors.items():
+        if name.endswith("_proj.weight"):
+            stored |= _gptq(name.removesuffix("weight"), values.T)
+        else:
+            stored[name] = values.astype(np.float16)
+    return stored
+
+
+def _gptq(prefix: str, weight: NDArray[np.float32]) -> Tensors:
+    """Of a weight ``[in, out]``: symmetric, eight rows in a word, the first in its lowest bits."""
+    rows, columns = weight.shape
+    groups = weight.reshape(rows // GROUP, GROUP, columns)
+    scales = np.abs(groups).max(axis=1) / 7
+    numbers = np.round(groups / scales[:, None]).astype(np.int64) + 8
+    places = 4 * np.arange(8)[:, None]
+    words = (numbers.reshape(rows // 8, 8, columns) << places).sum(axis=1)
+    return {
+        f"{prefix}qweight": words.astype(np.uint32).view(np.int32),
+        f"{prefix}qzeros": np.full((rows // GROUP, columns // 8), 0x77777777, np.int32),
+        f"{prefix}scales": scales.astype(np.float16),
+        f"{prefix}g_idx": np.repeat(np.arange(rows // GROUP, dtype=np.int32), GROUP),
+    }
+
+
+def _numbers(recipe: Recipe) -> Tensors:
     dice = _Dice(recipe.seed)
     embedding = dice.matrix(VOCABULARY_SIZE, recipe.hidden, gain=math.sqrt(recipe.hidden))
     head = dice.matrix(VOCABULARY_SIZE, recipe.hidden)

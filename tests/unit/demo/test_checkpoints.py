@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,18 +38,23 @@ def test_there_are_six_models_with_different_kv_shapes(made: list[Path]) -> None
 
 
 def test_the_demonstration_shows_several_kinds(tmp_path: Path) -> None:
-    """Six models: one has experts, one a window, one keeps states; the sizes are those of the
-    others, so that two instances hold about a third of each."""
+    """Six models: one has experts, one a window, one keeps states, one has 4 bits; their sizes are
+    alike, so that two instances hold about a third of them."""
     paths = make_checkpoints(tmp_path, DEMO)
-    entries = {path.name: read_checkpoint(path.name, path, "float32") for path in paths}
+    entries = {path.name: read_checkpoint(path.name, path) for path in paths}
 
     assert len(entries) == 6
     assert {recipe.name for recipe in KINDS} < set(entries)
-    assert all(12 << 20 < entry.weight_bytes < 30 << 20 for entry in entries.values())
+    written = tomllib.loads(write_config(tmp_path, DEMO).read_text())["model"]
+    for model in written:
+        entry = read_checkpoint(model["name"], tmp_path / model["name"], model["dtype"])
+        assert 10 << 20 < entry.weight_bytes < 30 << 20
+    assert [model["dtype"] for model in written].count("float32") == 5
     assert {name for name, entry in entries.items() if entry.state_bytes} == {"granite-h-a"}
     config = {path.name: json.loads((path / "config.json").read_text()) for path in paths}
     assert [name for name in DEMO if config[name].get("sliding_window")] == ["mistral-a"]
     assert [name for name in DEMO if config[name].get("num_local_experts")] == ["mixtral-a"]
+    assert [name for name in DEMO if config[name].get("quantization_config")] == ["qwen3-4bit-a"]
 
 
 def test_same_bytes_on_every_run(made: list[Path], tmp_path: Path) -> None:
