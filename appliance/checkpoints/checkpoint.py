@@ -32,6 +32,9 @@ BYTES_PER_ELEMENT: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CONVERTED: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """Stored types that are converted to the type computed in; the others stay as they are."""
 
+_NO_FLOAT16: Final = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
+"""Types that vLLM does not compute in float16."""
+
 _HEAD: Final = re.compile(r"(^|\.)lm_head\.weight$|^(output|embed_out)\.weight$")
 """What checkpoints call the output head."""
 _HEAD_IS_EMBEDDING: Final = frozenset(
@@ -116,7 +119,7 @@ def read_checkpoint(
     vocabulary = config.integer("vocab_size")
     layers = kv_layers.layers(config)
     tensors = [tensor for header in headers for tensor in header.tensors]
-    if wrong := quantization.why_not_shapes(config, tensors):
+    if wrong := quantization.why_not_tensors(config, tensors):
         raise UnsupportedModel(f"{path}: {wrong}", BF16)
     unused = quantization.unused(config, tensors)
     kept = [
@@ -218,6 +221,12 @@ def _resolve_dtype(config: ModelConfig, wanted: str, path: Path) -> str:
         stored = whole or config.get("dtype") or config.get("torch_dtype") or "float32"
         # What vLLM makes of "auto": weights stored in full are served in half the bytes.
         dtype = "bfloat16" if stored == "float32" else str(stored)
+        if dtype == "float16" and config.model_type in _NO_FLOAT16:
+            dtype = "bfloat16"
+    if dtype == "float16" and config.model_type in _NO_FLOAT16:
+        raise CheckpointError(
+            f'{path}: {config.model_type} loses too much in float16; take dtype = "bfloat16"'
+        )
     if dtype not in BYTES_PER_ELEMENT:
         known = ", ".join(BYTES_PER_ELEMENT)
         raise CheckpointError(f"{path} cannot be served as {dtype}; there are {known}")

@@ -11,7 +11,8 @@ Those of GPTQ and AWQ in 4 bits are, as vLLM's CPU kernel computes with them:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from appliance.checkpoints.model_config import ModelConfig
@@ -97,6 +98,8 @@ def _why_not(method: str, found: dict[str, Any]) -> str | None:
     for key, names in _KEYS[method].items():
         if said[key] is None:
             return f"config.json does not say {names[-1]}"
+        if type(said[key]) is not (bool if key == "zeros" else int):
+            return f"{names[-1]} is {said[key]!r}"
     if said["bits"] != 4:
         return f"{said['bits']} bits, not 4"
     if said["group_size"] not in GROUP_SIZES:
@@ -124,41 +127,82 @@ def _said(found: dict[str, Any], key: str) -> Any:
 
 
 def _why_not_parts(found: dict[str, Any]) -> str | None:
-    """Of GPTQ, which may treat some layers in another way: those that a pattern is for."""
+    """Of GPTQ, which may treat some layers in another way: those that a pattern is for. vLLM
+    matches each pattern with the name of each layer, so patterns are to be plain."""
     rules = found.get("dynamic") or {}
-    if not isinstance(rules, dict):
-        return "dynamic is no table of patterns"
-    for pattern, changes in rules.items():
-        if pattern.startswith("-:") or not isinstance(changes, dict):
-            continue
-        if reason := _why_not("gptq", {**found, **changes}):
-            return f"{reason}, where {pattern} matches"
+    if not isinstance(rules, dict) or len(rules) > _MOST_RULES:
+        return f"dynamic is no table of at most {_MOST_RULES} patterns"
+    for pattern in rules:
+        if not _LEFT_OUT.fullmatch(pattern) or pattern.count("*") > _MOST_STARS:
+            return f"the rule {pattern[:80]!r} for some of its layers"
     return None
 
 
-def why_not_shapes(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str | None:
+_MOST_RULES: Final = 64
+_MOST_STARS: Final = 3
+_LEFT_OUT: Final = re.compile(r"-:\^?(\w|\.\*?|\\\.)+\$?", re.ASCII)
+"""A rule by which layers are not quantized, of literal text and ``.*``."""
+
+
+def why_not_tensors(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str | None:
     """Why the CPU's kernel cannot compute with these tensors; None if it can."""
     found = quantization(config)
-    for tensor in tensors:
-        if not tensor.name.endswith(".qweight"):
-            continue
-        if found is None:
-            return f"{tensor.name} is quantized, and config.json does not say how"
-        if len(tensor.shape) != 2:
-            return f"{tensor.name} is no matrix"
-        gptq = method_of(found) == "gptq"
-        rows, columns = tensor.shape
-        rows, columns = (rows * NUMBERS, columns) if gptq else (rows, columns * NUMBERS)
-        if rows % _MULTIPLE or columns % _MULTIPLE:
-            return (
-                f"{tensor.name} has {rows} rows and {columns} columns, which are no multiples of "
-                f"{_MULTIPLE}"
-            )
-        # A pattern may give some layers groups of another size.
-        group = -1 if found.get("dynamic") else _said(found, "group_size")
-        if group > 0 and rows % group:
-            return f"{tensor.name} has {rows} rows, which are no multiple of its groups of {group}"
+    known = {tensor.name: tensor for tensor in tensors}
+    layers = [name.removesuffix(_WORDS) for name in known if name.endswith(_WORDS)]
+    if layers and found is None:
+        return f"{layers[0]}{_WORDS} is quantized, and config.json does not say how"
+    for layer in layers:
+        if reason := _why_not_layer(found or {}, layer, known) or _why_not_alone(layer, known):
+            return reason
     return None
+
+
+_WORDS: Final = "qweight"
+
+
+def _why_not_layer(
+    found: dict[str, Any], layer: str, known: Mapping[str, TensorEntry]
+) -> str | None:
+    words = known[f"{layer}{_WORDS}"]
+    if len(words.shape) != 2 or words.dtype != "I32":
+        return f"{words.name} is no matrix of 32-bit words"
+    if layer.endswith("lm_head."):
+        return f"{words.name} is the output head"
+    left_out = found.get("modules_to_not_convert") or ()
+    if isinstance(left_out, list) and any(str(part) in layer for part in left_out):
+        return f"{words.name} is quantized, and config.json says that it is not"
+    gptq = method_of(found) == "gptq"
+    rows, columns = words.shape
+    rows, columns = (rows * NUMBERS, columns) if gptq else (rows, columns * NUMBERS)
+    if not rows or not columns or rows % _MULTIPLE or columns % _MULTIPLE:
+        return (
+            f"{words.name} has {rows} rows and {columns} columns, which are no multiples of "
+            f"{_MULTIPLE}"
+        )
+    size = _said(found, "group_size")
+    group = rows if size == -1 else size
+    if rows % group:
+        return f"{words.name} has {rows} rows, which are no multiple of its groups of {group}"
+    wanted = {"scales": (rows // group, columns), "qzeros": (rows // group, columns // NUMBERS)}
+    for own, shape in wanted.items():
+        tensor = known.get(f"{layer}{own}")
+        if tensor is None or tuple(tensor.shape) != shape:
+            return f"{layer}{own} is not there with the shape {list(shape)} of its {words.name}"
+    return None
+
+
+def _why_not_alone(layer: str, known: Mapping[str, TensorEntry]) -> str | None:
+    """vLLM makes one layer of some: all of them are quantized, or none."""
+    stem, _, own = layer.removesuffix(".").rpartition(".")
+    for together in _TOGETHER:
+        if own in together:
+            for other in together:
+                if f"{stem}.{other}.weight" in known:
+                    return f"{layer}{_WORDS} is quantized, and {stem}.{other} is not"
+    return None
+
+
+_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:

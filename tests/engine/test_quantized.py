@@ -151,6 +151,19 @@ def test_groups_of_other_sizes(
     assert words <= linear <= 1.1 * words, f"{linear} bytes for {2 * words} weights"
 
 
+@pytest.mark.parametrize("config", METHODS, ids=label)
+def test_stored_in_one_type_and_computed_in_another(
+    make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
+) -> None:
+    """As most published files are: scales in float16."""
+    path = make(LLAMA, config, "float16")
+    house = make_house()
+    engine = house.build(LLAMA, path, dtype="bfloat16")
+
+    assert converted(engine)
+    assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
+
+
 @pytest.mark.parametrize(
     "config",
     [

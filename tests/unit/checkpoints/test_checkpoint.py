@@ -51,6 +51,16 @@ def test_dtype_is_resolved_as_vllm_does(
     assert (entry.dtype, entry.weight_bytes) == (dtype, weight_bytes)
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "glm4"])
+def test_some_types_are_not_computed_in_float16(fake_checkpoint: Make, model_type: str) -> None:
+    """vLLM takes bfloat16 for "auto" then, and refuses float16."""
+    path = fake_checkpoint(dtype="float16", model_type=model_type)
+
+    assert read_checkpoint("tiny", path).dtype == "bfloat16"
+    with pytest.raises(CheckpointError, match='in float16; take dtype = "bfloat16"'):
+        read_checkpoint("tiny", path, "float16")
+
+
 def test_older_and_nested_configs_are_understood(fake_checkpoint: Make) -> None:
     """`torch_dtype`, an explicit head_dim, no kv heads, and numbers below `text_config`."""
     changes = {"dtype": None, "num_key_value_heads": None}

@@ -23,6 +23,10 @@ from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16Linea
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMarlinLinearMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQLinearMethod
 
+from appliance.errors import CheckpointError
+
+VERSION: Final = 1
+"""To be raised with what `LayerConversion.convert` makes: images that were kept are made anew."""
 TRIED_COLUMNS: Final = 32
 """Output columns of a trial: the fewest that the kernel takes."""
 SLICE_BYTES: Final = 1 << 18
@@ -95,7 +99,7 @@ class LayerConversion:
     @property
     def digest(self) -> str:
         """Equal for converted bytes that are read alike."""
-        return self.method
+        return f"{self.method} {VERSION}"
 
     def convert(self, stored: Tensors, place: Callable[[str, int, torch.Tensor], None]) -> None:
         """Convert the layer's tensors, given by name. `place` gets contiguous tensors: the name of
@@ -134,11 +138,16 @@ class Converted(NamedTuple):
 
 def convert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Converted]]:
     """Give each layer that vLLM's CPU kernel for 4-bit weights computes the parameters that the
-    kernel reads, which hold nothing yet, and have vLLM not convert it again. By name."""
+    kernel reads, which hold nothing yet, and have vLLM not convert it again. By name. Raises
+    `CheckpointError` for a quantized layer that vLLM computes otherwise."""
     for name, layer in model.named_modules():
         method: Any = getattr(layer, "quant_method", None)
         if type(method) in _METHODS and type(method.kernel) is CPUWNA16LinearKernel:
             yield name, _convert(layer, method)
+        elif "qweight" in layer._parameters:
+            raise CheckpointError(
+                f"vLLM computes {name} with {type(method).__name__}, which is not supported here"
+            )
 
 
 def _convert(layer: torch.nn.Module, method: Any) -> Converted:
