@@ -131,7 +131,7 @@ class VllmEngine:
         self._cache = KvCache(model, placement, self._scheduler, self._states, host, swapper)
         self.kv = self._cache.shape
         self._placed = placement.placed
-        self._whole_prompts = not self._scheduler.scheduler_config.enable_chunked_prefill
+        self._whole_prompts = config.attn_type == "encoder_only"
         """Whether a prompt is computed in one step, as its tokens attend in both directions."""
         weights, model_of_vllm = self._placed.weights, self._runner.get_model()
         pool_in_chunks(task, config, model_of_vllm)

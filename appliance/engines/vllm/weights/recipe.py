@@ -167,7 +167,7 @@ class LayerRecipe:
 class RecipeRecording:
     """What vLLM did with the placeholders of `files`; filled by the loader of one build."""
 
-    def __init__(self, files: Sequence[WeightFile], dense_files: Sequence[WeightFile]) -> None:
+    def __init__(self, files: Sequence[WeightFile], dense_files: Sequence[WeightFile] = ()) -> None:
         """`dense_files` are those of dense layers behind the pooling, each in a folder."""
         self.files = (*files, *dense_files)
         self.recorder = _Recorder()
