@@ -23,6 +23,7 @@ import pytest
 from appliance.config.loader import load_config
 from appliance.config.schema import Config
 from appliance.demo.checkpoints import make_checkpoints, write_config
+from appliance.demo.recipes import RECIPES
 from appliance.demo.run import Known, free_port, metrics_by_model, running_daemon
 from appliance.demo.run import answered as plain_answers
 from appliance.demo.traffic import ChatRequest, burst
@@ -205,6 +206,7 @@ def until(true: Callable[[], bool]) -> None:
 @pytest.fixture(scope="session")
 def chats(checkpoints: Path) -> list[ChatRequest]:
     names = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+    assert len(names) == len(RECIPES), f"another test left models among {names}"
     return burst(names, CHATS_PER_MODEL)
 
 

@@ -15,11 +15,11 @@ from tui.recording import read_recording
 from tui.state import State
 
 
-def test_demo(checkpoints: Path) -> None:
+def test_demo(tmp_path: Path) -> None:
     """It exits 0 and shows six models, preempted in mid-generation, every output identical. The
     dashboard can show all of it afterwards."""
     with subprocess.Popen(
-        [sys.executable, "-m", "appliance", "demo", "--json", "--dir", str(checkpoints)],
+        [sys.executable, "-m", "appliance", "demo", "--json", "--dir", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -183,6 +183,6 @@ def test_outcomes_equal_plain_vllm(tmp_path: Path) -> None:
         range(len(TEXTS)), key=lambda index: -expected[1][index]
     )
     assert len({round(score, 5) for score in expected[1]}) == len(TEXTS)
-    assert shown["kv_bytes_per_token"] == 0
+    assert shown["facts"]["kv_bytes_per_token"] == 0
     log = (tmp_path / "daemon.log").read_text(errors="replace")
     assert not re.search(r"Traceback", log)
