@@ -214,16 +214,16 @@ def tensor_bytes(tensors: Iterable[TensorEntry], dtype: str) -> int:
 
 
 def _resolve_dtype(config: ModelConfig, wanted: str, path: Path) -> str:
+    no_float16 = config.model_type in _NO_FLOAT16
     if wanted != "auto":
         dtype = wanted
     else:
         whole = config.whole.get("dtype") or config.whole.get("torch_dtype")
         stored = whole or config.get("dtype") or config.get("torch_dtype") or "float32"
         # What vLLM makes of "auto": weights stored in full are served in half the bytes.
-        dtype = "bfloat16" if stored == "float32" else str(stored)
-        if dtype == "float16" and config.model_type in _NO_FLOAT16:
-            dtype = "bfloat16"
-    if dtype == "float16" and config.model_type in _NO_FLOAT16:
+        other = stored == "float32" or (stored == "float16" and no_float16)
+        dtype = "bfloat16" if other else str(stored)
+    if dtype == "float16" and no_float16:
         raise CheckpointError(
             f'{path}: {config.model_type} loses too much in float16; take dtype = "bfloat16"'
         )

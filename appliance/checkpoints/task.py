@@ -196,8 +196,12 @@ def dense_files(path: Path) -> list[Path]:
 
     Raises `CheckpointError` for a layer without a folder of its own with weights as safetensors.
     """
+    return _dense_files(path, _files(path)[1])
+
+
+def _dense_files(path: Path, modules: list[Any]) -> list[Path]:
     files = []
-    for module in _files(path)[1]:
+    for module in modules:
         if module.get("type") not in _DENSE:
             continue
         folder = module.get("path")
@@ -296,7 +300,7 @@ def _check_modules(path: Path, modules: list[Any], supported: frozenset[str]) ->
         raise CheckpointError(
             f"{file}: vLLM reads do_lower_case only next to max_seq_length, which is missing"
         )
-    dense_files(path)
+    _dense_files(path, modules)
     for module in modules:
         kind = module.get("type")
         if kind not in _POOLING:

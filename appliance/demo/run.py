@@ -1,4 +1,4 @@
-"""The demonstration: six models of four kinds served from memory for two, every token checked.
+"""The demonstration: six models of five kinds served from memory for two, every token checked.
 
 Makes the checkpoints, runs them on plain vLLM for reference, starts a daemon whose pools hold about
 a third of the weights, sends it a burst of chats for all models at once, and compares. What the

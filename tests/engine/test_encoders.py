@@ -17,11 +17,12 @@ import pytest
 from appliance.checkpoints.families import ENCODERS
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import least, read_model
-from appliance.engines.protocol import NO_TOKEN, Produced, SequenceSpec
+from appliance.engines.protocol import SequenceSpec
 from appliance.units import Bytes, Memory
-from appliance.vocabulary import FinishReason, Task
+from appliance.vocabulary import Task
 from tests.configs import CONFIGS, REFUSED
 from tests.engine.house import SLAB, House, make_house
+from tests.engine.pooled import vector, write_modules
 from tests.engine.shrunken import HIDDEN, VOCAB, make_shrunken
 
 CONTEXT = 1024
@@ -96,19 +97,7 @@ def add_dense_layers(path: Path) -> None:
     """As sentence-transformers writes them: means, which go through two layers."""
     from safetensors.numpy import save_file
 
-    kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
-    modules = [
-        {
-            "idx": number,
-            "name": str(number),
-            "path": f"{number}_{kind}" if number else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for number, kind in enumerate(kinds)
-    ]
-    (path / "modules.json").write_text(json.dumps(modules))
-    (path / "1_Pooling").mkdir()
-    (path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    write_modules(path, "mean_tokens", ["Dense", "Dense", "Normalize"])
     numbers = np.random.default_rng(7)
     for number, (inputs, outputs) in ((2, (HIDDEN, 2 * HIDDEN)), (3, (2 * HIDDEN, HIDDEN))):
         layer = path / f"{number}_Dense"
@@ -165,15 +154,6 @@ def asked(name: str, request: str, prompt: Prompt, **pooling: Any) -> SequenceSp
     )
 
 
-def values(one: Produced) -> list[float]:
-    from appliance.engines.vllm.messages import decode_output
-
-    assert (one.token, one.finished) == (NO_TOKEN, FinishReason.STOP)
-    assert one.detail is not None
-    found: list[float] = decode_output(one.detail).pooling_output.reshape(-1).tolist()
-    return found
-
-
 def build(house: House, name: str, path: str) -> Any:
     return house.build(name, path, dtype="float32", task=task_of(name), max_context=CONTEXT)
 
@@ -198,8 +178,7 @@ def test_outcomes_equal_plain_vllm(
         dirt.release()
         engine.begin_load()
         engine.add(asked(name, "r", prompt))
-        (one,) = engine.prefill("r", 0)
-        found.append(values(one))
+        found.append(vector(engine.prefill("r", 0)))
         engine.evict_weights()
         assert house.arena.usage()["free"] == house.arena.slabs, "memory is kept"
     np.testing.assert_allclose(found, plain[name], rtol=1e-4, atol=1e-5)
@@ -212,7 +191,7 @@ def test_outcomes_equal_plain_vllm(
     steps = 0
     while waiting := [str(i) for i in range(len(prompts)) if str(i) not in together]:
         for one in engine.step((), 0, waiting, 100):
-            together[one.request] = values(one)
+            together[one.request] = vector([one])
         steps += 1
     assert 2 < steps <= len(prompts), "short ones share a step, and a long one has its own"
     ordered = [together[str(index)] for index in range(len(prompts))]
@@ -242,8 +221,8 @@ def test_each_token_can_be_pooled(paths: dict[str, str]) -> None:
     for engine, pooling in ((each, {"task": "token_embed"}), (one, {"dimensions": 32})):
         engine.begin_load()
         engine.add(asked(name, "r", prompt, **pooling))
-    rows = np.array(values(each.prefill("r", 0)[0])).reshape(len(prompt.tokens), -1)
-    (cut,) = np.array([values(one.prefill("r", 0)[0])])
+    rows = np.array(vector(each.prefill("r", 0))).reshape(len(prompt.tokens), -1)
+    (cut,) = np.array([vector(one.prefill("r", 0))])
 
     assert rows.shape == (90, 128)
     np.testing.assert_allclose(cut, rows[0][:32] / np.linalg.norm(rows[0][:32]), rtol=1e-4)
@@ -264,7 +243,7 @@ def test_classes_of_each_token_come_with_the_weights(paths: dict[str, str], name
     for _ in range(2):
         engine.begin_load()
         engine.add(asked(name, "r", prompt, task="token_classify"))
-        found.append(values(engine.prefill("r", 0)[0]))
+        found.append(vector(engine.prefill("r", 0)))
         engine.evict_weights()
 
     assert found[0] == found[1]

@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from appliance.checkpoints.checkpoint import read_checkpoint
-from appliance.engines.protocol import NO_TOKEN, Produced, SequenceSpec
-from appliance.vocabulary import FinishReason, PrefillDone, RunPrefill, RunTurn, Task
+from appliance.engines.protocol import SequenceSpec
+from appliance.vocabulary import PrefillDone, RunPrefill, RunTurn, Task
 from appliance.worker import frames
 from appliance.worker.mailbox import Mailbox
 from appliance.worker.worker import Worker
@@ -29,6 +29,7 @@ from tests.engine.house import (
     save_tokenizer,
     sequence,
 )
+from tests.engine.pooled import vector, write_modules
 
 PLENTY = 60
 Pooling = dict[str, Any]
@@ -104,19 +105,6 @@ def prompts(name: str) -> list[tuple[int, ...]]:
     return [tuple(3 + (start + i * 7) % (VOCAB - 3) for i in range(n)) for n in (5, 64, 90)]
 
 
-def sentence_transformer(path: Path, mode: str) -> None:
-    """What such a model has beside its weights: its pooling, and that vectors have length 1."""
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-    modules = [
-        {"idx": i, "name": str(i), "path": folder, "type": f"sentence_transformers.models.{kind}"}
-        for i, (folder, kind) in enumerate(kinds)
-    ]
-    (path / "modules.json").write_text(json.dumps(modules))
-    (path / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 128, f"pooling_mode_{mode}": True}
-    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-
-
 def make(folder: Path, name: str, kind: str, config: str, mode: str = "", **shape: Any) -> str:
     """A random checkpoint of a class of transformers."""
     import torch
@@ -128,7 +116,7 @@ def make(folder: Path, name: str, kind: str, config: str, mode: str = "", **shap
     made.to(torch.float32).save_pretrained(path)
     save_tokenizer(path)
     if mode:
-        sentence_transformer(path, mode)
+        write_modules(path, mode)
     return str(path)
 
 
@@ -249,19 +237,6 @@ def task_of(name: str) -> str:
     """vLLM's name for what a model's prompts are pooled to."""
     usual = "classify" if TASKS.get(name) is Task.SCORE else "embed"
     return str(POOLERS.get(name, {}).get("task", usual))
-
-
-def vector(produced: list[Produced]) -> list[float]:
-    """The one outcome of a prompt that is pooled."""
-    (one,) = produced
-    assert (one.token, one.tokens, one.finished) == (NO_TOKEN, 0, FinishReason.STOP)
-    from appliance.engines.vllm.messages import decode_output
-
-    assert one.detail is not None
-    output = decode_output(one.detail)
-    assert (output.request_id, output.new_token_ids) == (one.request, [])
-    values: list[float] = output.pooling_output.reshape(-1).tolist()
-    return values
 
 
 def pool(engine: Any, prompt: tuple[int, ...], pooling: Pooling | None = None) -> list[float]:

@@ -87,6 +87,14 @@ def plain(answer: PlainAnswers, path: str, model: str, dtype: str) -> list[list[
     return [one["sequences"][0] for one in found]
 
 
+def serve_as_plain(answer: PlainAnswers, path: str, dtype: str) -> Any:
+    """The engine of a Llama that answers as plain vLLM does."""
+    house = make_house()
+    engine = house.build(LLAMA, path, dtype=dtype)
+    assert answers(house, LLAMA) == plain(answer, path, LLAMA, dtype)
+    return engine
+
+
 def image(house: House, model: str) -> list[tuple[str, bytes]]:
     """The bytes of each tensor of the master image, by name."""
     weights = house.engines[model]._placed.weights
@@ -139,11 +147,7 @@ def test_groups_of_other_sizes(
     make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
 ) -> None:
     """In float16. The linear layers take about a quarter of their bytes."""
-    path = make(LLAMA, config, "float16")
-    house = make_house()
-    engine = house.build(LLAMA, path, dtype="float16")
-
-    assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "float16")
+    engine = serve_as_plain(plain_answers, make(LLAMA, config, "float16"), "float16")
 
     sizes = {tensor.name: tensor.nbytes for tensor in engine._placed.weights.layout.tensors}
     linear = sum(sizes[name] for name in converted(engine))
@@ -156,12 +160,9 @@ def test_stored_in_one_type_and_computed_in_another(
     make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
 ) -> None:
     """As most published files are: scales in float16."""
-    path = make(LLAMA, config, "float16")
-    house = make_house()
-    engine = house.build(LLAMA, path, dtype="bfloat16")
+    engine = serve_as_plain(plain_answers, make(LLAMA, config, "float16"), "bfloat16")
 
     assert converted(engine)
-    assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -176,13 +177,10 @@ def test_some_layers_are_not_quantized(
     make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
 ) -> None:
     """As the checkpoint says; these are packed like those of other models."""
-    path = make(LLAMA, config)
-    house = make_house()
-    engine = house.build(LLAMA, path, dtype="bfloat16")
+    engine = serve_as_plain(plain_answers, make(LLAMA, config), "bfloat16")
 
     assert converted(engine)
     assert not any("down_proj" in name for name in converted(engine))
-    assert answers(house, LLAMA) == plain(plain_answers, path, LLAMA, "bfloat16")
 
 
 @pytest.mark.parametrize("config", METHODS, ids=label)

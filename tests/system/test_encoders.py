@@ -17,10 +17,12 @@ import httpx
 import numpy as np
 
 from appliance.config.loader import load_config
-from appliance.demo.run import free_port, running_daemon
+from appliance.demo.run import running_daemon
 from tests.configs import CONFIGS
+from tests.engine.pooled import write_modules
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS
+from tests.system.test_kinds import configure
 
 EMBEDDER, CROSS, RERANKER, CHAT = (
     "all-minilm-l6-v2",
@@ -88,17 +90,7 @@ def make(folder: Path) -> dict[str, str]:
     for name in (EMBEDDER, CROSS):
         save_wordpiece(Path(paths[name]))
     embedder = Path(paths[EMBEDDER])
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-    (embedder / "modules.json").write_text(
-        json.dumps(
-            [
-                {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
-                for i, (path, kind) in enumerate(kinds)
-            ]
-        )
-    )
-    (embedder / "1_Pooling").mkdir()
-    (embedder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    write_modules(embedder, "mean_tokens")
     (embedder / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": CONTEXT, "do_lower_case": True})
     )
@@ -157,16 +149,7 @@ async def ask(url: str) -> list[list[Any]]:
 def test_outcomes_equal_plain_vllm(tmp_path: Path) -> None:
     paths = make(tmp_path)
     expected = plain(paths)
-    file = tmp_path / "appliance.toml"
-    file.write_text(
-        f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\n'
-        f'[devices]\nkind = "cpu"\nmemory = "{POOL}"\nslab = "256KiB"\nhost_cache = "32MiB"\n'
-        + "".join(
-            f'[[model]]\nname = "{name}"\npath = "{path}"\ndtype = "float32"\n'
-            f"max_context = {CONTEXT}\n"
-            for name, path in paths.items()
-        )
-    )
+    file = configure(tmp_path, paths, f'memory = "{POOL}"\nhost_cache = "32MiB"\n', context=CONTEXT)
     with running_daemon(file, load_config(file)) as (url, _):
         rounds = asyncio.run(ask(url))
         ranked = httpx.post(

@@ -47,16 +47,7 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     with_images = Path(paths[READER], "chat_template.json")
     with_images.write_text(json.dumps({"chat_template": TEMPLATE}))
     expected = plain(paths)
-    file = tmp_path / "appliance.toml"
-    file.write_text(
-        f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\n'
-        f'[devices]\nkind = "cpu"\nmemory = "{POOL}"\nslab = "256KiB"\nhost_cache = "96MiB"\n'
-        + "".join(
-            f'[[model]]\nname = "{name}"\npath = "{path}"\ndtype = "float32"\n'
-            f"max_context = {CONTEXT}\n"
-            for name, path in paths.items()
-        )
-    )
+    file = configure(tmp_path, paths, f'memory = "{POOL}"\nhost_cache = "96MiB"\n')
     with running_daemon(file, load_config(file)) as (url, _):
         outputs, killed = asyncio.run(ask_all(url))
         chats = [chat(url, "hello"), chat(url, [{"type": "image_url", "image_url": {"url": PNG}}])]
@@ -71,6 +62,28 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     assert re.search(r'"preemptions":[1-9]', log), "they took turns"
 
 
+def configure(
+    folder: Path,
+    paths: dict[str, str],
+    devices: str,
+    *,
+    context: int = CONTEXT,
+    dtype: str = "float32",
+) -> Path:
+    """A configuration of small models on the CPU; `devices` are further lines of its table."""
+    file = folder / "appliance.toml"
+    file.write_text(
+        f'[api]\nbind = "127.0.0.1:{free_port()}"\nadmin_socket = ""\n'
+        f'[devices]\nkind = "cpu"\nslab = "256KiB"\n{devices}'
+        + "".join(
+            f'[[model]]\nname = "{name}"\npath = "{path}"\ndtype = "{dtype}"\n'
+            f"max_context = {context}\n"
+            for name, path in paths.items()
+        )
+    )
+    return file
+
+
 def chat(url: str, content: object) -> httpx.Response:
     """With the model that reads images elsewhere."""
     messages = [{"role": "user", "content": content}]
@@ -78,16 +91,17 @@ def chat(url: str, content: object) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE_SECONDS)
 
 
-def plain(paths: dict[str, str]) -> dict[tuple[str, int], list[int]]:
-    """What unchanged vLLM adds to each prompt, by model and number of the prompt."""
+def plain(
+    paths: dict[str, str], module: str = "tests.engine.image_libraries", dtype: str = "float32"
+) -> dict[tuple[str, int], list[int]]:
+    """What unchanged vLLM, as a `module` runs it, adds to each prompt, by model and number of the
+    prompt."""
+    asked = [ReferencePrompt(list(prompt), TOKENS) for prompt in PROMPTS]
     task = ReferenceTask(
-        [
-            ReferenceModel(path, CONTEXT, [ReferencePrompt(list(p), TOKENS) for p in PROMPTS])
-            for path in paths.values()
-        ]
+        [ReferenceModel(path, CONTEXT, asked, dtype=dtype) for path in paths.values()]
     )
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.image_libraries"],
+        [sys.executable, "-m", module],
         input=msgspec.json.encode(task),
         stdout=subprocess.PIPE,
         check=True,

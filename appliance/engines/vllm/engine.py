@@ -188,13 +188,14 @@ class VllmEngine:
         cannot do its `task` here, and whatever vLLM raises for a checkpoint that it cannot load.
         """
         check_seams()
-        files, dense = _headers(Path(path), task)
+        checkpoint = read_model_config(Path(path))
+        files, dense = _headers(checkpoint, task)
         parameters.forbid_packing()
         where: Device = device or HostDevice()
         shelf = images.shelf(path, dtype, ranks) if images is not None else None
         config = _configure(
             ranks,
-            read_model_config(Path(path)),
+            checkpoint,
             task,
             where,
             dtype=dtype,
@@ -203,7 +204,6 @@ class VllmEngine:
             max_logprobs=max_logprobs,
             **engine_args(task, pooler_config or {}),
         )
-        check_pooling(task, config.model_config)
         with recording(files, dense) as recorded:
             place = partial(
                 PlacedWeights.place, model, recorded, arena, host, swapper, where, shelf, verify
@@ -529,10 +529,11 @@ class VllmEngine:
 def _configure(
     ranks: int, checkpoint: ModelConfig, task: Task, device: Device, **chosen: Any
 ) -> VllmConfig:
-    """vLLM's configuration of an engine: `chosen` for it, the rest follows from the model."""
+    """vLLM's configuration of an engine: `chosen` for it, the rest follows from the model. Raises
+    `UnsupportedPooling`."""
     encoder = task is not Task.GENERATE and checkpoint.is_encoder
     whole = chosen["max_model_len"] if encoder else 0
-    return EngineArgs(
+    config = EngineArgs(
         max_num_batched_tokens=max(BATCHED_TOKENS, chosen["max_num_seqs"], whole),
         # vLLM would not do it for means; `pool_in_chunks` does.
         enable_chunked_prefill=not encoder,
@@ -557,12 +558,14 @@ def _configure(
         **device.engine_args,
         **chosen,
     ).create_engine_config()
+    check_pooling(task, config.model_config, checkpoint)
+    return config
 
 
-def _headers(path: Path, task: Task) -> tuple[list[WeightFile], list[WeightFile]]:
+def _headers(checkpoint: ModelConfig, task: Task) -> tuple[list[WeightFile], list[WeightFile]]:
     """Of a checkpoint's files, with the tensors that are loaded, and of those of dense layers
     behind the pooling."""
-    architecture = read_model_config(path).architecture
+    path, architecture = checkpoint.path, checkpoint.architecture
     files = [language_tensors(read_header(file), architecture) for file in weight_files(path)]
     dense = dense_files(path) if task is Task.EMBED else []
     return files, [read_header(file) for file in dense]

@@ -12,7 +12,6 @@ prefix cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -26,7 +25,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
 from appliance.checkpoints.families import ENCODERS
-from appliance.checkpoints.model_config import read_model_config
+from appliance.checkpoints.model_config import ModelConfig as CheckpointConfig
 from appliance.checkpoints.task import POOLING_TASKS, PoolerValue, is_rewarder, pools_tokens
 from appliance.engines.vllm.messages import MAX_OUTPUT_BYTES
 from appliance.vocabulary import Task
@@ -68,14 +67,14 @@ def supported_tasks(task: Task, config: ModelConfig) -> tuple[SupportedTask, ...
     return POOLING_TASKS[task][1:] if is_rewarder(config.architectures[0]) else POOLING_TASKS[task]
 
 
-def check_pooling(task: Task, config: ModelConfig) -> None:
+def check_pooling(task: Task, config: ModelConfig, checkpoint: CheckpointConfig) -> None:
     """Raise `UnsupportedPooling` unless prompts can be computed in chunks, or whole where tokens
     attend in both directions, and pooled to vectors or to scores afterwards."""
     if task is Task.GENERATE:
         return
     architecture = config.architectures[0]
     encoder = config.attn_type == "encoder_only"
-    if encoder is not read_model_config(Path(config.model)).is_encoder:
+    if encoder is not checkpoint.is_encoder:
         raise UnsupportedPooling(
             f"vLLM has {architecture} attend otherwise ({config.attn_type}) than its config.json "
             "says"
