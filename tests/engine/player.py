@@ -27,13 +27,19 @@ class Player:
     ) -> None:
         """`asked` are `prompts` of the model, if None."""
         self.house = house
+        self.model = model
+        self.sampling = sampling
         self.engine: Any = house.engines[model]
+        self.asked: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.places: dict[str, tuple[int, ...]] = {}
         self.live: list[str] = []
+        self.lost: set[str] = set()
+        """Of what is live: what has no KV any more."""
         for number, prompt in enumerate(prompts(model) if asked is None else asked):
             name = f"{model}/{number}"
             self.engine.add(sequence(model, name, prompt, sampling))
+            self.asked[name] = prompt
             self.outputs[name] = []
             self.places[name] = house.swap_places(self.engine, len(prompt) + sampling["max_tokens"])
             self.live.append(name)
@@ -42,16 +48,30 @@ class Player:
         """Weights and KV in, a few steps, everything out."""
         self.engine.begin_load().wait()
         for name in self.live:
-            if self.outputs[name]:
+            if self.outputs[name] and name not in self.lost:
                 self.engine.swap_in(name, self.places[name], slabs)
             else:
                 self.take(self.engine.prefill(name, slabs))
+        self.lost.clear()
         for _ in range(steps):
             self.take(self.engine.step(self.live, slabs))
         for name in self.live:
             self.house.swap_out(self.engine, name, self.places[name])
         assert self.engine.trim(0).slabs == 0
         self.engine.evict_weights()
+
+    def lose(self, house: House) -> None:
+        """The worker was killed, and all KV is lost: each live request begins again in the engine
+        of another house, behind the tokens that it has produced."""
+        killed = self.engine
+        self.house, self.engine = house, house.engines[self.model]
+        for name in self.live:
+            killed.forget(name)
+            prompt, output = self.asked[name], tuple(self.outputs[name])
+            self.engine.add(sequence(self.model, name, prompt, self.sampling, output))
+            tokens = len(prompt) + self.sampling["max_tokens"]
+            self.places[name] = house.swap_places(self.engine, tokens)
+            self.lost.add(name)
 
     def take(self, produced: list[Produced]) -> None:
         for one in produced:
