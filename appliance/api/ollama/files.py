@@ -7,6 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
+from appliance.checkpoints.model_config import read_model_config
+from appliance.errors import CheckpointError
+
 _SAMPLING: Final = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -41,7 +44,6 @@ def read_checkpoint(folder: str) -> Checkpoint:
     them must not keep a client from a model that is served."""
     path = Path(folder)
     generation = _read(path / "generation_config.json")
-    config = _read(path / "config.json")
     return Checkpoint(
         template=_template(path),
         sampling={
@@ -49,10 +51,18 @@ def read_checkpoint(folder: str) -> Checkpoint:
             for key, name in _SAMPLING.items()
             if isinstance(generation.get(key), int | float)
         },
-        shape={
-            name: config[key] for key, name in _SHAPE.items() if isinstance(config.get(key), int)
-        },
+        shape=_shape(path),
     )
+
+
+def _shape(path: Path) -> dict[str, int]:
+    """Of the language model, where the checkpoint has others, too."""
+    try:
+        config = read_model_config(path)
+    except (CheckpointError, OSError, UnicodeDecodeError):
+        return {}
+    found = {name: config.get(key) for key, name in _SHAPE.items()}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 def _template(path: Path) -> str:

@@ -160,6 +160,20 @@ async def test_a_model_is_shown(client: ollama.AsyncClient, tmp_path: Path) -> N
     }
 
 
+async def test_the_shape_is_that_of_the_language_model(
+    client: ollama.AsyncClient, tmp_path: Path
+) -> None:
+    """Its configuration lies within that of the whole, and leaves out what transformers knows."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    config = {"model_type": "gemma3", "hidden_size": 1, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shown = (await client.show("org/small")).modelinfo or {}
+
+    assert shown["qwen2.embedding_length"] == 2560
+    assert shown["qwen2.block_count"] == 34
+    assert shown["qwen2.attention.head_count"] == 8
+
+
 @pytest.mark.parametrize(
     ("file", "content", "template"),
     [
