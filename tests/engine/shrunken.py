@@ -49,6 +49,8 @@ SIZES: Final[dict[str, int]] = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
+_SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
+"""Types that transformers has under another name only."""
 _PATTERN: Final = "M*-"
 """A layer of each kind: Mamba, attention, and neither."""
 _PERIODIC: Final = ("layer_types", "no_rope_layers")
@@ -145,7 +147,7 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
     as_published = json.dumps(small)
     if "vision_config" in small:  # its head is its own, unless its language model says otherwise
         small.setdefault("tie_word_embeddings", small["model_type"] == "gemma3")
-    made = transformers.CONFIG_MAPPING[small["model_type"]](
+    made = transformers.CONFIG_MAPPING[_SAME_AS.get(small["model_type"], small["model_type"])](
         **{key: value for key, value in small.items() if key != "model_type"}
     )
     torch.manual_seed(sum(name.encode()))
@@ -159,7 +161,8 @@ def make_shrunken(folder: Path, name: str, config: dict[str, Any]) -> str:
                 values.normal_(0.0, 0.02 if tied else 0.2 if values.dim() > 1 else 0.05)
     path = folder / name
     model.to(torch.float32).save_pretrained(path)
-    if "vision_config" in small:  # transformers writes what published files leave out
+    # Transformers writes what published files leave out, and another type.
+    if "vision_config" in small or small["model_type"] in _SAME_AS:
         (path / "config.json").write_text(as_published)
     save_tokenizer(path)
     return str(path)

@@ -40,6 +40,14 @@ FAMILIES = sorted(
 )
 """One model of each architecture, and of each that has windows; `test_quantized` serves those whose
 weights are quantized."""
+OTHERS = sorted(
+    name
+    for name, config in CONFIGS.items()
+    if name not in {*REFUSED, *NOT_ON_CPU, *FAMILIES}
+    and "quantization_config" not in config
+    and config["architectures"][0].endswith(("CausalLM", "HeadModel"))
+)
+"""Further models of these architectures."""
 ALONE = frozenset({"glm-4.7-flash", "lfm2-1.2b"})
 """Plain vLLM's own answers to these prompts depend on what else is in a step: by the last bit of a
 number, which random weights make another token of."""
@@ -110,6 +118,20 @@ def greedy(
     """What plain vLLM says behind each prompt."""
     sampling = [Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)] * len(asked)
     return [answer["sequences"][0] for answer in plain(path, dtype, asked, sampling)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_that_are_served_can_be_built(tmp_path: Path, name: str) -> None:
+    """In the memory that is known before."""
+    path = make_shrunken(tmp_path, name, CONFIGS[name])
+    model = Model(name=name, path=path, dtype="float32", max_context=CONTEXT)
+    known = least(read_model(model, DEVICES), CONTEXT, DEVICES)
+
+    engine = make_house().build(name, path, dtype="float32")
+
+    assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
+    assert known.weights <= engine.weight_slabs <= known.weights + 1
+    engine.retire()
 
 
 def test_what_is_refused_cannot_be_built(tmp_path: Path) -> None:
