@@ -27,7 +27,6 @@ REFUSED: Final = {
     "qwen2.5-7b-instruct-gptq-int8": "gptq: 8 bits, not 4",
     "qwen3-30b-a3b-gptq-int4": "no test serves Qwen3MoeForCausalLM with weights",
     "mixtral-8x7b-instruct-v0.1-awq": "no test serves MixtralForCausalLM with weights",
-    "llama-3.1-8b-instruct-quantized.w8a8": "quantized",
     "qwen3-8b-fp8": "quantized",
     "gpt-oss-20b": "quantized",
     "llama-3.1-8b-bnb-4bit": "quantized",

@@ -127,6 +127,7 @@ def read_checkpoint(
     ]
     heads_stored = [tensor for tensor in kept if _HEAD.search(tensor.name)]
     weight_bytes = tensor_bytes(kept, resolved)
+    weight_bytes += quantization.widened_bytes(config, kept, BYTES_PER_ELEMENT[resolved])
     own_task, tied = read_task(path, task), config.get("tie_word_embeddings")
     generates = own_task is Task.GENERATE
     if architecture in MEDIA:  # the file says it in one of two places, or in neither

@@ -1,6 +1,7 @@
 """Weights that are quantized: what ``config.json`` says of them, and which of them are served.
 
-Those of GPTQ and AWQ in 4 bits are, as vLLM's CPU kernel computes with them:
+Those of compressed-tensors are (`appliance.checkpoints.compressed_tensors`), and those of GPTQ and
+AWQ in 4 bits, as vLLM's CPU kernel computes with them:
 
     NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
     NAME.scales   a factor for each group of rows   [in / group, out]
@@ -15,6 +16,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from appliance.checkpoints import compressed_tensors
+from appliance.checkpoints.compressed_tensors import TOGETHER
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.safetensors import TensorEntry
 
@@ -85,9 +88,12 @@ def why_not(config: ModelConfig) -> str | None:
         file = (config.path / QUANTIZATION_FILE).exists()
         return f"its weights are quantized ({QUANTIZATION_FILE})" if file else None
     method = method_of(found)
-    if method not in _KEYS:
+    if method == compressed_tensors.METHOD:
+        reason = compressed_tensors.why_not(found)
+    elif method in _KEYS:
+        reason = _why_not(method, found)
+    else:
         return f"its weights are quantized ({method})"
-    reason = _why_not(method, found)
     if reason is None and method == "gptq":
         reason = _why_not_parts(found)
     return reason and f"its weights are quantized ({method}: {reason})"
@@ -148,6 +154,8 @@ def why_not_tensors(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str 
     """Why the CPU's kernel cannot compute with these tensors; None if it can."""
     found = quantization(config)
     known = {tensor.name: tensor for tensor in tensors}
+    if found is not None and method_of(found) == compressed_tensors.METHOD:
+        return compressed_tensors.why_not_tensors(found, known)
     layers = [name.removesuffix(_WORDS) for name in known if name.endswith(_WORDS)]
     if layers and found is None:
         return f"{layers[0]}{_WORDS} is quantized, and config.json does not say how"
@@ -194,15 +202,12 @@ def _why_not_layer(
 def _why_not_alone(layer: str, known: Mapping[str, TensorEntry]) -> str | None:
     """vLLM makes one layer of some: all of them are quantized, or none."""
     stem, _, own = layer.removesuffix(".").rpartition(".")
-    for together in _TOGETHER:
+    for together in TOGETHER:
         if own in together:
             for other in together:
                 if f"{stem}.{other}.weight" in known:
                     return f"{layer}{_WORDS} is quantized, and {stem}.{other} is not"
     return None
-
-
-_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
@@ -215,6 +220,8 @@ def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
     if found is None:
         return set()
     names = {tensor.name for tensor in tensors}
+    if method_of(found) == compressed_tensors.METHOD:
+        return {name for name in names if name.endswith(compressed_tensors.SHAPE)}
     endings = (".g_idx", ".qzeros") if method_of(found) == "gptq" else (".g_idx",)
     return {
         name
@@ -224,11 +231,32 @@ def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
     }
 
 
+def widened_bytes(config: ModelConfig, tensors: Iterable[TensorEntry], element: int) -> int:
+    """Bytes that tensors take besides, as some numbers stay in float32 where others have `element`
+    bytes: the factors of weights in 8 bits."""
+    found = quantization(config)
+    if found is None or method_of(found) != compressed_tensors.METHOD:
+        return 0
+    known = {tensor.name: tensor for tensor in tensors}
+    return sum(
+        math.prod(tensor.shape) * (4 - element)
+        for name, tensor in known.items()
+        if name.endswith(compressed_tensors.SCALE)
+        and f"{name.removesuffix(compressed_tensors.SCALE)}.weight" in known
+    )
+
+
 def parameters(config: ModelConfig, tensors: Iterable[TensorEntry]) -> int:
     """Weights of the model, however many of them are in an element of a tensor."""
     quantized = quantization(config) is not None
     return sum(
-        math.prod(tensor.shape) * (NUMBERS if tensor.name.endswith(".qweight") else 1)
+        math.prod(tensor.shape) * (NUMBERS if tensor.name.endswith(_PACKED) else 1)
         for tensor in tensors
-        if not (quantized and tensor.name.endswith((".qzeros", ".scales", ".g_idx")))
+        if not (quantized and tensor.name.endswith(_BESIDES))
     )
+
+
+_PACKED: Final = (".qweight", compressed_tensors.PACKED)
+_BESIDES: Final = (
+    ".qzeros", ".scales", ".g_idx", compressed_tensors.SCALE, compressed_tensors.SHAPE,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Quantizes the linear layers of small checkpoints to 4 bits, as GPTQ and AWQ store them.
+"""Quantizes the linear layers of small checkpoints, as GPTQ, AWQ and llm-compressor store them.
 
 ``python -m tests.engine.quantizing FOLDER NAME…`` makes the checkpoints of these models
 (`tests.configs`), not quantized yet. vLLM replaces some classes of transformers that it has built a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +37,36 @@ def awq_config(group: int, **changes: Any) -> dict[str, Any]:
     return {**told, "version": "gemm", **changes}
 
 
+def w4a16_config(group: int, **changes: Any) -> dict[str, Any]:
+    """What llm-compressor says of weights in 4 bits; `changes` are of the weights."""
+    strategy: dict[str, Any] = {"strategy": "group", "group_size": group}
+    if group < 0:
+        strategy = {"strategy": "channel", "group_size": None}
+    return _compressed("pack-quantized", {"num_bits": 4, **strategy, **changes}, None)
+
+
+def w8a8_config() -> dict[str, Any]:
+    """The same of weights and activations in 8 bits."""
+    inputs = {"num_bits": 8, "strategy": "token", "type": "int", "symmetric": True, "dynamic": True}
+    return _compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}, inputs)
+
+
+def _compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
+) -> dict[str, Any]:
+    whole = {"type": "int", "symmetric": True, "dynamic": False, "observer": "minmax", **weights}
+    group = {"targets": ["Linear"], "weights": whole, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {**group, "output_activations": None}},
+        "kv_cache_scheme": None,
+        "sparsity_config": {"format": "dense", "targets": [], "ignore": []},
+    }
+
+
 def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None:
     """Rewrite the checkpoint: linear layers as `config` says, the rest in `dtype`. GPTQ's tools
     store a bias of zeros where a layer has none."""
@@ -43,15 +74,16 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
     from safetensors.torch import load_file, save_file
 
     file, settings = Path(path) / "model.safetensors", Path(path) / "config.json"
-    store = _gptq if config["quant_method"] == "gptq" else _awq
+    method = config["quant_method"]
+    store = {"gptq": _gptq, "awq": _awq}.get(method) or _compress(config)
     tensors: dict[str, torch.Tensor] = {}
     for name, values in load_file(file).items():
         stem = name.removesuffix("weight")
         if values.ndim == 2 and re.search(r"\.\d+\.", name) and not _is_left(stem[:-1], config):
-            group = config["group_size"] if config["group_size"] > 0 else values.shape[1]
-            made = store(values.float().t(), group)
+            group = config.get("group_size", -1)
+            made = store(values.float().t(), group if group > 0 else values.shape[1])
             tensors |= {f"{stem}{own}": tensor.contiguous() for own, tensor in made.items()}
-            if store is _gptq:
+            if method == "gptq":
                 tensors.setdefault(f"{stem}bias", torch.zeros(values.shape[0]))
         else:
             tensors[name] = values
@@ -66,6 +98,7 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
 def _is_left(layer: str, config: dict[str, Any]) -> bool:
     """Whether a layer is not quantized, as the configuration says."""
     patterns = [name for name in config.get("dynamic", ()) if name.startswith("-:")]
+    patterns += [name.replace("re:", "-:") for name in config.get("ignore", ())]
     return any(part in layer for part in config.get("modules_to_not_convert", ())) or any(
         re.match(pattern.removeprefix("-:"), layer) for pattern in patterns
     )
@@ -102,6 +135,29 @@ def _awq(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
         "qzeros": _words(zeros, 1, AWQ_ORDER),
         "scales": scales,
     }
+
+
+def _compress(config: dict[str, Any]) -> Callable[[torch.Tensor, int], dict[str, torch.Tensor]]:
+    """As llm-compressor stores a weight: of rows ``[out, in]``, symmetric."""
+    (group,) = config["config_groups"].values()
+    weights = group["weights"]
+
+    def store(weight: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
+        import torch
+
+        most = 2 ** (weights["num_bits"] - 1) - 1
+        grouped = weight.t().reshape(weight.shape[1], -1, weights.get("group_size") or rows)
+        scale = grouped.abs().amax(2, keepdim=True) / most
+        numbers = (grouped / scale).round().clamp(-most - 1, most).flatten(1)
+        if weights["num_bits"] == 8:
+            return {"weight": numbers.to(torch.int8), "weight_scale": scale[..., 0]}
+        return {
+            "weight_packed": _words(numbers.to(torch.int64) + 8, 1, IN_ORDER),
+            "weight_scale": scale[..., 0],
+            "weight_shape": torch.tensor(numbers.shape),
+        }
+
+    return store
 
 
 def _words(numbers: torch.Tensor, dimension: int, order: tuple[int, ...]) -> torch.Tensor:

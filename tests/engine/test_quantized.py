@@ -1,5 +1,4 @@
-"""Weights of GPTQ and AWQ in 4 bits: the tokens of plain vLLM, and images that can be shared and
-kept."""
+"""Quantized weights: the tokens of plain vLLM, and images that can be shared and kept."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from appliance.vocabulary import Task
 from tests.configs import CONFIGS
 from tests.engine.house import SLAB, House, PlainAnswers, Sampling, make_house
 from tests.engine.player import Player, prompts
-from tests.engine.quantizing import awq_config, gptq_config, quantize
+from tests.engine.quantizing import awq_config, gptq_config, quantize, w4a16_config, w8a8_config
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_pooling import BASELINE, pool
 
@@ -45,11 +44,18 @@ SERVED = {
 }
 LLAMA = SERVED["LlamaForCausalLM"]
 EXPERTS = "mixtral-8x7b-instruct-v0.1"
-METHODS = [gptq_config(32), awq_config(32)]
+METHODS = [gptq_config(32), awq_config(32), w4a16_config(32), w8a8_config()]
+WORDS = (".qweight", ".weight_packed", ".weight")
+CONVERTED = METHODS[:-1]
+"""Those whose layers are converted as they are read; the others are read as they are."""
 
 
 def label(config: dict[str, Any]) -> str:
-    return f"{config['quant_method']}-{config['group_size']}"
+    if "config_groups" not in config:
+        return f"{config['quant_method']}-{config['group_size']}"
+    (group,) = config["config_groups"].values()
+    bits, size = group["weights"]["num_bits"], group["weights"].get("group_size")
+    return f"{config['format']}-{bits}-{size}"
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +111,14 @@ def image(house: House, model: str) -> list[tuple[str, bytes]]:
     ]
 
 
-def converted(engine: Any) -> dict[str, int]:
-    """Offsets of the tensors of layers that vLLM's kernel for 4-bit weights computes, by name."""
+def quantized(engine: Any) -> dict[str, int]:
+    """Offsets of the tensors of quantized layers, by name: those that vLLM's kernel for 4-bit
+    weights computes, and those of 8 bits."""
     layout = engine._placed.weights.layout
     return {
         tensor.name: offset
         for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
-        if "CPUWNA16LinearKernel" in tensor.packing
+        if "CPUWNA16LinearKernel" in tensor.packing or tensor.dtype == "torch.int8"
     }
 
 
@@ -129,7 +136,7 @@ def test_outputs_equal_plain_vllm(
 
     engine = house.build(name, path, dtype="bfloat16")
 
-    assert converted(engine)
+    assert quantized(engine)
     assert known.kv == engine.kv.slabs(engine.kv.blocks(CONTEXT))
     assert known.weights <= engine.weight_slabs <= known.weights + 1
     found = answers(house, name)
@@ -140,18 +147,27 @@ def test_outputs_equal_plain_vllm(
 
 @pytest.mark.parametrize(
     "config",
-    [gptq_config(128), gptq_config(-1, desc_act=True), awq_config(128), awq_config(-1)],
+    [
+        gptq_config(128),
+        gptq_config(-1, desc_act=True),
+        awq_config(128),
+        awq_config(-1),
+        w4a16_config(128, actorder="static"),
+        w4a16_config(64, actorder="weight"),
+        w4a16_config(-1),
+        w8a8_config(),
+    ],
     ids=label,
 )
 def test_groups_of_other_sizes(
     make: Make, plain_answers: PlainAnswers, config: dict[str, Any]
 ) -> None:
-    """In float16. The linear layers take about a quarter of their bytes."""
+    """In float16. The linear layers take about a quarter of their bytes, or half of them."""
     engine = serve_as_plain(plain_answers, make(LLAMA, config, "float16"), "float16")
 
     sizes = {tensor.name: tensor.nbytes for tensor in engine._placed.weights.layout.tensors}
-    linear = sum(sizes[name] for name in converted(engine))
-    words = sum(sizes[name] for name in converted(engine) if name.endswith(".qweight"))
+    linear = sum(sizes[name] for name in quantized(engine))
+    words = sum(sizes[name] for name in quantized(engine) if name.endswith(WORDS))
     assert words <= linear <= 1.1 * words, f"{linear} bytes for {2 * words} weights"
 
 
@@ -162,7 +178,7 @@ def test_stored_in_one_type_and_computed_in_another(
     """As most published files are: scales in float16."""
     engine = serve_as_plain(plain_answers, make(LLAMA, config, "float16"), "bfloat16")
 
-    assert converted(engine)
+    assert quantized(engine)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +186,11 @@ def test_stored_in_one_type_and_computed_in_another(
     [
         gptq_config(32, dynamic={"-:.*down_proj": {}}),
         awq_config(32, modules_to_not_convert=["down_proj"]),
+        {**w4a16_config(32), "ignore": ["lm_head", "re:.*down_proj$"]},
+        {
+            **w8a8_config(),
+            "ignore": ["lm_head", *(f"model.layers.{n}.mlp.down_proj" for n in range(8))],
+        },
     ],
     ids=label,
 )
@@ -179,34 +200,34 @@ def test_some_layers_are_not_quantized(
     """As the checkpoint says; these are packed like those of other models."""
     engine = serve_as_plain(plain_answers, make(LLAMA, config), "bfloat16")
 
-    assert converted(engine)
-    assert not any("down_proj" in name for name in converted(engine))
+    assert quantized(engine)
+    assert not any("down_proj" in name for name in quantized(engine))
 
 
-@pytest.mark.parametrize("config", METHODS, ids=label)
+@pytest.mark.parametrize("config", CONVERTED, ids=label)
 def test_slices_give_the_bytes_of_whole_layers(
     make: Make, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
     """The layers of these checkpoints are so small that they are converted as a whole, unless a
     slice is smaller still."""
-    from appliance.engines.vllm.weights import quantized
+    from appliance.engines.vllm.weights import quantized as conversion
 
     path = make(LLAMA, config)
     whole, sliced = make_house(), make_house()
     whole.build(LLAMA, path, dtype="bfloat16")
-    processed = quantized._processed
+    processed = conversion._processed
     rounds: list[int] = []
 
     def counted(*arguments: Any) -> Any:
         rounds.append(1)
         return processed(*arguments)
 
-    monkeypatch.setattr(quantized, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(conversion, "SLICE_BYTES", 4096)
     engine = sliced.build(LLAMA, path, dtype="bfloat16", image=whole.images[LLAMA])
-    monkeypatch.setattr(quantized, "_processed", counted)
+    monkeypatch.setattr(conversion, "_processed", counted)
     engine.store_weights(sliced.images[LLAMA], fill=True)
 
-    layers = {name.rpartition(".")[0] for name in converted(engine)}
+    layers = {name.rpartition(".")[0] for name in quantized(engine)}
     assert len(rounds) > 3 * len(layers)
     assert image(sliced, LLAMA) == image(whole, LLAMA)
 
@@ -305,7 +326,7 @@ def test_converted_bytes_are_verified(make: Make) -> None:
     engine.begin_load().wait()
     assert engine.verify() is Verdict.OK
 
-    for offset in list(converted(engine).values())[:3]:
+    for offset in list(quantized(engine).values())[:3]:
         slab, start = divmod(offset + 5, SLAB)
         byte = house.host.view(house.images[LLAMA][slab] + start, 1)
         byte[0] ^= 1

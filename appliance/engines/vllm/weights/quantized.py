@@ -22,6 +22,9 @@ import torch
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMarlinLinearMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsLinearMethod,
+)
 
 from appliance.errors import CheckpointError
 
@@ -33,7 +36,13 @@ SLICE_BYTES: Final = 1 << 18
 """About what is converted at a time: it takes many times as much meanwhile, and should stay in a
 cache."""
 
-_METHODS: Final = (AutoGPTQLinearMethod, AutoAWQMarlinLinearMethod)
+_METHODS: Final = (
+    AutoGPTQLinearMethod,
+    AutoAWQMarlinLinearMethod,
+    CompressedTensorsLinearMethod,
+)
+_SHAPE: Final = "weight_shape"
+"""What compressed-tensors store besides, and vLLM loads and never reads."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -142,17 +151,28 @@ def convert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Converted]]:
     `CheckpointError` for a quantized layer that vLLM computes otherwise."""
     for name, layer in model.named_modules():
         method: Any = getattr(layer, "quant_method", None)
-        if type(method) in _METHODS and type(method.kernel) is CPUWNA16LinearKernel:
+        known = type(method) in _METHODS
+        if known and type(_kernel_of(layer)) is CPUWNA16LinearKernel:
             yield name, _convert(layer, method)
-        elif "qweight" in layer._parameters:
+        elif known or "qweight" in layer._parameters:
             raise CheckpointError(
                 f"vLLM computes {name} with {type(method).__name__}, which is not supported here"
             )
 
 
+def _kernel_of(layer: Any) -> Any:
+    """What computes the layer: its method has it, or its scheme, for compressed-tensors."""
+    return getattr(getattr(layer, "scheme", layer.quant_method), "kernel", None)
+
+
 def _convert(layer: torch.nn.Module, method: Any) -> Converted:
-    stored = dict(layer.named_parameters(recurse=False))
-    columns = int(method.kernel.config.partition_weight_shape[1])
+    stored = {
+        name: parameter
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name != _SHAPE
+    }
+    kernel = _kernel_of(layer)
+    columns = int(kernel.config.partition_weight_shape[1])
     forms = tuple(_stored_form(name, parameter, columns) for name, parameter in stored.items())
     bare = _with_parameters(layer, {})
     step = _slice_columns(forms, columns)
@@ -162,16 +182,16 @@ def _convert(layer: torch.nn.Module, method: Any) -> Converted:
     # vLLM notes on the layer itself how it is to be computed.
     few = {form.name: torch.zeros(form.sized(TRIED_COLUMNS), dtype=form.dtype) for form in forms}
     made = _process(layer, forms, few)
-    kernel = {
+    read = {
         form.name: _like(made[form.name], torch.empty(form.shape, dtype=form.dtype))
         for form in kernel_forms
     }
     for name in list(layer._parameters):
-        layer._parameters[name] = kernel.get(name)
+        layer._parameters[name] = read.get(name)
     method.process_weights_after_loading = _is_done
-    described = f"{type(method).__name__} {type(method.kernel).__name__}"
+    described = f"{type(method).__name__} {type(kernel).__name__}"
     conversion = LayerConversion(described, forms, kernel_forms, columns, step, bare)
-    return Converted(conversion, stored, kernel)
+    return Converted(conversion, stored, read)
 
 
 def _is_done(layer: torch.nn.Module) -> None:

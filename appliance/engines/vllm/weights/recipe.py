@@ -37,6 +37,7 @@ from vllm.model_executor.models import adapters
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
+from appliance.engines.vllm.weights.int8 import compute_as_stored
 from appliance.engines.vllm.weights.quantized import LayerConversion, convert_layers
 from appliance.errors import CheckpointError
 
@@ -207,6 +208,7 @@ class RecipeRecording:
                 raise UnsupportedCheckpoint(
                     f"{self.recorder.current} does not fit {type(model).__name__}: {error}"
                 ) from error
+        compute_as_stored(model)
         for name, layer in convert_layers(model):
             stored = tuple(
                 (own, self._ingredients(f"{name}.{own}", parameter))

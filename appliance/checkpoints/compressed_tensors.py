@@ -1,0 +1,256 @@
+"""Weights as compressed-tensors has them (llm-compressor): which of them are served on the CPU.
+
+W4A16   NAME.weight_packed  int32, eight numbers of a row in each     [out, in / 8]
+        NAME.weight_scale   a factor for each group of a row          [out, in / group]
+        NAME.weight_shape   two numbers, unused
+W8A8    NAME.weight         int8                                      [out, in]
+        NAME.weight_scale   a factor for each row                     [out, 1]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from appliance.checkpoints.safetensors import TensorEntry
+
+METHOD: Final = "compressed-tensors"
+GROUP_SIZES: Final = (32, 64, 128)
+"""Numbers of a row that share a factor, where not all of them do."""
+NUMBERS: Final = 8
+"""Weights in an element of what is packed."""
+PACKED: Final = ".weight_packed"
+SCALE: Final = ".weight_scale"
+SHAPE: Final = ".weight_shape"
+
+_WEIGHT: Final = ".weight"
+_MULTIPLE: Final = 32
+"""What the kernel for 4 bits wants the rows and the columns of a layer to be a multiple of."""
+_FORMATS: Final = {4: "pack-quantized", 8: "int-quantized"}
+"""By bits: how weights are stored."""
+
+_Said = dict[str, Any]
+
+_ACTIVATIONS: Final[_Said] = {"num_bits": 8, "type": "int", "strategy": "token"}
+_ACTIVATION_FLAGS: Final = {"symmetric": True, "dynamic": True}
+_SETTINGS: Final = frozenset(
+    {
+        "actorder",
+        "block_structure",
+        "dynamic",
+        "group_size",
+        "num_bits",
+        "observer",
+        "observer_kwargs",
+        "scale_dtype",
+        "strategy",
+        "symmetric",
+        "type",
+        "zp_dtype",
+    }
+)
+_ELSEWHERE: Final = ("kv_cache_scheme", "transform_config")
+"""What else may be computed in another way."""
+
+
+def why_not(found: _Said) -> str | None:
+    """Why weights of this ``quantization_config`` are not served; None if they are."""
+    for name in _ELSEWHERE:
+        if found.get(name):
+            return f"quantization_config.{name} is there, which is not computed here"
+    sparsity = found.get("sparsity_config")
+    if sparsity and (
+        not isinstance(sparsity, dict)
+        or sparsity.get("format") != "dense"
+        or sparsity.get("targets")
+    ):
+        return "quantization_config.sparsity_config is there: sparse weights are not computed"
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        count = len(groups) if isinstance(groups, dict) else "no"
+        return f"quantization_config.config_groups has {count} groups, not one"
+    ((name, group),) = groups.items()
+    where = f"quantization_config.config_groups.{name[:80]}"
+    if not isinstance(group, dict):
+        return f"{where} is no table"
+    return (
+        _why_not_group(where, group)
+        or _why_not_format(found, group)
+        or _why_not_ignored(found.get("ignore") or [])
+    )
+
+
+def _why_not_group(where: str, group: _Said) -> str | None:
+    if group.get("targets") != ["Linear"]:
+        return f'{where}.targets is not ["Linear"]'
+    if group.get("output_activations"):
+        return f"{where}.output_activations is there, which is not computed here"
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict):
+        return f"{where}.weights is no table"
+    reason = _why_not_settings(f"{where}.weights", weights, symmetric=True, dynamic=False)
+    if reason:
+        return reason
+    bits, strategy, size = (weights.get(key) for key in ("num_bits", "strategy", "group_size"))
+    if bits == 4:
+        if inputs:
+            return f"{where}.input_activations is there: 4 bits are computed without"
+        if strategy == "group":
+            if type(size) is int and size in GROUP_SIZES:
+                return None
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            return f"{where}.weights.group_size is {size}, not one of {sizes}"
+    elif not isinstance(inputs, dict):
+        return f"{where}.input_activations is not there: 8 bits are computed with those of 8 bits"
+    if strategy != "channel" or size not in (None, -1):
+        return f"{where}.weights.strategy is {strategy!r} with group_size {size}"
+    if bits == 4:
+        return None
+    assert isinstance(inputs, dict)
+    inputs_at = f"{where}.input_activations"
+    if reason := _why_not_settings(inputs_at, inputs, symmetric=True, dynamic=True):
+        return reason
+    for key, value in _ACTIVATIONS.items():
+        if inputs.get(key) != value:
+            return f"{inputs_at}.{key} is {inputs.get(key)!r}, not {value!r}"
+    return None
+
+
+def _why_not_settings(where: str, said: _Said, **flags: bool) -> str | None:
+    """What holds for weights and for activations."""
+    if unknown := sorted(said.keys() - _SETTINGS):
+        return f"{where}.{unknown[0][:80]} is not known"
+    if said.get("type") != "int":
+        return f"{where}.type is {said.get('type')!r}, not 'int'"
+    if type(said.get("num_bits")) is not int or said["num_bits"] not in _FORMATS:
+        return f"{where}.num_bits is {said.get('num_bits')!r}, not 4 or 8"
+    for key, value in flags.items():
+        if said.get(key) is not value:
+            return f"{where}.{key} is {said.get(key)!r}, not {str(value).lower()}"
+    for key in ("actorder", "block_structure", "scale_dtype"):
+        # Groups in the order of the weights (GPTQ's "static") are stored as if there was no order.
+        if said.get(key) and (key, said[key]) not in _AS_NONE:
+            return f"{where}.{key} is {said[key]!r}, which is not computed here"
+    return None
+
+
+_AS_NONE: Final = (("actorder", "weight"), ("actorder", "static"))
+
+
+def _why_not_format(found: _Said, group: _Said) -> str | None:
+    stored = group.get("format") or found.get("format")
+    wanted = _FORMATS[group["weights"]["num_bits"]]
+    if stored == wanted:
+        return None
+    bits = group["weights"]["num_bits"]
+    return f"quantization_config.format is {stored!r}, not {wanted!r}, for {bits} bits"
+
+
+_MOST_NAMES: Final = 4096
+_MOST_PATTERNS: Final = 64
+_MOST_STARS: Final = 3
+_PATTERN: Final = re.compile(r"re:\^?(\w|\.\*?|\\\.)+\$?", re.ASCII)
+"""A pattern for layers that are not quantized, of literal text and ``.*``."""
+
+
+def _why_not_ignored(ignored: Any) -> str | None:
+    """vLLM matches each pattern with the name of each layer, so patterns are to be plain."""
+    where = "quantization_config.ignore"
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        return f"{where} is no list of names"
+    patterns = [name for name in ignored if name.startswith("re:")]
+    if len(ignored) > _MOST_NAMES or len(patterns) > _MOST_PATTERNS:
+        return f"{where} has more than {_MOST_NAMES} names or {_MOST_PATTERNS} patterns"
+    for pattern in patterns:
+        if not _PATTERN.fullmatch(pattern) or pattern.count("*") > _MOST_STARS:
+            return f"{where} has the pattern {pattern[:80]!r}"
+    return None
+
+
+def why_not_tensors(found: _Said, known: Mapping[str, TensorEntry]) -> str | None:
+    """Why vLLM's layers do not come out of these tensors; None if they do."""
+    ((_, group),) = found["config_groups"].items()
+    weights = group["weights"]
+    bits, size = weights["num_bits"], weights.get("group_size")
+    own = PACKED if bits == 4 else _WEIGHT
+    ignored = _Ignored(found.get("ignore") or [])
+    for name, tensor in known.items():
+        if name.endswith(_NEVER):
+            return f"{name} is there, which is not computed here"
+        layer, _, last = name.rpartition(".")
+        if not (name.endswith((PACKED, SCALE)) or (last == "weight" and _is_linear(tensor))):
+            continue
+        if layer in ignored:
+            if name.endswith(_WEIGHT):
+                continue
+            return f"{name} is quantized, and quantization_config.ignore has it"
+        if not _IN_A_LAYER.search(name):
+            return f"{name} is of no decoder layer, such as the output head"
+        if reason := _why_not_layer(layer, bits, size, own, known):
+            return reason
+    return _why_not_together(known, ignored)
+
+
+_NEVER: Final = (
+    ".weight_g_idx", ".weight_zero_point", ".k_scale", ".v_scale", ".q_scale", ".input_scale",
+    ".input_zero_point", ".output_scale",
+)  # fmt: skip
+_IN_A_LAYER: Final = re.compile(r"\.\d+\.|\.project_(in|out)\.")
+_FLOATS: Final = ("F32", "F16", "BF16")
+
+
+def _is_linear(tensor: TensorEntry) -> bool:
+    """Whether it can be the weight of a linear layer: embeddings are not in decoder layers."""
+    return len(tensor.shape) == 2 and bool(_IN_A_LAYER.search(tensor.name))
+
+
+class _Ignored:
+    """Names of layers that are not quantized."""
+
+    def __init__(self, said: Iterable[str]) -> None:
+        self._names = {name for name in said if not name.startswith("re:")}
+        patterns = [name.removeprefix("re:") for name in said if name.startswith("re:")]
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+
+    def __contains__(self, layer: object) -> bool:
+        name = str(layer)
+        return name in self._names or any(p.match(name) for p in self._patterns)
+
+
+def _why_not_layer(
+    layer: str, bits: int, size: int | None, own: str, known: Mapping[str, TensorEntry]
+) -> str | None:
+    words = known.get(layer + own)
+    kind, of = ("I32", NUMBERS) if bits == 4 else ("I8", 1)
+    if words is None or len(words.shape) != 2 or words.dtype != kind:
+        return f"{layer}{own} is no matrix of {kind}, as quantization_config says"
+    out, inside = words.shape[0], words.shape[1] * of
+    if not out or not inside or (bits == 4 and (out % _MULTIPLE or inside % _MULTIPLE)):
+        return f"{words.name} is a weight {[out, inside]}, which is no multiple of {_MULTIPLE}"
+    group = inside if size in (None, -1) else size
+    assert group is not None
+    if inside % group:
+        return f"{words.name} has rows of {inside}, which are no multiple of its groups of {group}"
+    scale = known.get(layer + SCALE)
+    shape = (out, inside // group)
+    if scale is None or tuple(scale.shape) != shape or scale.dtype not in _FLOATS:
+        return f"{layer}{SCALE} is not there with the shape {list(shape)} of its {words.name}"
+    return None
+
+
+def _why_not_together(known: Mapping[str, TensorEntry], ignored: _Ignored) -> str | None:
+    """vLLM makes one layer of some: all of them are ignored, or none."""
+    for name in known:
+        if not name.endswith(SCALE):
+            continue
+        stem, _, own = name.removesuffix(SCALE).rpartition(".")
+        for together in TOGETHER:
+            for other in together if own in together else ():
+                if f"{stem}.{other}" in ignored:
+                    return f"{stem}.{own} is quantized, and {stem}.{other} is not"
+    return None
+
+
+TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of which vLLM makes one."""
