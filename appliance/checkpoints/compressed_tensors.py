@@ -23,6 +23,7 @@ NUMBERS: Final = 8
 PACKED: Final = ".weight_packed"
 SCALE: Final = ".weight_scale"
 SHAPE: Final = ".weight_shape"
+ZEROS: Final = ".weight_zero_point"
 
 _WEIGHT: Final = ".weight"
 _MULTIPLE: Final = 32
@@ -33,7 +34,6 @@ _FORMATS: Final = {4: "pack-quantized", 8: "int-quantized"}
 _Said = dict[str, Any]
 
 _ACTIVATIONS: Final[_Said] = {"num_bits": 8, "type": "int", "strategy": "token"}
-_ACTIVATION_FLAGS: Final = {"symmetric": True, "dynamic": True}
 _SETTINGS: Final = frozenset(
     {
         "actorder",
@@ -89,8 +89,7 @@ def _why_not_group(where: str, group: _Said) -> str | None:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict):
         return f"{where}.weights is no table"
-    reason = _why_not_settings(f"{where}.weights", weights, symmetric=True, dynamic=False)
-    if reason:
+    if reason := _why_not_settings(f"{where}.weights", weights, dynamic=False):
         return reason
     bits, strategy, size = (weights.get(key) for key in ("num_bits", "strategy", "group_size"))
     if bits == 4:
@@ -109,7 +108,7 @@ def _why_not_group(where: str, group: _Said) -> str | None:
         return None
     assert isinstance(inputs, dict)
     inputs_at = f"{where}.input_activations"
-    if reason := _why_not_settings(inputs_at, inputs, symmetric=True, dynamic=True):
+    if reason := _why_not_settings(inputs_at, inputs, dynamic=True):
         return reason
     for key, value in _ACTIVATIONS.items():
         if inputs.get(key) != value:
@@ -117,7 +116,7 @@ def _why_not_group(where: str, group: _Said) -> str | None:
     return None
 
 
-def _why_not_settings(where: str, said: _Said, **flags: bool) -> str | None:
+def _why_not_settings(where: str, said: _Said, *, dynamic: bool) -> str | None:
     """What holds for weights and for activations."""
     if unknown := sorted(said.keys() - _SETTINGS):
         return f"{where}.{unknown[0][:80]} is not known"
@@ -125,9 +124,11 @@ def _why_not_settings(where: str, said: _Said, **flags: bool) -> str | None:
         return f"{where}.type is {said.get('type')!r}, not 'int'"
     if type(said.get("num_bits")) is not int or said["num_bits"] not in _FORMATS:
         return f"{where}.num_bits is {said.get('num_bits')!r}, not 4 or 8"
-    for key, value in flags.items():
-        if said.get(key) is not value:
-            return f"{where}.{key} is {said.get(key)!r}, not {str(value).lower()}"
+    if said.get("dynamic") is not dynamic:
+        return f"{where}.dynamic is {said.get('dynamic')!r}, not {str(dynamic).lower()}"
+    either = said["num_bits"] == 4 and said.get("symmetric") is False
+    if said.get("symmetric") is not True and not either:
+        return f"{where}.symmetric is {said.get('symmetric')!r}, not true"
     for key in ("actorder", "block_structure", "scale_dtype"):
         # Groups in the order of the weights (GPTQ's "static") are stored as if there was no order.
         if said.get(key) and (key, said[key]) not in _AS_NONE:
@@ -172,11 +173,9 @@ def why_not_tensors(found: _Said, known: Mapping[str, TensorEntry]) -> str | Non
     """Why vLLM's layers do not come out of these tensors; None if they do."""
     ((_, group),) = found["config_groups"].items()
     weights = group["weights"]
-    bits, size = weights["num_bits"], weights.get("group_size")
-    own = PACKED if bits == 4 else _WEIGHT
     ignored = _Ignored(found.get("ignore") or [])
     for name, tensor in known.items():
-        if name.endswith(_NEVER):
+        if name.endswith(_NEVER) or (weights["symmetric"] and name.endswith(ZEROS)):
             return f"{name} is there, which is not computed here"
         layer, _, last = name.rpartition(".")
         if not (name.endswith((PACKED, SCALE)) or (last == "weight" and _is_linear(tensor))):
@@ -187,13 +186,13 @@ def why_not_tensors(found: _Said, known: Mapping[str, TensorEntry]) -> str | Non
             return f"{name} is quantized, and quantization_config.ignore has it"
         if not _IN_A_LAYER.search(name):
             return f"{name} is of no decoder layer, such as the output head"
-        if reason := _why_not_layer(layer, bits, size, own, known):
+        if reason := _why_not_layer(layer, weights, known):
             return reason
     return _why_not_together(known, ignored)
 
 
 _NEVER: Final = (
-    ".weight_g_idx", ".weight_zero_point", ".k_scale", ".v_scale", ".q_scale", ".input_scale",
+    ".weight_g_idx", ".k_scale", ".v_scale", ".q_scale", ".input_scale",
     ".input_zero_point", ".output_scale",
 )  # fmt: skip
 _IN_A_LAYER: Final = re.compile(r"\.\d+\.|\.project_(in|out)\.")
@@ -218,24 +217,27 @@ class _Ignored:
         return name in self._names or any(p.match(name) for p in self._patterns)
 
 
-def _why_not_layer(
-    layer: str, bits: int, size: int | None, own: str, known: Mapping[str, TensorEntry]
-) -> str | None:
+def _why_not_layer(layer: str, said: _Said, known: Mapping[str, TensorEntry]) -> str | None:
+    four = said["num_bits"] == 4
+    own, kind, of = (PACKED, "I32", NUMBERS) if four else (_WEIGHT, "I8", 1)
     words = known.get(layer + own)
-    kind, of = ("I32", NUMBERS) if bits == 4 else ("I8", 1)
     if words is None or len(words.shape) != 2 or words.dtype != kind:
         return f"{layer}{own} is no matrix of {kind}, as quantization_config says"
     out, inside = words.shape[0], words.shape[1] * of
-    if not out or not inside or (bits == 4 and (out % _MULTIPLE or inside % _MULTIPLE)):
+    if not out or not inside or (four and (out % _MULTIPLE or inside % _MULTIPLE)):
         return f"{words.name} is a weight {[out, inside]}, which is no multiple of {_MULTIPLE}"
-    group = inside if size in (None, -1) else size
-    assert group is not None
+    group = said["group_size"] if said["strategy"] == "group" else inside
     if inside % group:
         return f"{words.name} has rows of {inside}, which are no multiple of its groups of {group}"
-    scale = known.get(layer + SCALE)
-    shape = (out, inside // group)
-    if scale is None or tuple(scale.shape) != shape or scale.dtype not in _FLOATS:
-        return f"{layer}{SCALE} is not there with the shape {list(shape)} of its {words.name}"
+    wanted: list[tuple[str, tuple[int, int], tuple[str, ...]]] = [
+        (SCALE, (out, inside // group), _FLOATS)
+    ]
+    if not said["symmetric"]:
+        wanted.append((ZEROS, (out // NUMBERS, inside // group), ("I32",)))
+    for ending, shape, kinds in wanted:
+        tensor = known.get(layer + ending)
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype not in kinds:
+            return f"{layer}{ending} is not there with the shape {list(shape)} of its {words.name}"
     return None
 
 

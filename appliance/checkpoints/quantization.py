@@ -258,5 +258,6 @@ def parameters(config: ModelConfig, tensors: Iterable[TensorEntry]) -> int:
 
 _PACKED: Final = (".qweight", compressed_tensors.PACKED)
 _BESIDES: Final = (
-    ".qzeros", ".scales", ".g_idx", compressed_tensors.SCALE, compressed_tensors.SHAPE,
+    ".qzeros", ".scales", ".g_idx",
+    compressed_tensors.SCALE, compressed_tensors.SHAPE, compressed_tensors.ZEROS,
 )  # fmt: skip

@@ -138,7 +138,7 @@ def _awq(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
 
 
 def _compress(config: dict[str, Any]) -> Callable[[torch.Tensor, int], dict[str, torch.Tensor]]:
-    """As llm-compressor stores a weight: of rows ``[out, in]``, symmetric."""
+    """As llm-compressor stores a weight: of rows ``[out, in]``."""
     (group,) = config["config_groups"].values()
     weights = group["weights"]
 
@@ -148,14 +148,23 @@ def _compress(config: dict[str, Any]) -> Callable[[torch.Tensor, int], dict[str,
         most = 2 ** (weights["num_bits"] - 1) - 1
         grouped = weight.t().reshape(weight.shape[1], -1, weights.get("group_size") or rows)
         scale = grouped.abs().amax(2, keepdim=True) / most
-        numbers = (grouped / scale).round().clamp(-most - 1, most).flatten(1)
+        zeros = torch.zeros_like(scale)
+        if not weights["symmetric"]:
+            low = grouped.amin(2, keepdim=True)
+            scale = (grouped.amax(2, keepdim=True) - low) / (2 * most + 1)
+            zeros = (-most - 1 - low / scale).round().clamp(-most - 1, most)
+        numbers = (grouped / scale + zeros).round().clamp(-most - 1, most).flatten(1)
         if weights["num_bits"] == 8:
             return {"weight": numbers.to(torch.int8), "weight_scale": scale[..., 0]}
-        return {
+        made = {
             "weight_packed": _words(numbers.to(torch.int64) + 8, 1, IN_ORDER),
             "weight_scale": scale[..., 0],
             "weight_shape": torch.tensor(numbers.shape),
         }
+        if not weights["symmetric"]:
+            words = _words(zeros[..., 0].to(torch.int64) + 8, 0, IN_ORDER)
+            made["weight_zero_point"] = words
+        return made
 
     return store
 

@@ -1,4 +1,4 @@
-"""Models with weights in 4 bits under a daemon, in a pool that does not hold all of them.
+"""Models with weights in 4 and 8 bits under a daemon, in a pool that does not hold all of them.
 
 Every output is plain vLLM's, also after a second start, which reads the images that the first left.
 """
@@ -14,7 +14,7 @@ import httpx
 from appliance.config.loader import load_config
 from appliance.demo.run import running_daemon
 from tests.configs import CONFIGS
-from tests.engine.quantizing import awq_config, gptq_config, quantize
+from tests.engine.quantizing import awq_config, gptq_config, quantize, w8a8_config
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS
 from tests.system.test_kinds import PROMPTS, ask, configure, plain
@@ -22,7 +22,7 @@ from tests.system.test_kinds import PROMPTS, ask, configure, plain
 MODELS = {
     "llama-3.1-8b-instruct": awq_config(32),
     "qwen2.5-7b-instruct": gptq_config(128),
-    "qwen3-8b": gptq_config(32),
+    "qwen3-8b": w8a8_config(),
 }
 POOL = "3MiB"
 

@@ -20,6 +20,7 @@ Make = Callable[..., Path]
 Changes = dict[str, Any]
 
 W4A16, W8A8 = w4a16_config(128), w8a8_config()
+ASYMMETRIC = w4a16_config(128, symmetric=False)
 OUT, IN = 64, 256
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -39,6 +40,7 @@ def changed(config: Changes, part: str = "", **changes: Any) -> Changes:
         W4A16,
         W8A8,
         w4a16_config(-1),
+        w4a16_config(128, symmetric=False),
         w4a16_config(32, actorder="static"),
         w4a16_config(64, actorder="weight"),
         {**W8A8, "ignore": None, "kv_cache_scheme": {}, "sparsity_config": None},
@@ -84,6 +86,7 @@ def test_an_older_name_of_the_key(fake_checkpoint: Make) -> None:
         (changed(W8A8, "input_activations", dynamic=False), r"input_activations\.dynamic is False"),
         (changed(W8A8, "input_activations", symmetric=False), r"input_activations\.symmetric"),
         (changed(W8A8, "input_activations", num_bits=4), "num_bits is 4, not 8"),
+        (changed(W4A16, "weights", symmetric=None), r"weights\.symmetric is None, not true"),
         (changed(W4A16, "weights", group_size=16), "group_size is 16, not one of 32, 64, 128"),
         (changed(W4A16, "weights", group_size=128.0), r"group_size is 128\.0, not one of"),
         (changed(W4A16, "weights", actorder="group"), r"weights\.actorder is 'group'"),
@@ -123,17 +126,23 @@ def w8a8_tensors(layer: str = LAYER) -> Changes:
     }
 
 
+ZEROS = {f"{LAYER}.weight_zero_point": ((OUT // 8, 2), np.int32)}
+
+
 def test_sizes_are_those_of_what_is_read(fake_checkpoint: Make) -> None:
     """The factors of weights in 8 bits are in float32. The number of parameters counts weights, not
     the words that they are in."""
     four = store(fake_checkpoint("a", quantization_config=W4A16), w4a16_tensors())
     eight = store(fake_checkpoint("b", quantization_config=W8A8), w8a8_tensors())
 
-    one, other = read_checkpoint("a", four), read_checkpoint("b", eight)
+    zeros = store(fake_checkpoint("c", quantization_config=ASYMMETRIC), w4a16_tensors() | ZEROS)
 
-    assert one.weight_bytes == OUT * IN // 2 + OUT * 2 * 2
-    assert other.weight_bytes == OUT * IN + OUT * 4
-    assert one.parameters == other.parameters == OUT * IN
+    read = [read_checkpoint("a", path) for path in (four, zeros, eight)]
+
+    half, scales = OUT * IN // 2, OUT * 2 * 2
+    expected = [half + scales, half + scales + OUT // 8 * 2 * 4, OUT * IN + OUT * 4]
+    assert [one.weight_bytes for one in read] == expected
+    assert {one.parameters for one in read} == {OUT * IN}
 
 
 PLAIN = {f"{LAYER}.weight": ((OUT, IN), np.float16)}
