@@ -101,7 +101,10 @@ def _why_not_group(where: str, group: _Said) -> str | None:
             sizes = ", ".join(map(str, GROUP_SIZES))
             return f"{where}.weights.group_size is {size}, not one of {sizes}"
     elif not isinstance(inputs, dict):
-        return f"{where}.input_activations is not there: 8 bits are computed with those of 8 bits"
+        return (
+            f"{where}.input_activations is not there: vLLM has no kernel on CPUs that multiplies "
+            "8 bits with plain activations"
+        )
     if strategy != "channel" or size not in (None, -1):
         return f"{where}.weights.strategy is {strategy!r} with group_size {size}"
     if bits == 4:
@@ -120,6 +123,8 @@ def _why_not_settings(where: str, said: _Said, *, dynamic: bool) -> str | None:
     """What holds for weights and for activations."""
     if unknown := sorted(said.keys() - _SETTINGS):
         return f"{where}.{unknown[0][:80]} is not known"
+    if said.get("type") == "float":
+        return f"{where}.type is 'float', for which vLLM's CPU kernels need AMX"
     if said.get("type") != "int":
         return f"{where}.type is {said.get('type')!r}, not 'int'"
     if type(said.get("num_bits")) is not int or said["num_bits"] not in _FORMATS:

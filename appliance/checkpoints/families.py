@@ -81,6 +81,7 @@ _REWARDER: Final = "Qwen2ForRewardModel"
 """It is served in `tests/engine/test_pooling.py`."""
 
 BF16: Final = "take the model's checkpoint with weights in bfloat16 or float16"
+INTEGERS: Final = f"{BF16}, or in integers of 4 or 8 bits that docs/models.md lists"
 ANOTHER: Final = "take a model of another family: docs/models.md lists those that are served"
 TEXT: Final = "take a checkpoint of a model that reads text only"
 
@@ -187,7 +188,7 @@ _Found = tuple[str, str] | None
 
 def _quantized(config: ModelConfig) -> _Found:
     if reason := quantization.why_not(config):
-        return f"{reason}, which is not supported yet", BF16
+        return f"{reason}, which is not supported yet", INTEGERS
     found = quantization.quantization(config)
     name = config.architecture
     if found is not None and name not in quantization.TRIED:

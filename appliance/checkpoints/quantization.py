@@ -65,6 +65,14 @@ _KEYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 """What vLLM wants to be said, by each of its names."""
 
 
+_LACKING: Final = {
+    "fp8": "floats of 8 bits, for which vLLM's CPU kernels need AMX, and those of blocks have no "
+    "other",
+    "mxfp4": "floats of 4 bits, for which vLLM's CPU kernels need AMX",
+}
+"""By method: why it is not served."""
+
+
 def quantization(config: ModelConfig) -> dict[str, Any] | None:
     """What the file says of quantized weights; None if they are not."""
     for values in (config.whole, config.text):
@@ -93,7 +101,8 @@ def why_not(config: ModelConfig) -> str | None:
     elif method in _KEYS:
         reason = _why_not(method, found)
     else:
-        return f"its weights are quantized ({method})"
+        lacking = f": {_LACKING[method]}" if method in _LACKING else ""
+        return f"its weights are quantized ({method}{lacking})"
     if reason is None and method == "gptq":
         reason = _why_not_parts(found)
     return reason and f"its weights are quantized ({method}: {reason})"
@@ -107,7 +116,7 @@ def _why_not(method: str, found: dict[str, Any]) -> str | None:
         if type(said[key]) is not (bool if key == "zeros" else int):
             return f"{names[-1]} is {said[key]!r}"
     if said["bits"] != 4:
-        return f"{said['bits']} bits, not 4"
+        return f"{said['bits']} bits, not 4, for which vLLM has no kernel on CPUs"
     if said["group_size"] not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES))
         return f"groups of {said['group_size']} rows, not one of {sizes}"
