@@ -124,9 +124,9 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
     """Raise `UnsupportedModel` for a kind of model that is served on GPUs only; its numbers are of
     type `dtype`, and `ranks` have a shard of it each."""
     name = config.architecture
-    found = quantization.quantization(config)
+    found = quantization.said(config)
     method = quantization.method_of(found) if found is not None else ""
-    if found is not None and dtype == "float32":
+    if quantization.quantization(config) is not None and dtype == "float32":
         raise UnsupportedModel(
             f"{config.path}: quantized weights ({method}) are computed in bfloat16 or float16, not "
             f"{dtype}",
@@ -158,7 +158,7 @@ def check_cpu(config: ModelConfig, dtype: str, ranks: int = 1) -> None:
 
 def check_cuda(config: ModelConfig) -> None:
     """Raise `UnsupportedModel` for a kind of model that is served on the CPU only."""
-    found = quantization.quantization(config)
+    found = quantization.said(config)
     if found is not None:
         method = quantization.method_of(found)
         raise UnsupportedModel(
@@ -189,9 +189,12 @@ _Found = tuple[str, str] | None
 def _quantized(config: ModelConfig) -> _Found:
     if reason := quantization.why_not(config):
         return f"{reason}, which is not supported yet", INTEGERS
-    found = quantization.quantization(config)
+    found = quantization.said(config)
     name = config.architecture
-    if found is not None and name not in quantization.TRIED:
+    tried = (
+        quantization.TRIED if quantization.multiplied(config) is None else quantization.FLOATS_TRIED
+    )
+    if found is not None and name not in tried:
         method = quantization.method_of(found)
         return f"no test serves {name} with weights that are quantized ({method})", BF16
     return None

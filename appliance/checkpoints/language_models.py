@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from appliance.checkpoints import floats
 from appliance.checkpoints.model_config import ModelConfig, read_model_config
 from appliance.checkpoints.safetensors import WeightFile
 from appliance.errors import CheckpointError
@@ -87,8 +88,9 @@ def language_config(config: Any) -> Any:
     vLLM's `hf_overrides`; other configurations as they are.
 
     Rotary embeddings with three positions (M-RoPE) become those with one: a token of text has the
-    same one three times.
+    same one three times. And vLLM does not see that weights are floats of 8 bits.
     """
+    floats.forget(config)
     (architecture, *_) = config.architectures or ("",)
     if architecture not in MEDIA:
         return config

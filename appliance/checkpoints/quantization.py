@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from appliance.checkpoints import compressed_tensors
+from appliance.checkpoints import compressed_tensors, floats
 from appliance.checkpoints.compressed_tensors import TOGETHER
 from appliance.checkpoints.model_config import ModelConfig
 from appliance.checkpoints.safetensors import TensorEntry
@@ -50,6 +50,19 @@ TRIED: Final = frozenset(
 )
 """Architectures that `tests/engine/test_quantized.py` serves with weights of GPTQ and of AWQ."""
 
+FLOATS_TRIED: Final = frozenset(
+    {
+        "DeepseekV3ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Architectures that `tests/engine/test_floats.py` serves with weights in floats of 8 bits."""
+
 NUMBERS: Final = 8
 """Weights in an element of a ``qweight``."""
 _MULTIPLE: Final = 32
@@ -66,14 +79,26 @@ _KEYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 
 _LACKING: Final = {
-    "fp8": "floats of 8 bits, for which vLLM's CPU kernels need AMX, and those of blocks have no "
-    "other",
     "mxfp4": "floats of 4 bits, for which vLLM's CPU kernels need AMX",
 }
 """By method: why it is not served."""
 
 
 def quantization(config: ModelConfig) -> dict[str, Any] | None:
+    """What the file says of weights that are computed as they are quantized; None if they are not
+    quantized, or `multiplied`."""
+    found = said(config)
+    return found if found is None or not floats.is_of(found) else None
+
+
+def multiplied(config: ModelConfig) -> dict[str, Any] | None:
+    """What the file says of floats of 8 bits, which are multiplied by their factors as they are
+    read; None if they are not."""
+    found = said(config)
+    return found if found is not None and floats.is_of(found) else None
+
+
+def said(config: ModelConfig) -> dict[str, Any] | None:
     """What the file says of quantized weights; None if they are not."""
     for values in (config.whole, config.text):
         for name in ("quantization_config", "compression_config"):
@@ -91,13 +116,15 @@ def method_of(found: dict[str, Any]) -> str:
 def why_not(config: ModelConfig) -> str | None:
     """Why the model's weights are not served as they are quantized. None if they are, or are not
     quantized at all."""
-    found = quantization(config)
+    found = said(config)
     if found is None:
         file = (config.path / QUANTIZATION_FILE).exists()
         return f"its weights are quantized ({QUANTIZATION_FILE})" if file else None
     method = method_of(found)
     if method == compressed_tensors.METHOD:
         reason = compressed_tensors.why_not(found)
+    elif floats.is_of(found):
+        reason = floats.why_not(found)
     elif method in _KEYS:
         reason = _why_not(method, found)
     else:
@@ -163,6 +190,8 @@ def why_not_tensors(config: ModelConfig, tensors: Iterable[TensorEntry]) -> str 
     """Why the CPU's kernel cannot compute with these tensors; None if it can."""
     found = quantization(config)
     known = {tensor.name: tensor for tensor in tensors}
+    if found_floats := multiplied(config):
+        return floats.why_not_tensors(found_floats, known)
     if found is not None and method_of(found) == compressed_tensors.METHOD:
         return compressed_tensors.why_not_tensors(found, known)
     layers = [name.removesuffix(_WORDS) for name in known if name.endswith(_WORDS)]
@@ -225,6 +254,8 @@ def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
     Tools store a bias, of zeros, for quantized layers that have none. Which do have one is not
     known here, so none is counted.
     """
+    if multiplied(config):
+        return {tensor.name for tensor in tensors if floats.is_unused(tensor)}
     found = quantization(config)
     if found is None:
         return set()
@@ -241,8 +272,10 @@ def unused(config: ModelConfig, tensors: Iterable[TensorEntry]) -> set[str]:
 
 
 def widened_bytes(config: ModelConfig, tensors: Iterable[TensorEntry], element: int) -> int:
-    """Bytes that tensors take besides, as some numbers stay in float32 where others have `element`
-    bytes: the factors of weights in 8 bits."""
+    """Bytes that tensors take besides where numbers have `element` bytes: floats of 8 bits become
+    such numbers, and the factors of integers of 8 bits stay in float32."""
+    if multiplied(config):
+        return floats.widened(tensors, element)
     found = quantization(config)
     if found is None or method_of(found) != compressed_tensors.METHOD:
         return 0
@@ -257,6 +290,8 @@ def widened_bytes(config: ModelConfig, tensors: Iterable[TensorEntry], element: 
 
 def parameters(config: ModelConfig, tensors: Iterable[TensorEntry]) -> int:
     """Weights of the model, however many of them are in an element of a tensor."""
+    if multiplied(config):
+        return sum(math.prod(one.shape) for one in tensors if not floats.is_unused(one))
     quantized = quantization(config) is not None
     return sum(
         math.prod(tensor.shape) * (NUMBERS if tensor.name.endswith(_PACKED) else 1)

@@ -95,6 +95,46 @@ def quantize(path: str, config: dict[str, Any], dtype: str = "bfloat16") -> None
     settings.write_text(json.dumps({**read, "torch_dtype": dtype, "quantization_config": config}))
 
 
+def fp8_config(block: tuple[int, int] | None, **changes: Any) -> dict[str, Any]:
+    """What a checkpoint says of weights in floats of 8 bits."""
+    told = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return {**told, **({"weight_block_size": list(block)} if block else {}), **changes}
+
+
+def to_floats(path: str, multiplied: str, block: tuple[int, int] | None) -> None:
+    """Rewrite the checkpoint with linear layers in floats of 8 bits, with a factor for each block
+    or each matrix, and the one at `multiplied` with their products in float32."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    stored: dict[str, torch.Tensor] = {}
+    products: dict[str, torch.Tensor] = {}
+    for name, values in load_file(Path(path) / "model.safetensors").items():
+        stored[name] = products[name] = values.to(torch.bfloat16)
+        if values.ndim != 2 or not re.search(r"\.\d+\.", name) or ".gate." in name:
+            continue
+        rows, columns = values.shape
+        high, wide = block or (rows, columns)
+        down, across = -(-rows // high), -(-columns // wide)
+        padded = torch.zeros(down * high, across * wide)
+        padded[:rows, :columns] = values
+        factors = padded.view(down, high, across, wide).abs().amax((1, 3)) / 448
+        spread = factors.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
+        stored[name] = (values / spread).to(torch.float8_e4m3fn)
+        own = name + ("_scale_inv" if block else "_scale")
+        stored[own] = factors if block else factors.view(1)
+        products[name] = stored[name].float() * spread
+    for folder, tensors in ((path, stored), (multiplied, products)):
+        settings = Path(folder) / "config.json"
+        read = {**json.loads(settings.read_text()), "torch_dtype": "bfloat16"}
+        read.pop("dtype", None)
+        if tensors is stored:
+            read["quantization_config"] = fp8_config(block)
+        settings.write_text(json.dumps(read))
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
 def _is_left(layer: str, config: dict[str, Any]) -> bool:
     """Whether a layer is not quantized, as the configuration says."""
     patterns = [name for name in config.get("dynamic", ()) if name.startswith("-:")]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,7 @@ import httpx
 from appliance.config.loader import load_config
 from appliance.demo.run import running_daemon
 from tests.configs import CONFIGS
-from tests.engine.quantizing import awq_config, gptq_config, quantize, w8a8_config
+from tests.engine.quantizing import awq_config, gptq_config, quantize, to_floats, w8a8_config
 from tests.engine.shrunken import make_shrunken
 from tests.patience import PATIENCE_SECONDS
 from tests.system.test_kinds import PROMPTS, ask, configure, plain
@@ -24,6 +25,8 @@ MODELS = {
     "qwen2.5-7b-instruct": gptq_config(128),
     "qwen3-8b": w8a8_config(),
 }
+FLOATS = "mistral-7b-v0.3"
+"""In floats of 8 bits: its outputs are those of a checkpoint that has their products."""
 POOL = "3MiB"
 
 Outputs = dict[tuple[str, int], list[int]]
@@ -34,7 +37,11 @@ def test_outputs_equal_plain_vllm(tmp_path: Path) -> None:
     for name, config in MODELS.items():
         paths[name] = make_shrunken(tmp_path, name, CONFIGS[name])
         quantize(paths[name], config)
-    expected = plain(paths, "appliance.engines.vllm.reference", "bfloat16")
+    products = make_shrunken(tmp_path / "products", FLOATS, CONFIGS[FLOATS])
+    paths[FLOATS] = str(shutil.copytree(products, tmp_path / FLOATS))
+    to_floats(paths[FLOATS], products, (32, 32))
+    same = {**paths, FLOATS: products}
+    expected = plain(same, "appliance.engines.vllm.reference", "bfloat16")
     file = configure(
         tmp_path,
         paths,
@@ -58,7 +65,7 @@ async def ask_all(url: str) -> Outputs:
         await asyncio.gather(
             *(
                 ask(client, name, number, outputs.setdefault((name, number), []), lambda: None)
-                for name in MODELS
+                for name in (*MODELS, FLOATS)
                 for number in range(len(PROMPTS))
             )
         )

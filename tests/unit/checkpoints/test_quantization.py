@@ -65,7 +65,7 @@ def test_what_is_served(fake_checkpoint: Make, quantization: dict[str, Any]) -> 
         ({**AWQ, "bits": 8}, r"\(awq: 8 bits, not 4, "),
         ({**AWQ, "zero_point": False}, "without zero points"),
         ({**AWQ, "version": "gemv"}, "stored as gemv"),
-        ({"quant_method": "fp8"}, r"quantized \(fp8: floats of 8 bits, .* AMX"),
+        ({"quant_method": "fp8"}, r"quantized \(fp8: quantization_config.activation_scheme"),
         ({"quant_method": "mxfp4"}, r"quantized \(mxfp4: floats of 4 bits, .* AMX"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantized \(bitsandbytes\)"),
         ({"quant_method": "compressed-tensors"}, "config_groups has no groups, not one"),

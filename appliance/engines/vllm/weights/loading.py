@@ -3,7 +3,8 @@
 The image is cut in pieces, which several threads make in the order in which they lie in it:
 
     as stored             read to its place
-    another type, strided read to a buffer, converted, copied to its place
+    another type, strided read to a buffer, converted (and multiplied, if it is of floats of 8
+                          bits), copied to its place
     packed                either of the two to a buffer, packed, copied to its place
     quantized             the same for all tensors of a layer, which are converted together
 
@@ -32,7 +33,7 @@ from appliance.engines.vllm.weights import packed
 from appliance.engines.vllm.weights.convolutions import ConvolutionPacking
 from appliance.engines.vllm.weights.experts import ExpertPacking
 from appliance.engines.vllm.weights.packed import Packing
-from appliance.engines.vllm.weights.recipe import Ingredients, LayerRecipe, Origin, Write
+from appliance.engines.vllm.weights.recipe import DTYPES, Ingredients, LayerRecipe, Origin, Write
 from appliance.memory import mapping
 from appliance.memory.transfers import Transfer
 from appliance.memory.weight_cache.pipeline import make_pieces
@@ -200,9 +201,19 @@ class _Bench:
             return
         raw = self._buffer("raw", write.span * write.origin.dtype.itemsize)
         self._read(write, [mapping.view(raw.data_ptr(), raw.nbytes)])
-        stored = raw.view(write.origin.dtype)
+        stored = self._multiplied(raw.view(write.origin.dtype), write.origin)
         source = stored.as_strided(sizes, [axis.source for axis in write.axes], 0)
         target.copy_(-torch.exp(source.float()) if write.origin.decays else source)
+
+    def _multiplied(self, stored: torch.Tensor, origin: Origin) -> torch.Tensor:
+        """Numbers as they are read, multiplied by their factors, if they have any."""
+        if origin.factors is None:
+            return stored
+        file, dtype = origin.factors.file, DTYPES[origin.factors.kind]
+        found = self._buffer("factors", origin.factors.elements * dtype.itemsize)
+        views = [mapping.view(found.data_ptr(), found.nbytes)]
+        self._files[file].read_into(self._descriptors[file], views, origin.factors.offset)
+        return origin.factors.multiply(stored, origin.offset, found.view(dtype))
 
     def _read(self, write: Write, views: list[memoryview]) -> None:
         assert isinstance(write.origin, Origin), "a fill reads nothing"
@@ -252,7 +263,11 @@ def _is_read(write: Write, dtype: torch.dtype) -> bool:
     """Whether a write takes neighbouring bytes as they are."""
     origin = write.origin
     return (
-        write.plain and isinstance(origin, Origin) and origin.dtype == dtype and not origin.decays
+        write.plain
+        and isinstance(origin, Origin)
+        and origin.dtype == dtype
+        and not origin.decays
+        and origin.factors is None
     )
 
 

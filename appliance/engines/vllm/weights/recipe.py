@@ -34,16 +34,18 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models import adapters
 
+from appliance.checkpoints import floats
 from appliance.checkpoints.safetensors import TensorEntry, WeightFile
 from appliance.engines.vllm.weights.convolutions import CONVOLUTION_PACK, ConvolutionPacking
 from appliance.engines.vllm.weights.experts import PREPACK, ExpertPacking
 from appliance.engines.vllm.weights.int8 import compute_as_stored
+from appliance.engines.vllm.weights.multiplied import FactorsOrigin, find
 from appliance.engines.vllm.weights.quantized import LayerConversion, convert_layers
 from appliance.errors import CheckpointError
 
 LOAD_FORMAT: Final = "appliance"
 
-_DTYPES: Final = {
+DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -65,6 +67,8 @@ class Origin(NamedTuple):
     decays: bool = False
     """Whether each number `x` of the file becomes ``-exp(x)``: how layers with a state keep the
     rates at which it decays (Mamba's A)."""
+    factors: FactorsOrigin | None = None
+    """What each number of the file is multiplied by, if they are floats of 8 bits."""
 
 
 class Axis(NamedTuple):
@@ -171,7 +175,7 @@ class RecipeRecording:
     def __init__(self, files: Sequence[WeightFile], dense_files: Sequence[WeightFile] = ()) -> None:
         """`dense_files` are those of dense layers behind the pooling, each in a folder."""
         self.files = (*files, *dense_files)
-        self.recorder = _Recorder()
+        self.recorder = _Recorder(find(files))
         self._models_files = len(files)
         self._dense: dict[str, torch.nn.Linear] = {}
         self._layers: dict[int, LayerRecipe] = {}
@@ -331,13 +335,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the same one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, factors: Mapping[str, FactorsOrigin]) -> None:
+        """`factors`: of each tensor that has some."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: dict[int, str] = {}
         self.writes: dict[int, list[Write]] = {}
         self.packings: dict[int, tuple[int, ExpertPacking | ConvolutionPacking]] = {}
         """Of parameters that hold another one's elements, packed: that one, and how."""
         self.current = "nothing"
+        self._factors = factors
         self._origins: dict[int, tuple[str, Origin]] = {}
         self._computed: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Of results: the placeholder or parameter they are computed from, and by what steps."""
@@ -358,16 +364,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of all tensors of files that are numbered from `first` on, and the tensors' names."""
         for number, file in enumerate(files, first):
             for entry in file.tensors:
+                if self._factors and floats.is_unused(entry):
+                    continue
                 self.current = f"{entry.name} {list(entry.shape)} of {file.path}"
                 yield entry.name, self._placeholder(number, entry)
 
     def _placeholder(self, number: int, entry: TensorEntry) -> torch.Tensor:
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise UnsupportedCheckpoint(f"{self.current} is of type {entry.dtype}")
-        dtype = _DTYPES[entry.dtype]
+        dtype = DTYPES[entry.dtype]
         placeholder = torch.empty(entry.shape, dtype=dtype, device="meta")
         self._kept.append(placeholder.untyped_storage())
-        self._origins[_key(placeholder)] = (entry.name, Origin(number, entry.offset, dtype))
+        origin = Origin(number, entry.offset, dtype, factors=self._factors.get(entry.name))
+        self._origins[_key(placeholder)] = (entry.name, origin)
         return placeholder
 
     def __torch_dispatch__(
@@ -411,6 +420,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, origin = known
         if _key(target) not in self.names:
             raise UnsupportedCheckpoint(f"vLLM keeps {name} outside of the model's parameters")
+        if origin.factors and source.dtype != origin.dtype:
+            raise UnsupportedCheckpoint(f"vLLM reads {name} as {source.dtype}")
         first = origin.offset + int(source.storage_offset()) * source.element_size()
         origin = origin._replace(offset=first, dtype=source.dtype)
         self._note(target, source.expand(target.shape), origin)

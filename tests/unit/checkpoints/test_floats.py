@@ -1,0 +1,147 @@
+"""Weights in floats of 8 bits: which are let through, with what reason others are refused, and
+their size."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from appliance.checkpoints.checkpoint import read_checkpoint
+from appliance.checkpoints.families import UnsupportedModel, check_family
+from appliance.checkpoints.floats import forget
+from appliance.checkpoints.model_config import read_model_config
+from appliance.config.schema import Devices, Model
+from appliance.config.sizing import read_model
+from appliance.units import Bytes, Memory
+from tests.engine.quantizing import fp8_config
+
+Make = Callable[..., Path]
+Tensors = dict[str, tuple[str, list[int]]]
+
+BLOCKS, MATRIX = fp8_config((128, 128)), fp8_config(None)
+OUT, IN = 200, 300
+W, S = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale"
+SIZES = {"F8_E4M3": 1, "F8_E5M2": 1, "F32": 4, "BF16": 2}
+
+
+def store(path: Path, tensors: Tensors) -> Path:
+    """Numpy has no floats of 8 bits: the file is written by hand, with zeros."""
+    header, end = {}, 0
+    for name, (kind, shape) in tensors.items():
+        nbytes = SIZES[kind]
+        for size in shape:
+            nbytes *= size
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    file = path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return path
+
+
+def of_blocks(shape: list[int]) -> Tensors:
+    return {W: ("F8_E4M3", [OUT, IN]), f"{S}_inv": ("F32", shape)}
+
+
+def of_all(shape: list[int]) -> Tensors:
+    return {W: ("F8_E4M3", [OUT, IN]), S: ("F32", shape)}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        (BLOCKS, of_blocks([2, 3])),
+        (MATRIX, of_all([])),
+        (MATRIX, {**of_all([1]), S.replace("weight", "input"): ("F32", [])}),
+        (fp8_config(None, activation_scheme="static"), of_all([OUT, 1])),
+    ],
+)
+def test_sizes_are_those_of_the_products(
+    fake_checkpoint: Make, config: dict[str, Any], tensors: Tensors
+) -> None:
+    """In any type, also float32; factors are not kept."""
+    path = store(fake_checkpoint(quantization_config=config), tensors)
+
+    two, four = read_checkpoint("a", path, "bfloat16"), read_checkpoint("a", path, "float32")
+
+    assert (two.weight_bytes, four.weight_bytes) == (2 * OUT * IN, 4 * OUT * IN)
+    assert two.parameters == OUT * IN
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({**BLOCKS, "activation_scheme": "none"}, "activation_scheme is 'none'"),
+        ({**BLOCKS, "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
+        ({**BLOCKS, "weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]"),
+        ({**BLOCKS, "weight_block_size": [128, 2048]}, "weight_block_size"),
+        ({**BLOCKS, "weight_block_size": [128.0, 128]}, "weight_block_size"),
+        ({**BLOCKS, "fmt": "e5m2"}, r"quantization_config\.fmt is 'e5m2'"),
+        ({**BLOCKS, "scale_fmt": "ue8m0"}, r"quantization_config\.scale_fmt is 'ue8m0'"),
+        ({**BLOCKS, "store_dtype": "mxfp4"}, "store_dtype is there"),
+    ],
+)
+def test_what_is_not(fake_checkpoint: Make, config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        check_family(read_model_config(fake_checkpoint(quantization_config=config)))
+
+    assert caught.value.remedy.startswith("take the model's checkpoint with weights in bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "reason"),
+    [
+        (BLOCKS, of_blocks([3, 3]), "has no factors of the shape"),
+        (BLOCKS, of_all([1]), "has no factors of the shape"),
+        (MATRIX, of_all([2]), "has no factors of the shape"),
+        (MATRIX, {W: ("F8_E4M3", [OUT, IN])}, "has no factors of the shape"),
+        (BLOCKS, {W: ("F8_E4M3", [2, OUT, IN])}, r"a tensor \[2, 200, 300\] of F8_E4M3, and no"),
+        (BLOCKS, {W: ("F8_E5M2", [OUT, IN])}, "of F8_E5M2, and no weight"),
+        (MATRIX, {**of_all([1]), "model.layers.0.attn.k_scale": ("F32", [])}, "KV cache"),
+    ],
+)
+def test_tensors_that_are_not_taken(
+    fake_checkpoint: Make, config: dict[str, Any], tensors: Tensors, reason: str
+) -> None:
+    path = store(fake_checkpoint(quantization_config=config), tensors)
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_checkpoint("tiny", path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "reason"),
+    [("cuda", 1, r"\(fp8\), which was only tried on the CPU"), ("cpu", 2, "several ranks")],
+)
+def test_where_they_are_not_served(
+    fake_checkpoint: Make, kind: Any, ranks: int, reason: str
+) -> None:
+    path = store(fake_checkpoint(quantization_config=BLOCKS), of_blocks([2, 3]))
+    devices = Devices(
+        kind=kind,
+        tensor_parallel=ranks,
+        memory_bytes=Memory(8 << 20),
+        slab_bytes=Bytes(2 << 20),
+    )
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_model(Model(name="a", path=str(path), dtype="bfloat16", max_context=64), devices)
+
+
+def test_vllm_does_not_see_them() -> None:
+    """But what else is quantized."""
+    config = SimpleNamespace(quantization_config=BLOCKS)
+    other = SimpleNamespace(quantization_config={"quant_method": "awq"})
+
+    forget(config)
+    forget(other)
+    forget(SimpleNamespace())
+
+    assert not hasattr(config, "quantization_config")
+    assert other.quantization_config == {"quant_method": "awq"}
