@@ -27,7 +27,6 @@ REFUSED: Final = {
     "qwen2.5-7b-instruct-gptq-int8": "gptq: 8 bits, not 4",
     "qwen3-30b-a3b-gptq-int4": "no test serves Qwen3MoeForCausalLM with weights",
     "mixtral-8x7b-instruct-v0.1-awq": "no test serves MixtralForCausalLM with weights",
-    "llama-3.1-8b-instruct-fp8-dynamic": "type is 'float', for which vLLM's CPU kernels need AMX",
     "mistral-7b-instruct-v0.3-quantized.w8a16": "no kernel on CPUs that multiplies 8 bits",
     "gpt-oss-20b": "mxfp4: floats of 4 bits, for which vLLM's CPU kernels need AMX",
     "llama-3.1-8b-bnb-4bit": "quantized",

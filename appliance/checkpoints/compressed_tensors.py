@@ -56,6 +56,19 @@ _ELSEWHERE: Final = ("kv_cache_scheme", "transform_config")
 
 def why_not(found: _Said) -> str | None:
     """Why weights of this ``quantization_config`` are not served; None if they are."""
+    if reason := why_not_whole(found):
+        return reason
+    where, group = sole_group(found)
+    return (
+        _why_not_group(where, group)
+        or _why_not_format(found, group)
+        or _why_not_ignored(found.get("ignore") or [])
+    )
+
+
+def why_not_whole(found: _Said) -> str | None:
+    """Why it is not served, whatever numbers its weights are: it quantizes more than weights, or
+    has not one group of layers."""
     for name in _ELSEWHERE:
         if found.get(name):
             return f"quantization_config.{name} is there, which is not computed here"
@@ -70,25 +83,24 @@ def why_not(found: _Said) -> str | None:
     if not isinstance(groups, dict) or len(groups) != 1:
         count = len(groups) if isinstance(groups, dict) else "no"
         return f"quantization_config.config_groups has {count} groups, not one"
-    ((name, group),) = groups.items()
-    where = f"quantization_config.config_groups.{name[:80]}"
+    where, group = sole_group(found)
     if not isinstance(group, dict):
         return f"{where} is no table"
-    return (
-        _why_not_group(where, group)
-        or _why_not_format(found, group)
-        or _why_not_ignored(found.get("ignore") or [])
-    )
-
-
-def _why_not_group(where: str, group: _Said) -> str | None:
     if group.get("targets") != ["Linear"]:
         return f'{where}.targets is not ["Linear"]'
     if group.get("output_activations"):
         return f"{where}.output_activations is there, which is not computed here"
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, dict):
-        return f"{where}.weights is no table"
+    return None if isinstance(group.get("weights"), dict) else f"{where}.weights is no table"
+
+
+def sole_group(found: _Said) -> tuple[str, _Said]:
+    """The group of layers that are quantized, and what to call it."""
+    ((name, group),) = found["config_groups"].items()
+    return f"quantization_config.config_groups.{name[:80]}", group
+
+
+def _why_not_group(where: str, group: _Said) -> str | None:
+    weights, inputs = group["weights"], group.get("input_activations")
     if reason := _why_not_settings(f"{where}.weights", weights, dynamic=False):
         return reason
     bits, strategy, size = (weights.get(key) for key in ("num_bits", "strategy", "group_size"))
@@ -176,7 +188,7 @@ def _why_not_ignored(ignored: Any) -> str | None:
 
 def why_not_tensors(found: _Said, known: Mapping[str, TensorEntry]) -> str | None:
     """Why vLLM's layers do not come out of these tensors; None if they do."""
-    ((_, group),) = found["config_groups"].items()
+    _, group = sole_group(found)
     weights = group["weights"]
     ignored = _Ignored(found.get("ignore") or [])
     for name, tensor in known.items():

@@ -1,6 +1,6 @@
 """Weights in floats of 8 bits, which are multiplied by their factors as they are read.
 
-vLLM's CPU kernels for them need AMX. So the model is served as if its checkpoint had the products,
+vLLM's CPU kernels for them need AMX, or convert a whole weight for each product. So the model is served as if its checkpoint had the products,
 in the type that it is computed in:
 
     NAME.weight            F8_E4M3  [out, in]
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
+from appliance.checkpoints import compressed_tensors
 from appliance.checkpoints.safetensors import TensorEntry
 
 FLOAT: Final = "F8_E4M3"
@@ -34,19 +35,20 @@ class Factors(NamedTuple):
 
 def is_of(found: Mapping[str, Any]) -> bool:
     """Whether this ``quantization_config`` is of such weights, as far as the method says."""
-    return found.get("quant_method") == "fp8"
+    method = found.get("quant_method")
+    return method == "fp8" or (
+        method == compressed_tensors.METHOD and found.get("format") == "float-quantized"
+    )
 
 
-def why_not(found: Mapping[str, Any]) -> str | None:
+def why_not(found: dict[str, Any]) -> str | None:
     """Why weights of this ``quantization_config`` are not served; None if they are."""
+    if found["quant_method"] == compressed_tensors.METHOD:
+        return compressed_tensors.why_not_whole(found) or _why_not_compressed(found)
     if found.get("activation_scheme") not in ("dynamic", "static"):
         return f"quantization_config.activation_scheme is {found.get('activation_scheme')!r}"
     block = found.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(type(size) is int and 0 < size <= _LONGEST_BLOCK for size in block)
-    ):
+    if block is not None and not _is_block(block):
         return f"quantization_config.weight_block_size is {block!r}"
     for key, known in (("fmt", (None, "e4m3", "float8_e4m3fn")), ("scale_fmt", (None,))):
         if found.get(key) not in known:
@@ -54,6 +56,38 @@ def why_not(found: Mapping[str, Any]) -> str | None:
     if found.get("store_dtype"):
         return "quantization_config.store_dtype is there"
     return None
+
+
+def _why_not_compressed(found: dict[str, Any]) -> str | None:
+    where, group = compressed_tensors.sole_group(found)
+    weights = group["weights"]
+    wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    for key, value in wanted.items():
+        if weights.get(key) != value:
+            return f"{where}.weights.{key} is {weights.get(key)!r}, not {value!r}"
+    strategy, block = weights.get("strategy"), weights.get("block_structure")
+    if strategy not in ("block", "channel", "tensor") or (strategy == "block") != bool(block):
+        return f"{where}.weights.strategy is {strategy!r} with block_structure {block!r}"
+    if block and not _is_block(block):
+        return f"{where}.weights.block_structure is {block!r}"
+    return None
+
+
+def _is_block(block: Any) -> bool:
+    return (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and 0 < size <= _LONGEST_BLOCK for size in block)
+    )
+
+
+def _block(found: Mapping[str, Any]) -> list[int] | None:
+    """Rows and columns that share a factor, where all of a row or of a matrix do not."""
+    if found["quant_method"] != compressed_tensors.METHOD:
+        return found.get("weight_block_size")
+    _, group = compressed_tensors.sole_group(dict(found))
+    block: list[int] | None = group["weights"].get("block_structure")
+    return block
 
 
 def why_not_tensors(found: Mapping[str, Any], known: Mapping[str, TensorEntry]) -> str | None:
@@ -73,12 +107,14 @@ def factors(
     found: Mapping[str, Any], tensor: TensorEntry, known: Mapping[str, TensorEntry]
 ) -> Factors | None:
     """The factors of a weight; None if they are not there in the right shape."""
+    if len(tensor.shape) != 2:
+        return None
     rows, columns = tensor.shape
     stem = tensor.name.removesuffix(_WEIGHT)
     scale = next((known[stem + own] for own in _SCALES if stem + own in known), None)
     if scale is None or scale.dtype not in _FLOATS or not rows or not columns:
         return None
-    block = found.get("weight_block_size")
+    block = _block(found)
     if block:
         wanted = (-(-rows // block[0]), -(-columns // block[1]))
         return Factors(scale, block[0], block[1]) if tuple(scale.shape) == wanted else None
@@ -99,6 +135,7 @@ def widened(tensors: Iterable[TensorEntry], element: int) -> int:
 
 def forget(config: Any) -> None:
     """Have vLLM not see that weights are floats of 8 bits, in transformers' configuration."""
-    found = getattr(config, "quantization_config", None)
-    if isinstance(found, dict) and is_of(found):
-        del config.quantization_config
+    for name in ("quantization_config", "compression_config"):
+        found = getattr(config, name, None)
+        if isinstance(found, dict) and is_of(found):
+            delattr(config, name)

@@ -121,10 +121,10 @@ def why_not(config: ModelConfig) -> str | None:
         file = (config.path / QUANTIZATION_FILE).exists()
         return f"its weights are quantized ({QUANTIZATION_FILE})" if file else None
     method = method_of(found)
-    if method == compressed_tensors.METHOD:
-        reason = compressed_tensors.why_not(found)
-    elif floats.is_of(found):
+    if floats.is_of(found):
         reason = floats.why_not(found)
+    elif method == compressed_tensors.METHOD:
+        reason = compressed_tensors.why_not(found)
     elif method in _KEYS:
         reason = _why_not(method, found)
     else:

@@ -101,9 +101,20 @@ def fp8_config(block: tuple[int, int] | None, **changes: Any) -> dict[str, Any]:
     return {**told, **({"weight_block_size": list(block)} if block else {}), **changes}
 
 
-def to_floats(path: str, multiplied: str, block: tuple[int, int] | None) -> None:
+def float_quantized_config(strategy: str, **changes: Any) -> dict[str, Any]:
+    """What llm-compressor says of weights in floats of 8 bits; `changes` are of the weights."""
+    inputs = {"num_bits": 8, "strategy": "token", "type": "float", "dynamic": True}
+    weights = {"num_bits": 8, "strategy": strategy, "type": "float", **changes}
+    return _compressed("float-quantized", weights, {**inputs, "symmetric": True})
+
+
+def to_floats(
+    path: str, multiplied: str, block: tuple[int, int] | None, config: dict[str, Any] | None = None
+) -> None:
     """Rewrite the checkpoint with linear layers in floats of 8 bits, with a factor for each block
-    or each matrix, and the one at `multiplied` with their products in float32."""
+    or each matrix, or for each row if `config` says so, and the one at `multiplied` with their
+    products in float32."""
+    by_row = bool(config) and block is None
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -114,22 +125,22 @@ def to_floats(path: str, multiplied: str, block: tuple[int, int] | None) -> None
         if values.ndim != 2 or not re.search(r"\.\d+\.", name) or ".gate." in name:
             continue
         rows, columns = values.shape
-        high, wide = block or (rows, columns)
+        high, wide = block or (1 if by_row else rows, columns)
         down, across = -(-rows // high), -(-columns // wide)
         padded = torch.zeros(down * high, across * wide)
         padded[:rows, :columns] = values
         factors = padded.view(down, high, across, wide).abs().amax((1, 3)) / 448
         spread = factors.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
         stored[name] = (values / spread).to(torch.float8_e4m3fn)
-        own = name + ("_scale_inv" if block else "_scale")
-        stored[own] = factors if block else factors.view(1)
+        own = name + ("_scale_inv" if block and not config else "_scale")
+        stored[own] = factors if block or by_row else factors.view(1)
         products[name] = stored[name].float() * spread
     for folder, tensors in ((path, stored), (multiplied, products)):
         settings = Path(folder) / "config.json"
         read = {**json.loads(settings.read_text()), "torch_dtype": "bfloat16"}
         read.pop("dtype", None)
         if tensors is stored:
-            read["quantization_config"] = fp8_config(block)
+            read["quantization_config"] = config or fp8_config(block)
         settings.write_text(json.dumps(read))
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})

@@ -18,7 +18,7 @@ from appliance.config.sizing import least, read_model
 from appliance.engines.vllm.weights.multiplied import FactorsOrigin
 from tests.configs import CONFIGS
 from tests.engine.house import PlainAnswers, make_house
-from tests.engine.quantizing import to_floats
+from tests.engine.quantizing import float_quantized_config, to_floats
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_quantized import CONTEXT, DEVICES, answers, image, plain
 
@@ -42,11 +42,15 @@ def plain_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(
-    folder: Path, plain_checkpoints: Path, name: str, block: tuple[int, int] | None
+    folder: Path,
+    plain_checkpoints: Path,
+    name: str,
+    block: tuple[int, int] | None,
+    config: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
     """A checkpoint of floats of 8 bits, and one of their products."""
     paths = [str(shutil.copytree(plain_checkpoints / name, folder / own / name)) for own in "ab"]
-    to_floats(paths[0], paths[1], block)
+    to_floats(paths[0], paths[1], block, config)
     return paths[0], paths[1]
 
 
@@ -77,15 +81,25 @@ def test_images_are_those_of_the_products(
     assert known.weights <= engine.weight_slabs <= known.weights + 1
 
 
-@pytest.mark.parametrize("block", [BLOCK, None], ids=["block", "matrix"])
+@pytest.mark.parametrize(
+    ("block", "config"),
+    [
+        (BLOCK, None),
+        (None, None),
+        (None, float_quantized_config("channel")),
+        (BLOCK, float_quantized_config("block", block_structure=list(BLOCK))),
+    ],
+    ids=["block", "matrix", "compressed-row", "compressed-block"],
+)
 def test_outputs_equal_plain_vllm_with_the_products(
     tmp_path: Path,
     plain_checkpoints: Path,
     plain_answers: PlainAnswers,
     block: tuple[int, int] | None,
+    config: dict[str, Any] | None,
 ) -> None:
     """With weights reloaded and KV swapped between every three tokens."""
-    stored, multiplied = both(tmp_path, plain_checkpoints, LLAMA, block)
+    stored, multiplied = both(tmp_path, plain_checkpoints, LLAMA, block, config)
     house = make_house()
     house.build(LLAMA, stored, dtype="bfloat16")
 

@@ -19,12 +19,13 @@ from appliance.checkpoints.model_config import read_model_config
 from appliance.config.schema import Devices, Model
 from appliance.config.sizing import read_model
 from appliance.units import Bytes, Memory
-from tests.engine.quantizing import fp8_config
+from tests.engine.quantizing import float_quantized_config, fp8_config
 
 Make = Callable[..., Path]
 Tensors = dict[str, tuple[str, list[int]]]
 
 BLOCKS, MATRIX = fp8_config((128, 128)), fp8_config(None)
+ROWS = float_quantized_config("channel")
 OUT, IN = 200, 300
 W, S = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale"
 SIZES = {"F8_E4M3": 1, "F8_E5M2": 1, "F32": 4, "BF16": 2}
@@ -60,6 +61,9 @@ def of_all(shape: list[int]) -> Tensors:
         (MATRIX, of_all([])),
         (MATRIX, {**of_all([1]), S.replace("weight", "input"): ("F32", [])}),
         (fp8_config(None, activation_scheme="static"), of_all([OUT, 1])),
+        (float_quantized_config("channel"), of_all([OUT, 1])),
+        (float_quantized_config("tensor"), of_all([1])),
+        (float_quantized_config("block", block_structure=[128, 128]), of_all([2, 3])),
     ],
 )
 def test_sizes_are_those_of_the_products(
@@ -85,6 +89,13 @@ def test_sizes_are_those_of_the_products(
         ({**BLOCKS, "fmt": "e5m2"}, r"quantization_config\.fmt is 'e5m2'"),
         ({**BLOCKS, "scale_fmt": "ue8m0"}, r"quantization_config\.scale_fmt is 'ue8m0'"),
         ({**BLOCKS, "store_dtype": "mxfp4"}, "store_dtype is there"),
+        ({**ROWS, "kv_cache_scheme": {"num_bits": 8}}, r"quantization_config\.kv_cache_scheme"),
+        ({**ROWS, "config_groups": {}}, "config_groups has 0 groups"),
+        (float_quantized_config("group"), "strategy is 'group' with block_structure None"),
+        (float_quantized_config("block"), "strategy is 'block' with block_structure None"),
+        (float_quantized_config("block", block_structure=[0, 1]), r"structure is \[0, 1\]"),
+        (float_quantized_config("channel", num_bits=4), r"weights\.num_bits is 4, not 8"),
+        (float_quantized_config("channel", symmetric=False), "symmetric is False, not True"),
     ],
 )
 def test_what_is_not(fake_checkpoint: Make, config: dict[str, Any], reason: str) -> None:
@@ -136,12 +147,12 @@ def test_where_they_are_not_served(
 
 def test_vllm_does_not_see_them() -> None:
     """But what else is quantized."""
-    config = SimpleNamespace(quantization_config=BLOCKS)
+    config = SimpleNamespace(quantization_config=BLOCKS, compression_config=ROWS)
     other = SimpleNamespace(quantization_config={"quant_method": "awq"})
 
     forget(config)
     forget(other)
     forget(SimpleNamespace())
 
-    assert not hasattr(config, "quantization_config")
+    assert not vars(config)
     assert other.quantization_config == {"quant_method": "awq"}
