@@ -1,7 +1,7 @@
 """Weights in floats of 8 bits, which are multiplied by their factors as they are read.
 
-vLLM's CPU kernels for them need AMX, or convert a whole weight for each product. So the model is served as if its checkpoint had the products,
-in the type that it is computed in:
+vLLM's CPU kernels for them need AMX, or convert a whole weight for each product. So the model is
+served as if its checkpoint had the products, in the type that it is computed in:
 
     NAME.weight            F8_E4M3  [out, in]
     NAME.weight_scale_inv  a factor for each block of it             [out / rows, in / columns]
