@@ -1,7 +1,8 @@
 """Weights that are quantized: what ``config.json`` says of them, and which of them are served.
 
-Those of compressed-tensors are (`appliance.checkpoints.compressed_tensors`), and those of GPTQ and
-AWQ in 4 bits, as vLLM's CPU kernel computes with them:
+Integers of compressed-tensors are (`appliance.checkpoints.compressed_tensors`), floats of 8 bits
+(`appliance.checkpoints.floats`), and GPTQ and AWQ in 4 bits, as vLLM's CPU kernel computes with
+them:
 
     NAME.qweight  int32, eight numbers in each      GPTQ [in / 8, out]        AWQ [in, out / 8]
     NAME.scales   a factor for each group of rows   [in / group, out]
@@ -48,7 +49,8 @@ TRIED: Final = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Architectures that `tests/engine/test_quantized.py` serves with weights of GPTQ and of AWQ."""
+"""Architectures that `tests/engine/test_quantized.py` serves with weights of GPTQ, of AWQ and of
+compressed-tensors."""
 
 FLOATS_TRIED: Final = frozenset(
     {
